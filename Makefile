@@ -1,0 +1,36 @@
+# One command per verb. Each works alone on a fresh machine: it makes .venv first if that is missing.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help demo test lint types bench clean
+help:            ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(READY): pyproject.toml
+	@echo "Installing radixkv and what it needs into $(VENV): a minute or two, once."
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "radixkv needs Python 3.11 or later, this is %d.%d: call make PYTHON=python3.12, say" % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)   ## conversations and branches share one pool, on the bundled model
+	$(BIN)/radixkv demo
+
+test: $(READY)   ## all tests (no network, no GPU)
+	$(BIN)/python -m pytest -q
+
+lint: $(READY)   ## style, format, and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(READY)  ## mypy, strict
+	$(BIN)/mypy
+
+bench: $(READY)  ## every benchmark that runs without a peer to install (each ends in one JSON line)
+	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
+
+clean:           ## forget .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

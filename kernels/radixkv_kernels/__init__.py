@@ -1,0 +1,1 @@
+"""Attention kernels and their plain-torch reference."""

@@ -1,0 +1,1 @@
+"""radixkv: a prefix-caching inference engine that lives inside your Python process."""

@@ -1,0 +1,1 @@
+"""The engine: requests, their scheduling, and the loop schedule -> run -> commit."""

@@ -1,0 +1,93 @@
+"""Everything that radixkv raises on purpose.
+
+    RadixKVError
+    ├── InvalidInput (ValueError)      an argument is out of range; the message says what is allowed
+    │   ├── InvalidTokens              token ids that are no ints, negative or >= 2**31; or an empty prompt
+    │   ├── PromptTooLong              longer than the model's context or than the whole pool
+    │   └── UnknownPolicy              no eviction policy of that name
+    ├── CacheError
+    │   ├── OutOfBlocks                free + evictable blocks do not suffice; nothing has changed
+    │   ├── PlanPending                the sequence's last plan was neither committed nor voided
+    │   ├── SequenceClosed             the sequence (or pin) was closed before
+    │   └── PinBudgetExceeded          pinning this would hold more of the pool than the budget allows
+    ├── UnsupportedModel               the model cannot be run exactly; the message says why
+    ├── EngineError
+    │   ├── EngineClosed               the engine was closed before or during the call
+    │   ├── RequestCancelled           `.result()` of a request that was cancelled
+    │   └── RequestFailed              an exception inside a step; `__cause__` holds it
+    └── ChatError
+        ├── SessionClosed              the chat session was closed before
+        └── ContextOverflow            the conversation no longer fits the model's context
+"""
+
+
+class RadixKVError(Exception):
+    """The root of every error that radixkv raises on purpose."""
+
+
+class InvalidInput(RadixKVError, ValueError):
+    """An argument is out of range; the message says what is allowed."""
+
+
+class InvalidTokens(InvalidInput):
+    """Token ids that are no ints, negative or >= 2**31; or an empty prompt."""
+
+
+class PromptTooLong(InvalidInput):
+    """The prompt is longer than the model's context or than the whole pool."""
+
+
+class UnknownPolicy(InvalidInput):
+    """There is no eviction policy of that name."""
+
+
+class CacheError(RadixKVError):
+    """The prefix cache refused a call; its state is what it was before."""
+
+
+class OutOfBlocks(CacheError):
+    """Free and evictable blocks together do not suffice. Nothing has changed."""
+
+
+class PlanPending(CacheError):
+    """The sequence's last plan was neither committed nor voided."""
+
+
+class SequenceClosed(CacheError):
+    """The sequence or pin was closed before."""
+
+
+class PinBudgetExceeded(CacheError):
+    """Pinning this would hold more of the pool than the pin budget allows."""
+
+
+class UnsupportedModel(RadixKVError):
+    """The model cannot be run exactly; the message says why."""
+
+
+class EngineError(RadixKVError):
+    """A request could not be served."""
+
+
+class EngineClosed(EngineError):
+    """The engine was closed before or during the call."""
+
+
+class RequestCancelled(EngineError):
+    """The request was cancelled before it finished."""
+
+
+class RequestFailed(EngineError):
+    """An exception inside a step ended the request; `__cause__` holds it."""
+
+
+class ChatError(RadixKVError):
+    """A chat session refused a call; its history is what it was before."""
+
+
+class SessionClosed(ChatError):
+    """The chat session was closed before."""
+
+
+class ContextOverflow(ChatError):
+    """The conversation no longer fits the model's context."""

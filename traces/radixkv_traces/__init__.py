@@ -1,0 +1,1 @@
+"""Recorded and simulated workloads, replayed against the real prefix cache. Imports no torch."""
