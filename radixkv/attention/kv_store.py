@@ -1,0 +1,108 @@
+"""The pool's tensors: one K and one V per layer, addressed by block and slot.
+
+Knows dims, dtypes, layouts and devices. Does not know sequences, the tree, or who owns a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixkv.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores per token: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        """Refuse empty dims."""
+        if min(self.kv_heads, self.key_dim, self.value_dim) < 1:
+            raise InvalidInput(f"every dim of a layer must be at least 1, not {self}")
+
+
+class KVStore:
+    """KV of `num_blocks` blocks of `block_size` tokens for every layer; allocated at once, zeroed lazily by the system.
+
+    Every tensor is seen as [kv_heads, blocks, block_size, dim]. In memory a CPU keeps just this order, so that adjacent
+    blocks are one run per head, and a GPU keeps blocks outermost, so that a block is one region. Slot `s` is token
+    `s % block_size` of block `s // block_size`. Whoever calls has validated block ids and slots: they are not checked.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Allocate; raises InvalidInput for no layers, no blocks, no slots, or a dtype that is no float."""
+        if not layers or num_blocks < 1 or block_size < 1:
+            raise InvalidInput(
+                f"a store needs a layer, a block and a slot, not {len(layers)}, {num_blocks}, {block_size}"
+            )
+        if not dtype.is_floating_point:
+            raise InvalidInput(f"KV is stored in a floating point dtype, not in {dtype}")
+        self.layers = tuple(layers)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.keys = [self._allocate(layer.kv_heads, layer.key_dim) for layer in layers]
+        self.values = [self._allocate(layer.kv_heads, layer.value_dim) for layer in layers]
+
+    def _allocate(self, kv_heads: int, dim: int) -> Tensor:
+        """Zeroes, seen as [kv_heads, blocks, block_size, dim]."""
+        if self.device.type == "cpu":
+            return torch.zeros(kv_heads, self.num_blocks, self.block_size, dim, dtype=self.dtype)
+        blocks_first = torch.zeros(
+            self.num_blocks, kv_heads, self.block_size, dim, dtype=self.dtype, device=self.device
+        )
+        return blocks_first.transpose(0, 1)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block takes over all layers, K and V."""
+        per_token = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        return per_token * self.block_size * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.bytes_per_block * self.num_blocks
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store key [kv_heads, T, key_dim] and value [kv_heads, T, value_dim] in slots int64 [T], all different."""
+        for pool, new in ((self.keys[layer], key), (self.values[layer], value)):
+            if pool.is_contiguous():
+                pool.view(pool.shape[0], -1, pool.shape[3]).index_copy_(1, slots, new.to(self.dtype))
+            else:
+                pool[:, slots // self.block_size, slots % self.block_size] = new.to(self.dtype)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in all layers; all sources are read before a destination is written.
+
+        Destinations are all different. Costs two launches per tensor, whatever the number of pairs.
+        """
+        if not pairs:
+            return
+        sources, destinations = torch.tensor(pairs, dtype=torch.long, device=self.device).unbind(1)
+        for pool in (*self.keys, *self.values):
+            pool.index_copy_(1, destinations, pool.index_select(1, sources))
+
+    def gather(self, layer: int, block_table: Sequence[int] | np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+        """One sequence's (key [kv_heads, length, key_dim], value [kv_heads, length, value_dim]), as copies."""
+        used = np.asarray(block_table, dtype=np.int64)[: -(-length // self.block_size)]
+        blocks = torch.from_numpy(used.copy()).to(self.device)
+        key, value = (pool.index_select(1, blocks) for pool in (self.keys[layer], self.values[layer]))
+        return key.flatten(1, 2)[:, :length], value.flatten(1, 2)[:, :length]
