@@ -1,0 +1,150 @@
+"""Recount everything that the cache keeps books on. Knows all of its insides; called after every step of a test.
+
+Each function raises AssertionError with the invariant's name and the numbers that break it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from radixkv.cache.radix_tree import Node
+from radixkv.cache.sequence import Sequence
+from radixkv.cache.tokens import WIDTH
+
+if TYPE_CHECKING:
+    from radixkv.cache.prefix_cache import PrefixCache
+
+
+def audit(cache: PrefixCache) -> None:
+    """All invariants of DESIGN §3. O(blocks + tokens)."""
+    nodes = list(cache._tree.walk())
+    _check_shape(cache, nodes)
+    _check_locks(cache, nodes)
+    _check_index(cache, nodes)
+    _check_owners(cache, nodes)
+    _check_redundancy(cache, nodes)
+    _check_fill(cache, nodes)
+    for sequence in cache._open.values():
+        _check_sequence(cache, sequence)
+
+
+def _check_shape(cache: PrefixCache, nodes: list[Node]) -> None:
+    size = cache.block_size
+    roots = cache._tree.roots
+    assert len(nodes) - len(roots) == cache._tree.nodes, (
+        f"node count: {len(nodes)} - {len(roots)} != {cache._tree.nodes}"
+    )
+    for root in roots.values():
+        assert root.locks or root.children, f"an empty namespace is kept: {root.id}"
+        assert not root.key and not root.blocks and root.start == 0, f"a root covers tokens: {root.id}"
+    for node in nodes:
+        if node.parent is not None:
+            assert node.key and len(node.key) % WIDTH == 0, f"node {node.id} covers no whole tokens"
+            spanned = -(-node.end // size) - node.start // size
+            assert len(node.blocks) == spanned, f"node {node.id}: {len(node.blocks)} blocks for a span of {spanned}"
+        for first, child in node.children.items():
+            assert bytes(child.key[:WIDTH]) == first, f"node {child.id} is filed under another first token"
+            assert child.parent is node, f"node {child.id} has another parent"
+            assert child.start == node.end, f"node {child.id} starts at {child.start}, its parent ends at {node.end}"
+
+
+def _check_locks(cache: PrefixCache, nodes: list[Node]) -> None:
+    holders = Counter(id(sequence._node) for sequence in cache._open.values())
+    holders.update(id(node) for node in cache._pins.nodes())
+    for node in nodes:
+        assert node.holders == holders[id(node)], (
+            f"node {node.id}: {node.holders} holders, recounted {holders[id(node)]}"
+        )
+        locks = node.holders + sum(1 for child in node.children.values() if child.locks)
+        assert node.locks == locks, f"node {node.id}: {node.locks} locks, recounted {locks}"
+    assert sum(holders.values()) == sum(node.holders for node in nodes), "somebody holds a node that is not in the tree"
+
+
+def _check_index(cache: PrefixCache, nodes: list[Node]) -> None:
+    listed = {id(node) for node in cache._index}
+    assert len(listed) == len(cache._index), "the eviction index lists a node twice"
+    for node in nodes:
+        leaf = node.parent is not None and not node.children and not node.locks
+        assert (id(node) in listed) == leaf == (node.place is not None), (
+            f"node {node.id}: in the index iff an unlocked leaf"
+        )
+        if leaf:
+            assert node.place is not None
+            assert node.place[:2] == (node.priority, not node.demoted), f"node {node.id}: its key in the index is stale"
+            assert node.place[3] == node.tick, f"node {node.id}: its recency in the index is stale"
+    assert len(listed) == sum(node.place is not None for node in nodes), "the eviction index lists a node that is gone"
+
+
+def _check_owners(cache: PrefixCache, nodes: list[Node]) -> None:
+    pool = cache._pool
+    owners: Counter[int] = Counter()
+    idle: Counter[int] = Counter()
+    tips: dict[int, Node] = {}
+    for node in nodes:
+        owners.update(node.blocks)
+        if not node.locks:
+            idle.update(node.blocks)
+        for block in node.blocks:
+            if block not in tips or node.end > tips[block].end:
+                tips[block] = node
+        for block in node.blocks[1:-1]:
+            assert node.mixed or block not in pool.shared, f"block {block} inside node {node.id} is shared"
+    for sequence in cache._open.values():
+        owners.update(sequence._table[sequence._own :])
+        if sequence._pending is not None and sequence._pending.source >= 0:
+            owners[sequence._pending.source] += 1
+    free = set(pool.free)
+    assert len(free) == len(pool.free), "a block is free twice"
+    assert not free & owners.keys(), f"blocks both free and referenced: {sorted(free & owners.keys())}"
+    assert free | owners.keys() == set(range(pool.num_blocks)), (
+        f"blocks lost: {sorted(set(range(pool.num_blocks)) - free - owners.keys())}"
+    )
+    shared = {block for block, count in owners.items() if count > 1}
+    assert shared == pool.shared.keys(), f"shared blocks {sorted(pool.shared)}, recounted {sorted(shared)}"
+    for block, entry in pool.shared.items():
+        counted = (owners[block], idle[block])
+        assert (entry.owners, entry.idle) == counted, (
+            f"block {block}: {entry.owners, entry.idle} owners, idle; recounted {counted}"
+        )
+        assert entry.tip is tips.get(block), f"block {block}: its deepest owner is not the one on record"
+    evictable = sum(1 for block, count in owners.items() if count == idle[block])
+    assert pool.evictable == evictable, f"evictable_blocks {pool.evictable}, recounted {evictable}"
+
+
+def _check_redundancy(cache: PrefixCache, nodes: list[Node]) -> None:
+    """No block is kept that only copies below need (branching strands at most one block per open sequence)."""
+    size = cache.block_size
+    for node in nodes:
+        if not node.blocks or node.end % size == 0 or node.blocks[-1] in cache._pool.shared:
+            continue
+        for child in node.children.values():
+            assert node.locks and not child.locks, f"node {node.id} keeps a block that node {child.id} has a copy of"
+
+
+def _check_fill(cache: PrefixCache, nodes: list[Node]) -> None:
+    pool, size = cache._pool, cache.block_size
+    assert not set(pool.free) & pool.fill.keys(), "a free block has a fill mark"
+    for block, mark in pool.fill.items():
+        assert 0 < mark < size, f"block {block}: fill mark {mark}"
+    for node in nodes:
+        if node.end % size:
+            assert node.end % size <= pool.fill.get(node.blocks[-1], size), f"node {node.id} reads past a fill mark"
+    for sequence in cache._open.values():
+        end = sequence.length + (len(sequence._pending.raw) // WIDTH if sequence._pending else 0)
+        if end % size:
+            assert end % size <= pool.fill.get(sequence._table[-1], size), f"{sequence!r} reads past a fill mark"
+
+
+def _check_sequence(cache: PrefixCache, sequence: Sequence) -> None:
+    size, node = cache.block_size, sequence._node
+    planned = len(sequence._pending.raw) // WIDTH if sequence._pending else 0
+    assert sequence.length == node.end + len(sequence._tail) // WIDTH, f"{sequence!r}: its node ends at {node.end}"
+    blocks = -(-(sequence.length + planned) // size)
+    assert len(sequence._table) == blocks, f"{sequence!r}: {len(sequence._table)} blocks in its table"
+    assert sequence._own == node.end // size, (
+        f"{sequence!r}: its own blocks start at {sequence._own}, its node ends at {node.end}"
+    )
+    locked = cache._tree.table(node, node.end)[: sequence._own]
+    assert sequence._table[: sequence._own] == locked, f"{sequence!r}: its table is not its path's"
+    assert len(set(sequence._table)) == len(sequence._table), f"{sequence!r}: a block twice in its table"

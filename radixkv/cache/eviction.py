@@ -1,0 +1,84 @@
+"""Which leaf goes next: policies as data behind one small interface.
+
+Knows unlocked leaves and a few numbers on each. Knows no token and no block. The index is a persistent sorted list:
+choosing a victim scans nothing and rebuilds nothing; every operation is O(log leaves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from sortedcontainers import SortedList
+
+from radixkv.errors import UnknownPolicy
+
+
+class Entry(Protocol):
+    """What a policy may read (and, for recency and hits, write) of a tree node."""
+
+    tick: int  # when it was last touched, on a clock that ticks with each touch
+    born: int  # the tick at which it was inserted
+    hits: int  # how many opens ended here
+    priority: int  # higher stays longer
+    demoted: bool  # its user said that it is done
+    place: tuple[int, bool, int, int, Entry] | None  # its key in the index while it is there
+
+
+Rank = Callable[[Entry], int]
+
+# Lower goes first; equal ranks go by recency.
+POLICIES: dict[str, Rank] = {
+    "lru": lambda node: 0,
+    "fifo": lambda node: node.born,
+    "lfu": lambda node: node.hits,
+    # Two segments, as SGLang's: protected after the second hit, least recent first within each.
+    "slru": lambda node: int(node.hits >= 2),
+}
+
+
+class EvictionIndex:
+    """The unlocked leaves, coldest first, by (priority, demoted first, the policy's rank, recency)."""
+
+    __slots__ = ("_order", "_rank", "_tick", "policy")
+
+    def __init__(self, policy: str) -> None:
+        if policy not in POLICIES:
+            raise UnknownPolicy(f"eviction={policy!r}: allowed are {', '.join(sorted(POLICIES))}")
+        self.policy = policy
+        self._rank: Rank | None = None if policy == "lru" else POLICIES[policy]
+        self._order: SortedList = SortedList()
+        self._tick = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All leaves, next victim first."""
+        return (place[4] for place in self._order)
+
+    def touched(self, node: Entry) -> None:
+        """It was used now. The node must not be in the index (it is held, or about to enter)."""
+        self._tick += 1
+        node.tick = self._tick
+
+    def inserted(self, node: Entry) -> None:
+        """It became an unlocked leaf."""
+        rank = 0 if self._rank is None else self._rank(node)
+        node.place = (node.priority, not node.demoted, rank, node.tick, node)
+        self._order.add(node.place)
+
+    def removed(self, node: Entry) -> None:
+        """It is no unlocked leaf any more."""
+        self._order.remove(node.place)
+        node.place = None
+
+    def inherited(self, parent: Entry, child: Entry) -> None:
+        """`child` leaves the tree and `parent` becomes a leaf: what kept the child kept the parent too."""
+        parent.tick = max(parent.tick, child.tick)
+        parent.hits += child.hits
+
+    def victim(self) -> Entry:
+        """The leaf that goes next; the index must not be empty."""
+        node: Entry = self._order[0][4]
+        return node

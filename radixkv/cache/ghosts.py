@@ -1,0 +1,115 @@
+"""Bounded memory of what was evicted: it serves explain and regret (and, later, eviction that learns).
+
+Knows token runs, where they hung and when they went. Knows no block. A ghost hangs where its tokens used to follow: below
+(owner, position, first token), where the owner is the id of a node, living or itself a ghost, so that chains of ghosts
+can be followed by comparing tokens, never hashes. Oldest ghosts are forgotten first; adding one is O(1).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from radixkv.cache.tokens import WIDTH
+
+Owner = Hashable  # a node's id, or a namespace's root
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """Why something was evicted: `wanted` blocks were asked for at once when only `free` were free."""
+
+    wanted: int
+    free: int
+
+    def __str__(self) -> str:
+        return f"{self.wanted} block{'s' if self.wanted != 1 else ''} wanted while {self.free} {'were' if self.free != 1 else 'was'} free"
+
+
+class Ghost:
+    """A run of tokens that was evicted."""
+
+    __slots__ = ("key", "next", "pressure", "regretted", "time")
+
+    def __init__(self, key: bytes, following: Owner, time: float, pressure: Pressure) -> None:
+        self.key = key
+        self.next = following  # the owner below which what followed this run hangs
+        self.time = time
+        self.pressure = pressure
+        self.regretted = False  # counted once
+
+
+class Ghosts:
+    """At most `capacity` tokens and `most` runs."""
+
+    __slots__ = ("_bytes", "_capacity", "_most", "_runs")
+
+    def __init__(self, capacity: int, most: int) -> None:
+        self._runs: OrderedDict[tuple[Owner, int, bytes], Ghost] = OrderedDict()
+        self._bytes = 0
+        self._capacity = capacity * WIDTH
+        self._most = most
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens remembered."""
+        return self._bytes // WIDTH
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._runs.clear()
+        self._bytes = 0
+
+    def add(self, owner: Owner, position: int, ghost: Ghost) -> None:
+        """Remember a run that followed `position` tokens below `owner`."""
+        runs = self._runs
+        place = (owner, position, ghost.key[:WIDTH])
+        old = runs.pop(place, None)
+        if old is not None:
+            self._bytes -= len(old.key)
+        runs[place] = ghost
+        self._bytes += len(ghost.key)
+        while self._bytes > self._capacity or len(runs) > self._most:
+            self._bytes -= len(runs.popitem(last=False)[1].key)
+
+    def follow(self, owner: Owner, position: int, raw: bytes) -> list[tuple[Ghost, int]]:
+        """The ghosts along `raw[position:]` below `owner`, each with how many of its tokens match. O(tokens compared)."""
+        found: list[tuple[Ghost, int]] = []
+        at = position * WIDTH
+        while ghost := self._runs.get((owner, at // WIDTH, raw[at : at + WIDTH])):
+            matched = common_prefix(raw, at, ghost.key)
+            found.append((ghost, matched // WIDTH))
+            at += matched
+            if matched < len(ghost.key):
+                break
+            owner = ghost.next
+        return found
+
+    def regret(self, owner: Owner, position: int, raw: bytes) -> int:
+        """How many tokens of `raw` after `position` would have hit, had they not been evicted; each ghost counts once."""
+        if (owner, position, raw[position * WIDTH : (position + 1) * WIDTH]) not in self._runs:
+            return 0
+        wanted = 0
+        for ghost, matched in self.follow(owner, position, raw):
+            if not ghost.regretted:
+                wanted += matched
+                ghost.regretted = True
+        return wanted
+
+
+def common_prefix(raw: bytes, at: int, key: bytes | bytearray) -> int:
+    """Bytes of whole tokens that `raw[at:]` and `key` share: one comparison if they agree, bisection by comparison if not."""
+    low, high = 0, min(len(key), len(raw) - at) // WIDTH
+    if raw.startswith(key[: high * WIDTH], at):
+        return high * WIDTH
+    while high - low > 1:  # the first `low` tokens agree, the first `high` do not
+        middle = (low + high) // 2
+        if raw.startswith(key[low * WIDTH : middle * WIDTH], at + low * WIDTH):
+            low = middle
+        else:
+            high = middle
+    return low * WIDTH

@@ -1,0 +1,102 @@
+"""Pins: prefixes that stay cached until they are released or their time is over.
+
+Knows nodes and a budget of blocks. Knows no sequence.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from types import TracebackType
+
+from radixkv.cache.radix_tree import Node, RadixTree
+from radixkv.errors import PinBudgetExceeded
+
+
+class Pin:
+    """Holds a cached prefix; release() it (or use `with`), or let its ttl end."""
+
+    __slots__ = ("_node", "_pins", "blocks", "complete", "expires", "length")
+
+    def __init__(
+        self, pins: Pins | None, node: Node | None, length: int, complete: bool, blocks: int, expires: float | None
+    ) -> None:
+        self._pins = pins
+        self._node = node
+        self.length = length  # tokens held: the part of what was asked for that is cached
+        self.complete = complete  # whether that is all of it
+        self.blocks = blocks  # of its path, shared ones included
+        self.expires = expires  # on the cache's clock
+
+    @property
+    def active(self) -> bool:
+        """Whether it still holds something."""
+        return self._node is not None
+
+    def release(self) -> None:
+        """Let go; may be called twice, and after the ttl."""
+        if self._node is not None and self._pins is not None:
+            self._pins.remove(self, self._node)
+            self._node = None
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Pins:
+    """All pins of a cache, which together hold at most `budget` blocks."""
+
+    def __init__(self, tree: RadixTree, clock: Callable[[], float], budget: int) -> None:
+        self._tree = tree
+        self._clock = clock
+        self._budget = budget
+        self._pins: dict[Pin, Node] = {}
+
+    def add(self, node: Node, length: int, complete: bool, blocks: int, ttl: float | None) -> Pin:
+        """Hold `node`."""
+        pin = Pin(self, node, length, complete, blocks, None if ttl is None else self._clock() + ttl)
+        self._pins[pin] = node
+        self._tree.hold(node)
+        return pin
+
+    def remove(self, pin: Pin, node: Node) -> None:
+        """Let go of `node`, which counts as a use of it."""
+        del self._pins[pin]
+        self._tree.index.touched(node)
+        self._tree.unhold(node)
+
+    def expire(self) -> None:
+        """Release the pins whose time is over. O(pins)."""
+        if self._pins:
+            now = self._clock()
+            for pin in [pin for pin in self._pins if pin.expires is not None and pin.expires <= now]:
+                pin.release()
+
+    def nodes(self) -> list[Node]:
+        """The nodes that pins hold, one entry a pin."""
+        return list(self._pins.values())
+
+    def blocks(self) -> set[int]:
+        """The blocks under pins, each once. O(pinned blocks)."""
+        seen: set[int] = set()
+        blocks: set[int] = set()
+        for up in self._pins.values():
+            while up.parent is not None and id(up) not in seen:
+                seen.add(id(up))
+                blocks.update(up.blocks)
+                up = up.parent
+        return blocks
+
+    def refuse_over_budget(self, table: array[int]) -> None:
+        """PinBudgetExceeded if these blocks and those pinned before are more than the budget."""
+        total = len(self.blocks().union(table))
+        if total > self._budget:
+            raise PinBudgetExceeded(
+                f"{total} blocks would be pinned, the budget is {self._budget}: "
+                "release pins, or give the cache a larger pin_budget"
+            )

@@ -1,0 +1,335 @@
+"""The facade: one pool, one radix tree for each namespace, sequences, pins, reasons.
+
+Knows how the parts fit together. Knows no tensor, no model and no thread: one caller at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.cache.audit import audit
+from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.eviction import EvictionIndex
+from radixkv.cache.explain import Explanation
+from radixkv.cache.ghosts import Ghosts, Pressure
+from radixkv.cache.observer import Observer
+from radixkv.cache.pins import Pin, Pins
+from radixkv.cache.radix_tree import Node, RadixTree
+from radixkv.cache.sequence import Hint, Sequence
+from radixkv.cache.stats import CacheStats, Counters
+from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, refuse_negative
+from radixkv.errors import InvalidInput, OutOfBlocks
+
+
+class Match(NamedTuple):
+    """The longest cached prefix."""
+
+    length: int  # tokens
+    blocks: npt.NDArray[np.int32]  # [ceil(length / block_size)]; they are safe to read only while somebody holds them
+
+
+class PrefixCache:
+    """A prefix cache over `num_blocks` blocks of `block_size` tokens.
+
+    `eviction` is one of lru, fifo, lfu, slru; `clock` (seconds) dates evictions and pins; `observer` is told of every
+    change; pins may hold at most `pin_budget` of the pool. Idea: RadixAttention (Zheng et al. 2024) over the block
+    tables and copy-on-write of PagedAttention (Kwon et al. 2023).
+
+    >>> cache = PrefixCache(num_blocks=8, block_size=4)
+    >>> first = cache.open([1, 2, 3, 4, 5, 6])
+    >>> first.extend([1, 2, 3, 4, 5, 6]).slots.tolist()
+    [0, 1, 2, 3, 4, 5]
+    >>> first.commit()  # after the KV was written to these slots
+    >>> second = cache.open([1, 2, 3, 4, 5, 9])
+    >>> second.length
+    5
+    >>> second.extend([9]).copies  # block 1 holds token 6 of the first: copy-on-write
+    [(1, 2)]
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        eviction: str = "lru",
+        clock: Callable[[], float] = time.monotonic,
+        observer: Observer | None = None,
+        *,
+        pin_budget: float = 0.5,
+    ) -> None:
+        _check_positive("num_blocks", num_blocks)
+        _check_positive("block_size", block_size)
+        if not 0 <= pin_budget <= 1:
+            raise InvalidInput(f"pin_budget={pin_budget!r}: allowed is a part of the pool, 0.0 to 1.0")
+        self.block_size = block_size
+        self._pool = BlockPool(num_blocks, block_size)
+        self._index = EvictionIndex(eviction)
+        self._ghosts = Ghosts(num_blocks * block_size, num_blocks)
+        self._tree = RadixTree(self._pool, self._index, self._ghosts)
+        self._tree.observer = observer
+        self._pins = Pins(self._tree, clock, int(pin_budget * num_blocks))
+        self._counters = Counters()
+        self._clock = clock
+        self._observer = observer
+        self._open: dict[int, Sequence] = {}
+
+    # ---- reading: changes nothing, not even recency
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self._pool.num_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody owns. O(1)."""
+        return len(self._pool.free)
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Blocks that eviction could free now, exactly. O(1)."""
+        return self._pool.evictable
+
+    def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
+        """The longest cached prefix of `tokens` in the namespace. O(tokens compared) by memcmp + O(depth)."""
+        raw = as_bytes(tokens)
+        root = self._root(namespace)
+        node, matched = (root, 0) if root is None else self._tree.match(root, raw)
+        refuse_negative(raw, matched)
+        if node is None:
+            return Match(0, np.empty(0, np.int32))
+        length = matched // WIDTH
+        return Match(length, np.array(self._tree.table(node, length), np.int32))
+
+    def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
+        """What `open` with these arguments would find, and why it stops there. Costs a match and a walk along the ghosts."""
+        raw = as_bytes(tokens)
+        _check_limit(limit)
+        root = self._root(namespace)
+        node, matched = (root, 0) if root is None else self._tree.match(root, raw)
+        refuse_negative(raw, matched)
+        asked, found = len(raw) // WIDTH, matched // WIDTH
+        length = found if limit is None else min(found, limit)
+        if found >= asked:
+            return Explanation(asked, found, length, "full" if length == asked else "limit")
+        if limit is not None and found >= limit:
+            return Explanation(asked, found, length, "limit")
+        ghosts = self._ghosts.follow(("root", namespace) if node is None else node.id, found, raw)
+        if ghosts:
+            first = ghosts[0][0]
+            gone = sum(tokens for _, tokens in ghosts)
+            ago = max(0.0, self._clock() - first.time)
+            return Explanation(asked, found, length, "evicted", None, gone, ago, str(first.pressure))
+        if found and node is not None and (found < node.end or node.children):
+            return Explanation(asked, found, length, "diverged", found)
+        return Explanation(asked, found, length, "never_seen")
+
+    def stats(self) -> CacheStats:
+        """Counters and gauges now (pins whose ttl is over are released first). O(pinned blocks)."""
+        self._pins.expire()
+        counters = {name: getattr(self._counters, name) for name in Counters.__slots__}
+        free, cached = len(self._pool.free), self._pool.evictable
+        return CacheStats(
+            **counters,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            free_blocks=free,
+            cached_blocks=cached,
+            held_blocks=self.num_blocks - free - cached,
+            pinned_blocks=len(self._pins.blocks()),
+            nodes=self._tree.nodes,
+            leaves=len(self._index),
+            namespaces=len(self._tree.roots),
+            ghosts=len(self._ghosts),
+        )
+
+    def check(self) -> None:
+        """Recount everything; AssertionError names the broken invariant. O(blocks + tokens): for tests."""
+        audit(self)
+
+    # ---- holding
+
+    def open(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None, priority: int = 0) -> Sequence:
+        """A sequence that holds the longest cached prefix of `tokens`, at most `limit` of them; extend it by the rest.
+
+        Costs a match, a table of the path's blocks and, where the prefix ends inside a node, a split.
+        """
+        raw = as_bytes(tokens)
+        asked = len(raw) // WIDTH
+        key = raw
+        if limit is not None:
+            _check_limit(limit)
+            key = raw[: limit * WIDTH]
+        _check_int("priority", priority)
+        root = self._root(namespace)
+        if root is None:
+            refuse_negative(raw)
+            root = self._tree.root(namespace)
+            node, matched = root, 0
+        else:
+            node, matched = self._tree.match(root, key)
+            refuse_negative(raw, matched)
+        length = matched // WIDTH
+        counters = self._counters
+        counters.query_tokens += asked
+        counters.hit_tokens += length
+        if matched < len(key):
+            counters.regret_tokens += self._ghosts.regret(node.id, length, key)
+        return self._hold(node, length, namespace, priority, asked)
+
+    def pin(self, tokens: Tokens, namespace: Hashable = None, ttl: float | None = None) -> Pin:
+        """Keep the cached prefix of `tokens` until release() or for `ttl` seconds; the Pin says how much of it was cached.
+
+        PinBudgetExceeded leaves everything as it was.
+        """
+        raw = as_bytes(tokens)
+        if ttl is not None and not ttl > 0:
+            raise InvalidInput(f"ttl={ttl!r}: allowed are seconds > 0, or None for no limit")
+        root = self._root(namespace)
+        node, matched = (root, 0) if root is None else self._tree.match(root, raw)
+        refuse_negative(raw, matched)
+        length = matched // WIDTH
+        if node is None or not length:
+            return Pin(None, None, 0, not raw, 0, None)
+        self._pins.expire()
+        table = self._tree.table(node, length)
+        self._pins.refuse_over_budget(table)
+        if length < node.end:
+            node = self._tree.split(node, length - node.start)
+        return self._pins.add(node, length, matched == len(raw), len(table), ttl)
+
+    def clear(self) -> None:
+        """Forget everything that nobody holds, ghosts included. Counts as no eviction."""
+        self._ghosts.clear()
+        while len(self._index):
+            leaf = self._victim()
+            self._index.removed(leaf)
+            tokens = leaf.end - leaf.start
+            freed = self._tree.drop(leaf)
+            if self._observer is not None:
+                assert isinstance(leaf.id, int)
+                self._observer.trimmed(leaf.id, tokens, freed, True)
+
+    # ---- what sequences ask of the cache
+
+    def _hold(self, node: Node, length: int, namespace: Hashable, priority: int, asked: int) -> Sequence:
+        tree = self._tree
+        if length < node.end:
+            node = tree.split(node, length - node.start)
+        table = tree.table(node, length)
+        sequence = self._sequence(node, length, table)
+        sequence.namespace, sequence.priority = namespace, priority
+        tree.hold(node)
+        if length % self.block_size:
+            block = table[-1]
+            self._pool.share(block, idle=False, sole_idle=False, tip=None if block in self._pool.shared else node)
+        if node.parent is not None:
+            self._index.touched(node)
+            node.hits += 1
+            node.priority = max(node.priority, priority)
+            self._undo_demotion(node)
+        if self._observer is not None:
+            self._observer.opened(sequence.id, namespace, asked, length)
+        return sequence
+
+    def _sequence(self, node: Node, length: int, table: array[int]) -> Sequence:
+        counters = self._counters
+        counters.opened_sequences += 1
+        sequence = Sequence(self, counters.opened_sequences, node, length, table)
+        self._open[sequence.id] = sequence
+        return sequence
+
+    def _closed(self, sequence: Sequence, node: Node, hint: Hint | None) -> None:
+        """The last step of Sequence.close: recency, hints, and the lock."""
+        del self._open[sequence.id]
+        self._counters.closed_sequences += 1
+        if node.parent is not None:
+            self._index.touched(node)
+            if hint is not None:
+                node.priority = max(node.priority, hint.priority)
+        self._tree.unhold(node)
+        if hint is not None and hint.done:
+            self._demote(node)
+        if self._observer is not None:
+            self._observer.closed(sequence.id, sequence.length)
+
+    def _take(self, count: int) -> array[int]:
+        """Take blocks, evicting if need be; OutOfBlocks only if free + evictable do not suffice, and nothing has changed."""
+        pool = self._pool
+        if count > len(pool.free):
+            self._make_room(count)
+        return pool.take(count)
+
+    def _make_room(self, count: int) -> None:
+        pool, counters = self._pool, self._counters
+        self._pins.expire()
+        free = len(pool.free)
+        if count > free + pool.evictable:
+            raise OutOfBlocks(
+                f"{count} blocks wanted, {free} are free and {pool.evictable} evictable of {pool.num_blocks}: "
+                "close or shorten sequences, release pins, or make the pool larger"
+            )
+        now, pressure = self._clock(), Pressure(count, free)
+        while (missing := count - len(pool.free)) > 0:
+            counters.evicted_tokens += self._tree.trim(self._victim(), missing, now, pressure)
+        counters.evicted_blocks += len(pool.free) - free
+
+    def _victim(self) -> Node:
+        node = self._index.victim()
+        assert isinstance(node, Node)
+        return node
+
+    def _copied(self, sequence: int, source: int, target: int) -> None:
+        self._counters.copied_blocks += 1
+        if self._observer is not None:
+            self._observer.copied(sequence, source, target)
+
+    def _demote(self, node: Node) -> None:
+        """Put a finished tail at the cold end, upward while nothing else holds, hits or branches there."""
+        up = node
+        while up.parent is not None and not up.locks and len(up.children) == (up is not node):
+            if up is not node and up.hits:
+                return
+            up.demoted = True
+            if up.place is not None:
+                self._index.removed(up)
+                self._index.inserted(up)
+            up = up.parent
+
+    def _undo_demotion(self, node: Node) -> None:
+        up: Node | None = node
+        while up is not None and up.demoted:
+            up.demoted = False
+            up = up.parent
+
+    def _root(self, namespace: Hashable) -> Node | None:
+        try:
+            return self._tree.roots.get(namespace)
+        except TypeError as error:
+            raise InvalidInput(
+                f"namespace of type {type(namespace).__name__}: allowed is None or anything hashable"
+            ) from error
+
+
+def _check_int(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidInput(f"{name}={value!r}: allowed is an int")
+
+
+def _check_positive(name: str, value: int) -> None:
+    _check_int(name, value)
+    if value < 1:
+        raise InvalidInput(f"{name}={value}: allowed is an int of at least 1")
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None:
+        _check_int("limit", limit)
+        if limit < 0:
+            raise InvalidInput(f"limit={limit}: allowed is an int of at least 0, or None for no limit")

@@ -1,0 +1,385 @@
+"""The radix tree: token runs -> blocks. Match, lock, split, grow, merge, trim.
+
+Knows tokens (as int32 bytes), blocks and locks. Knows no sequence and no plan.
+
+A node covers the tokens [start, end) of its path, may start and end inside a block, and names a block for every logical
+block that it touches: the block that holds the path's tokens up to its end. So where a child starts inside a block,
+its first block also holds the parent's last tokens; it is the parent's own last block if the child was appended in
+place, else a copy of it. A path's block for a logical block is the deepest node's.
+
+Locks: `holders` counts who holds a node itself (sequences, pins); `locks` adds one for each locked child. Only the
+steps 0 <-> 1 go up to the parent. Nothing here recurses with depth.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterator
+from typing import cast
+
+from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.eviction import Entry, EvictionIndex
+from radixkv.cache.ghosts import Ghost, Ghosts, Owner, Pressure, common_prefix
+from radixkv.cache.observer import Observer
+from radixkv.cache.tokens import WIDTH
+
+NO_CHILDREN: dict[bytes, Node] = {}
+
+
+class Node:
+    """A run of tokens and its blocks."""
+
+    __slots__ = (
+        "blocks",
+        "born",
+        "children",
+        "demoted",
+        "hits",
+        "holders",
+        "id",
+        "key",
+        "locks",
+        "mixed",
+        "parent",
+        "place",
+        "priority",
+        "start",
+        "tick",
+    )
+
+    def __init__(self, id: Owner, parent: Node | None, start: int, key: bytearray, blocks: array[int]) -> None:
+        self.id = id
+        self.parent = parent
+        self.start = start
+        self.key = key
+        self.blocks = blocks
+        self.children = NO_CHILDREN  # first token -> child; made on demand
+        self.locks = 0
+        self.holders = 0
+        self.tick = 0
+        self.born = 0
+        self.hits = 0
+        self.priority = 0
+        self.demoted = False
+        self.mixed = False  # a fork may share any of its blocks, not only the first and the last
+        self.place: tuple[int, bool, int, int, Entry] | None = None
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.start + len(self.key) // WIDTH
+
+    def boundary(self) -> array[int]:
+        """The blocks that it may share with others."""
+        blocks = self.blocks
+        return blocks if self.mixed or len(blocks) < 3 else blocks[:: len(blocks) - 1]
+
+
+class RadixTree:
+    """All namespaces' trees over one pool."""
+
+    def __init__(self, pool: BlockPool, index: EvictionIndex, ghosts: Ghosts) -> None:
+        self.pool = pool
+        self.index = index
+        self.ghosts = ghosts
+        self.roots: dict[Hashable, Node] = {}
+        self.nodes = 0
+        self.observer: Observer | None = None
+        self._ids = 0
+
+    # ---- reading
+
+    def match(self, root: Node, raw: bytes) -> tuple[Node, int]:
+        """Deepest node that `raw` reaches below `root`, and the bytes that match; the node may be reached only in part. O(bytes) by memcmp + O(depth)."""
+        node, at, size = root, 0, len(raw)
+        while at < size:
+            child = node.children.get(raw[at : at + WIDTH])
+            if child is None:
+                break
+            key = child.key
+            if raw.startswith(key, at):
+                at += len(key)
+                node = child
+            else:
+                return child, at + common_prefix(raw, at, key)
+        return node, at
+
+    def path(self, node: Node) -> list[Node]:
+        """The nodes from below the root to `node`."""
+        nodes = []
+        up = node
+        while up.parent is not None:
+            nodes.append(up)
+            up = up.parent
+        nodes.reverse()
+        return nodes
+
+    def table(self, node: Node, length: int) -> array[int]:
+        """The block table of the first `length` tokens of a path; `length` lies in the node or at its end."""
+        size = self.pool.block_size
+        table = array("i")
+        for each in self.path(node):
+            if each.start % size:
+                del table[-1]
+            table += each.blocks
+        del table[-(-length // size) :]
+        return table
+
+    def walk(self) -> Iterator[Node]:
+        """All nodes, roots included, in no promised order."""
+        stack = list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    # ---- holding
+
+    def root(self, namespace: Hashable) -> Node:
+        """The namespace's root, made if need be; `unlock` and `trim` remove it when nothing is left below."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Node(("root", namespace), None, 0, bytearray(), array("i"))
+        return root
+
+    def hold(self, node: Node) -> None:
+        """One more holder: the node's path cannot be evicted. O(nodes that become locked)."""
+        node.holders += 1
+        child: Node | None = None
+        up: Node | None = node
+        while up is not None:
+            up.locks += 1
+            if up.locks > 1:
+                break
+            if up.place is not None:
+                self.index.removed(up)
+            self.pool.shift(up.blocks, up.boundary(), idle=False)
+            child, up = up, up.parent
+        if up is not None and child is not None and child.start % self.pool.block_size:
+            self.repoint(up)
+
+    def unhold(self, node: Node) -> None:
+        """One holder less."""
+        node.holders -= 1
+        up: Node | None = node
+        while up is not None:
+            up.locks -= 1
+            if up.locks:
+                return
+            if up.parent is None:
+                self._drop_if_empty(up)
+                return
+            self.pool.shift(up.blocks, up.boundary(), idle=True)
+            if up.children:
+                self.repoint(up)
+            else:
+                self.index.inserted(up)
+            up = up.parent
+
+    def split(self, node: Node, tokens: int) -> Node:
+        """Cut a node after its first `tokens` and return the new upper half; the object stays the lower half, so holders' ends stay node ends."""
+        size = self.pool.block_size
+        parent = cast(Node, node.parent)
+        cut = node.start + tokens
+        first = node.start // size
+        upper = Node(
+            self._next_id(), parent, node.start, node.key[: tokens * WIDTH], node.blocks[: -(-cut // size) - first]
+        )
+        upper.children = {bytes(node.key[tokens * WIDTH : tokens * WIDTH + WIDTH]): node}
+        upper.tick, upper.born, upper.hits = node.tick, node.born, node.hits
+        upper.priority, upper.demoted, upper.mixed = node.priority, node.demoted, node.mixed
+        upper.locks = 1 if node.locks else 0
+        parent.children[bytes(upper.key[:WIDTH])] = upper
+        node.parent, node.start = upper, cut
+        del node.key[: tokens * WIDTH]
+        del node.blocks[: cut // size - first]
+        if cut % size:
+            idle = not node.locks
+            self.pool.share(
+                upper.blocks[-1], idle=idle, sole_idle=idle, tip=None if upper.blocks[-1] in self.pool.shared else node
+            )
+        self.nodes += 1
+        if self.observer is not None:
+            self.observer.split(cast(int, node.id), cast(int, upper.id), tokens)
+        return upper
+
+    # ---- publishing
+
+    def append(self, parent: Node, raw: bytes | bytearray, blocks: array[int]) -> Node:
+        """A new held leaf below `parent`, whose holder moves down to it; the caller hands over (or shares) the blocks' ownership."""
+        node = Node(self._next_id(), parent, parent.end, bytearray(raw), blocks)
+        if not parent.children:
+            parent.children = {}
+        parent.children[bytes(raw[:WIDTH])] = node
+        node.locks = node.holders = 1
+        parent.holders -= 1  # its lock is now the child's
+        self.index.touched(node)
+        node.born = node.tick
+        self.nodes += 1
+        if self.observer is not None:
+            self.observer.inserted(cast(int, node.id), _number(parent.id), node.start, len(raw) // WIDTH)
+        return node
+
+    def grow(self, node: Node, raw: bytes | bytearray, blocks: array[int]) -> None:
+        """Move the end of a leaf down in place (amortised O(new tokens)); `blocks` starts with the one behind the node's last full block.
+
+        Only the one sole holder of a leaf may: nobody else's end is the node's end.
+        """
+        old = node.blocks.pop() if node.end % self.pool.block_size else -1
+        node.blocks += blocks
+        node.key += raw
+        if old >= 0 and old != blocks[0]:  # the holder wrote behind a copy
+            self._lower_tip(old, node)
+            self.release(old)
+        if self.observer is not None:
+            self.observer.grown(cast(int, node.id), len(raw) // WIDTH)
+
+    def merge(self, upper: Node) -> None:
+        """Undo a split that nobody needs: a node that no one holds itself and its only child become one."""
+        if upper.parent is None or upper.holders or len(upper.children) != 1:
+            return
+        (node,) = upper.children.values()
+        block = -1
+        if upper.end % self.pool.block_size:
+            block = upper.blocks.pop()
+        node.key[:0] = upper.key
+        node.blocks = upper.blocks + node.blocks
+        node.start, node.parent = upper.start, upper.parent
+        node.mixed |= upper.mixed
+        node.hits += upper.hits
+        upper.parent.children[bytes(node.key[:WIDTH])] = node
+        self.nodes -= 1
+        if block >= 0:
+            self._lower_tip(block, upper)
+            self.release(block, idle=not upper.locks)
+        if self.observer is not None:
+            self.observer.merged(cast(int, node.id), cast(int, upper.id))
+
+    # ---- blocks that two nodes share
+
+    def release(self, block: int, *, idle: bool = False) -> None:
+        """An owner lets go of a block; what only copies of it need is then freed too."""
+        tip = self.pool.release(block, idle=idle)
+        if tip is not None:
+            self.repoint(tip)
+
+    def repoint(self, node: Node) -> None:
+        """Free the last block of a node that ends inside it, if only copies of that block live on below: point the node to one of those.
+
+        A locked node takes a locked child's copy only, or a block that counts as evictable would stop being so in mid-eviction.
+        """
+        pool = self.pool
+        if not node.children or not node.blocks or node.end % pool.block_size == 0:
+            return
+        block = node.blocks[-1]
+        chain = [node]
+        up = cast(Node, node.parent)
+        while up.blocks and up.blocks[-1] == block:
+            chain.append(up)
+            up = cast(Node, up.parent)
+        entry = pool.shared.get(block)
+        if (1 if entry is None else entry.owners) != len(chain):
+            return
+        child = _heir(node, locked=chain[-1].locks > 0)
+        if child is None:
+            return
+        copy = child.blocks[0]
+        for each in chain:
+            each.blocks[-1] = copy
+            pool.share(copy, idle=not each.locks, sole_idle=not child.locks, tip=None if copy in pool.shared else child)
+            pool.release(block, idle=not each.locks)
+
+    def _lower_tip(self, block: int, node: Node) -> None:
+        """`node` owns `block` no more: the deepest owner left is its parent, if that owns it."""
+        entry = self.pool.shared.get(block)
+        if entry is not None and entry.tip is node:
+            up = node.parent
+            entry.tip = up if up is not None and up.blocks and up.blocks[-1] == block else None
+
+    # ---- eviction
+
+    def trim(self, node: Node, want: int, now: float, pressure: Pressure) -> int:
+        """Evict up to `want` blocks from the tail of an unlocked leaf and remember what went. Returns the tokens dropped."""
+        keep = len(node.blocks) - want
+        if keep <= 0:
+            return self._remove(node, now, pressure)
+        size = self.pool.block_size
+        end = (node.start // size + keep) * size
+        cut, run = node.blocks[keep:], bytes(node.key[(end - node.start) * WIDTH :])
+        del node.blocks[keep:]
+        del node.key[(end - node.start) * WIDTH :]
+        freed = self._free(node, cut)
+        self.ghosts.add(node.id, end, Ghost(run, node.id, now, pressure))
+        if self.observer is not None:
+            self.observer.trimmed(cast(int, node.id), len(run) // WIDTH, freed, False)
+        return len(run) // WIDTH
+
+    def _remove(self, node: Node, now: float, pressure: Pressure) -> int:
+        """Evict a whole leaf."""
+        parent = cast(Node, node.parent)
+        self.index.removed(node)
+        tokens = len(node.key) // WIDTH
+        self.ghosts.add(parent.id, node.start, Ghost(bytes(node.key), node.id, now, pressure))
+        freed = self.drop(node)
+        if self.observer is not None:
+            self.observer.trimmed(cast(int, node.id), tokens, freed, True)
+        return tokens
+
+    def drop(self, node: Node) -> int:
+        """Take an unlocked leaf, already out of the index, out of the tree. Returns the blocks freed."""
+        parent = cast(Node, node.parent)
+        pool = self.pool
+        before = len(pool.free)
+        del parent.children[bytes(node.key[:WIDTH])]
+        blocks = node.blocks
+        first = blocks[0]
+        if node.start % pool.block_size and first in pool.shared:
+            self._free(node, blocks[1:])
+            self._lower_tip(first, node)
+            tip = pool.release(first, idle=True)
+            tip = parent if tip is node else tip
+            if tip is not None:
+                self.repoint(tip)
+        else:
+            self._free(node, blocks[:])
+        self.nodes -= 1
+        if not parent.children:
+            parent.children = NO_CHILDREN
+            if parent.parent is None:
+                self._drop_if_empty(parent)
+            elif not parent.locks:
+                self.index.inherited(parent, node)
+                self.index.inserted(parent)
+        return len(pool.free) - before
+
+    def _free(self, node: Node, blocks: array[int]) -> int:
+        """An unlocked node lets go of blocks that only a fork can share."""
+        pool = self.pool
+        before = len(pool.free)
+        if node.mixed:
+            for block in reversed(blocks):
+                pool.release(block, idle=True)
+        elif blocks:
+            pool.evictable -= len(blocks)
+            pool.give_back(blocks)
+        return len(pool.free) - before
+
+    def _drop_if_empty(self, root: Node) -> None:
+        if not root.locks and not root.children:
+            del self.roots[cast(tuple[str, Hashable], root.id)[1]]
+
+    def _next_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+
+def _heir(node: Node, *, locked: bool) -> Node | None:
+    """A child whose copy the node may point to: the youngest, as it is likely to stay longest."""
+    if locked and node.locks == node.holders:  # no child is locked
+        return None
+    return next((child for child in reversed(node.children.values()) if child.locks or not locked), None)
+
+
+def _number(owner: Owner) -> int:
+    """A root has no number of its own: listeners see it as 0."""
+    return owner if isinstance(owner, int) else 0

@@ -1,0 +1,348 @@
+"""One sequence's block table: extend, commit, fork, truncate, close.
+
+Knows its tokens, its blocks and the node that it holds. Knows no tensor: a WritePlan says what somebody else must do.
+
+`_node` is the deepest node that it holds; the tokens up to that node's end are published, those behind are in `_tail`.
+Of the block table, the entries from `_own` on are referenced by the sequence itself: what is not published, and the
+part-filled last block; the entries before are protected by the lock on the node alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.cache.radix_tree import Node
+from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, refuse_negative
+from radixkv.errors import InvalidInput, PlanPending, SequenceClosed
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from radixkv.cache.prefix_cache import PrefixCache
+
+
+class WritePlan(NamedTuple):
+    """What to do before `commit`: copy whole blocks (source, target), then write the new tokens' KV to `slots`."""
+
+    slots: npt.NDArray[np.int64]  # [new tokens], block * block_size + offset
+    copies: list[tuple[int, int]]  # at most one; a step's copies may run together, in any order, before its writes
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What its user knows about a sequence's future when closing it."""
+
+    done: bool = False  # the tail that nobody shares is first to go
+    kind: str | None = None  # why the turn ended ("tool_call", "end_turn", ...): for policies that learn
+    output_length: int | None = None  # generated tokens: for policies that learn
+    returns_in: float | None = None  # seconds until it is expected back: for policies that learn
+    priority: int = 0  # higher stays longer
+
+
+class _Pending(NamedTuple):
+    raw: bytes
+    source: int  # the block to copy from, held until the plan ends; -1 for none
+
+
+class Sequence:
+    """Holds a cached prefix and grows it. Made by PrefixCache.open and by fork; release it with close (or `with`)."""
+
+    __slots__ = (
+        "_cache",
+        "_forked",
+        "_node",
+        "_own",
+        "_pending",
+        "_table",
+        "_tail",
+        "cached_length",
+        "closed",
+        "id",
+        "length",
+        "namespace",
+        "priority",
+    )
+
+    def __init__(self, cache: PrefixCache, id: int, node: Node, length: int, table: array[int]) -> None:
+        self._cache = cache
+        self._node = node
+        self._table = table
+        self._own = length // cache.block_size
+        self._tail = bytearray()
+        self._pending: _Pending | None = None
+        self._forked = False
+        self.id = id
+        self.length = length  # tokens committed
+        self.cached_length = length  # tokens found in the cache when it was opened
+        self.namespace: Hashable = None
+        self.priority = 0
+        self.closed = False
+
+    # ---- reading
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """What is committed: the caller's own int32 array [length]. O(length)."""
+        self._refuse_closed()
+        raw = bytearray().join([node.key for node in self._cache._tree.path(self._node)])
+        return np.frombuffer(raw + self._tail, np.int32)
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """Block of each logical block, planned ones included: the caller's own int32 array. O(blocks)."""
+        self._refuse_closed()
+        return np.array(self._table, np.int32)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "planned" if self._pending else "open"
+        return f"<Sequence {self.id}: {self.length} tokens, {self.cached_length} cached, {state}>"
+
+    # ---- verbs
+
+    def extend(self, tokens: Tokens) -> WritePlan:
+        """Plan the KV of the next `tokens`. O(new tokens).
+
+        The plan names the slots to write and, where the last block must not be written in place, the block to copy
+        first. OutOfBlocks, InvalidTokens, PlanPending and SequenceClosed leave everything as it was.
+        """
+        self._refuse_pending()
+        raw = as_bytes(tokens)
+        refuse_negative(raw)
+        cache, table = self._cache, self._table
+        pool = cache._pool
+        size = pool.block_size
+        count = len(raw) // WIDTH
+        start, end = self.length, self.length + count
+        offset = start % size
+        copy = bool(offset and count) and offset != pool.fill.get(table[-1], size) and not self._alone(table[-1])
+        need = -(-end // size) - len(table) + copy
+        new = cache._take(need) if need else array("i")
+        source, copies = -1, []
+        if copy:
+            source, table[-1] = table[-1], new.pop(0)
+            copies = [(source, table[-1])]
+            cache._copied(self.id, source, table[-1])
+        table += new
+        if count:
+            reserved = end % size or size
+            if need and reserved < size:
+                pool.fill[table[-1]] = reserved
+            if offset and not copy:
+                pool.reserve(table[start // size], size if len(new) else reserved)
+        self._pending = _Pending(raw, source)
+        return WritePlan(_slots(table, start, end, size), copies)
+
+    def commit(self, publish: bool = True) -> None:
+        """The plan was executed: its tokens count, and with `publish` others can match them. O(new tokens).
+
+        Without a plan it publishes what was not yet published.
+        """
+        self._refuse_closed()
+        pending = self._pending
+        if pending is not None:
+            self._pending = None
+            self._tail += pending.raw
+            count = len(pending.raw) // WIDTH
+            self.length += count
+            self._cache._counters.committed_tokens += count
+            if pending.source >= 0:
+                self._cache._tree.release(pending.source)
+        if publish and self._tail:
+            self._publish()
+
+    def fork(self) -> Sequence:
+        """Another sequence with the same tokens, sharing every block; `cached_length` is this one's. O(blocks)."""
+        self._refuse_pending()
+        cache = self._cache
+        twin = cache._sequence(self._node, self.length, self._table[:])
+        cache._tree.hold(self._node)
+        twin._own, twin._tail = self._own, self._tail[:]
+        twin.cached_length, twin.namespace, twin.priority = self.cached_length, self.namespace, self.priority
+        for block in self._table[self._own :]:
+            cache._pool.share(block, idle=False, sole_idle=False, tip=None)
+        if self._tail:
+            self._forked = twin._forked = True
+        return twin
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on; what was published stays in the tree. O(blocks dropped + depth)."""
+        self._refuse_pending()
+        if not isinstance(length, (int, np.integer)) or not 0 <= length <= self.length:
+            raise InvalidInput(f"truncate({length!r}): allowed are 0..{self.length}, the tokens committed")
+        if length == self.length:
+            return
+        tree, size = self._cache._tree, self._cache.block_size
+        published = self.length - len(self._tail) // WIDTH
+        if length >= published:
+            del self._tail[(length - published) * WIDTH :]
+            self._release_own(-(-int(length) // size))
+        else:
+            self._tail.clear()
+            self._release_own(self._own)
+            held = self._node
+            self._node = node = _ancestor_ending_at(self._cache, held, int(length))
+            self._own = int(length) // size
+            del self._table[self._own :]
+            if length % size:
+                self._table.append(node.blocks[-1])
+                self._cache._pool.share(node.blocks[-1], idle=False, sole_idle=False, tip=self._tip(node))
+            tree.hold(node)
+            tree.unhold(held)
+        self.length = int(length)
+        self.cached_length = min(self.cached_length, self.length)
+
+    def close(self, hint: Hint | None = None) -> None:
+        """Let go of everything; a pending plan is void and must not be executed. What is published stays until evicted.
+
+        May be called twice.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        cache, node = self._cache, self._node
+        if self._pending is not None:
+            if self._pending.source >= 0:
+                cache._tree.release(self._pending.source)
+            self._pending = None
+        self._release_own(self._own)
+        cache._closed(self, node, hint)
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- publishing
+
+    def _publish(self) -> None:
+        """Hand the tail to the tree: follow what others published meanwhile, then grow the held leaf or append a new one."""
+        tree, size = self._cache._tree, self._cache.block_size
+        if self._node.children:
+            self._follow()
+        tail = self._tail
+        if tail:
+            node = self._node
+            first = node.end // size
+            part = node.end % size
+            blocks = self._table[first:]
+            sole = node.holders == 1 and node.locks == 1 and not node.children and node.parent is not None
+            if sole:
+                owned = part and node.blocks[-1] == blocks[0]
+                tree.grow(node, tail, blocks)
+            else:
+                owned = False
+                self._node = node = tree.append(node, tail, blocks)
+            self._hand_over(node, first, bool(owned))
+            if not sole:
+                self._settle_above(node)
+            node.priority = max(node.priority, self.priority)
+            node.mixed |= self._forked
+            self._tail = bytearray()
+        self._forked = False
+
+    def _hand_over(self, node: Node, first: int, owned: bool) -> None:
+        """The node owns table[first:] from now on (`owned`: the first it did before); the sequence keeps its part-filled last block."""
+        pool, table = self._cache._pool, self._table
+        last = len(table) - 1
+        partial = self.length % pool.block_size != 0
+        if owned and not (partial and first == last):
+            pool.release(table[first], idle=False)  # the sequence's own reference; the node's stays
+        if partial and not (owned and first == last):
+            block = table[last]
+            pool.share(block, idle=False, sole_idle=False, tip=node)
+        entry = pool.shared.get(table[first])
+        if entry is not None:
+            entry.tip = node
+        self._own = self.length // pool.block_size
+
+    def _settle_above(self, node: Node) -> None:
+        """A new child stands below a node that may now be redundant, in its last block or altogether."""
+        tree = self._cache._tree
+        parent = node.parent
+        assert parent is not None
+        if node.start % self._cache.block_size and parent.blocks[-1] != node.blocks[0]:
+            tree.repoint(parent)
+        tree.merge(parent)
+
+    def _follow(self) -> None:
+        """Walk down what others published of the tail meanwhile, and take their full blocks in exchange for our own."""
+        tree, size = self._cache._tree, self._cache.block_size
+        raw = bytes(self._tail)
+        held = self._node
+        node, matched = tree.match(held, raw)
+        if not matched:
+            return
+        at = held.end + matched // WIDTH
+        if at < node.end:
+            node = tree.split(node, at - node.start)
+        tree.hold(node)
+        self._node = node
+        del self._tail[:matched]
+        theirs = tree.table(node, at)
+        full = at // size
+        for j in range(self._own, full):
+            mine, self._table[j] = self._table[j], theirs[j]
+            tree.release(mine)
+        self._own = full
+        tree.unhold(held)
+        tree.merge(held)
+
+    # ---- blocks
+
+    def _alone(self, block: int) -> bool:
+        """Whether the only owners of our last block are this sequence and nodes of its own path."""
+        entry = self._cache._pool.shared.get(block)
+        if entry is None:
+            return True
+        owners = 1
+        node = self._node
+        while node.blocks and node.blocks[-1] == block:
+            owners += 1
+            assert node.parent is not None
+            node = node.parent
+        return entry.owners == owners
+
+    def _tip(self, node: Node) -> Node | None:
+        """What to tell the pool about a block of `node`: its deepest owner, unless the pool knows a deeper one."""
+        return None if node.blocks[-1] in self._cache._pool.shared else node
+
+    def _release_own(self, start: int) -> None:
+        """Give up our references to table[start:], last block first."""
+        table, tree = self._table, self._cache._tree
+        for block in reversed(table[start:]):
+            tree.release(block)
+        del table[start:]
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise SequenceClosed("this sequence was closed")
+
+    def _refuse_pending(self) -> None:
+        self._refuse_closed()
+        if self._pending is not None:
+            raise PlanPending("the last plan of this sequence is pending: commit() it once it was executed, or close()")
+
+
+def _slots(table: array[int], start: int, end: int, size: int) -> npt.NDArray[np.int64]:
+    """Flat slots of the tokens [start, end)."""
+    if end - start == 1:
+        return np.array([table[-1] * size + start % size], np.int64)
+    first = start // size
+    blocks = np.array(table[first:], np.int64)
+    return (blocks[:, None] * size + np.arange(size)).reshape(-1)[start - first * size : end - first * size]
+
+
+def _ancestor_ending_at(cache: PrefixCache, node: Node, length: int) -> Node:
+    """The node of this path (or its root) whose end is `length`, split off if need be."""
+    while node.start >= length and node.parent is not None:
+        node = node.parent
+    return node if node.end == length else cache._tree.split(node, length - node.start)

@@ -1,0 +1,65 @@
+"""Token ids in, int32 bytes out: the one form in which the cache stores and compares tokens.
+
+Knows what a valid token id is. Knows nothing of trees and blocks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as SequenceOf
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.errors import InvalidTokens
+
+WIDTH = 4  # bytes a token
+Tokens: TypeAlias = "SequenceOf[int] | array[int] | npt.NDArray[np.integer[Any]]"
+
+_ALLOWED = "token ids are a flat sequence of ints, 0 <= id < 2**31"
+_INT32 = np.dtype(np.int32)
+
+
+def as_bytes(tokens: Tokens) -> bytes:
+    """Native int32 bytes of `tokens`. O(n). Ids >= 2**31 and non-ints raise InvalidTokens; negatives wait for `refuse_negative`."""
+    if type(tokens) is np.ndarray:
+        return _from_array(tokens)
+    if type(tokens) is array and tokens.typecode == "i":
+        return tokens.tobytes()
+    return _from_any(tokens)
+
+
+def refuse_negative(raw: bytes, start: int = 0) -> None:
+    """Raise InvalidTokens if an id at or after byte `start` is negative; what the tree matched before that is known to be good."""
+    if start < len(raw) and np.frombuffer(raw, _INT32, offset=start).min() < 0:
+        ids = np.frombuffer(raw, _INT32)
+        at = int(np.argmax(ids < 0))
+        raise InvalidTokens(f"token {at} is {ids[at]}: {_ALLOWED}")
+
+
+def _from_array(tokens: npt.NDArray[Any]) -> bytes:
+    if tokens.ndim != 1:
+        raise InvalidTokens(f"an array of shape {tokens.shape}: {_ALLOWED}")
+    if tokens.dtype == _INT32:
+        return tokens.tobytes()
+    if tokens.size == 0:
+        return b""
+    if tokens.dtype.kind not in "iu":
+        raise InvalidTokens(f"an array of {tokens.dtype}: {_ALLOWED}")
+    if tokens.min() < 0 or tokens.max() >= 2**31:
+        raise InvalidTokens(f"ids from {tokens.min()} to {tokens.max()}: {_ALLOWED}")
+    return tokens.astype(_INT32).tobytes()
+
+
+def _from_any(tokens: Any) -> bytes:
+    if isinstance(tokens, (str, bytes, bytearray, memoryview)):
+        raise InvalidTokens(f"a {type(tokens).__name__}: {_ALLOWED}")
+    if hasattr(tokens, "__array__"):
+        return _from_array(np.asarray(tokens))
+    if not hasattr(tokens, "__len__") or isinstance(tokens, (set, frozenset, dict)):
+        raise InvalidTokens(f"a {type(tokens).__name__}: {_ALLOWED}")
+    try:
+        return array("i", tokens).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise InvalidTokens(f"{error}: {_ALLOWED}") from error
