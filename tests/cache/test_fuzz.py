@@ -1,0 +1,194 @@
+"""Long runs with fixed seeds under pressure, and one short story told in pools of every size.
+
+100,000 operations by default, over block sizes, policies and pools; `RADIXKV_LONG=1` runs ten times as many.
+"""
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+
+from radixkv.cache import Hint
+from tests.cache.world import Tracked, World
+
+OPERATIONS = 1_000_000 if os.environ.get("RADIXKV_LONG") == "1" else 100_000
+STRIDE = 50  # operations from one full check to the next; tables are compared whenever an operation reads them
+POOLS = [
+    # block size, blocks, policy, longest suffix, sequences open at a time
+    (1, 12, "lru", 4, 4),
+    (1, 120, "slru", 12, 8),
+    (2, 9, "lfu", 5, 3),
+    (2, 60, "lru", 10, 8),
+    (3, 7, "fifo", 6, 3),
+    (3, 40, "lru", 14, 10),
+    (3, 200, "lfu", 30, 16),
+    (16, 5, "lru", 30, 3),
+    (16, 12, "slru", 40, 6),
+    (16, 40, "lru", 60, 10),
+]
+
+
+class Story:
+    """Random verbs over one world: mostly what an engine does, and now and then what it should not do."""
+
+    def __init__(self, world: World, suffix: int, most_open: int, seed: int) -> None:
+        self.world, self.suffix, self.most_open = world, suffix, most_open
+        self.rng = random.Random(seed)
+        self.said: list[list[int]] = [[]]
+        self.verbs: list[tuple[int, Callable[[], None]]] = [
+            (20, self.open),
+            (25, self.extend),
+            (10, self.execute),
+            (20, self.commit),
+            (12, self.close),
+            (5, self.fork),
+            (5, self.truncate),
+            (4, self.ask),
+            (1, self.pin),
+            (2, self.release),
+        ]
+
+    def run(self, operations: int) -> None:
+        weights = [weight for weight, _ in self.verbs]
+        for number, (_, verb) in enumerate(self.rng.choices(self.verbs, weights, k=operations), 1):
+            if verb in (self.open, self.ask, self.pin, self.release) or self.world.live:
+                verb()
+            if number % STRIDE == 0:
+                self.world.verify()
+            if number % (20 * STRIDE) == 0:
+                self.pause()
+
+    def pause(self) -> None:
+        """Everybody leaves: nothing may be stranded. Sometimes the pool is emptied, too."""
+        self.world.step()
+        while self.world.live:
+            self.world.close(self.world.live[0])
+        while self.world.pins:
+            self.world.release(self.world.pins[0])
+        self.world.assert_nothing_is_stranded()
+        self.world.forget_what_is_gone()
+        self.rng.choice((self.world.drain, self.world.clear, lambda: None))()
+
+    def one(self) -> Tracked:
+        return self.rng.choice(self.world.live)
+
+    def tokens(self) -> list[int]:
+        letters = self.rng.choice((1, 2, 3))
+        return [self.rng.randrange(letters) for _ in range(self.rng.randrange(self.suffix))]
+
+    def prompt(self) -> list[int]:
+        said = self.rng.choice(self.said)
+        said = said[: self.rng.randrange(len(said) + 1)] + self.tokens()
+        said = said[: self.world.num_blocks * self.world.block_size]
+        self.said = [*self.said[-30:], said]
+        return said
+
+    def namespace(self) -> str | None:
+        return self.rng.choice((None, None, None, "a", "b"))
+
+    def open(self) -> None:
+        if len(self.world.live) >= self.most_open:
+            self.world.close(self.one())
+        said = self.prompt()
+        limit = self.rng.choice((None, None, len(said) - 1, self.rng.randrange(len(said) + 1)))
+        limit = limit if limit is None else max(0, limit)
+        opened = self.world.open(self.namespace(), said, limit, self.rng.choice((0, 0, 0, 1, -1)))
+        self.world.extend(opened, said[opened.seq.length :])
+
+    def extend(self) -> None:
+        one = self.one()
+        if one.plan is not None and self.rng.random() < 0.9:
+            self.world.commit(one)
+        self.world.extend(one, self.tokens())
+
+    def execute(self) -> None:
+        self.world.execute(self.rng.sample(self.world.live, self.rng.randint(1, len(self.world.live))))
+
+    def commit(self) -> None:
+        self.world.commit(self.one(), self.rng.random() < 0.8)
+
+    def close(self) -> None:
+        self.world.close(self.one(), self.rng.choice((None, None, Hint(done=True), Hint(priority=1))))
+
+    def fork(self) -> None:
+        if len(self.world.live) < self.most_open:
+            self.world.fork(self.one())
+
+    def truncate(self) -> None:
+        one = self.one()
+        self.world.truncate(one, self.rng.randint(0, len(one.tokens)))
+
+    def ask(self) -> None:
+        if self.rng.random() < 0.2:
+            self.world.ask_without_a_trace(self.namespace(), self.rng.choice(self.said) + self.tokens())
+        else:
+            self.world.match(self.namespace(), self.rng.choice(self.said))
+
+    def pin(self) -> None:
+        self.world.pin(self.namespace(), self.rng.choice(self.said), self.rng.choice((None, 0.5, 3.5)))
+
+    def release(self) -> None:
+        self.world.wait(1)
+        if self.world.pins and self.rng.random() < 0.3:
+            self.world.release(self.rng.choice(self.world.pins))
+
+
+@pytest.mark.parametrize(("block_size", "blocks", "policy", "suffix", "most_open"), POOLS)
+def test_long_runs_under_pressure(block_size: int, blocks: int, policy: str, suffix: int, most_open: int) -> None:
+    world = World(blocks, block_size, policy, seed=blocks)
+    Story(world, suffix, most_open, seed=block_size * 1000 + blocks).run(OPERATIONS // len(POOLS))
+    assert world.cache.stats().evicted_blocks > 0
+    assert world.cache.stats().hit_tokens > 0
+    world.wind_down()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 16])
+def test_out_of_blocks_at_every_possible_point(block_size: int) -> None:
+    """The same story in pools from one block to enough: it runs dry at each of its extends in some of them."""
+    refusals = []
+    for blocks in range(1, 200):
+        refused = tell(World(blocks, block_size, seed=blocks))
+        refusals.append(refused)
+        if not any(refused):
+            break
+    else:
+        raise AssertionError("no pool was large enough")
+    dry = [any(refused[i] for refused in refusals) for i in range(len(refusals[-1]))]
+    assert all(dry), f"never ran dry at extend {dry.index(False)}"
+
+
+def tell(world: World) -> list[bool]:
+    """Two sequences behind one prefix, a fork, a rewind and a void; returns which extends were refused."""
+    size = world.block_size
+    prefix = [1] * (2 * size + 1)
+    refused = []
+
+    def extend(one: Tracked, tokens: list[int]) -> None:
+        refused.append(not world.extend(one, tokens))
+        world.verify()
+
+    first = world.open(None, prefix)
+    extend(first, prefix)
+    world.step()
+    second = world.open(None, prefix)
+    third = world.open(None, prefix, limit=size)
+    extend(first, [2] * (size + 1))
+    extend(second, [3] * (2 * size))
+    extend(third, [1] * (size + 1))
+    world.execute([second, third])
+    world.close(third)
+    world.step()
+    twin = world.fork(second)
+    assert twin is not None
+    extend(second, [4] * size)
+    extend(twin, [5] * (size + 1))
+    world.step(publish=False)
+    world.truncate(first, min(len(first.tokens), size))
+    extend(first, [6] * (3 * size))
+    world.close(second)
+    world.step()
+    extend(twin, [7] * (4 * size))
+    extend(first, [8] * size)
+    world.wind_down()
+    return refused

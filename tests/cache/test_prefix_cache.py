@@ -1,0 +1,515 @@
+"""Hits, publishing, branching, forks, truncation, closing and namespaces: the contract, one sentence at a time."""
+
+import numpy as np
+import pytest
+
+from radixkv.cache import PrefixCache
+from radixkv.errors import SequenceClosed
+from tests.cache.verbs import cached, held, prompt, publish
+from tests.cache.world import World
+
+
+def lengths(cache: PrefixCache) -> tuple[int, int, int]:
+    stats = cache.stats()
+    return stats.free_blocks, stats.cached_blocks, stats.held_blocks
+
+
+class TestHits:
+    def test_are_token_granular(self) -> None:
+        world = World(1100, 16, exact=True)
+        text = list(range(8192))
+        first = world.open(None, text)
+        world.extend(first, text)
+        world.step()
+        world.close(first)
+        second = world.open(None, [*text[:8190], 9, 9])
+        assert second.seq.length == 8190
+        world.extend(second, [9, 9])
+        assert second.plan is not None
+        assert len(second.plan.copies) == 1
+        world.step()
+        world.close(second)
+        world.verify()
+        assert world.cache.stats().cached_blocks == 513
+
+    @pytest.mark.parametrize("shared", [0, 1, 15, 16, 17, 31, 32, 33, 49, 50])
+    def test_are_the_longest_common_prefix(self, shared: int) -> None:
+        cache = PrefixCache(16)
+        text = list(range(50))
+        publish(cache, text)
+        assert cached(cache, text[:shared] + [99] * 20) == shared
+        assert cached(cache, text[:shared]) == shared
+
+    def test_a_full_repeat_behind_a_limit_computes_one_token_again(self) -> None:
+        world = World(16, 16)
+        text = list(range(50))
+        first = world.open(None, text)
+        world.extend(first, text)
+        world.step()
+        world.close(first)
+        again = world.open(None, text, limit=len(text) - 1)
+        assert again.seq.length == 49
+        world.extend(again, text[49:])
+        assert again.plan is not None
+        assert len(again.plan.slots) == 1
+        world.step()
+        world.wind_down()
+
+    def test_a_limit_above_the_hit_changes_nothing(self) -> None:
+        cache = PrefixCache(16)
+        publish(cache, [1, 2, 3])
+        assert cache.open([1, 2, 3, 4], limit=100).length == 3
+        assert cache.open([1, 2, 3], limit=0).length == 0
+
+    def test_match_names_the_blocks_that_open_gives(self) -> None:
+        cache = PrefixCache(16, block_size=4)
+        publish(cache, list(range(10)))
+        found = cache.match(list(range(9)))
+        assert (found.length, len(found.blocks), found.blocks.dtype) == (9, 3, np.int32)
+        assert cache.open(list(range(9))).block_table.tolist() == found.blocks.tolist()
+
+    def test_an_empty_prompt_hits_nothing(self) -> None:
+        cache = PrefixCache(4)
+        publish(cache, [1, 2, 3])
+        seq = cache.open([])
+        assert (seq.length, seq.cached_length, seq.tokens.tolist(), seq.block_table.tolist()) == (0, 0, [], [])
+        assert cached(cache, []) == 0
+
+    def test_only_equal_tokens_match(self) -> None:
+        cache = PrefixCache(16)
+        publish(cache, [0, 1, 2**31 - 1])
+        assert cached(cache, [0, 1, 2**31 - 2]) == 2
+        assert cached(cache, [0, 1, 2**31 - 1]) == 3
+        assert cached(cache, [1, 1]) == 0
+
+
+class TestPublishing:
+    def test_what_is_planned_cannot_be_matched(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = cache.open([])
+        seq.extend([1, 2, 3, 4, 5])
+        assert cached(cache, [1, 2, 3, 4, 5]) == 0
+        assert seq.length == 0
+        assert len(seq.block_table) == 2
+        seq.commit()
+        assert cached(cache, [1, 2, 3, 4, 5]) == 5
+        assert seq.length == 5
+
+    def test_a_silent_commit_is_published_by_a_later_commit(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = cache.open([])
+        seq.extend([1, 2, 3, 4, 5])
+        seq.commit(publish=False)
+        assert seq.length == 5
+        assert cached(cache, [1, 2, 3, 4, 5]) == 0
+        seq.commit()
+        assert cached(cache, [1, 2, 3, 4, 5]) == 5
+
+    def test_a_publishing_commit_publishes_what_silent_ones_left(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = cache.open([])
+        seq.extend([1, 2, 3])
+        seq.commit(publish=False)
+        seq.extend([4, 5])
+        seq.commit()
+        assert cached(cache, [1, 2, 3, 4, 5]) == 5
+
+    def test_close_never_publishes(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = cache.open([])
+        seq.extend([1, 2, 3])
+        seq.commit(publish=False)
+        seq.close()
+        assert cached(cache, [1, 2, 3]) == 0
+        assert lengths(cache) == (8, 0, 0)
+
+    def test_full_blocks_that_the_tree_has_replace_the_sequences_own(self) -> None:
+        cache = PrefixCache(16)
+        text = list(range(70))
+        one, two = cache.open(text), cache.open(text)
+        for seq in (one, two):
+            seq.extend(text)
+        assert lengths(cache) == (6, 0, 10)
+        one.commit()
+        own = two.block_table.tolist()
+        two.commit()
+        assert two.block_table.tolist()[:4] == one.block_table.tolist()[:4]
+        assert two.block_table.tolist()[4] == own[4]
+        assert lengths(cache) == (10, 0, 6)
+        one.close()
+        two.close()
+        assert lengths(cache) == (11, 5, 0)
+
+    def test_a_longer_twin_keeps_only_its_own_tail(self) -> None:
+        cache = PrefixCache(16, block_size=4)
+        one, two = cache.open([]), cache.open([])
+        one.extend(list(range(6)))
+        two.extend(list(range(11)))
+        one.commit()
+        two.commit()
+        assert cached(cache, list(range(11))) == 11
+        one.close()
+        two.close()
+        assert lengths(cache) == (13, 3, 0)
+
+    def test_a_text_that_grows_token_by_token_stays_one_text(self) -> None:
+        cache = PrefixCache(64, block_size=4)
+        seq = cache.open([])
+        for token in range(200):
+            seq.extend([token])
+            seq.commit()
+        assert seq.tokens.tolist() == list(range(200))
+        assert cached(cache, list(range(200))) == 200
+        assert cache.stats().copied_blocks == 0
+        assert cache.stats().nodes <= 2  # the text, and perhaps its namespace's root
+
+
+class TestBranching:
+    def test_the_first_to_append_behind_a_shared_prefix_writes_in_place(self) -> None:
+        cache = PrefixCache(16)
+        held(cache, list(range(20)))
+        one, two = cache.open(list(range(20))), cache.open(list(range(20)))
+        assert one.extend([50]).copies == []
+        [(source, target)] = two.extend([60]).copies
+        assert source == one.block_table[1]
+        assert target == two.block_table[1] != source
+
+    def test_two_sequences_behind_one_prefix_read_back_their_own_text(self) -> None:
+        world = World(32, 16, exact=True)
+        first = world.open(None, [])
+        world.extend(first, [7] * 20)
+        world.step()
+        one, two = world.open(None, [7] * 20), world.open(None, [7] * 20)
+        for _ in range(20):
+            world.extend(one, [1])
+            world.extend(two, [2])
+            world.step()
+        world.verify()
+        assert world.cache.stats().copied_blocks == 1
+        world.wind_down()
+
+    def test_a_sequence_that_is_alone_rewrites_in_place(self) -> None:
+        cache = PrefixCache(4)
+        seq = cache.open([])
+        seq.extend([1, 2, 3])
+        seq.commit(publish=False)
+        seq.truncate(1)
+        assert seq.extend([4, 5]).copies == []
+        seq.commit()
+        assert seq.tokens.tolist() == [1, 4, 5]
+
+    def test_a_reader_of_less_than_was_written_does_not_write_over_it(self) -> None:
+        world = World(8, 16, exact=True)
+        first = world.open(None, [])
+        world.extend(first, list(range(10)))
+        world.step()
+        short = world.open(None, list(range(4)))
+        world.extend(short, [90])
+        assert short.plan is not None
+        assert len(short.plan.copies) == 1
+        world.step()
+        world.verify()
+        world.wind_down()
+
+    @pytest.mark.parametrize("branches", [2, 3, 10])
+    def test_strands_no_block_once_nobody_is_there(self, branches: int) -> None:
+        world = World(100, 16, exact=True)
+        for branch in range(branches):
+            one = world.open(None, [7] * 20 + [branch])
+            world.extend(one, [7] * 20 + [branch] if branch == 0 else [branch])
+            world.step()
+            world.close(one)
+        world.verify()
+        assert world.cache.stats().cached_blocks == 1 + branches
+        world.wind_down()
+
+    def test_strands_at_most_one_block_per_open_sequence(self) -> None:
+        world = World(100, 16, exact=True)
+        first = world.open(None, [])
+        world.extend(first, [7] * 20)
+        world.step()
+        branches = [world.open(None, [7] * 20) for _ in range(8)]
+        for number, one in enumerate(branches):
+            world.extend(one, [number])
+        world.step()
+        world.close(first)
+        world.verify()
+        assert world.cache.stats().held_blocks <= 1 + 8 + 8
+        world.wind_down()
+
+    def test_a_prefix_whose_block_lives_on_in_copies_gives_up_its_own(self) -> None:
+        """[7]*20 ends inside its second block; when only the copy below it is left, the original is freed."""
+        world = World(100, 16, exact=True)
+        first = world.open(None, [])
+        world.extend(first, [7] * 24)
+        world.step()
+        second = world.open(None, [7] * 20)
+        world.extend(second, [8])
+        world.step()
+        assert world.cache.stats().copied_blocks == 1
+        world.close(second)
+        world.truncate(first, 20)
+        world.close(first)
+        world.verify()
+        assert world.cache.stats().cached_blocks == 3
+        world.wind_down()
+
+    def test_eviction_of_one_branch_leaves_the_other_whole(self) -> None:
+        world = World(4, 16)
+        first = world.open(None, [])
+        world.extend(first, [7] * 20 + [1])
+        world.step()
+        second = world.open(None, [7] * 20 + [2])
+        world.extend(second, [2])
+        world.step()
+        world.close(first)
+        world.close(second)
+        flood = world.open("other", [])
+        assert world.extend(flood, [3] * 32)
+        assert world.match(None, [7] * 20 + [2]).length == 21
+        assert world.match(None, [7] * 20 + [1]).length == 20
+        world.verify()
+        world.wind_down()
+
+
+class TestForks:
+    def test_share_everything_and_keep_the_parents_hit(self) -> None:
+        cache = PrefixCache(16)
+        publish(cache, list(range(20)))
+        parent = held(cache, list(range(30)))
+        twin = parent.fork()
+        assert twin.cached_length == parent.cached_length == 20
+        assert twin.tokens.tolist() == list(range(30))
+        assert twin.block_table.tolist() == parent.block_table.tolist()
+        assert twin.namespace == parent.namespace
+        assert cache.stats().query_tokens == 50
+        assert cache.stats().sequences == 2
+
+    @pytest.mark.parametrize("published", [True, False])
+    def test_go_their_own_ways(self, published: bool) -> None:
+        world = World(64, 4, exact=True)
+        parent = world.open("a", [])
+        world.extend(parent, list(range(10)))
+        world.step(published)
+        twins = [world.fork(parent) for _ in range(3)]
+        for number, twin in enumerate(twins):
+            assert twin is not None
+            world.extend(twin, [100 + number] * 5)
+        world.extend(parent, [99] * 5)
+        world.verify()
+        world.step()
+        world.verify()
+        world.close(parent)
+        for number in range(3):
+            assert world.match("a", [*range(10), *[100 + number] * 5]).length == 15
+        world.wind_down()
+
+    def test_outlive_their_parent(self) -> None:
+        world = World(64, 4, exact=True)
+        parent = world.open("a", [])
+        world.extend(parent, list(range(10)))
+        world.step(publish=False)
+        twin = world.fork(parent)
+        world.close(parent)
+        world.verify()
+        assert twin is not None
+        world.extend(twin, [1])
+        world.step()
+        world.wind_down()
+
+
+class TestTruncate:
+    def test_below_the_published_part_leaves_the_tail_to_others(self) -> None:
+        cache = PrefixCache(16, block_size=4)
+        seq = held(cache, list(range(30)))
+        seq.truncate(10)
+        assert seq.tokens.tolist() == list(range(10))
+        assert len(seq.block_table) == 3
+        assert cached(cache, list(range(30))) == 30
+        assert cache.evictable_blocks == 5
+
+    def test_frees_what_was_never_published(self) -> None:
+        cache = PrefixCache(16, block_size=4)
+        seq = held(cache, list(range(6)))
+        seq.extend(list(range(20)))
+        seq.commit(publish=False)
+        assert cache.free_blocks == 9
+        seq.truncate(6)
+        assert cache.free_blocks == 14
+
+    def test_to_nothing_and_on_from_there(self) -> None:
+        world = World(32, 4, exact=True)
+        one = world.open(None, [])
+        world.extend(one, list(range(9)))
+        world.step()
+        world.truncate(one, 0)
+        world.extend(one, [5] * 9)
+        world.step()
+        world.verify()
+        assert world.match(None, list(range(9))).length == 9
+        assert world.match(None, [5] * 9).length == 9
+        world.wind_down()
+
+    def test_to_its_length_is_nothing(self) -> None:
+        cache = PrefixCache(16, block_size=4)
+        seq = held(cache, list(range(9)))
+        seq.truncate(9)
+        assert seq.tokens.tolist() == list(range(9))
+
+    def test_and_another_continuation_do_not_touch_what_was_published(self) -> None:
+        world = World(32, 16, exact=True)
+        one = world.open(None, [])
+        world.extend(one, [1] * 10)
+        world.step()
+        world.truncate(one, 5)
+        world.extend(one, [2] * 5)
+        world.step()
+        world.verify()
+        assert world.match(None, [1] * 10).length == 10
+        world.wind_down()
+
+
+class TestClosing:
+    def test_keeps_the_prefix_and_holds_nothing(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        publish(cache, list(range(10)))
+        assert cached(cache, list(range(10))) == 10
+        assert lengths(cache) == (5, 3, 0)
+
+    def test_twice_is_once(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = held(cache, list(range(10)))
+        other = held(cache, list(range(10)))
+        seq.close()
+        before = cache.stats()
+        seq.close()
+        assert seq.closed
+        assert not other.closed
+        assert cache.stats() == before
+
+    def test_ends_every_other_verb(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = cache.open([1])
+        seq.close()
+        for verb in (seq.commit, seq.fork, lambda: seq.extend([1]), lambda: seq.truncate(0)):
+            with pytest.raises(SequenceClosed):
+                verb()
+
+    def test_the_whole_pool_comes_back(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = cache.open([])
+        seq.extend(list(range(32)))
+        assert (cache.free_blocks, cache.evictable_blocks) == (0, 0)
+        seq.commit()
+        assert (cache.free_blocks, cache.evictable_blocks) == (0, 0)
+        seq.close()
+        assert (cache.free_blocks, cache.evictable_blocks) == (0, 8)
+
+    def test_what_was_contiguous_comes_back_contiguous(self) -> None:
+        cache = PrefixCache(64, block_size=4)
+        publish(cache, prompt(1, 80))
+        for round_ in range(2, 6):
+            seq = cache.open([])
+            seq.extend(prompt(round_, 160))
+            table = seq.block_table
+            assert np.abs(np.diff(table)).max() == 1
+            seq.close()
+
+
+class TestNamespaces:
+    def test_see_nothing_of_each_other(self) -> None:
+        cache = PrefixCache(16)
+        publish(cache, list(range(30)), "tenant")
+        for other in (None, "", "Tenant", 0, ("tenant",)):
+            assert cached(cache, list(range(30)), other) == 0
+            assert cache.open(list(range(30)), other).length == 0
+        assert cached(cache, list(range(30)), "tenant") == 30
+
+    def test_may_be_anything_hashable(self) -> None:
+        cache = PrefixCache(16)
+        for namespace in (None, "a", 1, ("a", 1), frozenset({1})):
+            seq = held(cache, [1, 2, 3], namespace)
+            assert seq.namespace == namespace
+            seq.close()
+        assert cache.stats().namespaces == 5
+
+    def test_of_nobody_leave_nothing_behind(self) -> None:
+        cache = PrefixCache(16)
+        for salt in range(10_000):
+            seq = cache.open([1, 2, 3], f"salt {salt}")
+            seq.extend([1, 2, 3])
+            seq.close()
+        assert cache.stats().namespaces == 0
+        assert cache.stats().nodes == 0
+        assert lengths(cache) == (16, 0, 0)
+
+    def test_whose_text_is_gone_leave_nothing_behind(self) -> None:
+        cache = PrefixCache(16)
+        for salt in range(10_000):
+            publish(cache, [1, 2, 3], f"salt {salt}")
+        assert cache.stats().namespaces == 16
+        cache.clear()
+        assert cache.stats().namespaces == 0
+        assert cache.stats().nodes == 0
+
+    def test_asked_for_in_vain_leave_nothing_behind(self) -> None:
+        cache = PrefixCache(16)
+        for salt in range(100):
+            cache.match([1, 2, 3], f"salt {salt}")
+            cache.explain([1, 2, 3], f"salt {salt}")
+            cache.pin([1, 2, 3], f"salt {salt}").release()
+        assert cache.stats().namespaces == 0
+
+
+class TestClear:
+    def test_drops_what_nobody_holds(self) -> None:
+        world = World(64, 4, exact=True)
+        for name in range(3):
+            one = world.open(None, prompt(name, 10))
+            world.extend(one, prompt(name, 10))
+            world.step()
+            world.close(one)
+        reader = world.open(None, prompt(1, 6))
+        world.clear()
+        world.verify()
+        assert world.match(None, prompt(1, 10)).length == 6
+        assert world.cache.stats().free_blocks == 62
+        world.close(reader)
+        world.clear()
+        assert lengths(world.cache) == (64, 0, 0)
+
+    def test_of_an_empty_cache_is_nothing(self) -> None:
+        cache = PrefixCache(4)
+        cache.clear()
+        cache.check()
+        assert lengths(cache) == (4, 0, 0)
+
+
+class TestWhatIsReturned:
+    def test_belongs_to_the_caller(self) -> None:
+        cache = PrefixCache(16, block_size=4)
+        publish(cache, list(range(9)))
+        seq = cache.open(list(range(9)))
+        tokens, table, found = seq.tokens, seq.block_table, cache.match(list(range(9)))
+        kept = table.tolist()
+        for array in (tokens, table, found.blocks):
+            if array.flags.writeable:
+                array[:] = 77
+        assert seq.tokens.tolist() == list(range(9))
+        assert seq.block_table.tolist() == kept
+        assert cache.match(list(range(9))).blocks.tolist() == kept
+        cache.check()
+
+    def test_does_not_follow_what_the_caller_does_to_its_own_lists(self) -> None:
+        cache = PrefixCache(16, block_size=4)
+        prompt_ids = np.arange(9, dtype=np.int32)
+        seq = cache.open(prompt_ids)
+        plan = seq.extend(prompt_ids)
+        prompt_ids[:] = 5
+        plan.slots[:] = 0
+        plan.copies.append((1, 2))
+        seq.commit()
+        prompt_ids[:] = 6
+        assert seq.tokens.tolist() == list(range(9))
+        assert cached(cache, list(range(9))) == 9
+        cache.check()

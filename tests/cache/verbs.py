@@ -1,0 +1,36 @@
+"""What an engine does with one request, in one call. Knows the four verbs of a sequence, and no content."""
+
+from collections.abc import Hashable, Sequence
+
+from radixkv.cache import Hint, PrefixCache
+from radixkv.cache import Sequence as CacheSequence
+
+
+def held(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = None, priority: int = 0) -> CacheSequence:
+    """An open sequence whose tokens are all computed and published."""
+    seq = cache.open(tokens, namespace, priority=priority)
+    seq.extend(tokens[seq.length :])
+    seq.commit()
+    return seq
+
+
+def publish(
+    cache: PrefixCache,
+    tokens: Sequence[int],
+    namespace: Hashable = None,
+    hint: Hint | None = None,
+    priority: int = 0,
+) -> int:
+    """Serve one request from beginning to end; returns how many tokens it hit."""
+    seq = held(cache, tokens, namespace, priority)
+    seq.close(hint)
+    return seq.cached_length
+
+
+def cached(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = None) -> int:
+    return cache.match(tokens, namespace).length
+
+
+def prompt(name: int, length: int) -> list[int]:
+    """A text that shares not even its first token with a text of another name."""
+    return [1000 + name, *range(length - 1)]

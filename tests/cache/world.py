@@ -1,0 +1,434 @@
+"""The cache beside its naive model: every verb does the thing, then asserts all that the contract promises about it.
+
+Knows the public names of `radixkv.cache` and nothing of what is behind them.
+"""
+
+import random
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from radixkv.cache import CacheStats, Hint, Match, Pin, PrefixCache, WritePlan
+from radixkv.cache import Sequence as CacheSequence
+from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PlanPending, SequenceClosed
+from tests.cache.freeze import freeze
+from tests.cache.naive import Pool, Texts, Work, kv
+
+COUNTERS = ("query_tokens", "hit_tokens", "evicted_blocks", "evicted_tokens", "copied_blocks", "regret_tokens")
+SHAPES: tuple[Callable[[Sequence[int]], Sequence[int]], ...] = (
+    list,
+    tuple,
+    lambda tokens: array("i", tokens),
+    lambda tokens: np.asarray(tokens, dtype=np.int32),  # type: ignore[arg-type,return-value]
+    lambda tokens: np.asarray(tokens, dtype=np.int64),  # type: ignore[arg-type,return-value]
+)
+
+
+@dataclass
+class Tracked:
+    """What the model knows of one open sequence."""
+
+    seq: CacheSequence
+    namespace: Hashable
+    tokens: list[int]
+    published: int
+    table: list[int]
+    plan: WritePlan | None = None
+    planned: list[int] = field(default_factory=list)
+    executed: bool = False
+
+    @property
+    def readable(self) -> bool:
+        """Whether the block table's content can be relied on: a planned copy may not have run yet."""
+        return self.plan is None or self.executed
+
+
+@dataclass
+class Pinned:
+    """What the model knows of one pin."""
+
+    pin: Pin
+    namespace: Hashable
+    tokens: list[int]
+    expires: float
+
+
+class World:
+    """One cache, one pool, and everything that was ever published. `exact`: the pool is too large to evict."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, eviction: str = "lru", *, exact: bool = False, seed: int = 0
+    ) -> None:
+        self.now = 0.0
+        self.num_blocks, self.block_size, self.exact = num_blocks, block_size, exact
+        self.rng = random.Random(seed)
+        self.cache = PrefixCache(num_blocks, block_size, eviction, clock=lambda: self.now)
+        self.pool = Pool(num_blocks, block_size, self.rng)
+        self.texts: dict[Hashable, Texts] = {}
+        self.live: list[Tracked] = []
+        self.pins: list[Pinned] = []
+        self.marks: dict[int, int] = {}  # block -> slots that were ever reserved since it was handed out
+        self.private: set[int] = set()  # blocks that were never in a published table since they were handed out
+        self.before = self.cache.stats()
+
+    # What may be asked of the model
+
+    def held_texts(self) -> dict[Hashable, Texts]:
+        """What open sequences and pins protect from eviction."""
+        held: dict[Hashable, Texts] = {}
+        for open_one in self.live:
+            held.setdefault(open_one.namespace, Texts()).add(open_one.tokens[: open_one.published])
+        for pinned in self.pins:
+            if self.now < pinned.expires:
+                held.setdefault(pinned.namespace, Texts()).add(pinned.tokens)
+        return held
+
+    def bounds(self, namespace: Hashable, prompt: Sequence[int]) -> tuple[int, int]:
+        """The least and the most that a prompt can hit."""
+        most = self.texts.get(namespace, Texts()).longest_prefix(prompt)
+        least = most if self.exact else self.held_texts().get(namespace, Texts()).longest_prefix(prompt)
+        return least, most
+
+    def state(self) -> list[object]:
+        """Everything there is to know about the cache and its open sequences."""
+        return freeze(self.cache, [open_one.seq for open_one in self.live], [pinned.pin for pinned in self.pins])
+
+    def available(self) -> int:
+        """Blocks that an extend can have; `stats` first lets go of pins whose time is over."""
+        self.cache.stats()
+        return self.cache.free_blocks + self.cache.evictable_blocks
+
+    def forget_what_nobody_holds(self) -> None:
+        self.texts = self.held_texts()
+
+    def forget_what_is_gone(self) -> None:
+        """Shrink the model to what is cached now, so that long runs do not slow down."""
+        self.texts = {namespace: self.cached_texts(namespace, texts) for namespace, texts in self.texts.items()}
+
+    def shaped(self, tokens: Sequence[int]) -> Sequence[int]:
+        return self.rng.choice(SHAPES)(tokens)
+
+    # Questions
+
+    def match(self, namespace: Hashable, prompt: Sequence[int]) -> Match:
+        least, most = self.bounds(namespace, prompt)
+        found = self.cache.match(self.shaped(prompt), namespace)
+        assert least <= found.length <= most
+        assert found.blocks.dtype == np.int32
+        assert len(found.blocks) == -(-found.length // self.block_size)
+        self.assert_content(namespace, prompt[: found.length], found.blocks)
+        return found
+
+    def explain(self, namespace: Hashable, prompt: Sequence[int], limit: int | None = None) -> None:
+        matched = self.match(namespace, prompt).length
+        told = self.cache.explain(self.shaped(prompt), namespace, limit)
+        assert told.tokens == len(prompt)
+        assert told.matched == matched
+        assert told.length == (matched if limit is None else min(matched, limit))
+        assert told.reason in {"full", "never_seen", "diverged", "evicted", "limit"}
+        assert (told.reason == "limit") == (told.length < matched)
+        if told.length == matched:
+            assert (told.reason == "full") == (matched == len(prompt))
+        assert "\n" not in str(told)
+        assert str(told)
+
+    def ask_without_a_trace(self, namespace: Hashable, prompt: Sequence[int], limit: int | None = None) -> None:
+        """`match` and `explain`, and a proof that they changed nothing at all."""
+        self.cache.stats()
+        before = self.state()
+        self.match(namespace, prompt)
+        self.explain(namespace, prompt, limit)
+        assert self.state() == before
+
+    # Verbs
+
+    def open(self, namespace: Hashable, prompt: Sequence[int], limit: int | None = None, priority: int = 0) -> Tracked:
+        before = self.cache.stats()
+        hit = self.match(namespace, prompt).length
+        hit = hit if limit is None else min(hit, limit)
+        seq = self.cache.open(self.shaped(prompt), namespace, limit, priority)
+        opened = Tracked(seq, namespace, list(prompt[:hit]), hit, seq.block_table.tolist())
+        self.live.append(opened)
+        assert seq.length == seq.cached_length == hit
+        assert seq.namespace == namespace
+        after = self.cache.stats()
+        assert after.query_tokens - before.query_tokens == len(prompt)
+        assert after.hit_tokens - before.hit_tokens == hit
+        assert after.evicted_blocks == before.evicted_blocks
+        assert after.free_blocks >= before.free_blocks
+        self.assert_sequence(opened)
+        return opened
+
+    def extend(self, one: Tracked, tokens: Sequence[int]) -> bool:
+        """Plan `tokens`; False if the pool had no room, which is checked to be the truth."""
+        if one.plan is not None:
+            self.assert_refused(PlanPending, lambda: one.seq.extend(tokens))
+            return False
+        available, least, most = self.available(), *self.need(one, len(tokens))
+        before = self.state() if most > available else None
+        stats = self.cache.stats()
+        try:
+            plan = one.seq.extend(self.shaped(tokens))
+        except OutOfBlocks:
+            assert most > available, "refused, although free and evictable blocks suffice"
+            assert before == self.state(), "a refused extend left something behind"
+            return False
+        assert least <= available
+        self.note_plan(one, plan, list(tokens), must_stay_in_place=least == most)
+        taken = self.taken(one, plan)
+        assert self.cache.free_blocks + self.cache.evictable_blocks == available - taken
+        if taken <= stats.free_blocks:
+            assert self.cache.stats().evicted_blocks == stats.evicted_blocks, "evicted without need"
+        return True
+
+    def need(self, one: Tracked, count: int) -> tuple[int, int]:
+        """The fewest and the most blocks that `count` more tokens need: most is one more if a copy is possible."""
+        length, size = len(one.tokens), self.block_size
+        new = -(-(length + count) // size) - -(-length // size)
+        offset = length % size
+        if not count or not offset or self.marks[one.table[-1]] == offset or self.is_private(one, one.table[-1]):
+            return new, new
+        return new, new + 1
+
+    def is_private(self, one: Tracked, block: int) -> bool:
+        """Whether nobody but this sequence can have anything to do with a block."""
+        others = (other for other in self.live if other is not one)
+        return block in self.private and not any(
+            block in other.table or any(block in copy for copy in (other.plan.copies if other.plan else ()))
+            for other in others
+        )
+
+    def taken(self, one: Tracked, plan: WritePlan) -> int:
+        return len(one.table) - -(-len(one.tokens) // self.block_size) + len(plan.copies)
+
+    def note_plan(self, one: Tracked, plan: WritePlan, tokens: list[int], must_stay_in_place: bool) -> None:
+        size, length, old = self.block_size, len(one.tokens), one.table
+        table = one.seq.block_table.tolist()
+        whole = -(-length // size)
+        assert len(table) == -(-(length + len(tokens)) // size)
+        assert plan.slots.dtype == np.int64
+        positions = range(length, length + len(tokens))
+        assert plan.slots.tolist() == [table[i // size] * size + i % size for i in positions]
+        changed = [(old[i], table[i]) for i in range(whole) if old[i] != table[i]]
+        assert [tuple(copy) for copy in plan.copies] == changed
+        assert not (must_stay_in_place and changed), "copied a block that it could have written in place"
+        assert all(length % size and source == old[-1] for source, _ in changed)
+        for block in [target for _, target in changed] + table[whole:]:
+            self.marks[block] = 0
+            self.private.add(block)
+        for slot in plan.slots.tolist():
+            self.marks[slot // size] = max(self.marks[slot // size], slot % size + 1)
+        one.plan, one.planned, one.executed, one.table = plan, tokens, False, table
+
+    def execute(self, some: Sequence[Tracked]) -> None:
+        """Run the plans of several sequences in one step."""
+        waiting = [one for one in some if one.plan is not None and not one.executed]
+        self.pool.execute([Work(one.plan, self.values(one)) for one in waiting if one.plan is not None])
+        for one in waiting:
+            one.executed = True
+
+    def values(self, one: Tracked) -> npt.NDArray[np.uint64]:
+        return kv(one.namespace, one.tokens + one.planned)[len(one.tokens) :]
+
+    def commit(self, one: Tracked, publish: bool = True) -> None:
+        self.execute([one])
+        before = self.cache.stats()
+        one.seq.commit(publish)
+        one.tokens += one.planned
+        one.plan, one.planned, one.executed, one.table = None, [], False, one.seq.block_table.tolist()
+        if publish:
+            one.published = len(one.tokens)
+            self.texts.setdefault(one.namespace, Texts()).add(one.tokens)
+            self.private.difference_update(one.table)
+        assert self.cache.stats().evicted_blocks == before.evicted_blocks
+        assert self.cache.free_blocks >= before.free_blocks
+        assert self.match(one.namespace, one.tokens).length >= one.published
+        self.assert_sequence(one)
+
+    def step(self, publish: bool = True) -> None:
+        """Run everything that is planned, then commit it, in any order."""
+        self.execute(self.live)
+        for one in self.rng.sample(self.live, len(self.live)):
+            if one.plan is not None:
+                self.commit(one, publish)
+
+    def fork(self, one: Tracked) -> Tracked | None:
+        if one.plan is not None:
+            self.assert_refused(PlanPending, one.seq.fork)
+            return None
+        before = self.cache.stats()
+        twin = Tracked(one.seq.fork(), one.namespace, list(one.tokens), one.published, list(one.table))
+        self.live.append(twin)
+        assert twin.seq.cached_length == one.seq.cached_length
+        assert twin.seq.namespace == one.namespace
+        assert twin.seq.block_table.tolist() == one.table
+        assert self.cache.free_blocks == before.free_blocks
+        self.assert_sequence(twin)
+        return twin
+
+    def truncate(self, one: Tracked, length: int) -> None:
+        if one.plan is not None:
+            self.assert_refused(PlanPending, lambda: one.seq.truncate(length))
+            return
+        before = self.cache.stats()
+        one.seq.truncate(length)
+        one.tokens, one.published = one.tokens[:length], min(one.published, length)
+        assert one.seq.block_table.tolist() == one.table[: -(-length // self.block_size)]
+        one.table = one.seq.block_table.tolist()
+        assert self.cache.free_blocks >= before.free_blocks
+        self.assert_sequence(one)
+
+    def close(self, one: Tracked, hint: Hint | None = None) -> None:
+        before = self.cache.stats()
+        one.seq.close(hint)
+        self.live = [other for other in self.live if other is not one]
+        assert one.seq.closed
+        assert self.cache.free_blocks >= before.free_blocks
+        assert self.cache.stats().evicted_blocks == before.evicted_blocks
+        one.seq.close(hint)
+        for verb in (one.seq.commit, one.seq.fork, lambda: one.seq.extend([1]), lambda: one.seq.truncate(0)):
+            with pytest.raises(SequenceClosed):
+                verb()
+
+    def pin(self, namespace: Hashable, prompt: Sequence[int], ttl: float | None = None) -> None:
+        self.cache.stats()
+        found = self.match(namespace, prompt)
+        budget = self.cache.stats().num_blocks * 0.5
+        pinned, before = self.cache.stats().pinned_blocks, self.state()
+        try:
+            pin = self.cache.pin(self.shaped(prompt), namespace, ttl)
+        except PinBudgetExceeded:
+            assert pinned + len(found.blocks) > budget
+            assert before == self.state()
+            return
+        assert pin.length == found.length
+        assert pin.complete == (found.length == len(prompt))
+        assert pin.blocks == len(found.blocks)
+        expires = float("inf") if ttl is None else self.now + ttl
+        self.pins.append(Pinned(pin, namespace, list(prompt[: found.length]), expires))
+        assert pinned <= self.cache.stats().pinned_blocks <= budget
+
+    def release(self, pinned: Pinned) -> None:
+        pinned.pin.release()
+        self.pins.remove(pinned)
+
+    def clear(self) -> None:
+        self.cache.stats()
+        self.cache.clear()
+        self.forget_what_nobody_holds()
+        assert self.cache.evictable_blocks == 0
+
+    def drain(self) -> None:
+        """Take every block that is said to be there, and not one more: this evicts all that nobody holds."""
+        available = self.available()
+        flood = self.open("flood", [])
+        assert not self.extend(flood, [0] * (available * self.block_size + 1))
+        assert self.extend(flood, [0] * (available * self.block_size))
+        assert self.cache.free_blocks == self.cache.evictable_blocks == 0
+        self.forget_what_nobody_holds()
+        self.close(flood)
+        assert self.cache.free_blocks == available
+
+    def wait(self, seconds: float) -> None:
+        """Time passes; pins whose time is over are let go at the next `stats`."""
+        self.now += seconds
+        self.cache.stats()
+        self.pins = [pinned for pinned in self.pins if self.now < pinned.expires]
+
+    def wind_down(self) -> None:
+        """Close and release everything, then see that nothing is stranded and all blocks can be had."""
+        self.step()
+        self.verify()
+        while self.live:
+            self.close(self.rng.choice(self.live))
+        while self.pins:
+            self.release(self.pins[-1])
+        self.verify()
+        self.assert_nothing_is_stranded()
+        self.drain()
+        self.assert_nothing_is_stranded()
+        assert self.cache.free_blocks == self.num_blocks
+        self.cache.check()
+
+    # What must always hold
+
+    def assert_refused(self, error: type[Exception], verb: Callable[[], object]) -> None:
+        self.cache.stats()
+        before = self.state()
+        with pytest.raises(error):
+            verb()
+        assert self.state() == before
+
+    def assert_content(self, namespace: Hashable, tokens: Sequence[int], table: npt.NDArray[np.int32]) -> None:
+        assert np.array_equal(self.pool.read(table, len(tokens)), kv(namespace, tokens))
+
+    def assert_sequence(self, one: Tracked) -> None:
+        seq = one.seq
+        assert not seq.closed
+        assert seq.length == len(one.tokens)
+        assert seq.tokens.dtype == seq.block_table.dtype == np.int32
+        assert seq.tokens.tolist() == one.tokens
+        assert seq.block_table.tolist() == one.table, "a block table changed under its owner's feet"
+        if one.readable:
+            self.assert_content(one.namespace, one.tokens, seq.block_table)
+
+    def assert_gauges(self) -> None:
+        stats = self.cache.stats()
+        assert stats.free_blocks + stats.cached_blocks + stats.held_blocks == stats.num_blocks == self.num_blocks
+        assert stats.free_blocks == self.cache.free_blocks
+        assert stats.cached_blocks == self.cache.evictable_blocks
+        assert stats.block_size == self.block_size
+        assert stats.sequences == len(self.live)
+        assert min(getattr(stats, gauge.name) for gauge in fields(CacheStats) if "blocks" in gauge.name) >= 0
+        assert all(getattr(self.before, name) <= getattr(stats, name) for name in COUNTERS)
+        assert self.known_blocks() <= stats.held_blocks
+        assert stats.held_blocks <= self.known_blocks() + len(self.live) + len(self.pins)
+        assert stats.pinned_blocks <= stats.held_blocks
+        self.before = stats
+
+    def known_blocks(self) -> int:
+        """How many blocks open sequences, their plans' copies and pins can be seen to hold."""
+        seen = {block for one in self.live for block in one.table}
+        seen |= {source for one in self.live if one.plan for source, _ in one.plan.copies}
+        for pinned in self.pins:
+            if self.now < pinned.expires:
+                seen |= set(self.cache.match(pinned.tokens, pinned.namespace).blocks.tolist())
+        return len(seen)
+
+    def assert_nothing_is_stranded(self) -> None:
+        """While nobody holds anything, each token that can be matched is stored once, in as few blocks as can be."""
+        assert not self.live
+        assert not self.pins
+        cached = {namespace: self.cached_texts(namespace, texts) for namespace, texts in self.texts.items()}
+        stats = self.cache.stats()
+        assert stats.held_blocks == stats.pinned_blocks == 0
+        assert stats.namespaces == sum(1 for texts in cached.values() if texts)
+        assert stats.cached_blocks == sum(texts.blocks(self.block_size) for texts in cached.values())
+
+    def cached_texts(self, namespace: Hashable, texts: Texts) -> Texts:
+        cached = Texts()
+        for text in leaves(texts):
+            cached.add(text[: self.match(namespace, text).length])
+        return cached
+
+    def verify(self) -> None:
+        self.cache.check()
+        self.assert_gauges()
+        for one in self.live:
+            self.assert_sequence(one)
+
+
+def leaves(texts: Texts) -> list[list[int]]:
+    """The texts that are no prefix of another."""
+    found: list[list[int]] = []
+    waiting: list[tuple[list[int], dict]] = [([], texts.root)]  # type: ignore[type-arg]  # recursive
+    while waiting:
+        text, node = waiting.pop()
+        if not node and text:
+            found.append(text)
+        waiting += [([*text, token], child) for token, child in node.items()]
+    return found
