@@ -102,14 +102,28 @@ def _check_owners(cache: PrefixCache, nodes: list[Node]) -> None:
     )
     shared = {block for block, count in owners.items() if count > 1}
     assert shared == pool.shared.keys(), f"shared blocks {sorted(pool.shared)}, recounted {sorted(shared)}"
+    for node in nodes:
+        for block in node.boundary():
+            assert _is_above(node, tips[block]), (
+                f"block {block}: nodes {node.id} and {tips[block].id} are not on one path"
+            )
     for block, entry in pool.shared.items():
         counted = (owners[block], idle[block])
         assert (entry.owners, entry.idle) == counted, (
             f"block {block}: {entry.owners, entry.idle} owners, idle; recounted {counted}"
         )
-        assert entry.tip is tips.get(block), f"block {block}: its deepest owner is not the one on record"
+        tip = tips.get(block)
+        if tip is not None and tip.end % cache.block_size and tip.blocks[-1] == block:
+            known = None if entry.tip is None else entry.tip.id
+            assert entry.tip is tip, f"block {block}: its deepest owner is {tip.id}, on record is {known}"
     evictable = sum(1 for block, count in owners.items() if count == idle[block])
     assert pool.evictable == evictable, f"evictable_blocks {pool.evictable}, recounted {evictable}"
+
+
+def _is_above(node: Node, below: Node | None) -> bool:
+    while below is not None and below is not node:
+        below = below.parent
+    return below is node
 
 
 def _check_redundancy(cache: PrefixCache, nodes: list[Node]) -> None:

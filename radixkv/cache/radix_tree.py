@@ -193,11 +193,9 @@ class RadixTree:
         node.parent, node.start = upper, cut
         del node.key[: tokens * WIDTH]
         del node.blocks[: cut // size - first]
+        self._retip(upper.boundary(), node, upper)
         if cut % size:
-            idle = not node.locks
-            self.pool.share(
-                upper.blocks[-1], idle=idle, sole_idle=idle, tip=None if upper.blocks[-1] in self.pool.shared else node
-            )
+            self._share(upper.blocks[-1], node, idle=not node.locks)
         self.nodes += 1
         if self.observer is not None:
             self.observer.split(cast(int, node.id), cast(int, upper.id), tokens)
@@ -249,6 +247,7 @@ class RadixTree:
         node.hits += upper.hits
         upper.parent.children[bytes(node.key[:WIDTH])] = node
         self.nodes -= 1
+        self._retip(upper.boundary(), upper, node)
         if block >= 0:
             self._lower_tip(block, upper)
             self.release(block, idle=not upper.locks)
@@ -256,6 +255,13 @@ class RadixTree:
             self.observer.merged(cast(int, node.id), cast(int, upper.id))
 
     # ---- blocks that two nodes share
+
+    def _share(self, block: int, node: Node, *, idle: bool) -> None:
+        """A node above `node`, as locked as that is, becomes an owner of its first block, too."""
+        self.pool.share(block, idle=idle, sole_idle=idle, tip=None)
+        entry = self.pool.shared[block]
+        if entry.tip is None or entry.tip.end <= node.end:
+            entry.tip = node
 
     def release(self, block: int, *, idle: bool = False) -> None:
         """An owner lets go of a block; what only copies of it need is then freed too."""
@@ -272,11 +278,7 @@ class RadixTree:
         if not node.children or not node.blocks or node.end % pool.block_size == 0:
             return
         block = node.blocks[-1]
-        chain = [node]
-        up = cast(Node, node.parent)
-        while up.blocks and up.blocks[-1] == block:
-            chain.append(up)
-            up = cast(Node, up.parent)
+        chain = self.owners_above(node, block, node.end // pool.block_size)
         entry = pool.shared.get(block)
         if (1 if entry is None else entry.owners) != len(chain):
             return
@@ -289,12 +291,30 @@ class RadixTree:
             pool.share(copy, idle=not each.locks, sole_idle=not child.locks, tip=None if copy in pool.shared else child)
             pool.release(block, idle=not each.locks)
 
+    def _retip(self, blocks: array[int], old: Node, new: Node) -> None:
+        """`new` owns these blocks in the place of `old`."""
+        for block in blocks:
+            entry = self.pool.shared.get(block)
+            if entry is not None and entry.tip is old:
+                entry.tip = new
+
     def _lower_tip(self, block: int, node: Node) -> None:
-        """`node` owns `block` no more: the deepest owner left is its parent, if that owns it."""
+        """`node` owns `block`, its first, no more: the deepest owner left is above it."""
         entry = self.pool.shared.get(block)
         if entry is not None and entry.tip is node:
-            up = node.parent
-            entry.tip = up if up is not None and up.blocks and up.blocks[-1] == block else None
+            above = self.owners_above(cast(Node, node.parent), block, node.start // self.pool.block_size)
+            entry.tip = above[0] if above else None
+
+    def owners_above(self, node: Node, block: int, logical: int) -> list[Node]:
+        """Of the path from `node` (which ends in or before this logical block) upward, the nodes that own `block`, deepest first."""
+        floor = logical * self.pool.block_size
+        owners = []
+        up: Node | None = node
+        while up is not None and up.end > floor:
+            if up.blocks[-1] == block:
+                owners.append(up)
+            up = up.parent
+        return owners
 
     # ---- eviction
 
@@ -358,6 +378,7 @@ class RadixTree:
         before = len(pool.free)
         if node.mixed:
             for block in reversed(blocks):
+                self._lower_tip(block, node)
                 pool.release(block, idle=True)
         elif blocks:
             pool.evictable -= len(blocks)

@@ -300,16 +300,12 @@ class Sequence:
 
     def _alone(self, block: int) -> bool:
         """Whether the only owners of our last block are this sequence and nodes of its own path."""
-        entry = self._cache._pool.shared.get(block)
+        cache = self._cache
+        entry = cache._pool.shared.get(block)
         if entry is None:
             return True
-        owners = 1
-        node = self._node
-        while node.blocks and node.blocks[-1] == block:
-            owners += 1
-            assert node.parent is not None
-            node = node.parent
-        return entry.owners == owners
+        above = cache._tree.owners_above(self._node, block, self.length // cache.block_size)
+        return entry.owners == 1 + len(above)
 
     def _tip(self, node: Node) -> Node | None:
         """What to tell the pool about a block of `node`: its deepest owner, unless the pool knows a deeper one."""
