@@ -1,0 +1,144 @@
+"""Take a decoder in: read it, put its attention over the paged pool, prove that nothing changed, or refuse it.
+
+Knows the order of these steps and the limits of a model. The steps themselves have files of their own: source (files),
+hook (attention), probe (one token), rope (frequencies), selftest (numbers).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from radixkv.errors import InvalidInput, UnsupportedModel
+from radixkv.models import rope, source
+from radixkv.models.hook import IMPLEMENTATION
+from radixkv.models.loaded import LayerSpec, LoadedModel
+from radixkv.models.probe import probe
+from radixkv.models.selftest import self_test
+
+__all__ = ["LayerSpec", "LoadedModel", "load"]
+
+_log = logging.getLogger(__name__)
+_UNLIMITED = 1 << 30  # the context of a model that names no limit
+
+
+def load(
+    model: Any,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load `model`: "tiny" (bundled), a local folder, a hub name, or a transformers model that is already built.
+
+    A built model is taken over: its attention is replaced, and from then on it runs through radixkv only. dtype "auto"
+    is float32 on a CPU, on other devices what the weights were saved in; a built model keeps its own. Raises
+    InvalidInput if there is nothing to load, UnsupportedModel with the reason if it cannot be run exactly. Costs the
+    reading of the weights and a self-test (0.1 s for small models).
+    """
+    place = _device(device)
+    if isinstance(model, str):
+        wanted = _dtype(dtype, "auto" if place.type != "cpu" else torch.float32)
+        module, tokenizer = source.read(
+            model, dtype=wanted, device=place, revision=revision, trust_remote_code=trust_remote_code
+        )
+        name = model
+    else:
+        module, tokenizer, name = _built(model, place, dtype), None, _name_of(model)
+    return _take_over(module.eval(), tokenizer, name)
+
+
+def _take_over(module: Any, tokenizer: Any | None, name: str) -> LoadedModel:
+    """Select our attention, look, freeze, test; raises UnsupportedModel, leaving the model with its own attention."""
+    own = module.config._attn_implementation
+    try:
+        module.set_attn_implementation(IMPLEMENTATION)
+        loaded = _inspect(module, tokenizer, name)
+        error = self_test(loaded)
+    except BaseException:
+        module.set_attn_implementation(own)
+        raise
+    _log.info("%s: %d layers, context %d, self-test error %.1e", name, len(loaded.layers), loaded.max_length, error)
+    return loaded
+
+
+def _inspect(module: Any, tokenizer: Any | None, name: str) -> LoadedModel:
+    """Everything about the model that others need to know, found by a probe rather than believed."""
+    max_length = _max_length(module.config)
+    for frozen in rope.freeze(module, max_length):
+        _log.warning("%s: the rotary frequencies of %s are fixed to those for %d tokens", name, frozen, max_length)
+    layers, width = probe(module)
+    vocab_size = min(width, module.get_input_embeddings().num_embeddings)
+    return LoadedModel(
+        model=module,
+        config=module.config,
+        tokenizer=tokenizer,
+        layers=tuple(_without_idle_window(layer, max_length) for layer in layers),
+        max_length=max_length,
+        vocab_size=vocab_size,
+        stop_token_ids=frozenset(i for i in _stop_token_ids(module, tokenizer) if 0 <= i < vocab_size),
+        name=name,
+        dtype=module.dtype,
+        device=module.device,
+    )
+
+
+def _without_idle_window(layer: LayerSpec, max_length: int) -> LayerSpec:
+    """A window that no sequence outgrows is no window: one work list fewer per step."""
+    if layer.window is None or layer.window < max_length:
+        return layer
+    return LayerSpec(**{**layer.__dict__, "window": None})
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """The device meant; "auto" is CUDA where there is some. Raises InvalidInput if it is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInput(f"{device!r} is no device; use 'auto', 'cpu' or 'cuda'") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput("device 'cuda' was asked for, but torch sees no CUDA device here")
+    return place
+
+
+def _dtype(dtype: str | torch.dtype, auto: Any) -> Any:
+    """The torch dtype meant, or `auto`. Raises InvalidInput for what is no floating point dtype."""
+    if dtype == "auto":
+        return auto
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        raise InvalidInput(f"{dtype!r} is no dtype for a model; use 'auto', 'float32', 'bfloat16' or 'float16'")
+    return wanted
+
+
+def _built(model: Any, device: torch.device, dtype: str | torch.dtype) -> Any:
+    """A model that the caller has built, moved to where it is wanted."""
+    if not hasattr(model, "set_attn_implementation") or not hasattr(model, "get_input_embeddings"):
+        raise InvalidInput(f"a model is a name, a folder or a transformers model, not a {type(model).__name__}")
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModel(f"{type(model).__name__} has no language model head; load its ...ForCausalLM class")
+    return model.to(device=device, dtype=_dtype(dtype, model.dtype))
+
+
+def _name_of(model: Any) -> str:
+    """The name a built model came by, else its class."""
+    return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+
+
+def _max_length(config: Any) -> int:
+    """The longest sequence in tokens that the model's positions allow."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED)
+
+
+def _stop_token_ids(module: Any, tokenizer: Any | None) -> set[int]:
+    """Every end-of-sequence id that the generation settings, the configuration or the tokenizer names."""
+    found: set[int] = set()
+    for source_of_ids in (getattr(module, "generation_config", None), module.config.get_text_config(), tokenizer):
+        ids = getattr(source_of_ids, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return found

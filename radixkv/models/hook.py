@@ -1,0 +1,97 @@
+"""Our place inside a transformers model: the attention function that its layers call.
+
+Knows how transformers hands over queries, keys and values. Does not know blocks, nor what is done with them: a handler,
+set for the current thread while a forward runs, does that. (Keyword arguments to the model would be the other way to
+hand it over, but some architectures drop them.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+# transformers treats names with "flash", "sdpa", "flex_attention", "paged|" or a slash in them specially, and builds no
+# masks for a name that it has no mask function for: that is what we want.
+IMPLEMENTATION = "radixkv"
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """What one layer asks for: query [1, heads, T, dk], key [1, kv_heads, T, dk], value [1, kv_heads, T, dv].
+
+    `extra` holds the arguments that have no field here, `scale` is what scores are multiplied by.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    extra: dict[str, Any]
+
+
+class Handler(Protocol):
+    """Answers the attention calls of one forward pass, in their order."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return the attention output [T, heads, dv] of `call`."""
+
+
+_current = threading.local()
+
+
+@contextmanager
+def handled_by(handler: Handler) -> Iterator[None]:
+    """While this is open, the attention calls of forwards on this thread go to `handler`."""
+    _current.handler = handler
+    try:
+        yield
+    finally:
+        _current.handler = None
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """The function that is registered with transformers; returns [1, T, heads, dv] and no weights."""
+    handler: Handler | None = getattr(_current, "handler", None)
+    if handler is None:
+        raise RuntimeError(
+            "this model's attention now lives in a radixkv pool: run it through radixkv, or load another"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(module, query, key, value, attention_mask, scale, sliding_window, softcap, s_aux, extra)
+    return handler.attend(call).unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """While this is open, `model` computes attention as transformers does ("eager": it knows softcaps and sinks)."""
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)

@@ -1,0 +1,56 @@
+"""What the adapter hands to everybody else: a model that passed its tests, and what its layers need.
+
+Knows shapes, limits and names. Does not know how they were found, nor how a batch is run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from radixkv.attention.kv_store import LayerShape
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One attention call of a forward pass: its heads, dims, and what changes its arithmetic.
+
+    `window` is in tokens (None: sees everything before it), `softcap` bounds the scores, `sinks` says whether each
+    head has a learned score that takes part in the softmax.
+    """
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    @property
+    def shape(self) -> LayerShape:
+        """What the pool has to store per token."""
+        return LayerShape(self.kv_heads, self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A decoder whose attention goes through the paged pool; `layers` are in the order of a forward pass.
+
+    `max_length` is the longest sequence in tokens, `vocab_size` the number of token ids that can go in and come out,
+    `stop_token_ids` what ends a reply. `tokenizer` is None for a model that came without one.
+    """
+
+    model: nn.Module
+    config: Any
+    tokenizer: Any | None
+    layers: tuple[LayerSpec, ...]
+    max_length: int
+    vocab_size: int
+    stop_token_ids: frozenset[int]
+    name: str
+    dtype: torch.dtype
+    device: torch.device

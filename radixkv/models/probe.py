@@ -1,0 +1,117 @@
+"""Look at a model before it is trusted: one token through it shows every attention call; refuse what we cannot do.
+
+Knows what radixkv's attention can express. Does not know whether the numbers come out right: the self-test does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from radixkv.errors import UnsupportedModel
+from radixkv.models.hook import AttentionCall, handled_by
+from radixkv.models.loaded import LayerSpec
+
+# A layer of any other type keeps state or picks keys in a way that a pool of keys and values does not reproduce.
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Tensors that many architectures pass along although plain attention has no use for them.
+_HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k"})
+
+
+def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
+    """Return the layers of one forward pass, in order, and the width of its logits.
+
+    Raises UnsupportedModel, with the reason, for what cannot run over a paged pool. Costs one forward of one token.
+    """
+    _check_config(model)
+    recorder = _Recorder()
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        with torch.inference_mode(), handled_by(recorder):
+            output = model(input_ids=token, position_ids=torch.zeros_like(token), use_cache=False)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"{_kind(model)} failed on its first token: {type(error).__name__}: {error}") from error
+    layers = tuple(recorder.layers)
+    _check_layers(model, layers)
+    return layers, int(output.logits.shape[-1])
+
+
+class _Recorder:
+    """Answers the calls of a one-token forward (attention over one key is its value) and writes them down."""
+
+    def __init__(self) -> None:
+        self.layers: list[LayerSpec] = []
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Record the call; raises UnsupportedModel if it asks for more than plain causal attention."""
+        _check_call(call)
+        heads, kv_heads = call.query.shape[1], call.key.shape[1]
+        self.layers.append(
+            LayerSpec(
+                heads=heads,
+                kv_heads=kv_heads,
+                key_dim=call.key.shape[3],
+                value_dim=call.value.shape[3],
+                window=call.window,
+                softcap=call.softcap,
+                sinks=call.sinks is not None,
+            )
+        )
+        return call.value[0].repeat_interleave(heads // kv_heads, dim=0).transpose(0, 1)
+
+
+def _check_call(call: AttentionCall) -> None:
+    """Refuse masks, biases, bidirectional and cross attention, and tensors whose meaning we do not know."""
+    who = type(call.module).__name__
+    if call.mask is not None:
+        raise UnsupportedModel(f"{who} passes its own attention mask, which a shared pool cannot honour")
+    if call.extra.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
+        raise UnsupportedModel(f"{who} attends to later tokens too; radixkv runs causal decoders")
+    unknown = sorted(k for k, v in call.extra.items() if isinstance(v, Tensor) and k not in _HARMLESS)
+    if unknown:
+        raise UnsupportedModel(f"{who} passes {', '.join(unknown)} to attention, which radixkv does not know")
+    queries, keys = call.query.shape, call.key.shape
+    if queries[0] != 1 or queries[2] != 1 or keys[2] != 1 or queries[1] % keys[1]:
+        raise UnsupportedModel(
+            f"{who} asks for attention of {tuple(queries)} over {tuple(keys)}, not of one token over itself"
+        )
+
+
+def _check_config(model: Any) -> None:
+    """Refuse what the configuration says outright: recurrent state, and layers of kinds that we do not have."""
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModel(f"{_kind(model)} has recurrent state, which cannot be shared by prefix")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{_kind(model)} is an encoder-decoder; radixkv runs decoders")
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if kinds - _KNOWN_LAYER_TYPES:
+        raise UnsupportedModel(f"{_kind(model)} has layers of type {', '.join(sorted(kinds - _KNOWN_LAYER_TYPES))}")
+
+
+def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:
+    """Refuse a model that went around our attention, or whose calls contradict its configuration.
+
+    The self-test may be shorter than a long window and too tame for a softcap, so that these must agree on paper.
+    """
+    config = model.config.get_text_config()
+    if len(layers) < config.num_hidden_layers:
+        raise UnsupportedModel(
+            f"{_kind(model)} shows {len(layers)} attention calls for {config.num_hidden_layers} layers: it does not go "
+            "through the attention interface of transformers everywhere"
+        )
+    if getattr(config, "attn_logit_softcapping", None) and not all(layer.softcap for layer in layers):
+        raise UnsupportedModel(f"{_kind(model)} is configured with a softcap that it does not pass to attention")
+    kinds = getattr(config, "layer_types", None)
+    if kinds and getattr(config, "sliding_window", None) and len(kinds) == len(layers):
+        for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
+            if (kind == "sliding_attention") != (layer.window is not None):
+                raise UnsupportedModel(f"{_kind(model)}: layer {index} is {kind}, but its window is {layer.window}")
+
+
+def _kind(model: Any) -> str:
+    """The architecture's name, for messages."""
+    return type(model).__name__

@@ -1,0 +1,120 @@
+"""Run a batch of chunks through a model over the paged pool: tokens, slots and block tables in, logits out.
+
+Knows tensors and block tables. Does not know requests, sampling or who owns a block: the plan of a step comes from
+the cache through the engine, and is executed here to the letter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.attention import torch_backend, worklist
+from radixkv.attention.kv_store import KVStore
+from radixkv.models.hook import AttentionCall, handled_by
+from radixkv.models.loaded import LayerSpec, LoadedModel
+from radixkv_kernels.work_list import WorkList
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, start + n) of one sequence, which this step computes and stores; a decode is a chunk of one.
+
+    `slots` says where the n tokens' KV goes, `block_table` covers everything from token 0 to the chunk's end.
+    """
+
+    tokens: NDArray[np.int32]
+    start: int
+    slots: NDArray[np.int64]
+    block_table: NDArray[np.int32]
+
+
+class Runner:
+    """One model over one pool; `store` is the pool. Not for two threads at once."""
+
+    def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int = 16) -> None:
+        """Allocate the pool: num_blocks * store.bytes_per_block bytes."""
+        self.loaded = loaded
+        self.store = KVStore(
+            [layer.shape for layer in loaded.layers], num_blocks, block_size, device=loaded.device, dtype=loaded.dtype
+        )
+        self._windows = tuple({layer.window: None for layer in loaded.layers})
+        self._work: dict[int | None, WorkList] = {}
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+        """Execute one step, copies first, in one forward of all chunks; return logits [len(chunks), vocab], float32 or 64.
+
+        Row i belongs to the last token of chunk i. Chunks may be of any mix of lengths, may share blocks that earlier
+        steps have written, and write to slots of their own. Beside the pool this takes the activations of T = all
+        tokens of the step (some T * hidden * 10 numbers, widest in the MLP) and len(chunks) * vocab logits: never
+        T * vocab, and never T * T scores.
+        """
+        self.store.copy(copies)
+        batch = _Batch(chunks, self.loaded.device)
+        self._plan(chunks)
+        step = _Step(self.store, self.loaded.layers, batch.slots, self._work)
+        with handled_by(step):
+            output = self.loaded.model(
+                input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, logits_to_keep=batch.last_rows
+            )
+        step.finish()
+        logits: Tensor = output.logits[0]
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _plan(self, chunks: Sequence[Chunk]) -> None:
+        """Work out once per step, for each distinct window, which query reads which block."""
+        tables = [chunk.block_table for chunk in chunks]
+        query_lengths = [len(chunk.tokens) for chunk in chunks]
+        kv_lengths = [chunk.start + n for chunk, n in zip(chunks, query_lengths, strict=True)]
+        for window in self._windows:
+            self._work[window] = worklist.build(
+                tables, kv_lengths, query_lengths, window, self._work.get(window), block_size=self.store.block_size
+            )
+
+
+class _Batch:
+    """All chunks laid end to end: tokens and positions [1, T], slots [T], the row of each chunk's last token."""
+
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        positions = [np.arange(c.start, c.start + n, dtype=np.int64) for c, n in zip(chunks, lengths, strict=True)]
+        tokens = np.concatenate([chunk.tokens for chunk in chunks]).astype(np.int64)
+        self.tokens = torch.from_numpy(tokens).to(device)[None]
+        self.positions = torch.from_numpy(np.concatenate(positions)).to(device)[None]
+        self.slots = torch.from_numpy(np.concatenate([chunk.slots for chunk in chunks])).to(device)
+        self.last_rows = torch.from_numpy(np.cumsum(lengths) - 1).to(device)
+
+
+class _Step:
+    """Answers the attention calls of one forward: the n-th call is layer n, whatever the module says about itself."""
+
+    def __init__(
+        self, store: KVStore, layers: Sequence[LayerSpec], slots: Tensor, work: dict[int | None, WorkList]
+    ) -> None:
+        self._store, self._layers, self._slots, self._work = store, layers, slots, work
+        self._next = 0
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Store the layer's new keys and values, then attend along the work list of its window."""
+        layer, self._next = self._next, self._next + 1
+        spec = self._layers[layer]
+        self._store.write(layer, self._slots, call.key[0], call.value[0])
+        return torch_backend.attend(
+            self._store,
+            layer,
+            call.query[0],
+            self._work[spec.window],
+            scale=call.scale,
+            softcap=spec.softcap,
+            sinks=call.sinks,
+        )
+
+    def finish(self) -> None:
+        """The forward called each layer once, as in the probe."""
+        assert self._next == len(self._layers), f"{self._next} attention calls, {len(self._layers)} in the probe"

@@ -1,0 +1,137 @@
+"""Prove at load that a model over the paged pool computes what it computes on its own.
+
+The prompts run in chunks, behind a shared prefix, over scattered and copied blocks, decodes beside prefills; the logits
+must be those of the model's own one-shot forward. Knows the runner; does not know why a model might fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.errors import UnsupportedModel
+from radixkv.models.hook import own_attention
+from radixkv.models.loaded import LoadedModel
+from radixkv.models.runner import Chunk, Runner
+
+_BLOCK = 4  # small blocks: more of them are shared, copied and part-filled in a short prompt
+_SHORTEST, _USUAL = 8, 48
+_BEYOND_WINDOW = 16
+# Work that loading may spend: prompt tokens * weights. A tiny model gets some 600 tokens, a 7B model the usual 48.
+_TOKEN_WEIGHTS = {"cpu": 1e9, "cuda": 4e12}
+# Allowed root-mean-square error relative to the logits' spread. Rounding gives 1e-6 in float32, up to 5e-2 in 16 bits;
+# an architecture that is not run right is off by 1e-1 and more. (float64 is as loose: many models mix in float32.)
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 1.5e-1, torch.float16: 5e-2}
+
+
+def self_test(loaded: LoadedModel) -> float:
+    """Return the largest relative error of the paged logits; raises UnsupportedModel if it is not mere rounding.
+
+    Windows longer than the prompt are beyond this test (the prompt is as long as the budget allows): the probe has
+    compared them with the configuration. Costs about five forwards of some 50 tokens, or
+    of 16 more than the longest window.
+    """
+    length = _prompt_length(loaded)
+    scenario = _Scenario(loaded, length)
+    worst = 0.0
+    for name, ours, own in scenario.results():
+        error = _relative_error(ours, own)
+        if not error <= _TOLERANCE.get(loaded.dtype, 1.5e-1):  # "not <=" also catches NaN
+            raise UnsupportedModel(
+                f"{type(loaded.model).__name__} does not compute the same over a paged pool: {name} differs from the "
+                f"model's own forward by {error:.1e} of the logits' spread ({loaded.dtype}). It keeps state outside of "
+                "its attention, or changes it in a way that transformers' attention interface does not show"
+            )
+        worst = max(worst, error)
+    return worst
+
+
+def _prompt_length(loaded: LoadedModel) -> int:
+    """Longer than the longest window if the budget allows it, never longer than the context."""
+    if loaded.max_length < _SHORTEST:
+        raise UnsupportedModel(f"a context of {loaded.max_length} tokens is too short to be tested")
+    weights = sum(parameter.numel() for parameter in loaded.model.parameters())
+    budget = int(_TOKEN_WEIGHTS.get(loaded.device.type, 1e9) / max(weights, 1))
+    windows = [layer.window + _BEYOND_WINDOW for layer in loaded.layers if layer.window is not None]
+    reachable = [length for length in windows if length <= budget]
+    return min(max([_USUAL, *reachable]), loaded.max_length)
+
+
+def _relative_error(ours: Tensor, own: Tensor) -> float:
+    """Root-mean-square difference over the spread of `own`."""
+    ours, own = ours.double(), own.double()
+    spread = (own - own.mean()).square().mean().sqrt().clamp_min(1e-12)
+    return float((ours - own).square().mean().sqrt() / spread)
+
+
+@dataclass
+class _Prompt:
+    """One sequence of the scenario: its tokens, its blocks, and what came out after which of its tokens."""
+
+    tokens: NDArray[np.int32]
+    table: NDArray[np.int32]
+    computed: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+
+    def chunk(self, start: int, end: int) -> Chunk:
+        positions = np.arange(start, end)
+        slots = self.table[positions // _BLOCK].astype(np.int64) * _BLOCK + positions % _BLOCK
+        return Chunk(self.tokens[start:end], start, slots, self.table[: -(-end // _BLOCK)])
+
+
+class _Scenario:
+    """Three prompts over one scattered pool: a whole one, one that branches off inside a block, a short late one."""
+
+    def __init__(self, loaded: LoadedModel, length: int) -> None:
+        self._loaded = loaded
+        self._branch = length // 2 | 1  # odd: inside a block, so that the branch copies it
+        random = np.random.default_rng(20)
+        tokens = random.integers(0, loaded.vocab_size, (3, length), dtype=np.int32)
+        blocks = -(-length // _BLOCK)
+        tables = random.permutation(3 * blocks).astype(np.int32).reshape(3, blocks)
+        shared = self._branch // _BLOCK
+        tokens[1, : self._branch], tables[1, :shared] = tokens[0, : self._branch], tables[0, :shared]
+        self._whole, self._other = _Prompt(tokens[0], tables[0]), _Prompt(tokens[1], tables[1])
+        self._late = _Prompt(tokens[2, :_SHORTEST], tables[2])
+        self._copy = (int(tables[0, shared]), int(tables[1, shared]))
+        self._runner = Runner(loaded, 3 * blocks, _BLOCK)
+
+    def results(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Run it; return (what was done, our logits, the model's own logits) of every chunk."""
+        end, branch = len(self._whole.tokens), self._branch
+        self._step("a first chunk", [(self._whole, 0, branch)])
+        self._step("a second chunk", [(self._whole, branch, end - 2)])
+        self._step(
+            "a prefill behind a shared prefix and a copied block, beside a decode",
+            [(self._whole, end - 2, end - 1), (self._other, branch, end - 1)],
+            [self._copy],
+        )
+        self._step(
+            "two decodes beside a new prompt",
+            [(self._other, end - 1, end), (self._late, 0, len(self._late.tokens)), (self._whole, end - 1, end)],
+        )
+        prompts = (self._whole, self._other, self._late)
+        return [result for prompt in prompts for result in self._compared(prompt)]
+
+    def _step(
+        self, name: str, parts: Sequence[tuple[_Prompt, int, int]], copies: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        logits = self._runner.run([prompt.chunk(start, end) for prompt, start, end in parts], copies)
+        for (prompt, _, end), row in zip(parts, logits, strict=True):
+            prompt.computed[end - 1] = (name, row)
+
+    @torch.inference_mode()
+    def _compared(self, prompt: _Prompt) -> list[tuple[str, Tensor, Tensor]]:
+        """Beside each of our logits, those of one forward of the whole prompt by the model alone."""
+        rows = torch.tensor(sorted(prompt.computed), device=self._loaded.device)
+        tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(self._loaded.device)[None]
+        positions = torch.arange(tokens.shape[1], device=self._loaded.device)[None]
+        with own_attention(self._loaded.model):
+            own = self._loaded.model(
+                input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=rows
+            ).logits[0]
+        return [(*prompt.computed[int(row)], logits) for row, logits in zip(rows, own, strict=True)]
