@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Logits [rows, vocab] with each row's penalties, then its bias, then its minimum length applied.
 
-    Returns `logits` itself if no row asks for anything, else a copy. Raises InvalidInput for a bias that names no token.
+    Returns `logits` itself if no row asks for anything, else a copy. Raises InvalidInput for a bias beyond the ids.
     """
     if not any(row.params.adjusts_logits for row in rows):
         return logits

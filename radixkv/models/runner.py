@@ -48,7 +48,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """Execute one step, copies first, in one forward of all chunks; return logits [len(chunks), vocab], float32 or 64.
+        """Execute one step, copies first, then one forward of all chunks; return float logits [len(chunks), vocab].
 
         Row i belongs to the last token of chunk i. Chunks may be of any mix of lengths, may share blocks that earlier
         steps have written, and write to slots of their own. Beside the pool this takes the activations of T = all
