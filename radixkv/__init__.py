@@ -1,1 +1,63 @@
-"""radixkv: a prefix-caching inference engine that lives inside your Python process."""
+"""radixkv: a prefix-caching inference engine that lives inside your Python process.
+
+The public names are loaded when they are first used: importing radixkv alone imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from radixkv.cache import CacheStats, Explanation, PrefixCache
+    from radixkv.chat import ChatSession, Engine, Reply, ReplyStream, ToolCall, ToolResult
+    from radixkv.engine import Chunk, Completion, EngineStats, Handle, Usage, Warmed
+    from radixkv.errors import RadixKVError
+    from radixkv.models.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheStats",
+    "ChatSession",
+    "Chunk",
+    "Completion",
+    "Engine",
+    "EngineStats",
+    "Explanation",
+    "Handle",
+    "PrefixCache",
+    "RadixKVError",
+    "Reply",
+    "ReplyStream",
+    "SamplingParams",
+    "ToolCall",
+    "ToolResult",
+    "Usage",
+    "Warmed",
+    "__version__",
+]
+
+_HOMES = {
+    "radixkv.cache": ("CacheStats", "Explanation", "PrefixCache"),
+    "radixkv.chat": ("ChatSession", "Engine", "Reply", "ReplyStream", "ToolCall", "ToolResult"),
+    "radixkv.engine": ("Chunk", "Completion", "EngineStats", "Handle", "Usage", "Warmed"),
+    "radixkv.errors": ("RadixKVError",),
+    "radixkv.models.sampling_params": ("SamplingParams",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from where it lives, once."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted(__all__)

@@ -1,1 +1,18 @@
-"""The engine: requests, their scheduling, and the loop schedule -> run -> commit."""
+"""The engine: requests in, completions out. Schedules, runs and commits on one thread; knows no conversation.
+
+engine.py       RequestEngine: what callers use; puts the parts together
+worker.py       the one thread that owns cache and model
+core.py         schedule -> run -> commit
+scheduler.py    what the next step computes, and who is admitted
+request.py      a request and its streams
+handle.py, outputs.py, text_stream.py, prompts.py, sizing.py, stats.py, warmed.py
+"""
+
+from radixkv.engine.engine import RequestEngine
+from radixkv.engine.handle import Handle
+from radixkv.engine.outputs import Chunk, Completion, Usage
+from radixkv.engine.scheduler import Limits
+from radixkv.engine.stats import EngineStats
+from radixkv.engine.warmed import Warmed
+
+__all__ = ["Chunk", "Completion", "EngineStats", "Handle", "Limits", "RequestEngine", "Usage", "Warmed"]

@@ -1,0 +1,124 @@
+"""What passes between a caller and a chat session: tool calls and their results, replies.
+
+Knows: the Hermes / Qwen form of tool calls, and thinking in <think> tags. Knows no token and no template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from radixkv.engine import Usage
+from radixkv.engine.outputs import FinishReason
+from radixkv.errors import InvalidInput
+
+Message: TypeAlias = dict[str, Any]
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+THINK_END = "</think>"
+THINK_START = "<think>"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """The model asks for `name(**arguments)`; answer with a ToolResult of the same id."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+    def as_message(self) -> Message:
+        """The form in which chat templates take it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the call `call_id` returned: a text, or anything that JSON can hold."""
+
+    call_id: str
+    content: Any
+
+    def as_message(self, name: str) -> Message:
+        """The turn of role `tool` for it."""
+        content = self.content if isinstance(self.content, str) else _to_json(self.content)
+        return {"role": "tool", "tool_call_id": self.call_id, "name": name, "content": content}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the assistant said in one turn.
+
+    `text` is what stands outside tool calls and thinking. `token_ids` are the sampled ones, a stop token included.
+    `usage.cached_tokens` says how much of the conversation was found in the cache.
+    """
+
+    text: str
+    tool_calls: tuple[ToolCall, ...]
+    usage: Usage
+    finish_reason: FinishReason
+    token_ids: tuple[int, ...]
+    thinking: str = ""
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """(thinking, answer) of a reply.
+
+    >>> split_thinking("<think>so</think>Yes.")
+    ('so', 'Yes.')
+    """
+    thinking, end, answer = text.rpartition(THINK_END)
+    if not end:
+        return "", text
+    return thinking.removeprefix(THINK_START).strip(), answer.lstrip()
+
+
+def split_tool_calls(text: str, turn: int) -> tuple[str, tuple[ToolCall, ...]]:
+    """The text outside tool calls, and the calls; a block that is no valid call stays in the text.
+
+    >>> split_tool_calls('Let me see. <tool_call>{"name": "now", "arguments": {}}</tool_call>', turn=0)
+    ('Let me see.', (ToolCall(id='call_0_0', name='now', arguments={}),))
+    """
+    calls: list[ToolCall] = []
+
+    def take(block: re.Match[str]) -> str:
+        call = _parse_call(block[1], f"call_{turn}_{len(calls)}")
+        if call is None:
+            return block[0]
+        calls.append(call)
+        return ""
+
+    rest = _TOOL_CALL.sub(take, text)
+    return (rest.strip() if calls else text), tuple(calls)
+
+
+def tool_messages(results: Sequence[ToolResult], calls: Sequence[ToolCall]) -> list[Message]:
+    """The tool turns that answer `calls`, in their order; raises InvalidInput unless each is answered once."""
+    if not calls:
+        raise InvalidInput("the last reply made no tool call, so there is nothing to answer: use send()")
+    asked, answered = [call.id for call in calls], [result.call_id for result in results]
+    if sorted(asked) != sorted(answered):
+        raise InvalidInput(f"the tool calls {asked} each need one result; got results for {answered}")
+    by_id = {result.call_id: result for result in results}
+    return [by_id[call.id].as_message(call.name) for call in calls]
+
+
+def _parse_call(block: str, call_id: str) -> ToolCall | None:
+    try:
+        call = json.loads(block)
+        arguments = call.get("arguments") or {}
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        valid = isinstance(call["name"], str) and isinstance(arguments, dict)
+        return ToolCall(call_id, call["name"], arguments) if valid else None
+    except (ValueError, KeyError, AttributeError):
+        return None
+
+
+def _to_json(content: Any) -> str:
+    try:
+        return json.dumps(content, ensure_ascii=False)
+    except TypeError as error:
+        raise InvalidInput(f"a tool's result must be a text or what JSON can hold: {error}") from error

@@ -1,0 +1,378 @@
+"""A conversation: turns, their token ids, and the verbs that branch and shorten it.
+
+Knows: what was said, the ids that stand for it, and which of them nobody needs any more. Knows no cache and no thread:
+between two turns a session holds nothing in the pool; its next prompt simply begins with what the last one left there.
+
+The ids are the truth. A reply's last sampled token is never run through the model, so the next turn finds every
+token up to the end of the reply but that one, and computes it with the new ones.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, split_thinking, split_tool_calls, tool_messages
+from radixkv.chat.template import ChatTemplate
+from radixkv.engine import Chunk, Completion, Handle
+from radixkv.errors import ContextOverflow, InvalidInput, RequestCancelled, SessionClosed
+from radixkv.models.sampler import SamplingParams
+
+if TYPE_CHECKING:
+    from radixkv.engine import RequestEngine
+
+HistoryMode = Literal["auto", "append", "template"]
+Overflow = Literal["error", "drop_oldest"]
+_FREE_SHARE = 4  # drop_oldest leaves a quarter of the context free, so that the next turns are hits again
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What came in (one user message, or tool results), and the reply to it.
+
+    `end` is how many of the session's ids there were behind the reply, or None if what stood before it was dropped.
+    """
+
+    messages: tuple[Message, ...]
+    reply_ids: tuple[int, ...]
+    reply: Message
+    tool_calls: tuple[ToolCall, ...]
+    end: int | None
+
+
+class ChatSession:
+    """A conversation with the model. Not for two threads at once; two sessions may be.
+
+    Make one with `engine.chat()`. A call that raises leaves the history as it was.
+    """
+
+    def __init__(
+        self,
+        engine: RequestEngine,
+        template: ChatTemplate,
+        opening: Sequence[Message] = (),
+        *,
+        namespace: Hashable = None,
+        history: HistoryMode = "auto",
+        overflow: Overflow = "error",
+    ) -> None:
+        """Begin behind `opening` (a system message, examples); `engine.chat` explains the rest."""
+        _check_choice("history", history, ("auto", "append", "template"))
+        _check_choice("overflow", overflow, ("error", "drop_oldest"))
+        if history == "auto":
+            history = "template" if template.strips_thinking else "append"
+        self._engine = engine
+        self._template = template
+        self._opening: list[Message] = [deepcopy(dict(message)) for message in opening]
+        self._namespace = namespace
+        self._append = history == "append"
+        self._overflow = overflow
+        self._turns: list[Turn] = []
+        self._ids = array("i")
+        self._open_stream: ReplyStream | None = None
+        self._closed = False
+
+    # ---- talking
+
+    def send(self, text: str, params: SamplingParams | None = None) -> Reply:
+        """Say something and wait for the reply.
+
+        Raises ContextOverflow, SessionClosed, or what `engine.submit` and its handle raise.
+        """
+        return self.stream(text, params).wait()
+
+    def stream(self, text: str, params: SamplingParams | None = None) -> ReplyStream:
+        """Say something; iterate what comes back for chunks, then read its `reply`.
+
+        The request is on its way when this returns, so the streams of many sessions run as one batch. The turn is
+        part of the history once the stream has ended; one that is closed before, or left for another call, is undone.
+        """
+        if not isinstance(text, str) or not text:
+            raise InvalidInput(f"a user's message must be a text that is not empty, got {text!r}")
+        return self._ask([{"role": "user", "content": text}], (), params)
+
+    def tool_results(self, results: Sequence[ToolResult], params: SamplingParams | None = None) -> Reply:
+        """Answer each tool call of the last reply and wait for the next reply. Raises InvalidInput, or as `send`."""
+        return self.stream_tool_results(results, params).wait()
+
+    def stream_tool_results(self, results: Sequence[ToolResult], params: SamplingParams | None = None) -> ReplyStream:
+        """As `tool_results`, streaming as `stream` does."""
+        self._settle()
+        calls = self._turns[-1].tool_calls if self._turns else ()
+        return self._ask(tool_messages(results, calls), calls, params)
+
+    # ---- branching
+
+    def fork(self, n: int = 1) -> list[ChatSession]:
+        """`n` more sessions with this history; all share its cached prefix. O(tokens) each, no KV is copied."""
+        self._settle()
+        if n < 1:
+            raise InvalidInput(f"fork makes at least 1 session, got n={n}")
+        return [self._twin() for _ in range(n)]
+
+    def rewind(self, turns: int = 1) -> None:
+        """Forget the last turns; what the cache holds of them is the first to be evicted."""
+        self._settle()
+        if not 1 <= turns <= len(self._turns):
+            raise InvalidInput(f"rewind takes 1..{len(self._turns)} turns of this session, got {turns}")
+        dead = self._ids
+        self._cut(len(self._turns) - turns)
+        self._demote(dead)
+
+    def edit(self, turn: int, text: str, params: SamplingParams | None = None) -> Reply:
+        """Say something else in turn `turn` (0 is the first), forget what came after, and wait for the new reply.
+
+        The old branch is the first to be evicted. If the new reply fails, the history is what it was.
+        """
+        self._settle()
+        if not 0 <= turn < len(self._turns):
+            raise InvalidInput(f"this session has turns 0..{len(self._turns) - 1}, got {turn}")
+        if self._turns[turn].messages[0]["role"] != "user":
+            raise InvalidInput(f"turn {turn} answers tool calls, only what a user said can be edited")
+        turns, dead = self._turns, self._ids
+        try:
+            self._cut(turn)
+            reply = self.send(text, params)
+        except BaseException:
+            self._abandon()
+            self._turns, self._ids = turns, dead
+            raise
+        self._demote(dead)
+        return reply
+
+    def close(self) -> None:
+        """End the conversation; what only it has cached is the first to be evicted. May be called twice."""
+        if not self._closed:
+            self._abandon()
+            self._closed = True
+            self._demote(self._ids, keep=0)
+
+    # ---- reading
+
+    @property
+    def history(self) -> list[Message]:
+        """All messages, system and tool results included, as chat templates take them; a copy."""
+        return deepcopy(self._messages(self._turns))
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids of the conversation up to the end of the last reply; empty before the first one."""
+        return list(self._ids)
+
+    @property
+    def turns(self) -> int:
+        """How many exchanges the history has; one is a user's message, or tool results, with the reply."""
+        return len(self._turns)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def save(self, path: str) -> None:
+        """Write the conversation to a JSON file, which `engine.resume` reads. Raises InvalidInput, OSError."""
+        from radixkv.chat.saved import save
+
+        self._settle()
+        save(self, path)
+
+    def __enter__(self) -> ChatSession:
+        """Use the session in a `with` block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the session."""
+        self.close()
+
+    # ---- one turn
+
+    def _ask(self, new: list[Message], answers: Sequence[ToolCall], params: SamplingParams | None) -> ReplyStream:
+        self._settle()
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise InvalidInput(f"a conversation has one reply a turn, got n={params.n}: fork the session instead")
+        turns = self._turns
+        prompt = self._prompt(turns, new, answers)
+        if self._overflow == "drop_oldest":
+            turns, prompt = self._dropped(new, prompt, params)
+        self._check_room(prompt)
+        handle = self._engine.submit(prompt, params, namespace=self._namespace)
+        self._open_stream = ReplyStream(self, handle, turns, prompt, new)
+        return self._open_stream
+
+    def _prompt(self, turns: list[Turn], new: Sequence[Message], answers: Sequence[ToolCall]) -> array[int]:
+        if not turns:
+            return self._template.opening([*self._opening, *new])
+        if self._append:
+            return self._template.continued(self._ids, new, answers)
+        return self._spliced(turns, new)
+
+    def _spliced(self, turns: list[Turn], new: Sequence[Message]) -> array[int]:
+        """The whole history through the template, with the ids that were sampled."""
+        said, at = {}, len(self._opening)
+        for turn in turns:
+            at += len(turn.messages)
+            said[at] = turn.reply_ids
+            at += 1
+        return self._template.spliced([*self._messages(turns), *new], said, keep_thinking=self._append)
+
+    def _dropped(
+        self, new: Sequence[Message], prompt: array[int], params: SamplingParams
+    ) -> tuple[list[Turn], array[int]]:
+        """The turns that are left, and their prompt, when the oldest are dropped if need be."""
+        limit = self._engine.context_limit
+        turns = self._turns
+        if len(prompt) + min(params.max_tokens, limit // _FREE_SHARE) <= limit:
+            return turns, prompt
+        while turns and len(prompt) > limit - limit // _FREE_SHARE:
+            turns = _without_oldest(turns)
+            if new[0]["role"] == "tool" and not turns:
+                break  # results need the reply that asked for them
+            prompt = self._spliced(turns, new) if turns else self._template.opening([*self._opening, *new])
+        return [replace(turn, end=None) for turn in turns], prompt
+
+    def _check_room(self, prompt: array[int]) -> None:
+        limit = self._engine.context_limit
+        if len(prompt) >= limit:
+            raise ContextOverflow(
+                f"the conversation has {len(prompt)} tokens and the context {limit}: rewind it, begin a new one, or "
+                "use overflow='drop_oldest'"
+            )
+
+    def _record(self, stream: ReplyStream, completion: Completion) -> Reply:
+        """The turn is complete: it becomes part of the history."""
+        reply = self._reply(completion, len(stream.turns))
+        message: Message = {"role": "assistant", "content": reply.text}
+        if reply.tool_calls:
+            message["tool_calls"] = [call.as_message() for call in reply.tool_calls]
+        self._ids = stream.prompt + array("i", completion.token_ids)
+        turn = Turn(tuple(stream.new), completion.token_ids, message, reply.tool_calls, len(self._ids))
+        self._turns = [*stream.turns, turn]
+        self._open_stream = None
+        return reply
+
+    def _reply(self, completion: Completion, turn: int) -> Reply:
+        thinking, text = split_thinking(self._template.said_text(completion.token_ids))
+        text, calls = split_tool_calls(text, turn)
+        if not thinking and not calls:
+            text = completion.text  # without control tokens and stop strings
+        return Reply(text, calls, completion.usage, completion.finish_reason, completion.token_ids, thinking)
+
+    # ---- state
+
+    def _messages(self, turns: Sequence[Turn]) -> list[Message]:
+        messages = list(self._opening)
+        for turn in turns:
+            messages += [*turn.messages, turn.reply]
+        return messages
+
+    def _cut(self, count: int) -> None:
+        """Keep the first `count` turns."""
+        self._turns = self._turns[:count]
+        self._ids = self._ids_behind(self._turns)
+
+    def _ids_behind(self, turns: list[Turn]) -> array[int]:
+        if not turns:
+            return array("i")
+        *before, last = turns
+        if self._append and last.end is not None:
+            return self._ids[: last.end]
+        opening = self._template.opening([*self._opening, *last.messages])
+        return (self._spliced(before, last.messages) if before else opening) + array("i", last.reply_ids)
+
+    def _twin(self) -> ChatSession:
+        twin = ChatSession(
+            self._engine,
+            self._template,
+            self._opening,
+            namespace=self._namespace,
+            history="append" if self._append else "template",
+            overflow=self._overflow,
+        )
+        twin._turns, twin._ids = list(self._turns), self._ids[:]
+        return twin
+
+    def _demote(self, dead: array[int], keep: int | None = None) -> None:
+        """Tell the cache that `dead` is not needed behind what it shares with the present ids."""
+        if keep is None:
+            keep = next((at for at, (a, b) in enumerate(zip(dead, self._ids, strict=False)) if a != b), len(self._ids))
+        if len(dead) > keep:
+            self._engine.demote(dead, keep=keep, namespace=self._namespace)
+
+    def _settle(self) -> None:
+        """Every verb begins here: closed sessions refuse, a stream that was left is undone."""
+        if self._closed:
+            raise SessionClosed("this chat session was closed: make another with engine.chat()")
+        self._abandon()
+
+    def _abandon(self) -> None:
+        if self._open_stream is not None:
+            stream, self._open_stream = self._open_stream, None
+            stream.close()
+
+
+class ReplyStream:
+    """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole."""
+
+    def __init__(
+        self, session: ChatSession, handle: Handle, turns: list[Turn], prompt: array[int], new: Sequence[Message]
+    ) -> None:
+        """Follow `handle`; at its end the session has `turns` and this one."""
+        self._session = session
+        self._handle = handle
+        self._reply: Reply | None = None
+        self.turns, self.prompt, self.new = turns, prompt, new
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""
+        try:
+            yield from self._handle
+        except (Exception, KeyboardInterrupt):
+            self.close()
+            raise
+        if self._session._open_stream is self:
+            self.wait()
+
+    def wait(self) -> Reply:
+        """Wait for the whole reply. Raises as `Handle.result`, RequestCancelled if the stream was closed or left."""
+        if self._reply is None:
+            try:
+                completion = self._handle.result()
+            except BaseException:
+                self.close()
+                raise
+            if self._session._open_stream is self:
+                self._reply = self._session._record(self, completion)
+            else:
+                raise RequestCancelled("this reply was left for another call on its session: its turn was undone")
+        return self._reply
+
+    @property
+    def reply(self) -> Reply:
+        """The whole reply; waits for it."""
+        return self.wait()
+
+    def close(self) -> None:
+        """Stop; unless the reply is complete its turn is undone."""
+        self._handle.cancel()
+        if self._session._open_stream is self:
+            self._session._open_stream = None
+
+
+def _without_oldest(turns: list[Turn]) -> list[Turn]:
+    """Without the first user's turn and the tool results that follow it."""
+    rest = turns[1:]
+    while rest and rest[0].messages[0]["role"] == "tool":
+        rest = rest[1:]
+    return rest
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidInput(f"{name} must be one of {', '.join(allowed)}; got {value!r}")

@@ -1,0 +1,176 @@
+"""A request and its streams: what is asked for, and how far each continuation has come.
+
+Knows: prompts, sampling parameters, token histories, and the rules that end a stream. Knows no queue and no tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from radixkv.cache import Sequence
+from radixkv.engine.handle import Outlet
+from radixkv.engine.outputs import Chunk, Completion, FinishReason, Usage
+from radixkv.engine.prompts import TokenIds
+from radixkv.engine.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from radixkv.models.sampler import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """One submitted prompt: waiting while it has no streams, running until all of them finished.
+
+    `max_tokens` is what the context leaves of `params.max_tokens`; 0 computes the prompt and samples nothing.
+    `stop_ids` end a stream when they are sampled. `seed` is the first stream's.
+    `publish_late` keeps what is computed to itself until a stream ends, which takes no block beyond its own.
+    """
+
+    prompt: TokenIds
+    params: SamplingParams
+    max_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    tokenizer: Any | None = None
+    namespace: Hashable = None
+    priority: int = 0
+    publish_late: bool = False
+    outlet: Outlet = field(default_factory=Outlet)
+    submitted: float = field(default_factory=time.perf_counter)
+    streams: list[Stream] = field(default_factory=list)
+
+    @property
+    def computed_length(self) -> int:
+        """Tokens that one stream computes at most: the last sampled token is never run through the model."""
+        return len(self.prompt) + max(self.max_tokens - 1, 0)
+
+    @property
+    def width(self) -> int:
+        """How many streams this request has, or will have once its prompt is computed."""
+        return self.params.n if self.max_tokens else 1
+
+    @property
+    def forked(self) -> bool:
+        """Whether every stream has its own sequence: from the prompt's end on."""
+        return len(self.streams) == self.width and self.streams[0].sequence.length >= len(self.prompt)
+
+    @property
+    def live(self) -> list[Stream]:
+        """The streams that have not finished."""
+        return [stream for stream in self.streams if stream.finish_reason is None]
+
+    def start(self, sequence: Sequence) -> None:
+        """Begin with one stream, which computes the prompt for all."""
+        assert not self.streams
+        self.streams.append(Stream(self, 0, sequence))
+
+    def fork(self) -> None:
+        """Give every further stream its own sequence, once the prompt is computed and committed. O(blocks) a stream."""
+        first = self.streams[0]
+        for index in range(1, self.width):
+            self.streams.append(Stream(self, index, first.sequence.fork()))
+
+    def completion(self) -> Completion:
+        """What all streams produced; they have finished."""
+        first, *others = [stream.completion() for stream in self.streams]
+        return Completion(
+            first.text, first.token_ids, first.finish_reason, first.usage, first.logprobs, 0, alternatives=tuple(others)
+        )
+
+
+class Stream:
+    """One continuation of a request's prompt: its sequence in the cache, its tokens, its text."""
+
+    def __init__(self, request: Request, index: int, sequence: Sequence) -> None:
+        """Continue `request` on `sequence`, which this stream closes at its end."""
+        self.request = request
+        self.index = index
+        self.sequence = sequence
+        self.cached_tokens = sequence.length
+        self.tokens = array("i", request.prompt.tobytes())
+        self.seed = request.seed if index == 0 else derive_seed(request.seed, index)
+        self.text = TextStream(request.tokenizer, self.tokens[-8:], request.params.stop)
+        self.logprobs: list[Any] = []
+        self.finish_reason: FinishReason | None = None
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+        self._computed = 0
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known but not computed: the rest of the prompt, or the one sampled last."""
+        return len(self.tokens) - self.sequence.length
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the prompt is not computed yet."""
+        return self.sequence.length < len(self.request.prompt)
+
+    @property
+    def output_length(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    def accept(self, token: int, logprobs: Any | None) -> Chunk:
+        """Append a sampled token; returns what it released, and sets `finish_reason` if it ended the stream."""
+        self.tokens.append(token)
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        text = self._advance(token)
+        return Chunk(text, (token,), self.index, logprobs, self.finish_reason)
+
+    def _advance(self, token: int) -> str:
+        request = self.request
+        may_stop = self.output_length >= request.params.min_tokens
+        if may_stop and token in request.stop_ids:
+            return self._finish("stop")
+        text = self.text.push(token, watch=may_stop)
+        if self.text.stopped:
+            self.finish_reason = "stop"
+        elif self.output_length >= request.max_tokens:
+            text += self._finish("length")
+        return text
+
+    def _finish(self, reason: FinishReason) -> str:
+        self.finish_reason = reason
+        return self.text.flush()
+
+    def close(self) -> None:
+        """Let go of the blocks; what is published stays cached. May be called twice."""
+        if not self.sequence.closed:
+            self._computed = self.sequence.length - self.cached_tokens
+            self.finished_at = time.perf_counter()
+            self.sequence.close()
+
+    def completion(self) -> Completion:
+        """What this stream produced; it has finished and is closed."""
+        assert self.finish_reason is not None
+        output = tuple(self.tokens[len(self.request.prompt) :])
+        logprobs = tuple(self.logprobs) if self.logprobs else None
+        return Completion(self.text.text, output, self.finish_reason, self._usage(len(output)), logprobs, self.index)
+
+    def _usage(self, output_tokens: int) -> Usage:
+        assert self.finished_at is not None
+        start = self.request.submitted
+        first = self.finished_at if self.first_token_at is None else self.first_token_at
+        return Usage(
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self.cached_tokens,
+            computed_tokens=self._computed,
+            output_tokens=output_tokens,
+            ttft_s=first - start,
+            total_s=self.finished_at - start,
+        )
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """A seed for the `number`-th of many that share `seed`; independent of platform and process."""
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,75 @@
+"""How much memory the KV pool gets.
+
+Knows: bytes, and how much memory is free here. Knows no cache and no model.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from radixkv.errors import InvalidInput
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_CPU_SHARE = 4
+_CPU_MOST = 4 * 2**30
+_GPU_SHARE = 0.9
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of 536870912, "512MB" or "1.5GiB"; raises InvalidInput.
+
+    >>> parse_bytes("512MB"), parse_bytes("1.5 GiB")
+    (512000000, 1610612736)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", str(text), re.IGNORECASE)
+    if match is None or isinstance(text, bool):
+        raise InvalidInput(f'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got {text!r}')
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def blocks_for(kv_memory: str | int, bytes_per_block: int, device: str) -> int:
+    """How many blocks of `bytes_per_block` fit; raises InvalidInput when not even one does."""
+    memory = _automatic(device) if kv_memory == "auto" else parse_bytes(kv_memory)
+    if memory < bytes_per_block:
+        raise InvalidInput(
+            f"kv_memory of {memory} bytes holds no block: one block of this model takes {bytes_per_block} bytes"
+        )
+    return memory // bytes_per_block
+
+
+def _automatic(device: str) -> int:
+    """On a CPU a quarter of the free memory, at most 4 GiB; on a GPU what is left at 90% of the card."""
+    if device.startswith("cuda"):
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - (1 - _GPU_SHARE) * total))
+    return min(free_memory() // _CPU_SHARE, _CPU_MOST)
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: what the machine has available, within the control group's limit."""
+    return min(_available(), _left_in_cgroup())
+
+
+def _available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux: take half of the machine's memory for free
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _left_in_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return max(0, int((folder / limit).read_text()) - int((folder / used).read_text()))
+        except (OSError, ValueError):  # no such version of control groups, or "max": no limit
+            continue
+    return 2**63

@@ -1,0 +1,58 @@
+"""Counters of an engine, and the frozen picture of them that callers get. Knows numbers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixkv.cache import CacheStats
+
+
+@dataclass
+class Counters:
+    """What the engine counts as it goes; only ever grows."""
+
+    steps: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One moment of an engine: `waiting` and `running` requests now, everything else since it was loaded.
+
+    Prompt and cached tokens are counted once a request, at admission; computed tokens when their step was committed;
+    output tokens when they were sampled. `cache` has the pool's own counters and gauges.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    max_length: int
+    kv_bytes: int
+    uptime_s: float
+    waiting: int
+    running: int
+    finished: int
+    cancelled: int
+    failed: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    cache: CacheStats
+
+    @property
+    def requests(self) -> int:
+        """All requests so far."""
+        return self.waiting + self.running + self.finished + self.cancelled + self.failed
+
+    @property
+    def hit_rate(self) -> float:
+        """Prompt tokens that were found in the cache, 0..1; 0 before the first request."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
