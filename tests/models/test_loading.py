@@ -1,0 +1,192 @@
+"""Names, folders, files, devices and dtypes: what loads, and what is said about what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from radixkv.errors import InvalidInput, UnsupportedModel
+from radixkv.models import adapter
+from radixkv.models.runner import Runner
+
+
+@pytest.fixture
+def folder(tmp_path: Path, build: Callable[..., Any]) -> Path:
+    build("llama", torch.bfloat16).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_local_folder_loads_in_float32_on_a_cpu(folder: Path) -> None:
+    loaded = adapter.load(str(folder))
+    assert (loaded.dtype, loaded.device, loaded.tokenizer) == (torch.float32, torch.device("cpu"), None)
+    assert (loaded.max_length, loaded.vocab_size, loaded.stop_token_ids) == (256, 97, frozenset({2}))
+    assert loaded.name == str(folder)
+    assert Runner(loaded, 4).store.dtype == torch.float32
+
+
+def test_the_dtype_may_be_named(folder: Path) -> None:
+    assert adapter.load(str(folder), dtype="bfloat16").dtype == torch.bfloat16
+    assert adapter.load(str(folder), dtype=torch.float64).dtype == torch.float64
+
+
+def test_a_built_model_keeps_its_dtype(build: Callable[..., Any]) -> None:
+    loaded = adapter.load(build("llama", torch.float64))
+    assert loaded.dtype == torch.float64
+    assert loaded.name == "LlamaForCausalLM"
+
+
+def test_layers_are_probed(build: Callable[..., Any]) -> None:
+    local, everything = adapter.load(build("gemma2")).layers
+    assert (local.heads, local.kv_heads, local.key_dim, local.value_dim) == (4, 2, 16, 16)
+    assert (local.window, local.softcap, local.sinks) == (21, 3.0, False)
+    assert (everything.window, everything.softcap) == (None, 3.0)
+
+
+def test_key_and_value_dims_may_differ_from_the_configuration(build: Callable[..., Any]) -> None:
+    config = transformers.DeepseekV3Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        first_k_dense_replace=2,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    layers = adapter.load(build(config)).layers
+    assert {(layer.key_dim, layer.value_dim) for layer in layers} == {(16, 12)}
+
+
+def test_sinks_are_probed(build: Callable[..., Any]) -> None:
+    config = transformers.GptOssConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=21,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    layers = adapter.load(build(config)).layers
+    assert [(layer.sinks, layer.window) for layer in layers] == [(True, 21), (True, None)]
+
+
+def test_a_window_as_long_as_the_context_is_none(build: Callable[..., Any]) -> None:
+    config = transformers.MistralConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, sliding_window=64,
+    )  # fmt: skip
+    assert {layer.window for layer in adapter.load(build(config)).layers} == {None}
+
+
+def test_stop_ids_beyond_the_vocabulary_are_left_out(build: Callable[..., Any]) -> None:
+    model = build("llama")
+    model.generation_config.eos_token_id = [2, 7, 4000]
+    assert adapter.load(model).stop_token_ids == {2, 7}
+
+
+def test_a_model_in_use_cannot_be_run_behind_our_back(build: Callable[..., Any]) -> None:
+    model = adapter.load(build("llama")).model
+    with pytest.raises(RuntimeError, match="run it through radixkv"):
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "~/no-such-model"])
+def test_a_missing_folder_is_named(name: str) -> None:
+    with pytest.raises(InvalidInput, match="there is no model folder"):
+        adapter.load(name)
+
+
+def test_an_unknown_hub_name_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found(*args: object, **options: object) -> None:
+        raise OSError("it is not a valid model identifier")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", not_found)
+    with pytest.raises(InvalidInput, match=r"cannot find model 'nobody/nothing'.*not a valid model identifier"):
+        adapter.load("nobody/nothing")
+
+
+def test_an_empty_name_and_a_file_are_refused(folder: Path) -> None:
+    with pytest.raises(InvalidInput, match="empty"):
+        adapter.load(" ")
+    with pytest.raises(InvalidInput, match="is a file"):
+        adapter.load(str(folder / "config.json"))
+
+
+def test_a_folder_without_configuration(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(InvalidInput, match=r"no config\.json"):
+        adapter.load(str(folder))
+
+
+def test_a_folder_without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InvalidInput, match="no weights"):
+        adapter.load(str(folder))
+
+
+def test_pickled_weights_are_never_read(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match="unpickling runs code"):
+        adapter.load(str(folder))
+
+
+def test_broken_weights_are_named(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        adapter.load(str(folder))
+
+
+def test_a_broken_configuration_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(InvalidInput, match=r"config\.json"):
+        adapter.load(str(folder))
+
+
+def test_an_unknown_architecture_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "martian"}')
+    with pytest.raises(UnsupportedModel, match="martian"):
+        adapter.load(str(folder))
+
+
+def test_missing_weights_are_not_made_up(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"lacks 1 weights, model\.layers\.1\.mlp\.up_proj\.weight"):
+        adapter.load(str(folder))
+
+
+def test_devices_and_dtypes_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidInput, match="no CUDA device"):
+        adapter.load(str(folder), device="cuda")
+    with pytest.raises(InvalidInput, match="'abacus' is no device"):
+        adapter.load(str(folder), device="abacus")
+    with pytest.raises(InvalidInput, match="'int8' is no dtype"):
+        adapter.load(str(folder), dtype="int8")
+    assert adapter.load(str(folder), device="auto").device.type == "cpu"

@@ -1,0 +1,152 @@
+"""What cannot be run exactly is refused at load, with the reason, and never answers wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from radixkv.errors import InvalidInput, UnsupportedModel
+from radixkv.models import adapter
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GATED = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "mamba": (lambda: transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2), "recurrent"),
+    "qwen3_next": (
+        lambda: transformers.Qwen3NextConfig(
+            **GATED,
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        "recurrent|linear_attention",
+    ),
+    "bloom": (lambda: transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), "attention"),
+    "gptj": (
+        lambda: transformers.GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128),
+        "attention",
+    ),
+    "llama4_text": (
+        lambda: transformers.Llama4TextConfig(
+            **GATED, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=16
+        ),
+        "chunked_attention",
+    ),
+    "doge": (lambda: transformers.DogeConfig(**GATED), "mask"),
+    "lfm2": (
+        lambda: transformers.Lfm2Config(**GATED, layer_types=["conv", "full_attention"]),
+        "conv",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSED))
+def test_an_architecture_that_would_be_wrong_is_refused_with_a_reason(build: Callable[..., Any], kind: str) -> None:
+    config, reason = REFUSED[kind]
+    with pytest.raises(UnsupportedModel, match=reason):
+        adapter.load(build(config()))
+
+
+def test_two_attention_calls_in_a_layer_are_two_layers_of_the_pool(build: Callable[..., Any]) -> None:
+    """DiffLlama subtracts one attention from another: numbering layers by their index would mix up the two."""
+    loaded = adapter.load(build(transformers.DiffLlamaConfig(**GATED)))
+    assert len(loaded.layers) == 4
+
+
+class Leaky(nn.Module):
+    """An MLP that adds the mean of all it sees in a forward: state across tokens that no attention call shows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = torch.arange(1, x.shape[1] + 1)[:, None]
+        result: torch.Tensor = self.inner(x) + x.cumsum(dim=1) / seen
+        return result
+
+
+def test_state_outside_of_attention_fails_the_self_test(build: Callable[..., Any]) -> None:
+    model = build("llama")
+    model.model.layers[0].mlp = Leaky(model.model.layers[0].mlp)
+    with pytest.raises(UnsupportedModel, match=r"own forward by .* of the logits' spread"):
+        adapter.load(model)
+
+
+def test_a_refused_model_keeps_its_own_attention(build: Callable[..., Any]) -> None:
+    model = build("llama")
+    tokens = torch.arange(3, 20)[None]
+    before = model(input_ids=tokens).logits
+    mlp = model.model.layers[0].mlp
+    model.model.layers[0].mlp = Leaky(mlp)
+    with pytest.raises(UnsupportedModel):
+        adapter.load(model)
+    model.model.layers[0].mlp = mlp
+    torch.testing.assert_close(model(input_ids=tokens).logits, before)
+
+
+def test_a_window_that_is_not_passed_to_attention_is_refused(build: Callable[..., Any]) -> None:
+    model = build("gemma2")
+    model.model.layers[0].self_attn.sliding_window = None
+    with pytest.raises(UnsupportedModel, match="layer 0 is sliding_attention, but its window is None"):
+        adapter.load(model)
+
+
+def test_a_softcap_that_is_not_passed_to_attention_is_refused(build: Callable[..., Any]) -> None:
+    model = build("gemma2")
+    model.model.layers[1].self_attn.attn_logit_softcapping = None
+    with pytest.raises(UnsupportedModel, match="softcap"):
+        adapter.load(model)
+
+
+def test_a_wrong_scale_in_one_layer_is_the_models_own_business(build: Callable[..., Any]) -> None:
+    model = build("llama")
+    model.model.layers[0].self_attn.scaling = 0.9
+    assert len(adapter.load(model).layers) == 2
+
+
+def test_nan_weights_fail_the_self_test(build: Callable[..., Any]) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    with pytest.raises(UnsupportedModel, match="nan"):
+        adapter.load(model)
+
+
+def test_bidirectional_attention_is_refused(build: Callable[..., Any]) -> None:
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(UnsupportedModel, match="later tokens"):
+        adapter.load(model)
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="ForCausalLM"):
+        adapter.load(transformers.LlamaModel(transformers.LlamaConfig(**GATED)))
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="a name, a folder or a transformers model, not a dict"):
+        adapter.load({})
