@@ -1,6 +1,6 @@
 """Attention over block tables in plain torch: the truth that every backend is tested against.
 
-Gathers each sequence's whole context and knows nothing of sharing, work lists or speed. Works in the dtype of its input.
+Gathers each sequence's whole context. Does not know sharing, work lists or speed. Computes in the dtype of its input.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Knows block ids and which blocks are full. Does not know query rows beyond "has 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +68,7 @@ def group(tables: list[Table], kv_lengths: Int, query_lengths: Int, block_size: 
     active = query_lengths > 0
     full = [table[: length // block_size] for table, length in zip(tables, kv_lengths.tolist(), strict=True)]
     order = sorted(np.flatnonzero(active).tolist(), key=lambda index: full[index].tobytes())
-    common = [_common(full[a], full[b]) for a, b in zip(order, order[1:], strict=False)]
+    common = [_common(full[a], full[b]) for a, b in itertools.pairwise(order)]
     runs, tails = _split(np.array(order, dtype=np.int64), common, len(tables), -(-worth // block_size))
     runs = [SharedRun(run.members, run.start * block_size, run.stop * block_size) for run in runs]
     return Grouping(tuple(runs), tails * block_size, block_ids, offset, kv_lengths, active, worth)
@@ -102,5 +103,5 @@ def _split(order: Int, common: list[int], sequences: int, worth: int) -> tuple[l
             runs.append(SharedRun(np.sort(order[low:high]), start, stop))
             start = stop
         edges = [low, *(i + 1 for i in range(low, high - 1) if common[i] == stop), high]
-        waiting += [(a, b, start) for a, b in zip(edges, edges[1:], strict=False)]
+        waiting += [(a, b, start) for a, b in itertools.pairwise(edges)]
     return runs, tails

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.errors import InvalidInput
@@ -58,8 +59,10 @@ class KVStore:
         self.block_size = block_size
         self.device = torch.device(device)
         self.dtype = dtype
-        self.keys = [self._allocate(layer.kv_heads, layer.key_dim) for layer in layers]
-        self.values = [self._allocate(layer.kv_heads, layer.value_dim) for layer in layers]
+        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
+            self.keys = [self._allocate(layer.kv_heads, layer.key_dim) for layer in layers]
+            self.values = [self._allocate(layer.kv_heads, layer.value_dim) for layer in layers]
+        self._workspaces = [torch.empty(0, dtype=dtype, device=self.device) for _ in range(2)]
 
     def _allocate(self, kv_heads: int, dim: int) -> Tensor:
         """Zeroes, seen as [kv_heads, blocks, block_size, dim]."""
@@ -81,11 +84,21 @@ class KVStore:
         """Bytes of the whole pool."""
         return self.bytes_per_block * self.num_blocks
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What attention computes in: float32 for half-width storage, else the dtype of the storage."""
+        return torch.float32 if self.dtype.itemsize < 4 else self.dtype
+
+    @property
+    def runs_are_views(self) -> bool:
+        """Whether adjacent blocks can be read in place, as `slots` shows them."""
+        return self.device.type == "cpu"
+
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key [kv_heads, T, key_dim] and value [kv_heads, T, value_dim] in slots int64 [T], all different."""
         for pool, new in ((self.keys[layer], key), (self.values[layer], value)):
-            if pool.is_contiguous():
-                pool.view(pool.shape[0], -1, pool.shape[3]).index_copy_(1, slots, new.to(self.dtype))
+            if self.runs_are_views:
+                self.slots(pool).index_copy_(1, slots, new.to(self.dtype))
             else:
                 pool[:, slots // self.block_size, slots % self.block_size] = new.to(self.dtype)
 
@@ -100,9 +113,48 @@ class KVStore:
         for pool in (*self.keys, *self.values):
             pool.index_copy_(1, destinations, pool.index_select(1, sources))
 
-    def gather(self, layer: int, block_table: Sequence[int] | np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+    def gather(self, layer: int, block_table: Sequence[int] | NDArray[np.int32], length: int) -> tuple[Tensor, Tensor]:
         """One sequence's (key [kv_heads, length, key_dim], value [kv_heads, length, value_dim]), as copies."""
-        used = np.asarray(block_table, dtype=np.int64)[: -(-length // self.block_size)]
-        blocks = torch.from_numpy(used.copy()).to(self.device)
-        key, value = (pool.index_select(1, blocks) for pool in (self.keys[layer], self.values[layer]))
-        return key.flatten(1, 2)[:, :length], value.flatten(1, 2)[:, :length]
+        used = np.array(block_table, dtype=np.int64)[: -(-length // self.block_size)]
+        index = self.regions(used, self.layers[layer].kv_heads)
+        key, value = (self.read(pool, index) for pool in (self.keys[layer], self.values[layer]))
+        return key[:, :length].clone(), value[:, :length].clone()
+
+    def slots(self, pool: Tensor) -> Tensor:
+        """A tensor of the pool seen as [kv_heads, slots, dim]; only where `runs_are_views`."""
+        return pool.view(pool.shape[0], -1, pool.shape[3])
+
+    def views(self, pool: Tensor, dim: int, sizes: list[int], chosen: list[int]) -> list[Tensor]:
+        """The `chosen` pieces of `slots`, cut into `sizes`; for `dim` = 2 of its transpose [kv_heads, dim, slots].
+
+        One call for all: at a dozen a layer, narrowing one by one would cost as much as the products do.
+        """
+        slots = self.slots(pool)
+        pieces = (slots if dim == 1 else slots.transpose(1, 2)).split_with_sizes(sizes, dim)
+        if self.dtype == self.compute_dtype:
+            return [pieces[index] for index in chosen]
+        return [pieces[index].to(self.compute_dtype) for index in chosen]
+
+    def regions(self, blocks: NDArray[np.int64], kv_heads: int) -> Tensor:
+        """Where block ids [..., n] lie, head by head, for `read`: [..., kv_heads, n]."""
+        heads = np.arange(kv_heads, dtype=np.int64)[:, None]
+        blocks = blocks[..., None, :]
+        index = heads * self.num_blocks + blocks if self.runs_are_views else blocks * kv_heads + heads
+        return torch.from_numpy(index).to(self.device)
+
+    def read(self, pool: Tensor, index: Tensor, workspace: int = 0) -> Tensor:
+        """Gather regions [..., kv_heads, n] -> [all but the last, n * block_size, dim], in `compute_dtype`.
+
+        The result lies in one of two workspaces, and is overwritten by the next `read` into the same one.
+        """
+        memory = pool if self.runs_are_views else pool.transpose(0, 1)
+        dim = pool.shape[3]
+        width = self.block_size * dim
+        space = self._workspaces[workspace]
+        if len(space) < index.numel() * width:
+            with torch.inference_mode(False):
+                space = torch.empty(index.numel() * width, dtype=self.dtype, device=self.device)
+            self._workspaces[workspace] = space
+        out = space[: index.numel() * width].view(-1, width)
+        torch.index_select(memory.view(-1, width), 0, index.view(-1), out=out)
+        return out.view(-1, index.shape[-1] * self.block_size, dim).to(self.compute_dtype)
