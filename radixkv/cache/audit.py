@@ -92,8 +92,8 @@ def _check_owners(cache: PrefixCache, nodes: list[Node]) -> None:
             assert node.mixed or block not in pool.shared, f"block {block} inside node {node.id} is shared"
     for sequence in cache._open.values():
         owners.update(sequence._table[sequence._own :])
-        if sequence._pending is not None and sequence._pending.source >= 0:
-            owners[sequence._pending.source] += 1
+        if sequence._planned is not None and sequence._source >= 0:
+            owners[sequence._source] += 1
     free = set(pool.free)
     assert len(free) == len(pool.free), "a block is free twice"
     assert not free & owners.keys(), f"blocks both free and referenced: {sorted(free & owners.keys())}"
@@ -145,14 +145,14 @@ def _check_fill(cache: PrefixCache, nodes: list[Node]) -> None:
         if node.end % size:
             assert node.end % size <= pool.fill.get(node.blocks[-1], size), f"node {node.id} reads past a fill mark"
     for sequence in cache._open.values():
-        end = sequence.length + (len(sequence._pending.raw) // WIDTH if sequence._pending else 0)
+        end = sequence.length + len(sequence._planned or b"") // WIDTH
         if end % size:
             assert end % size <= pool.fill.get(sequence._table[-1], size), f"{sequence!r} reads past a fill mark"
 
 
 def _check_sequence(cache: PrefixCache, sequence: Sequence) -> None:
     size, node = cache.block_size, sequence._node
-    planned = len(sequence._pending.raw) // WIDTH if sequence._pending else 0
+    planned = len(sequence._planned or b"") // WIDTH
     assert sequence.length == node.end + len(sequence._tail) // WIDTH, f"{sequence!r}: its node ends at {node.end}"
     blocks = -(-(sequence.length + planned) // size)
     assert len(sequence._table) == blocks, f"{sequence!r}: {len(sequence._table)} blocks in its table"

@@ -9,7 +9,6 @@ tables stay as small as the number of blocks in which some prefix ends.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ class BlockPool:
     ([0, 1], 2)
     """
 
-    __slots__ = ("block_size", "evictable", "fill", "free", "num_blocks", "shared")
+    __slots__ = ("block_size", "evictable", "fill", "free", "num_blocks", "offsets", "shared", "_ramp")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -42,6 +41,8 @@ class BlockPool:
         self.free = array("i", np.arange(num_blocks - 1, -1, -1, dtype=np.int32).tobytes())
         self.shared: dict[int, SharedBlock] = {}
         self.fill: dict[int, int] = {}  # block -> slots ever reserved, for blocks that are not full
+        self.offsets = np.arange(block_size, dtype=np.int64)
+        self._ramp = array("i", np.arange(num_blocks, dtype=np.int32).tobytes())
         self.evictable = 0  # blocks whose owners are all idle
 
     @property
@@ -56,6 +57,10 @@ class BlockPool:
         del free[-count:]
         taken.reverse()
         return taken
+
+    def is_run(self, blocks: array[int]) -> bool:
+        """Whether the blocks are contiguous and ascending: one comparison in C."""
+        return not blocks or self._ramp[blocks[0] : blocks[0] + len(blocks)] == blocks
 
     def give_back(self, blocks: array[int]) -> None:
         """Free a run of blocks that had no other owner; of a run only the last block can be part-filled."""
@@ -92,12 +97,15 @@ class BlockPool:
             del self.shared[block]
         return entry.tip
 
-    def shift(self, blocks: array[int], boundary: Iterable[int], idle: bool) -> None:
-        """A node that owns `blocks` was locked (`idle` False) or unlocked (True); only `boundary` blocks can be shared."""
+    def shift(self, blocks: array[int], mixed: bool, idle: bool) -> None:
+        """A node that owns `blocks` was locked (`idle` False) or unlocked (True).
+
+        Only its first and last block can be shared, unless it is `mixed`.
+        """
         changed = len(blocks)
         shared = self.shared
         if shared:
-            for block in boundary:
+            for block in blocks if mixed or changed < 3 else (blocks[0], blocks[-1]):
                 entry = shared.get(block)
                 if entry is not None:
                     if idle:

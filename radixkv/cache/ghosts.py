@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from radixkv.cache.tokens import WIDTH
 
 Owner = Hashable  # a node's id, or a namespace's root
 
 
-@dataclass(frozen=True, slots=True)
-class Pressure:
+class Pressure(NamedTuple):
     """Why something was evicted: `wanted` blocks were asked for at once when only `free` were free."""
 
     wanted: int
     free: int
 
     def __str__(self) -> str:
-        return f"{self.wanted} block{'s' if self.wanted != 1 else ''} wanted while {self.free} {'were' if self.free != 1 else 'was'} free"
+        return f"blocks wanted: {self.wanted}, free then: {self.free}"
 
 
 class Ghost:
@@ -32,7 +31,7 @@ class Ghost:
 
     __slots__ = ("key", "next", "pressure", "regretted", "time")
 
-    def __init__(self, key: bytes, following: Owner, time: float, pressure: Pressure) -> None:
+    def __init__(self, key: bytearray, following: Owner, time: float, pressure: Pressure) -> None:
         self.key = key
         self.next = following  # the owner below which what followed this run hangs
         self.time = time
@@ -67,7 +66,7 @@ class Ghosts:
     def add(self, owner: Owner, position: int, ghost: Ghost) -> None:
         """Remember a run that followed `position` tokens below `owner`."""
         runs = self._runs
-        place = (owner, position, ghost.key[:WIDTH])
+        place = (owner, position, bytes(ghost.key[:WIDTH]))
         old = runs.pop(place, None)
         if old is not None:
             self._bytes -= len(old.key)

@@ -198,11 +198,10 @@ class PrefixCache:
         if node is None or not length:
             return Pin(None, None, 0, not raw, 0, None)
         self._pins.expire()
-        table = self._tree.table(node, length)
-        self._pins.refuse_over_budget(table)
+        self._pins.refuse_over_budget(node, length)
         if length < node.end:
             node = self._tree.split(node, length - node.start)
-        return self._pins.add(node, length, matched == len(raw), len(table), ttl)
+        return self._pins.add(node, length, matched == len(raw), -(-length // self.block_size), ttl)
 
     def clear(self) -> None:
         """Forget everything that nobody holds, ghosts included. Counts as no eviction."""

@@ -153,7 +153,7 @@ class RadixTree:
                 break
             if up.place is not None:
                 self.index.removed(up)
-            self.pool.shift(up.blocks, up.boundary(), idle=False)
+            self.pool.shift(up.blocks, up.mixed, idle=False)
             child, up = up, up.parent
         if up is not None and child is not None and child.start % self.pool.block_size:
             self.repoint(up)
@@ -169,7 +169,7 @@ class RadixTree:
             if up.parent is None:
                 self._drop_if_empty(up)
                 return
-            self.pool.shift(up.blocks, up.boundary(), idle=True)
+            self.pool.shift(up.blocks, up.mixed, idle=True)
             if up.children:
                 self.repoint(up)
             else:
@@ -325,7 +325,7 @@ class RadixTree:
             return self._remove(node, now, pressure)
         size = self.pool.block_size
         end = (node.start // size + keep) * size
-        cut, run = node.blocks[keep:], bytes(node.key[(end - node.start) * WIDTH :])
+        cut, run = node.blocks[keep:], node.key[(end - node.start) * WIDTH :]
         del node.blocks[keep:]
         del node.key[(end - node.start) * WIDTH :]
         freed = self._free(node, cut)
@@ -339,7 +339,7 @@ class RadixTree:
         parent = cast(Node, node.parent)
         self.index.removed(node)
         tokens = len(node.key) // WIDTH
-        self.ghosts.add(parent.id, node.start, Ghost(bytes(node.key), node.id, now, pressure))
+        self.ghosts.add(parent.id, node.start, Ghost(node.key, node.id, now, pressure))
         freed = self.drop(node)
         if self.observer is not None:
             self.observer.trimmed(cast(int, node.id), tokens, freed, True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.radix_tree import Node
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, refuse_negative
 from radixkv.errors import InvalidInput, PlanPending, SequenceClosed
@@ -45,11 +46,6 @@ class Hint:
     priority: int = 0  # higher stays longer
 
 
-class _Pending(NamedTuple):
-    raw: bytes
-    source: int  # the block to copy from, held until the plan ends; -1 for none
-
-
 class Sequence:
     """Holds a cached prefix and grows it. Made by PrefixCache.open and by fork; release it with close (or `with`)."""
 
@@ -58,7 +54,8 @@ class Sequence:
         "_forked",
         "_node",
         "_own",
-        "_pending",
+        "_planned",
+        "_source",
         "_table",
         "_tail",
         "cached_length",
@@ -75,7 +72,8 @@ class Sequence:
         self._table = table
         self._own = length // cache.block_size
         self._tail = bytearray()
-        self._pending: _Pending | None = None
+        self._planned: bytes | None = None  # the tokens of the pending plan
+        self._source = -1  # the block that it copies from, held until it ends; -1 for none
         self._forked = False
         self.id = id
         self.length = length  # tokens committed
@@ -100,7 +98,7 @@ class Sequence:
         return np.array(self._table, np.int32)
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "planned" if self._pending else "open"
+        state = "closed" if self.closed else "planned" if self._planned is not None else "open"
         return f"<Sequence {self.id}: {self.length} tokens, {self.cached_length} cached, {state}>"
 
     # ---- verbs
@@ -111,48 +109,53 @@ class Sequence:
         The plan names the slots to write and, where the last block must not be written in place, the block to copy
         first. OutOfBlocks, InvalidTokens, PlanPending and SequenceClosed leave everything as it was.
         """
-        self._refuse_pending()
+        if self.closed or self._planned is not None:
+            self._refuse_pending()
         raw = as_bytes(tokens)
         refuse_negative(raw)
-        cache, table = self._cache, self._table
-        pool = cache._pool
+        pool, table = self._cache._pool, self._table
         size = pool.block_size
-        count = len(raw) // WIDTH
-        start, end = self.length, self.length + count
+        start = self.length
+        end = start + len(raw) // WIDTH
         offset = start % size
-        copy = bool(offset and count) and offset != pool.fill.get(table[-1], size) and not self._alone(table[-1])
-        need = -(-end // size) - len(table) + copy
-        new = cache._take(need) if need else array("i")
-        source, copies = -1, []
-        if copy:
-            source, table[-1] = table[-1], new.pop(0)
-            copies = [(source, table[-1])]
-            cache._copied(self.id, source, table[-1])
-        table += new
-        if count:
-            reserved = end % size or size
-            if need and reserved < size:
-                pool.fill[table[-1]] = reserved
-            if offset and not copy:
-                pool.reserve(table[start // size], size if len(new) else reserved)
-        self._pending = _Pending(raw, source)
-        return WritePlan(_slots(table, start, end, size), copies)
+        need = -(-end // size) - len(table)
+        source = -1
+        copies: list[tuple[int, int]] = []
+        if offset and raw:
+            last = table[-1]
+            if offset == pool.fill.get(last, size) or self._alone(last):
+                if need:
+                    table += self._cache._take(need)
+                pool.reserve(last, end % size if not need and end % size else size)
+            else:
+                new = self._cache._take(need + 1)
+                need, source, table[-1] = need + 1, last, new.pop(0)
+                copies.append((source, table[-1]))
+                table += new
+                self._cache._copied(self.id, source, table[-1 - len(new)])
+        elif need:
+            table += self._cache._take(need)
+        if need and end % size:
+            pool.fill[table[-1]] = end % size
+        self._planned, self._source = raw, source
+        return WritePlan(_slots(table, start, end, pool), copies)
 
     def commit(self, publish: bool = True) -> None:
         """The plan was executed: its tokens count, and with `publish` others can match them. O(new tokens).
 
         Without a plan it publishes what was not yet published.
         """
-        self._refuse_closed()
-        pending = self._pending
-        if pending is not None:
-            self._pending = None
-            self._tail += pending.raw
-            count = len(pending.raw) // WIDTH
+        raw = self._planned
+        if raw:
+            count = len(raw) // WIDTH
+            self._tail += raw
             self.length += count
             self._cache._counters.committed_tokens += count
-            if pending.source >= 0:
-                self._cache._tree.release(pending.source)
+            if self._source >= 0:
+                self._cache._tree.release(self._source)
+        elif raw is None:
+            self._refuse_closed()
+        self._planned = None
         if publish and self._tail:
             self._publish()
 
@@ -206,10 +209,10 @@ class Sequence:
             return
         self.closed = True
         cache, node = self._cache, self._node
-        if self._pending is not None:
-            if self._pending.source >= 0:
-                cache._tree.release(self._pending.source)
-            self._pending = None
+        if self._planned is not None:
+            self._planned = None
+            if self._source >= 0:
+                cache._tree.release(self._source)
         self._release_own(self._own)
         cache._closed(self, node, hint)
 
@@ -224,45 +227,46 @@ class Sequence:
     # ---- publishing
 
     def _publish(self) -> None:
-        """Hand the tail to the tree: follow what others published meanwhile, then grow the held leaf or append a new one."""
-        tree, size = self._cache._tree, self._cache.block_size
+        """Hand the tail to the tree: follow what others published, then grow the held leaf in place or append a new one."""
+        cache = self._cache
+        tree, size = cache._tree, cache.block_size
         if self._node.children:
             self._follow()
-        tail = self._tail
-        if tail:
-            node = self._node
-            first = node.end // size
-            part = node.end % size
-            blocks = self._table[first:]
-            sole = node.holders == 1 and node.locks == 1 and not node.children and node.parent is not None
-            if sole:
-                owned = part and node.blocks[-1] == blocks[0]
-                tree.grow(node, tail, blocks)
+        if self._tail:
+            node, table = self._node, self._table
+            first, part = divmod(node.end, size)
+            sole = node.locks == 1 and node.holders == 1 and not node.children and node.parent is not None
+            owned = sole and part > 0 and node.blocks[-1] == table[first]
+            if owned and first == self.length // size:  # all within the part-filled block that both own
+                tree.grow(node, self._tail, table[first:])
             else:
-                owned = False
-                self._node = node = tree.append(node, tail, blocks)
-            self._hand_over(node, first, bool(owned))
-            if not sole:
-                self._settle_above(node)
-            node.priority = max(node.priority, self.priority)
-            node.mixed |= self._forked
+                if sole:
+                    tree.grow(node, self._tail, table[first:])
+                else:
+                    self._node = node = tree.append(node, self._tail, table[first:])
+                self._hand_over(node, first, owned)
+                if not sole:
+                    self._settle_above(node)
+                node.mixed |= self._forked
+            if self.priority > node.priority:
+                node.priority = self.priority
             self._tail = bytearray()
         self._forked = False
 
     def _hand_over(self, node: Node, first: int, owned: bool) -> None:
-        """The node owns table[first:] from now on (`owned`: the first it did before); the sequence keeps its part-filled last block."""
+        """The node owns table[first:] from now on (`owned`: the first it did before).
+
+        The sequence keeps a reference to its part-filled last block only.
+        """
         pool, table = self._cache._pool, self._table
-        last = len(table) - 1
-        partial = self.length % pool.block_size != 0
-        if owned and not (partial and first == last):
-            pool.release(table[first], idle=False)  # the sequence's own reference; the node's stays
-        if partial and not (owned and first == last):
-            block = table[last]
-            pool.share(block, idle=False, sole_idle=False, tip=node)
+        self._own, partial = divmod(self.length, pool.block_size)
+        if owned:  # it lies before the part-filled block now: the node's reference is enough
+            pool.release(table[first], idle=False)
+        if partial:
+            pool.share(table[-1], idle=False, sole_idle=False, tip=node)
         entry = pool.shared.get(table[first])
         if entry is not None:
             entry.tip = node
-        self._own = self.length // pool.block_size
 
     def _settle_above(self, node: Node) -> None:
         """A new child stands below a node that may now be redundant, in its last block or altogether."""
@@ -324,17 +328,23 @@ class Sequence:
 
     def _refuse_pending(self) -> None:
         self._refuse_closed()
-        if self._pending is not None:
+        if self._planned is not None:
             raise PlanPending("the last plan of this sequence is pending: commit() it once it was executed, or close()")
 
 
-def _slots(table: array[int], start: int, end: int, size: int) -> npt.NDArray[np.int64]:
+def _slots(table: array[int], start: int, end: int, pool: BlockPool) -> npt.NDArray[np.int64]:
     """Flat slots of the tokens [start, end)."""
+    size = pool.block_size
+    first, offset = divmod(start, size)
     if end - start == 1:
-        return np.array([table[-1] * size + start % size], np.int64)
-    first = start // size
-    blocks = np.array(table[first:], np.int64)
-    return (blocks[:, None] * size + np.arange(size)).reshape(-1)[start - first * size : end - first * size]
+        return np.array((table[-1] * size + offset,), np.int64)
+    blocks = table[first:]
+    if pool.is_run(blocks):
+        base = blocks[0] * size + offset if blocks else 0
+        return np.arange(base, base + end - start)
+    bases = np.frombuffer(blocks, np.int32) * np.int64(size)
+    slots: npt.NDArray[np.int64] = np.add.outer(bases, pool.offsets).ravel()
+    return slots[offset : offset + end - start]
 
 
 def _ancestor_ending_at(cache: PrefixCache, node: Node, length: int) -> Node:

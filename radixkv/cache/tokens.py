@@ -5,6 +5,7 @@ Knows what a valid token id is. Knows nothing of trees and blocks.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence as SequenceOf
 from typing import Any, TypeAlias
@@ -19,20 +20,25 @@ Tokens: TypeAlias = "SequenceOf[int] | array[int] | npt.NDArray[np.integer[Any]]
 
 _ALLOWED = "token ids are a flat sequence of ints, 0 <= id < 2**31"
 _INT32 = np.dtype(np.int32)
+_TOP = WIDTH - 1 if sys.byteorder == "little" else 0
 
 
-def as_bytes(tokens: Tokens) -> bytes:
+def as_bytes(tokens: Any) -> bytes:
     """Native int32 bytes of `tokens`. O(n). Ids >= 2**31 and non-ints raise InvalidTokens; negatives wait for `refuse_negative`."""
-    if type(tokens) is np.ndarray:
+    kind = type(tokens)
+    if kind is np.ndarray:
         return _from_array(tokens)
-    if type(tokens) is array and tokens.typecode == "i":
-        return tokens.tobytes()
+    if kind is list or (kind is array and tokens.typecode == "i"):
+        return _from_ints(tokens)
     return _from_any(tokens)
 
 
 def refuse_negative(raw: bytes, start: int = 0) -> None:
-    """Raise InvalidTokens if an id at or after byte `start` is negative; what the tree matched before that is known to be good."""
-    if start < len(raw) and np.frombuffer(raw, _INT32, offset=start).min() < 0:
+    """Raise InvalidTokens if an id at or after byte `start` is negative; what the tree matched before is known to be good.
+
+    A negative id has the top bit of its top byte set, so the top bytes of good ids are ASCII: one C loop, no array.
+    """
+    if not raw[start + _TOP :: WIDTH].isascii():
         ids = np.frombuffer(raw, _INT32)
         at = int(np.argmax(ids < 0))
         raise InvalidTokens(f"token {at} is {ids[at]}: {_ALLOWED}")
@@ -41,7 +47,7 @@ def refuse_negative(raw: bytes, start: int = 0) -> None:
 def _from_array(tokens: npt.NDArray[Any]) -> bytes:
     if tokens.ndim != 1:
         raise InvalidTokens(f"an array of shape {tokens.shape}: {_ALLOWED}")
-    if tokens.dtype == _INT32:
+    if tokens.dtype is _INT32 or tokens.dtype == _INT32:
         return tokens.tobytes()
     if tokens.size == 0:
         return b""
@@ -59,6 +65,10 @@ def _from_any(tokens: Any) -> bytes:
         return _from_array(np.asarray(tokens))
     if not hasattr(tokens, "__len__") or isinstance(tokens, (set, frozenset, dict)):
         raise InvalidTokens(f"a {type(tokens).__name__}: {_ALLOWED}")
+    return _from_ints(tokens)
+
+
+def _from_ints(tokens: Any) -> bytes:
     try:
         return array("i", tokens).tobytes()
     except (OverflowError, TypeError) as error:
