@@ -1,0 +1,342 @@
+"""Make the bundled model: a tokenizer, a chat template and a Llama of 1.6 million parameters, from nothing but
+`tiny_language.py`.
+
+    python scripts/train_tiny.py --out radixkv/assets/tiny                 # train: about half an hour on one core
+    python scripts/train_tiny.py --out radixkv/assets/tiny --evaluate      # exact answers per skill, on conversations
+    never seen in training
+
+Knows how text becomes tokens and how the model learns; the language itself, and its answers, are in `tiny_language.py`.
+Deterministic for a seed, a number of steps and a version of torch. Every conversation is a row of its own, from
+position 0, as it is in use; the loss is over assistant turns, and a little over the rest. Matrices learn by Muon
+(orthogonalised momentum), embeddings and norms by AdamW: at this size that needs about half of AdamW's steps.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tiny_language import Conversation, shop_conversation, short_conversation
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 1280
+# Words with their space; numbers of two digits as one piece (a price is copied in one step), longer ones digit by
+# digit.
+PIECES = r" \d\d(?!\d)| ?\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+(?!\S)|\s+"
+BATCH_TOKENS = 3072  # padded, per optimizer step
+OTHER_WEIGHT, OTHER_SHARE = (
+    0.3,
+    0.25,
+)  # of the loss on tokens outside assistant turns, and the share of them that are looked at
+MATRIX_RATE, VECTOR_RATE = 0.02, 0.004
+HELD_OUT = 1_000_003  # evaluation seeds start here; training uses one stream from --seed
+
+# Each turn's text depends on that turn alone, so a longer history's rendering begins with the shorter one's: what a
+# prefix cache wants.
+CHAT_TEMPLATE = """\
+{%- if tools or (messages and messages[0].role == 'system') -%}
+<|im_start|>system
+{% if messages and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+{%- if tools %}
+{%- if messages and messages[0].role == 'system' %}{{ '\n\n' }}{% endif -%}
+# Tools
+Call a tool with <tool_call>
+{"name": "...", "arguments": {...}}
+</tool_call>
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools>{% endif %}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+{%- if message.role != 'system' or not loop.first -%}
+<|im_start|>{{ message.role }}
+{% if message.content %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{%- set function = call.function or call %}
+{%- if message.content or not loop.first %}{{ '\n' }}{% endif -%}
+<tool_call>
+{"name": {{ function.name | tojson }}, "arguments": {% if function.arguments is string %}{{ function.arguments }}{% else
+%}{{ function.arguments | tojson }}{% endif %}} </tool_call> {%- endfor -%} <|im_end|> {% endif -%} {%- endfor -%} {%-
+if add_generation_prompt -%} <|im_start|>assistant {% endif -%}
+"""
+
+
+# ---- text
+
+
+def conversations(rng: random.Random, long: float) -> Conversation:
+    """One conversation; with probability `long` an agent with a manual of up to forty products, else a short one or a
+    small manual.
+    """
+    if rng.random() < long:
+        return shop_conversation(rng, 40)
+    return shop_conversation(rng, 8) if rng.random() < 0.3 else short_conversation(rng)
+
+
+def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `VOCABULARY` tokens, learned from rendered conversations."""
+    tokenizer = Tokenizer(models.BPE())
+    pieces = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - 2, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    rng = random.Random(seed)
+    texts = (
+        json.dumps(part) if isinstance(part, dict) else part
+        for talk in (conversations(rng, 0.15) for _ in range(6000))
+        for message in [*talk.messages, *talk.tools]
+        for part in ["\n" + message.get("role", ""), message.get("content") or message]
+    )
+    numbers = (f" {number}" for number in range(100) for _ in range(1000))
+    tokenizer.train_from_iterator(chain(texts, numbers), trainer)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        bos_token="<|endoftext|>",
+        model_max_length=4096,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, talk: Conversation) -> list[int]:
+    """The token ids of a whole conversation, as the chat template renders it."""
+    text = tokenizer.apply_chat_template(talk.messages, tools=talk.tools or None, tokenize=False)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def assistant_turns(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[tuple[int, int]]:
+    """Where each assistant turn's own tokens are, its closing <|im_end|> included: [(start, end), ...]."""
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    header = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    starts = [at for at, token in enumerate(ids) if token == start and ids[at : at + len(header)] == header]
+    return [(at + len(header), ids.index(end, at) + 1) for at in starts]
+
+
+# ---- learning
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A Llama with random weights: 4 layers of 192, 6 heads on 2 KV heads."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        intermediate_size=448,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batches(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, steps: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`steps` pairs of ids and loss weights [rows, length], rows of similar length; manuals and product lists grow
+    longer as learning goes on.
+    """
+    made = 0
+    while made < steps:
+        long = 0.05 + 0.3 * min(1.0, made / steps / 0.7)
+        pool = sorted((encode(tokenizer, conversations(rng, long)) for _ in range(160)), key=len)
+        chunks = list(pack(pool))
+        rng.shuffle(chunks)
+        for rows in chunks[: steps - made]:
+            made += 1
+            yield pad(tokenizer, rows)
+
+
+def pack(rows: list[list[int]]) -> Iterator[list[list[int]]]:
+    """Cut rows, sorted by length, into batches of at most `BATCH_TOKENS` padded tokens."""
+    batch: list[list[int]] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * len(row) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(row)
+    yield batch
+
+
+def pad(tokenizer: PreTrainedTokenizerFast, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as one tensor, padded on the right (where causal attention cannot see it), and each token's weight in the
+    loss.
+    """
+    length = max(map(len, rows))
+    ids = torch.full((len(rows), length), tokenizer.pad_token_id)
+    weights = torch.zeros(len(rows), length)
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        weights[row, : len(tokens)] = OTHER_WEIGHT * (torch.rand(len(tokens)) < OTHER_SHARE)
+        for start, end in assistant_turns(tokenizer, tokens):
+            weights[row, start:end] = 1.0
+    return ids, weights
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrix is orthogonalised before each step (Jordan et al. 2024), in float32: torch's own computes
+    in bfloat16, which is slow on a CPU.
+    """
+
+    def __init__(self, matrices: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One step on each matrix."""
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                state = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
+                state.lerp_(matrix.grad, 1 - group["momentum"])
+                update = orthogonal(matrix.grad.lerp(state, group["momentum"]))
+                matrix.mul_(1 - 0.05 * group["lr"]).add_(
+                    update, alpha=-group["lr"] * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+                )
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix with all singular values near 1, by five Newton-Schulz steps."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = wide / (wide.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x if wide is matrix else x.T
+
+
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> float:
+    """Train for `steps` steps; returns the mean loss of the last fifty (nats per assistant token). Prints progress."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    vectors = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
+    optimizers = [
+        Muon(matrices, MATRIX_RATE),
+        torch.optim.AdamW(vectors, VECTOR_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    model.train()
+    began, seen, losses = time.monotonic(), 0, []
+    for step, (ids, weights) in enumerate(batches(tokenizer, random.Random(seed), steps)):
+        rate = min(1.0, (step + 1) / 30, max(0.02, (1 - step / steps) / 0.7))
+        loss, on_answers = losses_of(model, ids, weights)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(vectors, 1.0)
+        for optimizer, full in zip(optimizers, (MATRIX_RATE, VECTOR_RATE), strict=True):
+            optimizer.param_groups[0]["lr"] = full * rate
+            optimizer.step()
+            optimizer.zero_grad()
+        seen += ids.numel()
+        losses.append(on_answers)
+        if step % 25 == 24:
+            spent, mean = time.monotonic() - began, sum(losses[-25:]) / 25
+            speed = f"{seen / 1e6:.2f}M tokens, {seen / spent:.0f}/s"
+            print(f"{spent:5.0f} s  step {step + 1}/{steps}  loss {mean:.4f}  {speed}", flush=True)
+    return sum(losses[-50:]) / len(losses[-50:])
+
+
+def losses_of(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The weighted loss to learn from, and the mean loss on assistant tokens."""
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
+    counted = weights[:, 1:].flatten() > 0
+    weight = weights[:, 1:].flatten()[counted]
+    each = F.cross_entropy(model.lm_head(hidden[counted]), ids[:, 1:].flatten()[counted], reduction="none")
+    answers = weight == 1.0
+    return (each * weight).sum() / weight.sum(), float(each.detach()[answers].mean())
+
+
+# ---- looking back
+
+
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int) -> dict[str, tuple[int, int]]:
+    """Per skill, (turns answered word for word, all turns), with the right history before each turn.
+
+    A greedy answer is right exactly if, fed the right answer, every next token is the most likely one: one forward pass
+    per conversation.
+    """
+    model.eval()
+    scores: dict[str, list[bool]] = defaultdict(list)
+    for at in range(count):
+        talk = conversations(random.Random(HELD_OUT + at), long=0.35)
+        ids = encode(tokenizer, talk)
+        best = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
+        for skill, (start, end) in zip(talk.skills, assistant_turns(tokenizer, ids), strict=True):
+            place = "long prompt: " if talk.shop and len(talk.shop["products"]) > 8 else ""
+            scores[place + skill].append(best[start - 1 : end - 1] == ids[start:end])
+    return {skill: (sum(right), len(right)) for skill, right in sorted(scores.items())}
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write weights (bfloat16), configuration, generation configuration and tokenizer."""
+    model.to(torch.bfloat16)
+    model.generation_config.update(
+        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
+
+
+def report(scores: dict[str, tuple[int, int]]) -> str:
+    """The scores as a Markdown table."""
+    rows = [
+        f"| {skill} | {right} of {total} | {100 * right / total:.1f}% |" for skill, (right, total) in scores.items()
+    ]
+    right, total = (sum(column) for column in zip(*scores.values(), strict=True))
+    return "\n".join(
+        [
+            "| skill | right | |",
+            "|---|---|---|",
+            *rows,
+            f"| **all** | {right} of {total} | {100 * right / total:.1f}% |",
+        ]
+    )
+
+
+def main() -> int:
+    """Train and evaluate, or only evaluate what is at --out."""
+    parser = argparse.ArgumentParser(description="Train or evaluate radixkv's bundled model.")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--evaluate", action="store_true", help="do not train; print exact answers per skill")
+    parser.add_argument("--conversations", type=int, default=300, help="held-out conversations of the evaluation")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    if not arguments.evaluate:
+        tokenizer = train_tokenizer(arguments.seed)
+        model = build_model(tokenizer)
+        print(f"{len(tokenizer)} tokens in the vocabulary, {model.num_parameters() / 1e6:.2f}M parameters", flush=True)
+        print(f"final loss {train(model, tokenizer, arguments.steps, arguments.seed):.4f}", flush=True)
+        save(model, tokenizer, arguments.out)
+    # Loaded back, for the weights were rounded to bfloat16: what is evaluated is what is used.
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(arguments.out),
+        LlamaForCausalLM.from_pretrained(arguments.out, dtype=torch.float32),
+    )
+    print(report(evaluate(model, tokenizer, arguments.conversations)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
