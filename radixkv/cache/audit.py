@@ -159,6 +159,6 @@ def _check_sequence(cache: PrefixCache, sequence: Sequence) -> None:
     assert sequence._own == node.end // size, (
         f"{sequence!r}: its own blocks start at {sequence._own}, its node ends at {node.end}"
     )
-    locked = cache._tree.table(node, node.end)[: sequence._own]
+    locked = cache._tree.table(node)[: sequence._own]
     assert sequence._table[: sequence._own] == locked, f"{sequence!r}: its table is not its path's"
     assert len(set(sequence._table)) == len(sequence._table), f"{sequence!r}: a block twice in its table"

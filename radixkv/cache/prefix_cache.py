@@ -105,7 +105,8 @@ class PrefixCache:
         if node is None:
             return Match(0, np.empty(0, np.int32))
         length = matched // WIDTH
-        return Match(length, np.array(self._tree.table(node, length), np.int32))
+        blocks = self._tree.table(node)
+        return Match(length, np.array(blocks, np.int32)[: -(-length // self.block_size)])
 
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
         """What `open` with these arguments would find, and why it stops there. Costs a match and a walk along the ghosts."""
@@ -161,27 +162,33 @@ class PrefixCache:
         Costs a match, a table of the path's blocks and, where the prefix ends inside a node, a split.
         """
         raw = as_bytes(tokens)
-        asked = len(raw) // WIDTH
         key = raw
         if limit is not None:
             _check_limit(limit)
             key = raw[: limit * WIDTH]
-        _check_int("priority", priority)
+        if type(priority) is not int:
+            _check_int("priority", priority)
+        tree = self._tree
         root = self._root(namespace)
-        if root is None:
-            refuse_negative(raw)
-            root = self._tree.root(namespace)
-            node, matched = root, 0
-        else:
-            node, matched = self._tree.match(root, key)
-            refuse_negative(raw, matched)
-        length = matched // WIDTH
+        node, matched = (root, 0) if root is None else tree.match(root, key)
+        refuse_negative(raw, matched)
+        if node is None:
+            node = tree.root(namespace)
+        length, asked = matched // WIDTH, len(raw) // WIDTH
         counters = self._counters
         counters.query_tokens += asked
         counters.hit_tokens += length
         if matched < len(key):
             counters.regret_tokens += self._ghosts.regret(node.id, length, key)
-        return self._hold(node, length, namespace, priority, asked)
+        if length < node.end:
+            node = tree.split(node, length - node.start)
+        sequence = self._sequence(node, length, tree.table(node))
+        sequence.namespace, sequence.priority = namespace, priority
+        self._use(node, priority)
+        self._share_last(node, length)
+        if self._observer is not None:
+            self._observer.opened(sequence.id, namespace, asked, length)
+        return sequence
 
     def pin(self, tokens: Tokens, namespace: Hashable = None, ttl: float | None = None) -> Pin:
         """Keep the cached prefix of `tokens` until release() or for `ttl` seconds; the Pin says how much of it was cached.
@@ -217,25 +224,24 @@ class PrefixCache:
 
     # ---- what sequences ask of the cache
 
-    def _hold(self, node: Node, length: int, namespace: Hashable, priority: int, asked: int) -> Sequence:
-        tree = self._tree
-        if length < node.end:
-            node = tree.split(node, length - node.start)
-        table = tree.table(node, length)
-        sequence = self._sequence(node, length, table)
-        sequence.namespace, sequence.priority = namespace, priority
-        tree.hold(node)
-        if length % self.block_size:
-            block = table[-1]
-            self._pool.share(block, idle=False, sole_idle=False, tip=None if block in self._pool.shared else node)
+    def _use(self, node: Node, priority: int) -> None:
+        """A sequence was opened at the end of `node`: hold it; recency, hits and demotion follow."""
+        self._tree.hold(node)
         if node.parent is not None:
             self._index.touched(node)
             node.hits += 1
-            node.priority = max(node.priority, priority)
-            self._undo_demotion(node)
-        if self._observer is not None:
-            self._observer.opened(sequence.id, namespace, asked, length)
-        return sequence
+            if priority > node.priority:
+                node.priority = priority
+            up: Node | None = node
+            while up is not None and up.demoted:
+                up.demoted = False
+                up = up.parent
+
+    def _share_last(self, node: Node, length: int) -> None:
+        """A sequence that ends where `node` ends references the last block, if that is part-filled."""
+        if length % self.block_size:
+            block = node.blocks[-1]
+            self._pool.share(block, idle=False, sole_idle=False, tip=None if block in self._pool.shared else node)
 
     def _sequence(self, node: Node, length: int, table: array[int]) -> Sequence:
         counters = self._counters
@@ -250,8 +256,8 @@ class PrefixCache:
         self._counters.closed_sequences += 1
         if node.parent is not None:
             self._index.touched(node)
-            if hint is not None:
-                node.priority = max(node.priority, hint.priority)
+            if hint is not None and hint.priority > node.priority:
+                node.priority = hint.priority
         self._tree.unhold(node)
         if hint is not None and hint.done:
             self._demote(node)
@@ -299,12 +305,6 @@ class PrefixCache:
             if up.place is not None:
                 self._index.removed(up)
                 self._index.inserted(up)
-            up = up.parent
-
-    def _undo_demotion(self, node: Node) -> None:
-        up: Node | None = node
-        while up is not None and up.demoted:
-            up.demoted = False
             up = up.parent
 
     def _root(self, namespace: Hashable) -> Node | None:

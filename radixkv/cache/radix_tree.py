@@ -114,15 +114,14 @@ class RadixTree:
         nodes.reverse()
         return nodes
 
-    def table(self, node: Node, length: int) -> array[int]:
-        """The block table of the first `length` tokens of a path; `length` lies in the node or at its end."""
+    def table(self, node: Node) -> array[int]:
+        """The block table of the whole path to the end of `node`."""
         size = self.pool.block_size
         table = array("i")
         for each in self.path(node):
             if each.start % size:
-                del table[-1]
+                table.pop()
             table += each.blocks
-        del table[-(-length // size) :]
         return table
 
     def walk(self) -> Iterator[Node]:

@@ -194,7 +194,7 @@ class Sequence:
             del self._table[self._own :]
             if length % size:
                 self._table.append(node.blocks[-1])
-                self._cache._pool.share(node.blocks[-1], idle=False, sole_idle=False, tip=self._tip(node))
+                self._cache._share_last(node, int(length))
             tree.hold(node)
             tree.unhold(held)
         self.length = int(length)
@@ -291,7 +291,7 @@ class Sequence:
         tree.hold(node)
         self._node = node
         del self._tail[:matched]
-        theirs = tree.table(node, at)
+        theirs = tree.table(node)
         full = at // size
         for j in range(self._own, full):
             mine, self._table[j] = self._table[j], theirs[j]
@@ -310,10 +310,6 @@ class Sequence:
             return True
         above = cache._tree.owners_above(self._node, block, self.length // cache.block_size)
         return entry.owners == 1 + len(above)
-
-    def _tip(self, node: Node) -> Node | None:
-        """What to tell the pool about a block of `node`: its deepest owner, unless the pool knows a deeper one."""
-        return None if node.blocks[-1] in self._cache._pool.shared else node
 
     def _release_own(self, start: int) -> None:
         """Give up our references to table[start:], last block first."""
