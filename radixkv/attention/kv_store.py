@@ -5,6 +5,7 @@ Knows dims, dtypes, layouts and devices. Does not know sequences, the tree, or w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -117,8 +118,9 @@ class KVStore:
         """One sequence's (key [kv_heads, length, key_dim], value [kv_heads, length, value_dim]), as copies."""
         used = np.array(block_table, dtype=np.int64)[: -(-length // self.block_size)]
         index = self.regions(used, self.layers[layer].kv_heads)
-        key, value = (self.read(pool, index) for pool in (self.keys[layer], self.values[layer]))
-        return key[:, :length].clone(), value[:, :length].clone()
+        pools = self.keys[layer], self.values[layer]
+        key, value = (self.read(pool, index)[:, :length].clone() for pool in pools)
+        return key, value
 
     def slots(self, pool: Tensor) -> Tensor:
         """A tensor of the pool seen as [kv_heads, slots, dim]; only where `runs_are_views`."""
@@ -157,4 +159,4 @@ class KVStore:
             self._workspaces[workspace] = space
         out = space[: index.numel() * width].view(-1, width)
         torch.index_select(memory.view(-1, width), 0, index.view(-1), out=out)
-        return out.view(-1, index.shape[-1] * self.block_size, dim).to(self.compute_dtype)
+        return out.view(math.prod(index.shape[:-1]), -1 if len(out) else 0, dim).to(self.compute_dtype)

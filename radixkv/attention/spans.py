@@ -55,7 +55,7 @@ class Span:
     def run(
         self, store: KVStore, layer: int, query: Tensor, scale: float, softcap: float | None, *, need_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Query [T, kv_heads, group, dk] -> partial outputs [n, kv_heads, group, dv], log-sum-exps [n, kv_heads, group]."""
+        """Query [T, kv_heads, group, dk] -> outputs [n, kv_heads, group, dv], log-sum-exps [n, kv_heads, group]."""
         if self.row_start is None:
             query = query.index_select(0, self.rows)
         elif self.partials < len(query):

@@ -102,6 +102,7 @@ class TailBatch:
         """Lay out the scores; `rows` [n] are the query rows of `tails`. Everything here is done once per step."""
         self.size, self.kv_heads, self.group = len(tails), kv_heads, group
         self.rows = torch.from_numpy(rows).to(store.device)
+        self.in_order = bool((rows == np.arange(len(rows))).all())
         self.partials = len(tails)
         number = np.full(len(layout.views), -1)
         number[tails] = np.arange(len(tails))
@@ -170,8 +171,8 @@ class TailBatch:
     def run(
         self, store: KVStore, layer: int, query: Tensor, scale: float, softcap: float | None, *, need_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Query [T, kv_heads, group, dk] -> partial outputs [n, kv_heads, group, dv], log-sum-exps [n, kv_heads, group]."""
-        if self.size != len(query):
+        """Query [T, kv_heads, group, dk] -> outputs [n, kv_heads, group, dv], log-sum-exps [n, kv_heads, group]."""
+        if not self.in_order or self.size != len(query):
             query = query.index_select(0, self.rows)
         self._score(store, store.keys[layer], query * scale)
         scores = self.scores

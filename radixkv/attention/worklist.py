@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ Int = NDArray[np.int64]
 
 WORTH = 256
 """Reads that a shared run must save to be an item of its own, in tokens: below, the item costs more than it saves."""
+
+BAND = 256
+"""Query rows of a chunk that are laid out together under a window: more wastes masks, fewer wastes calls."""
 
 
 def build(
@@ -44,7 +48,11 @@ def build(
     """
     tables = [np.asarray(table, dtype=np.int32) for table in block_tables]
     kv, queries = np.asarray(kv_lengths, dtype=np.int64), np.asarray(query_lengths, dtype=np.int64)
-    _check(tables, kv, queries, window, block_size)
+    if min(x for x in (block_size, window, max_tokens) if x is not None) < 1:
+        raise InvalidInput(
+            f"block size, window and max_tokens must be at least 1: {block_size}, {window}, {max_tokens}"
+        )
+    _check(tables, kv, queries, block_size)
     grouping = None
     if previous is not None and isinstance(previous.origin, Grouping) and previous.block_size == block_size:
         grouping = previous.origin.grown(tables, kv, queries, worth)
@@ -53,12 +61,10 @@ def build(
     return _Layout(grouping, kv, queries, window, block_size, max_tokens).work_list()
 
 
-def _check(tables: list[NDArray[np.int32]], kv: Int, queries: Int, window: int | None, block_size: int) -> None:
+def _check(tables: list[NDArray[np.int32]], kv: Int, queries: Int, block_size: int) -> None:
     """Raise InvalidInput unless the lengths fit each other and the tables."""
     if not len(tables) == len(kv) == len(queries):
         raise InvalidInput(f"{len(tables)} tables, {len(kv)} kv lengths and {len(queries)} query lengths do not match")
-    if block_size < 1 or (window is not None and window < 1):
-        raise InvalidInput(f"block size and window must be at least 1, not {block_size} and {window}")
     if len(tables) and (queries.min() < 0 or (kv < queries).any()):
         raise InvalidInput("a query length must lie between 0 and the kv length, which counts this step's tokens too")
     capacity = np.fromiter(map(len, tables), dtype=np.int64, count=len(tables)) * block_size
@@ -111,20 +117,19 @@ class _Layout:
         return [_Piece(int(members[0]), start, stop, offsets + np.arange(len(offsets)))]
 
     def _chunk(self, index: int) -> list[_Piece]:
-        """A sequence with several query rows: what all of them see, then the diagonal; banded under a window."""
+        """A sequence with several query rows: what all of them see, then the diagonal; in bands under a window."""
         tail, first, length = int(self.grouping.tails[index]), int(self.first[index]), int(self.kv[index])
-        row = int(self.row_start[index])
-        window = self.window if self.window is not None and length > self.window else None
-        height = length - first if window is None else max(window, 64)
-        pieces = []
+        window, height = length + 1, length - first
+        if self.window is not None and length > self.window:
+            window, height = self.window, min(max(self.window, 64), BAND)
+        row, pieces = int(self.row_start[index]) - first, []
         for top in range(first, length, height):
             bottom = min(top + height, length)
-            rows = np.arange(row + top - first, row + bottom - first)
-            if window is None:
-                pieces += [_Piece(index, tail, top, rows), _Piece(index, max(top, tail), bottom, rows)]
-            else:
-                pieces.append(_Piece(index, max(tail, top - window + 1), bottom, rows))
-        return [piece for piece in pieces if piece.start < piece.stop]
+            low = max(tail, top - window + 1)
+            edges = low, max(low, min(top, bottom - window)), max(low, top), bottom
+            rows = np.arange(row + top, row + bottom)
+            pieces += [_Piece(index, start, stop, rows) for start, stop in pairwise(edges) if start < stop]
+        return pieces
 
     def _arrays(self, pieces: list[_Piece]) -> tuple[Int, Int, Int, Int, Int]:
         """The pieces, then one item for each tail with a single row: owner, start, stop, rows [items], row_ids."""
@@ -136,7 +141,22 @@ class _Layout:
         table = np.array([(p.owner, p.start, p.stop, len(p.rows)) for p in pieces], dtype=np.int64).reshape(-1, 4)
         tails = np.stack([single, start, self.kv[single], np.ones_like(single)], axis=1)
         owner, start, stop, rows = np.concatenate([table, tails]).T
-        return owner, start, stop, rows, np.concatenate([*(p.rows for p in pieces), self.row_start[single]])
+        row_ids = np.concatenate([*(p.rows for p in pieces), self.row_start[single]])
+        if self.max_tokens is None or not (stop - start > self.max_tokens).any():
+            return owner, start, stop, rows, row_ids
+        return self._cut(owner, start, stop, rows, row_ids, self.max_tokens)
+
+    def _cut(
+        self, owner: Int, start: Int, stop: Int, rows: Int, row_ids: Int, most: int
+    ) -> tuple[Int, Int, Int, Int, Int]:
+        """The same items with at most `most` keys each."""
+        cuts = -(-(stop - start) // most)
+        item = np.repeat(np.arange(len(cuts)), cuts)
+        ordinal = np.arange(len(item)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+        first = start[item] + ordinal * most
+        row_offset = np.cumsum(rows) - rows
+        copies = [row_ids[row_offset[i] : row_offset[i] + rows[i]] for i in item]
+        return owner[item], first, np.minimum(first + most, stop[item]), rows[item], np.concatenate(copies)
 
     def _finish(self, owner: Int, start: Int, stop: Int, rows: Int, row_ids: Int) -> WorkList:
         positions = np.repeat(self.first - self.row_start[:-1], self.queries) + np.arange(self.row_start[-1])

@@ -1,0 +1,194 @@
+"""What a work list promises: every visible pair once, shared runs once, and `previous` changes nothing but the cost."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.attention import worklist
+from radixkv.errors import InvalidInput
+from radixkv_kernels.work_list import WorkList
+
+from .batches import tree_tables
+
+SETTINGS = settings(max_examples=150, deadline=None)
+
+
+def covered(work: WorkList) -> Counter[tuple[int, int, int]]:
+    """How often each (row, key position, slot of that key) stands in the list, visible pairs only."""
+    pairs: Counter[tuple[int, int, int]] = Counter()
+    for item in range(work.num_items):
+        start, first = int(work.kv_start[item]), int(work.kv_start[item]) // work.block_size
+        rows = work.row_ids[work.row_offset[item] : work.row_offset[item] + work.rows[item]].tolist()
+        for key in range(start, start + int(work.tokens[item])):
+            block = int(work.block_ids[work.block_offset[item] + key // work.block_size - first])
+            for row in rows:
+                position = int(work.positions[row])
+                visible = key <= position and (work.window is None or key > position - work.window)
+                assert visible or not work.fully_visible[item]
+                if visible:
+                    pairs[row, key, block * work.block_size + key % work.block_size] += 1
+    return pairs
+
+
+def expected(
+    tables: list[list[int]], kv: list[int], queries: list[int], window: int | None, block_size: int
+) -> Counter[tuple[int, int, int]]:
+    pairs: Counter[tuple[int, int, int]] = Counter()
+    row = 0
+    for table, length, count in zip(tables, kv, queries, strict=True):
+        for position in range(length - count, length):
+            for key in range(0 if window is None else max(0, position - window + 1), position + 1):
+                pairs[row, key, table[key // block_size] * block_size + key % block_size] += 1
+            row += 1
+    return pairs
+
+
+def check_merge(work: WorkList) -> None:
+    """Every partial belongs to one row's merge, ordered by its keys."""
+    starts = np.repeat(work.kv_start, work.rows)
+    assert sorted(work.merge_ids.tolist()) == list(range(len(work.row_ids)))
+    for row in range(work.num_rows):
+        parts = work.merge_ids[work.merge_offset[row] : work.merge_offset[row + 1]]
+        assert (work.row_ids[parts] == row).all()
+        assert (np.diff(starts[parts]) > 0).all()
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int], int]:
+    rng = random.Random(draw(st.integers(0, 10**9)))
+    block_size = draw(st.sampled_from([1, 2, 3, 16]))
+    tables, kv = tree_tables(rng, block_size, draw(st.integers(0, 7)), adjacent=draw(st.booleans()))
+    queries = [min(length, rng.choice([0, 1, 1, 2, 9, 70])) for length in kv]
+    return tables, kv, queries, block_size
+
+
+windows = st.sampled_from([None, 1, 2, 7, 16, 40, 10_000])
+
+
+@given(batches(), windows, st.sampled_from([1, 8, 256]), st.sampled_from([None, 16, 33]))
+@SETTINGS
+def test_every_visible_pair_stands_in_exactly_one_item(
+    batch: tuple[list[list[int]], list[int], list[int], int], window: int | None, worth: int, max_tokens: int | None
+) -> None:
+    tables, kv, queries, block_size = batch
+    work = worklist.build(tables, kv, queries, window, block_size=block_size, worth=worth, max_tokens=max_tokens)
+    assert covered(work) == expected(tables, kv, queries, window, block_size)
+    check_merge(work)
+    assert (work.tokens > 0).all()
+    assert (work.rows > 0).all()
+    if max_tokens is not None:
+        assert (work.tokens <= max_tokens).all()
+
+
+@given(batches(), windows, st.lists(st.integers(0, 40), min_size=7, max_size=7))
+@SETTINGS
+def test_a_list_grown_from_the_previous_one_covers_what_a_fresh_one_covers(
+    batch: tuple[list[list[int]], list[int], list[int], int], window: int | None, growth: list[int]
+) -> None:
+    tables, kv, queries, block_size = batch
+    before = worklist.build(tables, kv, queries, window, block_size=block_size, worth=1)
+    later = [length + more for length, more in zip(kv, growth, strict=False)]
+    fresh_blocks = iter(range(10_000, 20_000))
+    grown = [
+        table + [next(fresh_blocks) for _ in range(-(-length // block_size) - len(table))]
+        for table, length in zip(tables, later, strict=True)
+    ]
+    work = worklist.build(grown, later, queries, window, before, block_size=block_size, worth=1)
+    assert covered(work) == expected(grown, later, queries, window, block_size)
+    check_merge(work)
+    assert work.origin.runs is before.origin.runs  # type: ignore[attr-defined]
+
+
+@given(batches(), batches())
+@SETTINGS
+def test_a_previous_list_of_another_batch_is_noticed(
+    first: tuple[list[list[int]], list[int], list[int], int], second: tuple[list[list[int]], list[int], list[int], int]
+) -> None:
+    previous = worklist.build(*first[:3], block_size=first[3], worth=1)
+    tables, kv, queries, block_size = second
+    work = worklist.build(tables, kv, queries, None, previous, block_size=block_size, worth=1)
+    assert covered(work) == expected(tables, kv, queries, None, block_size)
+
+
+def test_a_table_that_changed_in_the_middle_is_noticed() -> None:
+    before = worklist.build([[0, 1, 2], [0, 1, 3]], [6, 6], [1, 1], block_size=2, worth=1)
+    after = worklist.build([[0, 1, 2, 9], [0, 4, 3]], [7, 6], [1, 1], None, before, block_size=2, worth=1)
+    assert covered(after) == expected([[0, 1, 2, 9], [0, 4, 3]], [7, 6], [1, 1], None, 2)
+
+
+def test_a_shared_prefix_is_read_once() -> None:
+    shared = list(range(256))
+    tables = [[*shared, 1000 + 2 * i, 1001 + 2 * i] for i in range(8)]
+    work = worklist.build(tables, [4096 + 20] * 8, [1] * 8, block_size=16)
+    assert work.read_tokens == 4096 + 8 * 20
+    assert work.num_items == 9
+    assert work.fully_visible.all()
+
+
+def test_sharing_nests() -> None:
+    root, left = list(range(64)), list(range(100, 164))
+    tables = [[*root, *left, 500], [*root, *left, 501], [*root, 502], [*root, 503]]
+    work = worklist.build(tables, [2049, 2050, 1025, 1026], [1] * 4, block_size=16)
+    assert work.read_tokens == 1024 + 1024 + 1 + 2 + 1 + 2
+    assert sorted(work.rows.tolist()) == [1, 1, 1, 1, 2, 4]
+
+
+def test_a_small_shared_run_is_not_worth_an_item_and_goes_with_its_children() -> None:
+    tables = [[0, 1, 10], [0, 1, 11]]
+    assert worklist.build(tables, [40, 40], [1, 1], block_size=16).num_items == 2
+    assert worklist.build(tables, [40, 40], [1, 1], block_size=16, worth=32).num_items == 3
+
+
+def test_a_common_block_that_is_not_full_for_all_belongs_to_each_tail() -> None:
+    tables = [[0, 1], [0, 1, 2]]  # the second has appended behind the first's tokens, in place
+    work = worklist.build(tables, [20, 40], [1, 1], block_size=16, worth=1)
+    assert work.read_tokens == 16 + 4 + 24
+
+
+def test_chunks_over_a_shared_prefix_read_it_once_and_unmasked() -> None:
+    shared = list(range(64))
+    tables = [[*shared, 100, 101], [*shared, 102, 103]]
+    work = worklist.build(tables, [1024 + 20, 1024 + 30], [20, 30], block_size=16)
+    assert work.tokens.tolist() == [1024, 20, 30]
+    assert work.rows.tolist() == [50, 20, 30]
+    assert work.fully_visible.tolist() == [True, False, False]
+
+
+def test_under_a_window_only_what_can_be_seen_is_read() -> None:
+    shared = list(range(64))
+    tables = [[*shared, *range(100 + 100 * i, 164 + 100 * i)] for i in range(4)]
+    decode = worklist.build(tables, [2048] * 4, [1] * 4, 512, block_size=16)
+    assert decode.read_tokens == 4 * 512
+    chunk = worklist.build([list(range(512))], [8192], [8192], 256, block_size=16)
+    assert int((chunk.tokens * chunk.rows).sum()) <= 8192 * 3 * 256
+
+
+def test_a_long_list_of_nested_prefixes_does_not_recurse() -> None:
+    chain = list(range(1500))
+    tables = [[*chain[: i + 1], 5000 + i] for i in range(1500)]
+    work = worklist.build(tables, [2 * (i + 2) for i in range(1500)], [1] * 1500, block_size=2, worth=1)
+    assert work.read_tokens == 1499 * 2 + 2 + 1500 * 2
+
+
+@pytest.mark.parametrize(
+    ("tables", "kv", "queries", "options"),
+    [
+        ([[0]], [1, 2], [1], {}),
+        ([[0]], [17], [1], {}),
+        ([[0]], [2], [3], {}),
+        ([[0]], [2], [-1], {}),
+        ([[0]], [2], [1], {"window": 0}),
+        ([[0]], [2], [1], {"max_tokens": 0}),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(
+    tables: list[list[int]], kv: list[int], queries: list[int], options: dict[str, int]
+) -> None:
+    with pytest.raises(InvalidInput):
+        worklist.build(tables, kv, queries, block_size=16, **options)  # type: ignore[arg-type]
