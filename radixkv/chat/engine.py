@@ -40,7 +40,7 @@ class Engine(RequestEngine):
         templates take them. `history` says how a new turn's ids are made: "append" puts them behind what is there,
         "template" renders everything anew around the sampled ids, as the template wants it; "auto" appends unless
         the template drops the thinking of earlier turns. `overflow` says what happens when the context is full:
-        "error", or "drop_oldest" turns until a quarter is free. Raises ChatError for a model without a chat template.
+        "error", or "drop_oldest" turns down to half of it. Raises ChatError for a model without a chat template.
         """
         if system is not None and not isinstance(system, str):
             raise InvalidInput(

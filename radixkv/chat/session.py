@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 HistoryMode = Literal["auto", "append", "template"]
 Overflow = Literal["error", "drop_oldest"]
-_FREE_SHARE = 4  # drop_oldest leaves a quarter of the context free, so that the next turns are hits again
+_ROOM = (
+    4  # drop_oldest begins when less than a quarter of the context is left for a reply (or max_tokens, if fewer) ...
+)
+_KEEP = 2  # ... and drops down to half of it, so that the next turns are hits again
 
 
 @dataclass(frozen=True)
@@ -228,9 +231,9 @@ class ChatSession:
         """The turns that are left, and their prompt, when the oldest are dropped if need be."""
         limit = self._engine.context_limit
         turns = self._turns
-        if len(prompt) + min(params.max_tokens, limit // _FREE_SHARE) <= limit:
+        if len(prompt) + min(params.max_tokens, limit // _ROOM) <= limit:
             return turns, prompt
-        while turns and len(prompt) > limit - limit // _FREE_SHARE:
+        while turns and len(prompt) > limit // _KEEP:
             turns = _without_oldest(turns)
             if new[0]["role"] == "tool" and not turns:
                 break  # results need the reply that asked for them

@@ -1,0 +1,148 @@
+"""A model that remembers only what the pool remembers: a wrong slot, copy or block table gives wrong answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from radixkv.cache import PrefixCache
+from radixkv.chat import Engine
+from radixkv.engine import Limits
+from radixkv.models.loaded import LayerSpec
+from radixkv.models.runner import Chunk
+
+VOCAB = 50
+STOP = 49
+
+
+MIX, ADD = 6364136223846793005, 1442695040888963407
+
+
+def chain(before: int, token: int) -> int:
+    """A token's content: it depends on the whole history."""
+    return ((before ^ token) * MIX + ADD) % 2**64
+
+
+def logits_of(history: int, vocab: int = VOCAB) -> np.ndarray:
+    return np.random.default_rng(history).standard_normal(vocab).astype(np.float32) * 2
+
+
+def greedy_reply(prompt: Sequence[int], count: int, vocab: int = VOCAB) -> list[int]:
+    """What FakeRunner must answer: computed from the history alone, without pool or blocks."""
+    state, reply = 0, []
+    for token in prompt:
+        state = chain(state, int(token))
+    for _ in range(count):
+        reply.append(int(logits_of(state, vocab).argmax()))
+        state = chain(state, reply[-1])
+    return reply
+
+
+@dataclass
+class FakeModel:
+    tokenizer: Any = None
+    vocab_size: int = VOCAB
+    max_length: int = 10_000
+    stop_token_ids: frozenset[int] = frozenset({STOP})
+    name: str = "fake"
+    layers: tuple[LayerSpec, ...] = (LayerSpec(1, 1, 1, 1),)
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class FakeRunner:
+    """Stores (history, token) per slot and reads every history back through the block table.
+
+    `brain(tokens)` overrides the next token; `fault()` is called in each step and may raise.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab: int = VOCAB,
+        brain: Callable[[list[int]], int] | None = None,
+        fault: Callable[[Sequence[Chunk]], None] | None = None,
+    ) -> None:
+        self.size, self.vocab, self.brain, self.fault = block_size, vocab, brain, fault
+        self.state = np.zeros(num_blocks * block_size, dtype=np.uint64)
+        self.tokens = np.full(num_blocks * block_size, -1, dtype=np.int64)
+        self.steps: list[list[tuple[int, int]]] = []  # per step, (start, tokens) of each chunk
+        self.gate: threading.Semaphore | None = None  # with one, each step waits to be let through
+        self.began = threading.Semaphore(0)
+
+    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+        self.began.release()
+        if self.gate is not None:
+            self.gate.acquire()
+        self.steps.append([(chunk.start, len(chunk.tokens)) for chunk in chunks])
+        self._copy(copies)
+        written: set[int] = set()
+        for chunk in chunks:
+            assert written.isdisjoint(chunk.slots.tolist()), "two chunks write one slot"
+            written.update(chunk.slots.tolist())
+            self._write(chunk)
+        if self.fault is not None:
+            self.fault(chunks)
+        return torch.from_numpy(np.stack([self._logits(chunk) for chunk in chunks]))
+
+    def _copy(self, copies: Iterable[tuple[int, int]]) -> None:
+        pairs = list(copies)
+        for content in (self.state, self.tokens):
+            blocks = content.reshape(-1, self.size)
+            sources = [blocks[source].copy() for source, _ in pairs]
+            for (_, target), source in zip(pairs, sources, strict=True):
+                blocks[target] = source
+
+    def _slot(self, chunk: Chunk, position: int) -> int:
+        return int(chunk.block_table[position // self.size]) * self.size + position % self.size
+
+    def _write(self, chunk: Chunk) -> None:
+        state = int(self.state[self._slot(chunk, chunk.start - 1)]) if chunk.start else 0
+        for token, slot in zip(chunk.tokens.tolist(), chunk.slots.tolist(), strict=True):
+            state = chain(state, token)
+            self.state[slot], self.tokens[slot] = state, token
+
+    def _logits(self, chunk: Chunk) -> np.ndarray:
+        slots = [self._slot(chunk, position) for position in range(chunk.start + len(chunk.tokens))]
+        states, tokens = self.state[slots], self.tokens[slots]
+        before = np.concatenate([np.zeros(1, np.uint64), states[:-1]])
+        expected = (before ^ tokens.astype(np.uint64)) * np.uint64(MIX) + np.uint64(ADD)
+        assert (states == expected).all(), "a block table leads to somebody else's tokens"
+        if self.brain is None:
+            return logits_of(int(states[-1]), self.vocab)
+        logits = np.zeros(self.vocab, dtype=np.float32)
+        logits[self.brain(tokens.tolist())] = 100
+        return logits
+
+
+def make_engine(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    *,
+    model: FakeModel | None = None,
+    brain: Callable[[list[int]], int] | None = None,
+    fault: Callable[[Sequence[Chunk]], None] | None = None,
+    prefix_cache: bool = True,
+    seed: int = 0,
+    **limits: int,
+) -> tuple[Engine, FakeRunner]:
+    model = model or FakeModel()
+    runner = FakeRunner(num_blocks, block_size, model.vocab_size, brain, fault)
+    cache = PrefixCache(num_blocks, block_size)
+    engine = Engine(model, runner, cache, Limits(**limits), prefix_cache=prefix_cache, seed=seed)  # type: ignore[arg-type]
+    return engine, runner
+
+
+def check(engine: Engine) -> None:
+    """Every invariant of the cache, and nothing held once nothing runs."""
+    engine._worker.ask(engine._core.cache.check)
+    stats = engine.stats()
+    if not stats.running and not stats.waiting:
+        assert stats.cache.held_blocks == stats.cache.pinned_blocks
+        assert stats.cache.sequences == 0

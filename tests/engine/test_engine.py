@@ -1,0 +1,471 @@
+"""The engine on a fake model whose answers depend on every token that the pool holds for a request."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from radixkv import SamplingParams
+from radixkv.errors import (
+    EngineClosed,
+    InvalidInput,
+    InvalidTokens,
+    PinBudgetExceeded,
+    PromptTooLong,
+    RequestCancelled,
+    RequestFailed,
+)
+from tests.engine.fakes import STOP, FakeModel, check, greedy_reply, make_engine
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(STOP), k=length)
+
+
+def test_a_batch_of_prompts_gives_what_each_history_demands():
+    engine, _ = make_engine()
+    prompts = [prompt_of(length, length) for length in (1, 3, 4, 5, 17)]
+    with engine:
+        done = engine.generate(prompts, GREEDY)
+        assert [list(each.token_ids) for each in done] == [greedy_reply(prompt, 6) for prompt in prompts]
+        assert all(each.finish_reason == "length" for each in done)
+        check(engine)
+
+
+def test_a_full_repeat_recomputes_one_token():
+    engine, _ = make_engine()
+    with engine:
+        prompt = prompt_of(23)
+        first, again = engine.generate([prompt], GREEDY)[0], engine.generate([prompt], GREEDY)[0]
+        assert (first.usage.cached_tokens, first.usage.computed_tokens) == (0, 23 + 5)
+        assert (again.usage.cached_tokens, again.usage.computed_tokens) == (22, 1 + 5)
+        assert again.token_ids == first.token_ids
+
+
+def test_what_was_decoded_is_published_but_for_the_last_token():
+    engine, _ = make_engine()
+    with engine:
+        prompt = prompt_of(10)
+        reply = engine.generate([prompt], GREEDY)[0].token_ids
+        assert engine.probe([*prompt, *reply]).matched == 10 + 5
+        longer = engine.generate([[*prompt, *reply, 1, 2]], GREEDY)[0]
+        assert longer.usage.cached_tokens == 10 + 5
+        assert list(longer.token_ids) == greedy_reply([*prompt, *reply, 1, 2], 6)
+
+
+def test_others_hit_a_request_that_still_runs():
+    engine, runner = make_engine()
+    runner.gate = threading.Semaphore(0)
+    with engine:
+        prompt = prompt_of(12)
+        first = engine.submit(prompt, GREEDY)
+        runner.gate.release()  # its prompt
+        next(iter(first))
+        second = engine.submit(prompt, GREEDY)
+        runner.gate.release(100)
+        assert second.result().usage.cached_tokens == 11
+        assert second.result().token_ids == first.result().token_ids == tuple(greedy_reply(prompt, 6))
+
+
+def test_a_prompt_that_another_is_computing_is_waited_for_not_computed_twice():
+    engine, runner = make_engine(prefill_chunk=8)
+    shared = prompt_of(40)
+    with engine:
+        prompts = [[*shared, tail] for tail in range(8)]
+        done = engine.generate(prompts, GREEDY)
+        assert [list(each.token_ids) for each in done] == [greedy_reply(prompt, 6) for prompt in prompts]
+        assert [each.usage.cached_tokens for each in done] == [0] + [40] * 7
+        assert sum(n for step in runner.steps for _, n in step) == engine.stats().computed_tokens
+
+
+def test_decodes_come_first_and_prompts_in_chunks_within_the_budget():
+    engine, runner = make_engine(max_sequences=4, max_batch_tokens=10, prefill_chunk=6)
+    runner.gate = threading.Semaphore(0)
+    with engine:
+        handles = [engine.submit(prompt_of(2, 1), GREEDY)]
+        assert runner.began.acquire(timeout=10)
+        handles += [engine.submit(prompt_of(n, n), GREEDY) for n in (9, 20)]
+        runner.gate.release(1000)
+        for handle, prompt in zip(handles, [prompt_of(2, 1), prompt_of(9, 9), prompt_of(20, 20)], strict=True):
+            assert list(handle.result().token_ids) == greedy_reply(prompt, 6)
+    # Step 2: the first decodes one token, then six of the nine, then what the budget leaves of the twenty.
+    assert runner.steps[:3] == [[(0, 2)], [(2, 1), (0, 6), (0, 3)], [(3, 1), (6, 3), (3, 6)]]
+    assert max(sum(n for _, n in step) for step in runner.steps) <= 10
+
+
+def test_without_prefix_cache_the_answers_are_equal_and_nothing_is_reused():
+    cached, _ = make_engine()
+    plain, _ = make_engine(prefix_cache=False)
+    prompt = prompt_of(30)
+    with cached, plain:
+        for end in (10, 30, 20, 30):
+            one, other = (engine.generate([prompt[:end]], GREEDY)[0] for engine in (cached, plain))
+            assert one.token_ids == other.token_ids
+            assert other.usage.cached_tokens == 0
+            assert other.usage.computed_tokens == end + 5
+        assert plain.stats().cache.cached_blocks == 0
+        assert cached.stats().hit_rate > 0.5
+
+
+def test_namespaces_do_not_share():
+    engine, _ = make_engine()
+    with engine:
+        prompt = prompt_of(16)
+        engine.generate([prompt], GREEDY, namespace="a")
+        assert engine.generate([prompt], GREEDY, namespace="b")[0].usage.cached_tokens == 0
+        assert engine.generate([prompt], GREEDY, namespace="a")[0].usage.cached_tokens == 15
+        assert engine.probe(prompt, namespace="b").matched == 16
+        assert engine.probe(prompt).matched == 0
+        with pytest.raises(InvalidInput, match="hashable"):
+            engine.submit(prompt, namespace=["a"])
+
+
+@pytest.mark.parametrize("shared", [12, 13])
+def test_streams_of_one_request_fork_behind_one_prefill(shared):
+    engine, runner = make_engine()
+    prompt = prompt_of(shared)
+    params = SamplingParams(max_tokens=8, n=4, seed=7, ignore_eos=True)
+    with engine:
+        done = engine.generate([prompt], params)[0]
+        check(engine)
+        assert runner.steps[0] == [(0, shared)]
+        assert sum(n for step in runner.steps for _, n in step) == shared + 4 * 7
+        streams = [done, *done.alternatives]
+        assert [each.index for each in streams] == [0, 1, 2, 3]
+        assert len({each.token_ids for each in streams}) == 4
+        assert [each.usage.cached_tokens for each in streams] == [0, shared, shared, shared]
+        # The first stream is the reply of n=1 with that seed; every stream repeats itself.
+        assert engine.generate([prompt], params.but(n=1))[0].token_ids == done.token_ids
+        assert engine.generate([prompt], params)[0].alternatives[2].token_ids == done.alternatives[2].token_ids
+
+
+def test_chunks_of_forked_streams_add_up():
+    engine, _ = make_engine()
+    with engine:
+        handle = engine.submit(prompt_of(9), SamplingParams(max_tokens=5, n=3, seed=1))
+        collected: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        ends = []
+        for chunk in handle:
+            collected[chunk.index] += chunk.token_ids
+            ends += [chunk.index] if chunk.finish_reason else []
+        done = handle.result()
+        assert sorted(ends) == [0, 1, 2]
+        assert [tuple(collected[i]) for i in range(3)] == [each.token_ids for each in (done, *done.alternatives)]
+
+
+def test_stop_ids_end_a_reply_and_ignore_eos_does_not():
+    prompt = prompt_of(8)
+    reply = greedy_reply(prompt, 6)
+    engine, _ = make_engine(model=FakeModel(stop_token_ids=frozenset({reply[2]})))
+    with engine:
+        params = SamplingParams(max_tokens=6, temperature=0)
+        stopped = engine.generate([prompt], params)[0]
+        first = reply.index(reply[2])
+        assert (list(stopped.token_ids), stopped.finish_reason) == (reply[: first + 1], "stop")
+        assert list(engine.generate([prompt], params.but(ignore_eos=True))[0].token_ids) == reply
+        own = engine.generate([prompt], params.but(ignore_eos=True, stop_token_ids=[reply[0]]))[0]
+        assert (list(own.token_ids), own.finish_reason) == (reply[:1], "stop")
+
+
+def test_no_stop_before_min_tokens():
+    prompt = prompt_of(8)
+    first = greedy_reply(prompt, 1)[0]
+    engine, _ = make_engine(model=FakeModel(stop_token_ids=frozenset({first})))
+    with engine:
+        done = engine.generate([prompt], SamplingParams(max_tokens=4, min_tokens=3, temperature=0))[0]
+        assert len(done.token_ids) >= 3
+        assert first not in done.token_ids[:3]
+
+
+def test_seeds_repeat_and_come_from_the_engine_if_none_is_given():
+    prompt, params = prompt_of(6), SamplingParams(max_tokens=12)
+
+    def replies(seed: int) -> list[tuple[int, ...]]:
+        engine, _ = make_engine(seed=seed)
+        with engine:
+            return [each.token_ids for each in engine.generate([prompt] * 3, params)]
+
+    assert replies(1) == replies(1)
+    assert replies(1) != replies(2)
+    assert len(set(replies(1))) == 3
+
+
+def test_logprobs_stand_beside_every_token():
+    engine, _ = make_engine()
+    with engine:
+        done = engine.generate([prompt_of(5), prompt_of(6)], [GREEDY.but(logprobs=2), GREEDY])
+        assert done[1].logprobs is None
+        assert done[0].logprobs is not None
+        assert [entry.top[0][0] for entry in done[0].logprobs] == list(done[0].token_ids)
+        assert all(entry.chosen == entry.top[0][1] < 0 for entry in done[0].logprobs)
+
+
+def test_a_reply_ends_where_the_context_does():
+    engine, _ = make_engine(model=FakeModel(max_length=20))
+    with engine:
+        done = engine.generate([prompt_of(15)], GREEDY.but(max_tokens=100))[0]
+        assert (len(done.token_ids), done.finish_reason) == (5, "length")
+        with pytest.raises(PromptTooLong, match="20 tokens"):
+            engine.submit(prompt_of(20))
+
+
+def test_a_pool_can_be_filled_to_its_last_slot():
+    engine, _ = make_engine(num_blocks=5, block_size=4)
+    with engine:
+        for length in (19, 13, 18, 16, 19):  # hits that end inside a block must not make it too small
+            prompt = prompt_of(length)
+            done = engine.generate([prompt], GREEDY.but(max_tokens=100))[0]
+            assert list(done.token_ids) == greedy_reply(prompt, 20 - length)
+            check(engine)
+        with pytest.raises(PromptTooLong, match="the pool holds 20"):
+            engine.submit(prompt_of(20))
+        with pytest.raises(PromptTooLong, match="7 blocks of 4 tokens, and the pool has 5"):
+            engine.submit(prompt_of(13), GREEDY.but(max_tokens=8, n=2))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_running_requests_never_run_out_of_blocks(seed):
+    rng = random.Random(seed)
+    size = rng.choice([1, 2, 4, 8])
+    engine, _ = make_engine(rng.randint(50, 120) // size, size, max_sequences=6, max_batch_tokens=16, prefill_chunk=7)
+    stems = [prompt_of(30, 100 + i) for i in range(3)]
+    limit = engine.context_limit // 2
+    with engine:
+        handles = []
+        for _ in range(60):
+            prompt = rng.choice(stems)[: rng.randint(1, min(30, limit - 8))] + prompt_of(
+                rng.randint(0, 4), rng.random()
+            )
+            params = GREEDY.but(max_tokens=rng.randint(1, 8), n=rng.choice([1, 1, 1, 2]))
+            try:
+                handles.append((prompt, params, engine.submit(prompt, params)))
+            except PromptTooLong:
+                assert params.n == 2
+        for prompt, params, handle in handles:
+            done = handle.result(timeout=60)
+            assert list(done.token_ids) == greedy_reply(prompt, params.max_tokens)
+        check(engine)
+
+
+def test_cancelling_waiting_and_running_requests_frees_what_they_held():
+    engine, runner = make_engine(max_sequences=2, max_batch_tokens=8, prefill_chunk=4)
+    runner.gate = threading.Semaphore(0)
+    with engine:
+        decoding = engine.submit(prompt_of(3, 1), GREEDY.but(max_tokens=50))
+        assert runner.began.acquire(timeout=10)
+        prefilling = engine.submit(prompt_of(40, 2), GREEDY)
+        waiting = engine.submit(prompt_of(5, 3), GREEDY)
+        runner.gate.release(2)
+        for _ in range(2):
+            assert runner.began.acquire(timeout=10)
+        for handle in (waiting, prefilling, decoding):
+            handle.cancel()
+        runner.gate.release(1000)
+        for handle in (waiting, prefilling, decoding):
+            with pytest.raises(RequestCancelled):
+                handle.result(timeout=10)
+        assert len(list(decoding)) >= 1  # what was computed can still be read; then iteration just ends
+        check(engine)
+        assert engine.stats().cancelled == 3
+        assert engine.probe(prompt_of(40, 2)).matched > 0  # what was computed stays cached
+        assert list(engine.generate([prompt_of(5, 3)], GREEDY)[0].token_ids) == greedy_reply(prompt_of(5, 3), 6)
+        decoding.cancel()  # at the end it does nothing
+
+
+def test_an_exception_in_a_step_fails_its_requests_and_nothing_else():
+    broken = [False]
+
+    def fault(chunks):
+        if broken[0] and any(len(chunk.tokens) == 13 for chunk in chunks):
+            broken[0] = False
+            raise RuntimeError("no memory left on the device")
+
+    engine, _ = make_engine(fault=fault)
+    with engine:
+        before = engine.generate([prompt_of(9)], GREEDY)[0]
+        broken[0] = True
+        handle = engine.submit(prompt_of(13, 5), GREEDY)
+        with pytest.raises(RequestFailed, match="no memory left") as caught:
+            handle.result(timeout=10)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        with pytest.raises(RequestFailed):
+            list(handle)
+        check(engine)
+        assert engine.probe(prompt_of(13, 5)).matched == 0  # nothing of the broken step was published
+        assert engine.generate([prompt_of(9)], GREEDY)[0].token_ids == before.token_ids
+        assert list(engine.generate([prompt_of(13, 5)], GREEDY)[0].token_ids) == greedy_reply(prompt_of(13, 5), 6)
+        assert engine.stats().failed == 1
+
+
+def test_closing_ends_what_runs():
+    engine, runner = make_engine(max_sequences=1, max_batch_tokens=8)
+    runner.gate = threading.Semaphore(0)
+    running = engine.submit(prompt_of(3), GREEDY.but(max_tokens=100))
+    waiting = engine.submit(prompt_of(4), GREEDY)
+    assert runner.began.acquire(timeout=10)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    runner.gate.release(1000)
+    closing.join(timeout=10)
+    assert not closing.is_alive()
+    for handle in (running, waiting):
+        with pytest.raises(EngineClosed):
+            handle.result(timeout=10)
+        with pytest.raises(EngineClosed):
+            list(handle)
+        handle.cancel()
+    engine.close()
+    for call in (lambda: engine.submit([1]), lambda: engine.generate([[1]]), engine.stats, engine.clear_cache):
+        with pytest.raises(EngineClosed, match="closed"):
+            call()
+
+
+def test_a_forgotten_engine_ends_its_thread():
+    engine, _ = make_engine()
+    engine.generate([[1, 2]], GREEDY)
+    thread, gone = engine._worker._thread, weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_interrupting_generate_cancels_what_runs(monkeypatch):
+    engine, _ = make_engine()
+    with engine:
+
+        def interrupted(self, timeout=None):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr("radixkv.engine.handle.Handle.result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate([prompt_of(5), prompt_of(6)], GREEDY.but(max_tokens=200, ignore_eos=True))
+        check(engine)
+        stats = engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.cancelled + stats.finished == 2
+
+
+def test_warm_computes_and_pins():
+    engine, _ = make_engine(num_blocks=16)
+    with engine:
+        prompt = prompt_of(20)
+        with engine.warm(prompt, pin=True) as warmed:
+            assert (warmed.usage.computed_tokens, warmed.usage.output_tokens, warmed.pinned_tokens) == (20, 0, 20)
+            assert engine.stats().cache.pinned_blocks == 5
+            engine.generate([prompt_of(30, seed) for seed in range(5)], GREEDY)  # pressure
+            assert engine.probe(prompt).matched == 20
+            assert engine.warm(prompt).usage.computed_tokens == 0
+            with pytest.raises(PinBudgetExceeded):
+                engine.warm(prompt_of(30, 9), pin=True)
+        assert engine.stats().cache.pinned_blocks == 0
+        with pytest.raises(InvalidInput, match="pin=True"):
+            engine.warm(prompt, ttl=3.0)
+        check(engine)
+
+
+def test_a_prompt_that_pins_leave_no_room_for_is_refused_with_the_numbers():
+    engine, _ = make_engine(num_blocks=10)
+    with engine:
+        engine.warm(prompt_of(20), pin=True)
+        with pytest.raises(PromptTooLong, match="takes 9 blocks; of the pool's 10, 5 are pinned"):
+            engine.generate([prompt_of(30, 1)], GREEDY)
+        assert list(engine.generate([prompt_of(10, 1)], GREEDY)[0].token_ids) == greedy_reply(prompt_of(10, 1), 6)
+        check(engine)
+
+
+def test_probe_changes_nothing_and_gives_the_reason():
+    engine, _ = make_engine()
+    with engine:
+        prompt = prompt_of(10)
+        assert engine.probe(prompt).reason == "never_seen"
+        engine.warm(prompt)
+        before = engine.stats().cache
+        found = engine.probe([*prompt[:7], 48, 48])
+        assert (found.matched, found.reason, found.diverged_at) == (7, "diverged", 7)
+        assert engine.stats().cache == before
+
+
+def test_demoted_prompts_go_first():
+    engine, _ = make_engine(num_blocks=20)
+    with engine:
+        old, new = prompt_of(30, 1), prompt_of(30, 2)
+        for prompt in (old, new):
+            engine.warm(prompt)
+        engine.demote(new, keep=10)
+        engine.warm(prompt_of(30, 3))
+        assert engine.probe(old).matched == 30
+        assert 10 <= engine.probe(new).matched < 30
+        check(engine)
+
+
+def test_clear_cache_forgets_everything():
+    engine, _ = make_engine()
+    with engine:
+        engine.warm(prompt_of(30))
+        engine.clear_cache()
+        stats = engine.stats()
+        assert stats.cache.free_blocks == stats.cache.num_blocks
+        assert engine.probe(prompt_of(30)).matched == 0
+
+
+def test_stats_add_up():
+    engine, runner = make_engine()
+    with engine:
+        prompts = [prompt_of(20)[:n] for n in (5, 12, 20, 20)]
+        done = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
+        stats = engine.stats()
+        assert stats.finished == stats.requests == 4
+        assert stats.steps == len(runner.steps)
+        assert stats.prompt_tokens == sum(each.usage.prompt_tokens for each in done) == 57
+        assert stats.cached_tokens == sum(each.usage.cached_tokens for each in done) == stats.cache.hit_tokens
+        assert stats.computed_tokens == sum(each.usage.computed_tokens for each in done)
+        assert stats.output_tokens == 24
+        assert stats.hit_rate == stats.cache.hit_rate == stats.cached_tokens / 57
+        assert all(0 < each.usage.ttft_s <= each.usage.total_s for each in done)
+
+
+def test_bad_prompts_have_named_errors():
+    engine, _ = make_engine()
+    with engine:
+        for prompt in ([], np.empty(0, np.int32)):
+            with pytest.raises(InvalidTokens, match="empty"):
+                engine.submit(prompt)
+        with pytest.raises(InvalidTokens, match=r"token 50 at position 1 .* 0\.\.49"):
+            engine.submit([1, 50])
+        with pytest.raises(InvalidTokens, match="token -1 at position 0"):
+            engine.submit([-1])
+        for prompt in ([1.5], [[1], [2]], [[1], [2, 3]], [True], [None], np.ones((2, 2), int)):
+            with pytest.raises(InvalidTokens):
+                engine.submit(prompt)
+        with pytest.raises(InvalidInput, match="no tokenizer"):
+            engine.submit("hello")
+        with pytest.raises(InvalidInput, match="need a tokenizer"):
+            engine.submit([1, 2], SamplingParams(stop="x"))
+        with pytest.raises(InvalidInput, match=r"engine.generate\(\[ids\]\)"):
+            engine.generate([1, 2, 3])
+        with pytest.raises(InvalidInput, match=r"engine.generate\(\[messages\]\)"):
+            engine.generate([{"role": "user", "content": "hi"}])
+        with pytest.raises(InvalidInput, match="wrap"):
+            engine.generate(np.array([1, 2]))
+        with pytest.raises(InvalidInput, match="2 sampling params for 1 prompts"):
+            engine.generate([[1]], [GREEDY, GREEDY])
+        with pytest.raises(InvalidInput, match="max_sequences"):
+            engine.submit([1], GREEDY.but(n=65))
+        assert engine.generate([]) == []
+        assert engine.stats().requests == 0
+
+
+def test_bad_limits_are_refused():
+    for limits in ({"max_sequences": 0}, {"prefill_chunk": 0}, {"max_sequences": 10, "max_batch_tokens": 9}):
+        with pytest.raises(InvalidInput, match="at least"):
+            make_engine(**limits)
