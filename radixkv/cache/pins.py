@@ -5,6 +5,7 @@ Knows nodes and a budget of blocks. Knows no sequence.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from types import TracebackType
 
@@ -81,25 +82,14 @@ class Pins:
         return list(self._pins.values())
 
     def blocks(self) -> set[int]:
-        """The blocks under pins, each once. O(pinned blocks)."""
-        blocks: set[int] = set()
-        seen: set[int] = set()
-        for node in self._pins.values():
-            for each in reversed(self._tree.path(node)):
-                if id(each) in seen:
-                    break
-                seen.add(id(each))
-                blocks.update(each.blocks)
-        return blocks
+        """The blocks of the pinned prefixes, each once. O(pinned blocks)."""
+        return set().union(*(self._tree.table(node) for node in self._pins.values()))
 
-    def refuse_over_budget(self, node: Node, length: int) -> None:
-        """PinBudgetExceeded if the blocks of the first `length` tokens of this path and those pinned before are too many."""
-        size = self._tree.pool.block_size
-        blocks = self.blocks().union(node.blocks[: -(-length // size) - node.start // size])
-        for each in self._tree.path(node)[:-1]:
-            blocks.update(each.blocks)
-        if len(blocks) > self._budget:
+    def refuse_over_budget(self, blocks: array[int]) -> None:
+        """PinBudgetExceeded if these blocks and those pinned before are more than the budget."""
+        total = len(self.blocks().union(blocks))
+        if total > self._budget:
             raise PinBudgetExceeded(
-                f"{len(blocks)} blocks would be pinned, the budget is {self._budget}: "
+                f"{total} blocks would be pinned, the budget is {self._budget}: "
                 "release pins, or give the cache a larger pin_budget"
             )

@@ -205,10 +205,27 @@ class PrefixCache:
         if node is None or not length:
             return Pin(None, None, 0, not raw, 0, None)
         self._pins.expire()
-        self._pins.refuse_over_budget(node, length)
+        blocks = self._tree.table(node)[: -(-length // self.block_size)]
+        self._pins.refuse_over_budget(blocks)
         if length < node.end:
             node = self._tree.split(node, length - node.start)
-        return self._pins.add(node, length, matched == len(raw), -(-length // self.block_size), ttl)
+        return self._pins.add(node, length, matched == len(raw), len(blocks), ttl)
+
+    def demote(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> None:
+        """Put what is cached of these tokens from `start` on at the cold end: first to go, not gone, and not a use of it.
+
+        For a branch that turned out dead after its sequence was closed. It reaches up from the end of `tokens` while nobody
+        holds, hits or branches off there; a later open undoes it.
+        """
+        raw = as_bytes(tokens)
+        _check_int("start", start)
+        root = self._root(namespace)
+        node, matched = (root, 0) if root is None else self._tree.match(root, raw)
+        refuse_negative(raw, matched)
+        if node is not None and matched == len(raw) == node.end * WIDTH and start < node.end:
+            if start > node.start:
+                self._tree.split(node, start - node.start)
+            self._demote(node, start)
 
     def clear(self) -> None:
         """Forget everything that nobody holds, ghosts included. Counts as no eviction."""
@@ -295,11 +312,11 @@ class PrefixCache:
         if self._observer is not None:
             self._observer.copied(sequence, source, target)
 
-    def _demote(self, node: Node) -> None:
-        """Put a finished tail at the cold end, upward while nothing else holds, hits or branches there."""
+    def _demote(self, node: Node, start: int = 0) -> None:
+        """Put a finished tail at the cold end, upward to `start` while nothing else holds, hits or branches there."""
         up = node
         while up.parent is not None and not up.locks and len(up.children) == (up is not node):
-            if up is not node and up.hits:
+            if up.start < start or (up is not node and up.hits):
                 return
             up.demoted = True
             if up.place is not None:
