@@ -66,7 +66,7 @@ class Story:
             self.world.close(self.world.live[0])
         while self.world.pins:
             self.world.release(self.world.pins[0])
-        self.world.assert_nothing_is_stranded()
+        self.world.assert_little_is_stranded()
         self.world.forget_what_is_gone()
         self.rng.choice((self.world.drain, self.world.clear, lambda: None))()
 

@@ -180,7 +180,9 @@ class World:
         assert least <= available
         self.note_plan(one, plan, list(tokens), must_stay_in_place=least == most)
         taken = self.taken(one, plan)
-        assert self.cache.free_blocks + self.cache.evictable_blocks == available - taken
+        left = self.cache.free_blocks + self.cache.evictable_blocks
+        stranded = len(self.live) + len(self.pins)  # evicting a branch may free a block that was stranded above it
+        assert 0 <= left - (available - taken) <= stranded, f"{taken} taken of {available}, {left} left"
         if taken <= stats.free_blocks:
             assert self.cache.stats().evicted_blocks == stats.evicted_blocks, "evicted without need"
         return True
@@ -277,8 +279,10 @@ class World:
         before = self.cache.stats()
         one.seq.truncate(length)
         one.tokens, one.published = one.tokens[:length], min(one.published, length)
-        assert one.seq.block_table.tolist() == one.table[: -(-length // self.block_size)]
-        one.table = one.seq.block_table.tolist()
+        whole, table = length // self.block_size, one.seq.block_table.tolist()
+        assert len(table) == -(-length // self.block_size)
+        assert table[:whole] == one.table[:whole]  # a part-filled last block may become an equal one
+        one.table = table
         assert self.cache.free_blocks >= before.free_blocks
         self.assert_sequence(one)
 
@@ -324,14 +328,18 @@ class World:
 
     def drain(self) -> None:
         """Take every block that is said to be there, and not one more: this evicts all that nobody holds."""
-        available = self.available()
-        flood = self.open("flood", [])
-        assert not self.extend(flood, [0] * (available * self.block_size + 1))
-        assert self.extend(flood, [0] * (available * self.block_size))
-        assert self.cache.free_blocks == self.cache.evictable_blocks == 0
+        flood, taken = self.open("flood", []), 0
+        first = self.available()
+        while available := self.available():
+            self.commit(flood, publish=False)
+            assert not self.extend(flood, [0] * (available * self.block_size + 1))
+            assert self.extend(flood, [0] * (available * self.block_size))
+            taken += available
+        stranded = len(self.live) - 1 + len(self.pins)
+        assert first <= taken <= first + stranded
         self.forget_what_nobody_holds()
         self.close(flood)
-        assert self.cache.free_blocks == available
+        assert self.cache.free_blocks == taken
 
     def wait(self, seconds: float) -> None:
         """Time passes; pins whose time is over are let go at the next `stats`."""
@@ -348,9 +356,9 @@ class World:
         while self.pins:
             self.release(self.pins[-1])
         self.verify()
-        self.assert_nothing_is_stranded()
+        self.assert_little_is_stranded()
         self.drain()
-        self.assert_nothing_is_stranded()
+        self.assert_little_is_stranded()
         assert self.cache.free_blocks == self.num_blocks
         self.cache.check()
 
@@ -386,7 +394,6 @@ class World:
         assert min(getattr(stats, gauge.name) for gauge in fields(CacheStats) if "blocks" in gauge.name) >= 0
         assert all(getattr(self.before, name) <= getattr(stats, name) for name in COUNTERS)
         assert self.known_blocks() <= stats.held_blocks
-        assert stats.held_blocks <= self.known_blocks() + len(self.live) + len(self.pins)
         assert stats.pinned_blocks <= stats.held_blocks
         self.before = stats
 
@@ -399,15 +406,21 @@ class World:
                 seen |= set(self.cache.match(pinned.tokens, pinned.namespace).blocks.tolist())
         return len(seen)
 
-    def assert_nothing_is_stranded(self) -> None:
-        """While nobody holds anything, each token that can be matched is stored once, in as few blocks as can be."""
-        assert not self.live
-        assert not self.pins
+    def assert_little_is_stranded(self) -> None:
+        """What can be matched is stored once, in as few blocks as can be, but for one per open sequence or pin.
+
+        So nothing is stranded while nobody holds anything.
+        """
         cached = {namespace: self.cached_texts(namespace, texts) for namespace, texts in self.texts.items()}
+        own = {block for one in self.live for block in one.table[one.published // self.block_size :]}
+        own |= {source for one in self.live if one.plan for source, _ in one.plan.copies}
         stats = self.cache.stats()
-        assert stats.held_blocks == stats.pinned_blocks == 0
-        assert stats.namespaces == sum(1 for texts in cached.values() if texts)
-        assert stats.cached_blocks == sum(texts.blocks(self.block_size) for texts in cached.values())
+        needed = sum(texts.blocks(self.block_size) for texts in cached.values()) + len(own)
+        assert stats.cached_blocks + stats.held_blocks <= needed + len(self.live) + len(self.pins)
+        if not self.live and not self.pins:
+            assert stats.held_blocks == stats.pinned_blocks == 0
+            assert stats.cached_blocks == needed
+            assert stats.namespaces == sum(1 for texts in cached.values() if texts)
 
     def cached_texts(self, namespace: Hashable, texts: Texts) -> Texts:
         cached = Texts()
