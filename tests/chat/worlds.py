@@ -12,7 +12,8 @@ from radixkv.chat import Engine
 from tests.engine.fakes import FakeModel, make_engine
 
 CHATML = """{%- if tools %}<|im_start|>system
-{{ messages[0].content if messages[0].role == 'system' }} Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>
+{{ messages[0].content if messages[0].role == 'system' }} Tools:
+{%- for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>
 {% elif messages[0].role == 'system' %}<|im_start|>system
 {{ messages[0].content }}<|im_end|>
 {% endif %}
@@ -51,7 +52,7 @@ def byte_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
 
 
 class Script:
-    """The next token of a reply, given the whole conversation; `reply` maps the last message's text to a text or to ids."""
+    """The next token of a reply, given the conversation; `reply` maps the last message's text to a text or to ids."""
 
     def __init__(self, tokenizer: Any, reply: Callable[[str], str | list[int]]) -> None:
         self.tokenizer, self.reply = tokenizer, reply

@@ -1,0 +1,40 @@
+"""The public surface: what `radixkv` exports, sorted, and without torch until it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import radixkv
+
+
+def test_the_public_names_are_these():
+    assert radixkv.__all__ == sorted(radixkv.__all__)
+    assert radixkv.__all__ == [
+        "CacheStats",
+        "ChatSession",
+        "Chunk",
+        "Completion",
+        "Engine",
+        "EngineStats",
+        "Explanation",
+        "Handle",
+        "PrefixCache",
+        "RadixKVError",
+        "Reply",
+        "ReplyStream",
+        "SamplingParams",
+        "ToolCall",
+        "ToolResult",
+        "Usage",
+        "Warmed",
+        "__version__",
+    ]
+    assert all(hasattr(radixkv, name) for name in radixkv.__all__)
+    assert set(radixkv.__all__) <= set(dir(radixkv))
+    assert not hasattr(radixkv, "Nonsense")
+
+
+def test_importing_radixkv_imports_no_torch():
+    code = "import sys, radixkv, radixkv.errors, radixkv.cache; radixkv.PrefixCache; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
