@@ -174,7 +174,7 @@ def test_forks_share_the_past_and_part_ways():
         streams = [agent.stream(f"task {n}") for n, agent in enumerate(agents)]  # eight at once
         for n, stream in enumerate(streams):
             assert stream.wait().text == f"You said task {n}!"
-            assert stream.reply.usage.cached_tokens == len(past) - 1
+            assert stream.reply.usage.cached_tokens >= len(past) - 1  # more if another's "task" was there before
         assert chat.token_ids == past
         assert [len(agent.history) for agent in agents] == [5] * 8
         for agent in agents:
