@@ -1,0 +1,323 @@
+"""Who goes first: trims block by block, the policies, inheritance, hints and priorities."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from radixkv.cache import POLICIES, Hint, PrefixCache
+from tests.cache.verbs import cached, held, prompt, publish
+
+ALL = ("lru", "fifo", "lfu", "slru")
+
+
+def flood(cache: PrefixCache, blocks: int) -> None:
+    """Take `blocks` blocks for a moment, which evicts what free blocks do not cover."""
+    seq = cache.open([], "flood")
+    seq.extend([0] * (blocks * cache.block_size))
+    seq.close()
+
+
+def goes_first(cache: PrefixCache, texts: list[list[int]]) -> list[int]:
+    """The order in which whole texts vanish when the pool is squeezed block by block."""
+    order: list[int] = []
+    total = cache.free_blocks + cache.evictable_blocks
+    for blocks in range(cache.free_blocks + 1, total + 1):
+        flood(cache, blocks)
+        order += [i for i, text in enumerate(texts) if i not in order and not cached(cache, text)]
+    return order
+
+
+class TestEveryPolicy:
+    def test_is_in_the_table(self) -> None:
+        assert set(ALL) <= set(POLICIES)
+
+    @pytest.mark.parametrize("policy", ALL)
+    def test_evicts_nothing_without_need(self, policy: str) -> None:
+        cache = PrefixCache(8, 4, policy)
+        publish(cache, prompt(1, 16))
+        flood(cache, 4)
+        assert cached(cache, prompt(1, 16)) == 16
+        assert cache.stats().evicted_blocks == 0
+
+    @pytest.mark.parametrize("policy", ALL)
+    @pytest.mark.parametrize("length", [16, 14])
+    def test_trims_a_leafs_tail_block_by_block(self, policy: str, length: int) -> None:
+        cache = PrefixCache(8, 4, policy)
+        publish(cache, prompt(1, length))
+        for taken, left in ((5, 12), (6, 8), (7, 4), (8, 0)):
+            flood(cache, taken)
+            assert cached(cache, prompt(1, length)) == left
+            cache.check()
+        assert cache.stats().evicted_tokens == length
+        assert cache.stats().evicted_blocks == 4
+
+    @pytest.mark.parametrize("policy", ALL)
+    def test_never_touches_what_is_held(self, policy: str) -> None:
+        cache = PrefixCache(8, 4, policy)
+        publish(cache, prompt(1, 16))
+        reader = cache.open(prompt(1, 6))
+        flood(cache, cache.free_blocks + cache.evictable_blocks)
+        assert 6 <= cached(cache, prompt(1, 16)) <= 8  # what shares a held block may stay with it
+        assert reader.tokens.tolist() == prompt(1, 6)
+
+    @pytest.mark.parametrize("policy", ALL)
+    def test_takes_branches_before_their_trunk(self, policy: str) -> None:
+        cache = PrefixCache(12, 4, policy)
+        trunk = prompt(1, 8)
+        publish(cache, trunk + [50] * 8)
+        publish(cache, trunk + [60] * 8)
+        flood(cache, 10)
+        assert cached(cache, trunk) == 8
+        flood(cache, 11)
+        assert cached(cache, trunk) == 4
+
+    @pytest.mark.parametrize("policy", ALL)
+    def test_goes_by_age_among_equals(self, policy: str) -> None:
+        cache = PrefixCache(8, 4, policy)
+        texts = [prompt(i, 8) for i in range(4)]
+        for text in texts:
+            publish(cache, text)
+        assert goes_first(cache, texts) == [0, 1, 2, 3]
+
+
+class TestLru:
+    def test_spares_what_was_used_last(self) -> None:
+        cache = PrefixCache(8, 4, "lru")
+        texts = [prompt(i, 8) for i in range(4)]
+        for i in (0, 1, 2, 3, 1, 0):
+            publish(cache, texts[i])
+        assert goes_first(cache, texts) == [2, 3, 1, 0]
+
+    def test_does_not_count_a_match_or_an_explanation_as_use(self) -> None:
+        cache = PrefixCache(8, 4, "lru")
+        texts = [prompt(i, 8) for i in range(4)]
+        for text in texts:
+            publish(cache, text)
+        cache.match(texts[0])
+        cache.explain(texts[0])
+        assert goes_first(cache, texts) == [0, 1, 2, 3]
+
+    def test_counts_the_close_as_use(self) -> None:
+        cache = PrefixCache(8, 4, "lru")
+        texts = [prompt(i, 8) for i in range(4)]
+        first = held(cache, texts[0])
+        for text in texts[1:]:
+            publish(cache, text)
+        first.close()
+        assert goes_first(cache, texts) == [1, 2, 3, 0]
+
+    def test_is_the_default(self) -> None:
+        cache = PrefixCache(4, 4)
+        texts = [prompt(i, 8) for i in range(2)]
+        for i in (0, 1, 0):
+            publish(cache, texts[i])
+        assert goes_first(cache, texts) == [1, 0]
+
+    def test_a_trunk_is_as_young_as_the_branch_it_lost(self) -> None:
+        """The branch went under a high demand, just after use; its trunk must not go before an older text."""
+        cache = PrefixCache(12, 4, "lru")
+        trunk, other = prompt(1, 8), prompt(2, 8)
+        publish(cache, trunk + [50] * 4)
+        publish(cache, other)
+        publish(cache, trunk + [60] * 4, hint=Hint(done=True))
+        # order of leaves now: the done branch, the old branch, `other`, and the trunk with the age of its last use
+        flood(cache, 12 - 4)
+        assert cached(cache, trunk) == 8
+        flood(cache, 12 - 2)
+        assert cached(cache, other) == 0
+        assert cached(cache, trunk) == 8
+
+
+@dataclass
+class NaiveLru:
+    """LRU over single tokens: each remembers when it was last passed; the least recent childless one goes."""
+
+    room: int
+    children: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
+    touched: dict[tuple[int, ...], int] = field(default_factory=dict)
+    now: int = 0
+
+    def serve(self, text: tuple[int, ...]) -> int:
+        hit = 0
+        while hit < len(text) and text[: hit + 1] in self.touched:
+            hit += 1
+        self.touch(text, hit)
+        while len(self.touched) + len(text) - hit > self.room:
+            self.evict(kept=text[:hit])
+        self.touch(text, len(text))
+        return hit
+
+    def touch(self, text: tuple[int, ...], length: int) -> None:
+        self.now += 1
+        for end in range(1, length + 1):
+            self.touched[text[:end]] = self.now
+            self.children.setdefault(text[: end - 1], set()).add(text[end - 1])
+
+    def evict(self, kept: tuple[int, ...]) -> None:
+        leaves = (text for text in self.touched if not self.children.get(text) and kept[: len(text)] != text)
+        victim = min(leaves, key=lambda text: self.touched[text])
+        del self.touched[victim]
+        self.children[victim[:-1]].discard(victim[-1])
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_lru_hits_exactly_what_a_naive_lru_hits(block_size: int, seed: int) -> None:
+    """Serial requests, whole blocks only: each recorded token stands for one block, at every block size."""
+    rng = random.Random(seed)
+    room = rng.choice((6, 15, 40))
+    cache, naive = PrefixCache(room, block_size), NaiveLru(room)
+    said: list[tuple[int, ...]] = [()]
+    hits = 0
+    for _ in range(500):
+        start = rng.choice(said[-12:])
+        text = start[: rng.randint(0, len(start))] + tuple(rng.randrange(3) for _ in range(rng.randint(1, 5)))
+        text = text[-room:] if rng.random() < 0.1 else text[:room]
+        said.append(text)
+        blocks = [token for token in text for _ in range(block_size)]
+        expected = naive.serve(text)
+        assert publish(cache, blocks) == expected * block_size
+        hits += expected
+    cache.check()
+    assert hits > 100
+    assert cache.stats().evicted_blocks > 100
+
+
+class TestFifo:
+    def test_goes_by_arrival_whatever_is_used(self) -> None:
+        cache = PrefixCache(8, 4, "fifo")
+        texts = [prompt(i, 8) for i in range(4)]
+        for i in (0, 1, 2, 3, 1, 0, 0, 1):
+            publish(cache, texts[i])
+        assert goes_first(cache, texts) == [0, 1, 2, 3]
+
+
+class TestLfu:
+    def test_goes_by_hits_then_by_age(self) -> None:
+        cache = PrefixCache(8, 4, "lfu")
+        texts = [prompt(i, 8) for i in range(4)]
+        for i in (0, 0, 0, 1, 2, 2, 3, 3, 2):
+            publish(cache, texts[i])
+        # hits: 0 has two, 1 none, 2 two (later than 0), 3 one
+        assert goes_first(cache, texts) == [1, 3, 0, 2]
+
+    def test_a_trunk_has_the_hits_of_the_branch_it_lost(self) -> None:
+        cache = PrefixCache(8, 4, "lfu")
+        trunk, other = prompt(1, 8), prompt(2, 8)
+        for _ in range(4):
+            publish(cache, trunk + [50] * 4)
+        publish(cache, other)
+        publish(cache, other)
+        flood(cache, 8 - 3)
+        assert cached(cache, other) == 0
+        assert cached(cache, trunk) == 8
+
+
+class TestSlru:
+    def test_a_scan_does_not_wash_out_what_was_hit_twice(self) -> None:
+        def survives(policy: str) -> bool:
+            cache = PrefixCache(16, 4, policy)
+            favourite = prompt(1, 16)
+            for _ in range(3):
+                publish(cache, favourite)
+            for name in range(2, 12):
+                publish(cache, prompt(name, 16))
+            return cached(cache, favourite) == 16
+
+        assert survives("slru")
+        assert not survives("lru")
+
+    def test_goes_by_use_within_the_newcomers(self) -> None:
+        cache = PrefixCache(8, 4, "slru")
+        texts = [prompt(i, 8) for i in range(4)]
+        for i in (0, 1, 2, 3, 0):
+            publish(cache, texts[i])
+        assert goes_first(cache, texts) == [1, 2, 3, 0]
+
+
+class TestDone:
+    def test_goes_first_but_is_not_gone(self) -> None:
+        cache = PrefixCache(8, 4)
+        texts = [prompt(i, 8) for i in range(4)]
+        for i, text in enumerate(texts):
+            publish(cache, text, hint=Hint(done=i == 2))
+        assert cached(cache, texts[2]) == 8
+        assert cache.evictable_blocks == 8
+        assert goes_first(cache, texts) == [2, 0, 1, 3]
+
+    @pytest.mark.parametrize("policy", ALL)
+    def test_goes_first_under_every_policy(self, policy: str) -> None:
+        cache = PrefixCache(8, 4, policy)
+        texts = [prompt(i, 8) for i in range(4)]
+        for text in texts:
+            publish(cache, text)
+        publish(cache, texts[3], hint=Hint(done=True))
+        assert goes_first(cache, texts)[0] == 3
+
+    def test_is_forgotten_at_the_next_open(self) -> None:
+        cache = PrefixCache(8, 4)
+        texts = [prompt(i, 8) for i in range(4)]
+        for i, text in enumerate(texts):
+            publish(cache, text, hint=Hint(done=i == 2))
+        publish(cache, texts[2])
+        assert goes_first(cache, texts) == [0, 1, 3, 2]
+
+    def test_means_only_the_tail_that_nobody_shares(self) -> None:
+        cache = PrefixCache(12, 4)
+        trunk, other = prompt(1, 8), prompt(2, 8)
+        publish(cache, other)
+        publish(cache, trunk + [50] * 8)
+        publish(cache, trunk + [60] * 8, hint=Hint(done=True))
+        flood(cache, 12 - 6)
+        assert cached(cache, trunk + [60] * 8) == 8
+        assert cached(cache, trunk + [50] * 8) == 16
+        assert cached(cache, other) == 8
+        flood(cache, 12 - 4)
+        assert cached(cache, other) == 0
+        assert cached(cache, trunk) == 8
+
+    def test_means_nothing_while_somebody_else_holds_it(self) -> None:
+        cache = PrefixCache(8, 4)
+        texts = [prompt(i, 8) for i in range(3)]
+        publish(cache, texts[0])
+        one, two = held(cache, texts[1]), held(cache, texts[1])
+        publish(cache, texts[2])
+        one.close(Hint(done=True))
+        two.close()
+        assert goes_first(cache, texts) == [0, 2, 1]
+
+    def test_reaches_up_a_whole_chain_of_turns(self) -> None:
+        """A session of several turns, each its own sequence: done means all of it, as nothing else branches there."""
+        cache = PrefixCache(12, 4)
+        other = prompt(9, 8)
+        publish(cache, other)
+        for length in (8, 16, 24):
+            publish(cache, prompt(1, length), hint=Hint(done=length == 24))
+        flood(cache, 12 - 2)
+        assert cached(cache, other) == 8
+        assert cached(cache, prompt(1, 24)) == 0
+
+
+class TestPriority:
+    @pytest.mark.parametrize("policy", ALL)
+    def test_higher_stays_longer(self, policy: str) -> None:
+        cache = PrefixCache(8, 4, policy)
+        texts = [prompt(i, 8) for i in range(4)]
+        for text, priority in zip(texts, (2, 0, 1, -1), strict=True):
+            publish(cache, text, priority=priority)
+        assert goes_first(cache, texts) == [3, 1, 2, 0]
+
+    def test_comes_before_done(self) -> None:
+        cache = PrefixCache(4, 4)
+        texts = [prompt(0, 8), prompt(1, 8)]
+        publish(cache, texts[0], priority=1, hint=Hint(done=True, priority=1))
+        publish(cache, texts[1])
+        assert goes_first(cache, texts) == [1, 0]
+
+    def test_can_be_given_at_the_close(self) -> None:
+        cache = PrefixCache(4, 4)
+        texts = [prompt(0, 8), prompt(1, 8)]
+        publish(cache, texts[0], hint=Hint(priority=1))
+        publish(cache, texts[1])
+        assert goes_first(cache, texts) == [1, 0]

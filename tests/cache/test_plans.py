@@ -1,0 +1,228 @@
+"""Plans: reserved, then written, then committed; many at a time, copies in any order, closes in between."""
+
+import numpy as np
+import pytest
+
+from radixkv.cache import PrefixCache
+from radixkv.errors import OutOfBlocks, PlanPending
+from tests.cache.freeze import freeze
+from tests.cache.verbs import cached, held, prompt, publish
+from tests.cache.world import World
+
+
+class TestAPlan:
+    @pytest.mark.parametrize("block_size", [1, 2, 3, 16])
+    def test_names_a_slot_for_each_token(self, block_size: int) -> None:
+        cache = PrefixCache(100, block_size)
+        seq = cache.open([])
+        for count in (1, 5, 16, 17, 2):
+            start = seq.length
+            plan = seq.extend(list(range(count)))
+            where = np.arange(start, start + count)
+            table = seq.block_table.astype(np.int64)
+            assert plan.slots.tolist() == (table[where // block_size] * block_size + where % block_size).tolist()
+            assert plan.slots.dtype == np.int64
+            seq.commit()
+
+    def test_keeps_length_and_tokens_until_it_is_committed(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = cache.open([])
+        seq.extend([1, 2, 3, 4, 5])
+        assert (seq.length, seq.tokens.tolist(), len(seq.block_table)) == (0, [], 2)
+        seq.commit()
+        assert (seq.length, seq.tokens.tolist(), len(seq.block_table)) == (5, [1, 2, 3, 4, 5], 2)
+
+    def test_of_nothing_is_empty(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = held(cache, [1, 2, 3])
+        plan = seq.extend([])
+        assert (len(plan.slots), plan.copies, plan.slots.dtype) == (0, [], np.int64)
+        seq.commit()
+        assert seq.length == 3
+        assert cache.free_blocks == 7
+
+    def test_of_nothing_needs_no_room(self) -> None:
+        cache = PrefixCache(1, block_size=4)
+        seq = held(cache, [1, 2, 3, 4])
+        seq.extend([])
+        seq.commit()
+        with pytest.raises(OutOfBlocks):
+            seq.extend([5])
+
+    def test_is_one_at_a_time(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = held(cache, [1, 2, 3])
+        seq.extend([4, 5])
+        before = freeze(cache, seq)
+        for verb in (lambda: seq.extend([6]), seq.fork, lambda: seq.truncate(1)):
+            with pytest.raises(PlanPending):
+                verb()
+            assert freeze(cache, seq) == before
+        seq.commit()
+        assert seq.extend([6]).slots.tolist() == [seq.block_table[1] * 4 + 1]
+
+    def test_copies_at_most_the_last_block(self) -> None:
+        cache = PrefixCache(32, block_size=4)
+        publish(cache, list(range(18)))
+        seq = cache.open(list(range(10)))
+        old = seq.block_table.tolist()
+        plan = seq.extend([50] * 9)
+        assert plan.copies == [(old[2], seq.block_table[2])]
+        assert seq.block_table.tolist()[:2] == old[:2]
+
+    def test_at_a_block_edge_copies_nothing(self) -> None:
+        cache = PrefixCache(32, block_size=4)
+        publish(cache, list(range(18)))
+        assert cache.open(list(range(8))).extend([50] * 9).copies == []
+
+
+class TestVoidPlans:
+    def test_give_their_blocks_back(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        publish(cache, list(range(6)))
+        seq = cache.open(list(range(5)))
+        assert len(seq.extend([9] * 12).copies) == 1
+        assert cache.free_blocks == 2
+        seq.close()
+        assert (cache.free_blocks, cache.evictable_blocks) == (6, 2)
+        cache.check()
+
+    def test_publish_nothing(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = cache.open([])
+        seq.extend([1, 2, 3])
+        seq.close()
+        assert cached(cache, [1, 2, 3]) == 0
+
+    def test_leave_the_fill_mark_where_it_was(self) -> None:
+        """Another step may have run the void plan's writes already: who appends next must not rely on those slots."""
+        cache = PrefixCache(8, block_size=8)
+        publish(cache, [1, 2, 3])
+        one, two, three = (cache.open([1, 2, 3]) for _ in range(3))
+        assert one.extend([4]).copies == []
+        one.close()
+        assert len(two.extend([5]).copies) == 1
+        two.close()
+        assert three.extend([6]).copies == []  # alone again
+
+    def test_may_have_run_already(self) -> None:
+        world = World(16, 8, exact=True)
+        first = world.open(None, [])
+        world.extend(first, [1, 2, 3])
+        world.step()
+        one, two = world.open(None, [1, 2, 3]), world.open(None, [1, 2, 3])
+        world.extend(one, [4, 5])
+        world.extend(two, [6, 7])
+        world.execute([one])
+        world.close(one)
+        world.verify()
+        world.step()
+        world.verify()
+        world.wind_down()
+
+
+class TestManyPlans:
+    def test_run_in_one_batch(self) -> None:
+        world = World(200, 16, exact=True)
+        first = world.open(None, [])
+        world.extend(first, [7] * 40)
+        world.step()
+        readers = [world.open(None, [7] * length) for length in range(20, 40)]
+        for number, reader in enumerate(readers):
+            assert world.extend(reader, [number] * 20)
+        world.step()
+        world.verify()
+        world.wind_down()
+
+    def test_hold_their_sources_through_closes_and_evictions(self) -> None:
+        """The source of a pending copy is let go by everybody else, and the pool is asked for every block it has."""
+        world = World(8, 8)
+        first = world.open(None, [])
+        world.extend(first, [1, 2, 3, 4])
+        world.step()
+        reader = world.open(None, [1, 2])
+        world.extend(reader, [9])
+        assert reader.plan is not None
+        [(source, _)] = reader.plan.copies
+        world.close(first)
+        world.clear()
+        flood = world.open("flood", [])
+        assert world.extend(flood, [0] * 8 * world.available())
+        assert source not in flood.table
+        world.execute([flood, reader])
+        world.commit(reader)
+        world.commit(flood)
+        world.verify()
+        world.wind_down()
+
+    def test_let_go_of_their_sources_when_committed(self) -> None:
+        cache = PrefixCache(8, block_size=8)
+        publish(cache, [1, 2, 3, 4])
+        reader = cache.open([1, 2])
+        reader.extend([9])
+        reader.commit()
+        reader.close()
+        cache.clear()
+        assert cache.free_blocks == 8
+
+    def test_that_are_void_let_go_of_their_sources(self) -> None:
+        cache = PrefixCache(8, block_size=8)
+        publish(cache, [1, 2, 3, 4])
+        reader = cache.open([1, 2])
+        reader.extend([9])
+        reader.close()
+        cache.clear()
+        assert cache.free_blocks == 8
+
+
+class TestOutOfBlocks:
+    def test_leaves_everything_as_it_was(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        publish(cache, prompt(1, 12))
+        seq = held(cache, prompt(2, 6))
+        cache.stats()
+        before = freeze(cache, seq)
+        with pytest.raises(OutOfBlocks):
+            seq.extend([1] * 27)
+        assert freeze(cache, seq) == before
+        assert cached(cache, prompt(1, 12)) == 12
+        assert len(seq.extend([1] * 26).slots) == 26
+
+    def test_counts_the_block_that_a_copy_needs(self) -> None:
+        cache = PrefixCache(2, block_size=4)
+        other = held(cache, [1, 2, 3])
+        reader = cache.open([1, 2])
+        blocker = cache.open([])
+        blocker.extend([5])
+        with pytest.raises(OutOfBlocks):
+            reader.extend([9])
+        blocker.close()
+        assert len(reader.extend([9]).copies) == 1
+        other.close()
+
+    def test_says_what_is_there_and_what_was_asked(self) -> None:
+        cache = PrefixCache(3, block_size=4)
+        seq = cache.open([])
+        with pytest.raises(OutOfBlocks, match=r"25"):
+            seq.extend([1] * 100)
+
+    def test_comes_only_when_the_last_block_is_gone(self) -> None:
+        cache = PrefixCache(4, block_size=1)
+        seq = cache.open([])
+        for token in range(4):
+            seq.extend([token])
+            seq.commit()
+        with pytest.raises(OutOfBlocks):
+            seq.extend([4])
+        seq.truncate(3)
+        seq.extend([4])
+        seq.commit()
+        assert seq.tokens.tolist() == [0, 1, 2, 4]
+
+    def test_what_others_cached_makes_room(self) -> None:
+        cache = PrefixCache(4, block_size=4)
+        publish(cache, prompt(1, 16))
+        seq = cache.open([])
+        assert len(seq.extend([5] * 16).slots) == 16
+        assert cached(cache, prompt(1, 16)) == 0
+        assert cache.stats().evicted_blocks == 4
