@@ -159,4 +159,4 @@ class KVStore:
             self._workspaces[workspace] = space
         out = space[: index.numel() * width].view(-1, width)
         torch.index_select(memory.view(-1, width), 0, index.view(-1), out=out)
-        return out.view(math.prod(index.shape[:-1]), -1 if len(out) else 0, dim).to(self.compute_dtype)
+        return out.view(math.prod(index.shape[:-1]), index.shape[-1] * self.block_size, dim).to(self.compute_dtype)

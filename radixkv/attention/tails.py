@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -110,27 +111,32 @@ class TailBatch:
         self._plan_scores(layout, tails, number, store)
 
     def _plan_gather(self, layout: Layout, tails: Int, number: Int, store: KVStore) -> None:
-        """Which blocks to gather for each tail, padded with any; which of the columns that yields hold keys."""
-        depth = int(layout.gathered[tails].max())
-        chosen = number[layout.tail] >= 0
-        row, ordinal = number[layout.tail[chosen]], layout.ordinal[chosen]
-        place = np.arange(len(row)) - np.repeat(
-            np.flatnonzero(np.diff(row, prepend=-1)), np.bincount(row)[np.unique(row)]
-        )
-        blocks, origin = np.zeros((self.size, depth), dtype=np.int64), np.full((self.size, depth), -1)
-        blocks[row, place], origin[row, place] = layout.blocks[chosen], ordinal * layout.block_size
-        slots = origin[..., None] + np.arange(layout.block_size)
-        hidden = (
-            (origin[..., None] < 0)
-            | (slots < layout.skip[tails, None, None])
-            | (slots >= layout.end[tails, None, None])
-        )
-        self.columns = depth * layout.block_size
-        hidden = hidden.reshape(self.size, self.columns)
-        self.first_hidden = int(hidden.any(0).argmax()) if hidden.any() else self.columns
-        ragged = torch.from_numpy(hidden[:, self.first_hidden :]).to(store.device)
-        self.hidden = ragged[:, None, None] if ragged.numel() else None
+        """Which blocks to gather for each tail, padded with any, and which of the columns that yields hold no key."""
+        size = layout.block_size
+        counts = layout.gathered[tails]
+        chosen = np.flatnonzero(number[layout.tail] >= 0)
+        row, origin = number[layout.tail[chosen]], layout.ordinal[chosen] * size
+        place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        blocks = np.zeros((self.size, int(counts.max())), dtype=np.int64)
+        blocks[row, place] = layout.blocks[chosen]
+        first, last = np.zeros_like(blocks), np.zeros_like(blocks)  # of each block's slots, those that hold keys
+        first[row, place] = layout.skip[tails[row]] - origin
+        last[row, place] = layout.end[tails[row]] - origin
+        slots = np.arange(size)
+        hidden = ((slots < first[..., None]) | (slots >= last[..., None])).reshape(self.size, -1)
+        self.columns = hidden.shape[1]
         self.regions = store.regions(blocks, self.kv_heads)
+        rows, columns = np.nonzero(hidden)
+        self._plan_hidden(hidden, rows, columns, store)
+
+    def _plan_hidden(self, hidden: NDArray[np.bool_], rows: Int, columns: Int, store: KVStore) -> None:
+        """From the first hidden column on: a mask for scores; and the gathered slots that must not be weighed."""
+        self.first_hidden = int(columns.min(initial=self.columns))
+        mask = torch.from_numpy(hidden[:, self.first_hidden :]).to(store.device)
+        self.hidden = mask[:, None, None] if len(rows) else None
+        heads = np.arange(self.kv_heads)[:, None]
+        slots = (rows * self.kv_heads + heads) * self.columns + columns
+        self.hidden_slots = torch.from_numpy(slots.reshape(-1)).to(store.device)
 
     def _plan_scores(self, layout: Layout, tails: Int, number: Int, store: KVStore) -> None:
         """The score tensor, minus infinity where no key will stand, and the parts of it that each product fills."""
@@ -145,10 +151,16 @@ class TailBatch:
         self.hidden_scores = self.scores[..., self.first_hidden : self.columns]
         views = sorted((view for tail in tails.tolist() for view in layout.views[tail]), key=lambda view: view.slot)
         self._plan_views(views, number, store)
-        filled = torch.from_numpy(self.columns + layout.viewed[tails]).to(store.device)
-        self.padding = (torch.arange(width, device=store.device) >= filled[:, None])[:, None, None]
+        self.filled = self.columns + layout.viewed[tails]
+
+    @cached_property
+    def padding(self) -> Tensor:
+        """[n, 1, 1, width]: which scores belong to no key; only needed where something is done to all scores."""
+        padding = np.arange(self.scores.shape[-1]) >= self.filled[:, None]
+        mask = torch.from_numpy(padding).to(self.scores.device)[:, None, None]
         if self.hidden is not None:
-            self.padding[..., self.first_hidden : self.columns] = self.hidden
+            mask[..., self.first_hidden : self.columns] = self.hidden
+        return mask
 
     def _plan_views(self, views: list[_View], number: Int, store: KVStore) -> None:
         """Where to cut the pool so that each view is a piece of it, and where the scores of each view stand."""
@@ -200,9 +212,7 @@ class TailBatch:
         shape = (self.size, self.kv_heads, self.group, pool.shape[3])
         if self.columns:
             value = store.read(pool, self.regions)
-            if self.hidden is not None:  # what lies there may be NaN, and 0 x NaN poisons
-                ragged = value.view(self.size, self.kv_heads, self.columns, -1)[:, :, self.first_hidden :]
-                ragged.masked_fill_(self.hidden.transpose(2, 3), 0.0)
+            value.view(-1, pool.shape[3]).index_fill_(0, self.hidden_slots, 0.0)  # NaN, perhaps, and 0 x NaN poisons
             output = torch.bmm(self.gathered_weights, value).view(shape)
         else:
             output = self.weights.new_zeros(shape)
