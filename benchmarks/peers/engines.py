@@ -1,0 +1,54 @@
+"""What `cache_ops.py` asks of a prefix cache: four verbs of a request, and a few untimed questions.
+
+Knows the verbs' meaning and nothing of any engine. A request goes
+
+    open(prompt) -> reserve(full) -> [prepare] -> publish -> release
+
+`open` finds the longest cached prefix, lists its slots (or blocks) and holds it. `reserve` makes room for what is
+missing of `full`: it evicts if need be. `publish` makes it matchable. `release` lets go. `prepare`, `key` and all
+that checks identity are outside the clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+Slots = npt.NDArray[np.int64]
+
+
+class Ticket(Protocol):
+    """One request in flight."""
+
+    hit: int  # tokens found in the cache
+
+
+class Engine(Protocol):
+    """A prefix cache of `capacity` token slots in blocks (pages) of `page`."""
+
+    freed_by_eviction: int  # tokens, counted by whoever takes the slots back
+
+    def key(self, ids: Ids) -> Any:
+        """The engine's own container of token ids."""
+
+    def open(self, prompt: Any) -> Any: ...
+    def reserve(self, ticket: Any, full: Any) -> None: ...
+    def prepare(self, ticket: Any) -> tuple[int, Slots, list[tuple[Slots, Slots]]]:
+        """Where the missing tokens go: (position of the first, their slots, copies (from, to) to do before)."""
+
+    def publish(self, ticket: Any) -> None: ...
+    def release(self, ticket: Any) -> None: ...
+    def match(self, key: Any) -> Any:
+        """The longest cached prefix and where it lies, without holding it."""
+
+    def found(self, match: Any) -> tuple[int, Slots]:
+        """Length and slots of what `match` returned."""
+
+    def held(self, ticket: Any) -> Slots:
+        """The slots of the cached prefix of a request."""
+
+    def check(self) -> None:
+        """Every slot is free or in the tree; AssertionError if not. No request may be in flight."""
