@@ -222,7 +222,9 @@ class PrefixCache:
         root = self._root(namespace)
         node, matched = (root, 0) if root is None else self._tree.match(root, raw)
         refuse_negative(raw, matched)
-        if node is not None and matched == len(raw) == node.end * WIDTH and start < node.end:
+        if node is None or node.locks or node.children:
+            return
+        if matched == len(raw) == node.end * WIDTH and start < node.end:
             if start > node.start:
                 self._tree.split(node, start - node.start)
             self._demote(node, start)
