@@ -1,4 +1,7 @@
-"""The prefix cache, usable on its own: token prefixes -> reference-counted KV blocks. Knows no tensor, no model and no thread."""
+"""The prefix cache, usable on its own: token prefixes -> reference-counted KV blocks.
+
+Knows no tensor, no model and no thread.
+"""
 
 from radixkv.cache.eviction import POLICIES
 from radixkv.cache.explain import Explanation

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from radixkv.cache.radix_tree import Node
+from radixkv.cache.node import Node
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.tokens import WIDTH
 

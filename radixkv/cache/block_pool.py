@@ -1,6 +1,7 @@
 """The pool's books: which blocks are free, who shares a block, how far each part-filled block is reserved.
 
-Knows block numbers. Knows no token, no tree and no tensor; an owner is only "held" (a sequence, a plan, a locked node) or "idle" (an unlocked node).
+Knows block numbers. Knows no token, no tree and no tensor; an owner is only "held" (a sequence, a plan, a locked node)
+or "idle" (an unlocked node).
 
 A block in use has one owner unless `shared` says otherwise, and it is full unless `fill` says otherwise: both
 tables stay as small as the number of blocks in which some prefix ends.
@@ -33,7 +34,7 @@ class BlockPool:
     ([0, 1], 2)
     """
 
-    __slots__ = ("block_size", "evictable", "fill", "free", "num_blocks", "offsets", "shared", "_ramp")
+    __slots__ = ("_ramp", "block_size", "evictable", "fill", "free", "num_blocks", "offsets", "shared")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -51,7 +52,7 @@ class BlockPool:
         return len(self.free)
 
     def take(self, count: int) -> array[int]:
-        """Take `count` >= 1 free blocks, last freed first; what was contiguous when it came back is contiguous again."""
+        """Take `count` >= 1 free blocks, last freed first; what came back contiguous is contiguous again."""
         free = self.free
         taken = free[-count:]
         del free[-count:]

@@ -1,8 +1,8 @@
 """Bounded memory of what was evicted: it serves explain and regret (and, later, eviction that learns).
 
-Knows token runs, where they hung and when they went. Knows no block. A ghost hangs where its tokens used to follow: below
-(owner, position, first token), where the owner is the id of a node, living or itself a ghost, so that chains of ghosts
-can be followed by comparing tokens, never hashes. Oldest ghosts are forgotten first; adding one is O(1).
+Knows token runs, where they hung and when they went. Knows no block. A ghost hangs where its tokens used to follow:
+below (owner, position, first token), where the owner is the id of a node, living or itself a ghost, so that chains of
+ghosts can be followed by comparing tokens, never hashes. Oldest ghosts are forgotten first; adding one is O(1).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Ghosts:
             self._bytes -= len(runs.popitem(last=False)[1].key)
 
     def follow(self, owner: Owner, position: int, raw: bytes) -> list[tuple[Ghost, int]]:
-        """The ghosts along `raw[position:]` below `owner`, each with how many of its tokens match. O(tokens compared)."""
+        """The ghosts along `raw[position:]` below `owner`, each with its tokens that match. O(tokens compared)."""
         found: list[tuple[Ghost, int]] = []
         at = position * WIDTH
         while ghost := self._runs.get((owner, at // WIDTH, raw[at : at + WIDTH])):
@@ -89,7 +89,7 @@ class Ghosts:
         return found
 
     def regret(self, owner: Owner, position: int, raw: bytes) -> int:
-        """How many tokens of `raw` after `position` would have hit, had they not been evicted; each ghost counts once."""
+        """Tokens of `raw` after `position` that would hit, had they not been evicted; each ghost counts once."""
         if (owner, position, raw[position * WIDTH : (position + 1) * WIDTH]) not in self._runs:
             return 0
         wanted = 0
@@ -101,7 +101,7 @@ class Ghosts:
 
 
 def common_prefix(raw: bytes, at: int, key: bytes | bytearray) -> int:
-    """Bytes of whole tokens that `raw[at:]` and `key` share: one comparison if they agree, bisection by comparison if not."""
+    """Bytes of whole tokens that `raw[at:]` and `key` share: one comparison if they agree, bisection if not."""
     low, high = 0, min(len(key), len(raw) - at) // WIDTH
     if raw.startswith(key[: high * WIDTH], at):
         return high * WIDTH

@@ -7,7 +7,10 @@ from typing import Protocol
 
 
 class Observer(Protocol):
-    """Called synchronously, after the fact, with plain numbers; node ids are never used twice. It must not call the cache."""
+    """Called synchronously, after the fact, with plain numbers; node ids are never used twice.
+
+    It must not call the cache.
+    """
 
     def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int) -> None:
         """A sequence was opened: `hit` of `asked` tokens were cached."""
@@ -16,7 +19,7 @@ class Observer(Protocol):
         """A sequence of `length` committed tokens was closed."""
 
     def inserted(self, node: int, parent: int, start: int, tokens: int) -> None:
-        """A node was published that covers tokens [start, start + tokens) below `parent`; a parent unheard of is a namespace's root."""
+        """A node was published that covers tokens [start, start + tokens) below `parent`, 0 for a root."""
 
     def grown(self, node: int, tokens: int) -> None:
         """The node's end moved down by `tokens`."""

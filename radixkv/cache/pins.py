@@ -9,7 +9,8 @@ from array import array
 from collections.abc import Callable
 from types import TracebackType
 
-from radixkv.cache.radix_tree import Node, RadixTree
+from radixkv.cache.node import Node
+from radixkv.cache.radix_tree import RadixTree
 from radixkv.errors import PinBudgetExceeded
 
 

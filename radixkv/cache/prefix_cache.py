@@ -18,9 +18,10 @@ from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.explain import Explanation
 from radixkv.cache.ghosts import Ghosts, Pressure
+from radixkv.cache.node import Node
 from radixkv.cache.observer import Observer
 from radixkv.cache.pins import Pin, Pins
-from radixkv.cache.radix_tree import Node, RadixTree
+from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.sequence import Hint, Sequence
 from radixkv.cache.stats import CacheStats, Counters
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, refuse_negative
@@ -109,7 +110,7 @@ class PrefixCache:
         return Match(length, np.array(blocks, np.int32)[: -(-length // self.block_size)])
 
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
-        """What `open` with these arguments would find, and why it stops there. Costs a match and a walk along the ghosts."""
+        """What `open` would find now, and why it stops there. Costs a match and a walk along the ghosts."""
         raw = as_bytes(tokens)
         _check_limit(limit)
         root = self._root(namespace)
@@ -191,9 +192,9 @@ class PrefixCache:
         return sequence
 
     def pin(self, tokens: Tokens, namespace: Hashable = None, ttl: float | None = None) -> Pin:
-        """Keep the cached prefix of `tokens` until release() or for `ttl` seconds; the Pin says how much of it was cached.
+        """Keep the cached prefix of `tokens` until release() or for `ttl` seconds.
 
-        PinBudgetExceeded leaves everything as it was.
+        The Pin says how much was cached. PinBudgetExceeded leaves everything as it was.
         """
         raw = as_bytes(tokens)
         if ttl is not None and not ttl > 0:
@@ -212,10 +213,10 @@ class PrefixCache:
         return self._pins.add(node, length, matched == len(raw), len(blocks), ttl)
 
     def demote(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> None:
-        """Put what is cached of these tokens from `start` on at the cold end: first to go, not gone, and not a use of it.
+        """Put what is cached of these tokens from `start` on at the cold end: first to go, not gone. It counts as no use.
 
-        For a branch that turned out dead after its sequence was closed. It reaches up from the end of `tokens` while nobody
-        holds, hits or branches off there; a later open undoes it.
+        For a branch that turned out dead after its sequence was closed. It reaches up from the end of `tokens` while
+        nobody holds, hits or branches off there; a later open undoes it.
         """
         raw = as_bytes(tokens)
         _check_int("start", start)
@@ -284,7 +285,7 @@ class PrefixCache:
             self._observer.closed(sequence.id, sequence.length)
 
     def _take(self, count: int) -> array[int]:
-        """Take blocks, evicting if need be; OutOfBlocks only if free + evictable do not suffice, and nothing has changed."""
+        """Take blocks, evicting if need be; OutOfBlocks, which changes nothing, only if free + evictable are too few."""
         pool = self._pool
         if count > len(pool.free):
             self._make_room(count)

@@ -18,61 +18,11 @@ from collections.abc import Hashable, Iterator
 from typing import cast
 
 from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.eviction import Entry, EvictionIndex
+from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.ghosts import Ghost, Ghosts, Owner, Pressure, common_prefix
+from radixkv.cache.node import NO_CHILDREN, Node
 from radixkv.cache.observer import Observer
 from radixkv.cache.tokens import WIDTH
-
-NO_CHILDREN: dict[bytes, Node] = {}
-
-
-class Node:
-    """A run of tokens and its blocks."""
-
-    __slots__ = (
-        "blocks",
-        "born",
-        "children",
-        "demoted",
-        "hits",
-        "holders",
-        "id",
-        "key",
-        "locks",
-        "mixed",
-        "parent",
-        "place",
-        "priority",
-        "start",
-        "tick",
-    )
-
-    def __init__(self, id: Owner, parent: Node | None, start: int, key: bytearray, blocks: array[int]) -> None:
-        self.id = id
-        self.parent = parent
-        self.start = start
-        self.key = key
-        self.blocks = blocks
-        self.children = NO_CHILDREN  # first token -> child; made on demand
-        self.locks = 0
-        self.holders = 0
-        self.tick = 0
-        self.born = 0
-        self.hits = 0
-        self.priority = 0
-        self.demoted = False
-        self.mixed = False  # a fork may share any of its blocks, not only the first and the last
-        self.place: tuple[int, bool, int, int, Entry] | None = None
-
-    @property
-    def end(self) -> int:
-        """The position behind its last token."""
-        return self.start + len(self.key) // WIDTH
-
-    def boundary(self) -> array[int]:
-        """The blocks that it may share with others."""
-        blocks = self.blocks
-        return blocks if self.mixed or len(blocks) < 3 else blocks[:: len(blocks) - 1]
 
 
 class RadixTree:
@@ -90,7 +40,10 @@ class RadixTree:
     # ---- reading
 
     def match(self, root: Node, raw: bytes) -> tuple[Node, int]:
-        """Deepest node that `raw` reaches below `root`, and the bytes that match; the node may be reached only in part. O(bytes) by memcmp + O(depth)."""
+        """Deepest node that `raw` reaches below `root`, maybe only in part, and the bytes that match.
+
+        O(bytes) by memcmp + O(depth).
+        """
         node, at, size = root, 0, len(raw)
         while at < size:
             child = node.children.get(raw[at : at + WIDTH])
@@ -176,7 +129,10 @@ class RadixTree:
             up = up.parent
 
     def split(self, node: Node, tokens: int) -> Node:
-        """Cut a node after its first `tokens` and return the new upper half; the object stays the lower half, so holders' ends stay node ends."""
+        """Cut a node after its first `tokens` and return the new upper half.
+
+        The object stays the lower half, so holders' ends stay node ends.
+        """
         size = self.pool.block_size
         parent = cast(Node, node.parent)
         cut = node.start + tokens
@@ -203,7 +159,7 @@ class RadixTree:
     # ---- publishing
 
     def append(self, parent: Node, raw: bytes | bytearray, blocks: array[int]) -> Node:
-        """A new held leaf below `parent`, whose holder moves down to it; the caller hands over (or shares) the blocks' ownership."""
+        """A new leaf below `parent`, whose holder moves down to it; the caller sees to the blocks' owners."""
         node = Node(self._next_id(), parent, parent.end, bytearray(raw), blocks)
         if not parent.children:
             parent.children = {}
@@ -218,9 +174,9 @@ class RadixTree:
         return node
 
     def grow(self, node: Node, raw: bytes | bytearray, blocks: array[int]) -> None:
-        """Move the end of a leaf down in place (amortised O(new tokens)); `blocks` starts with the one behind the node's last full block.
+        """Move the end of a leaf down in place; `blocks` starts with the one behind its last full block.
 
-        Only the one sole holder of a leaf may: nobody else's end is the node's end.
+        Amortised O(new tokens). Only its one sole holder may: nobody else's end is the node's end.
         """
         old = node.blocks.pop() if node.end % self.pool.block_size else -1
         node.blocks += blocks
@@ -269,9 +225,10 @@ class RadixTree:
             self.repoint(tip)
 
     def repoint(self, node: Node) -> None:
-        """Free the last block of a node that ends inside it, if only copies of that block live on below: point the node to one of those.
+        """Free the last block of a node that ends inside it, if only copies live on below: point it to one of those.
 
-        A locked node takes a locked child's copy only, or a block that counts as evictable would stop being so in mid-eviction.
+        A locked node takes a locked child's copy only, or a block that counts as evictable would stop being so
+        in mid-eviction.
         """
         pool = self.pool
         if not node.children or not node.blocks or node.end % pool.block_size == 0:
@@ -305,7 +262,7 @@ class RadixTree:
             entry.tip = above[0] if above else None
 
     def owners_above(self, node: Node, block: int, logical: int) -> list[Node]:
-        """Of the path from `node` (which ends in or before this logical block) upward, the nodes that own `block`, deepest first."""
+        """The nodes from `node` upward that own `block`, deepest first; `node` ends in or before that logical block."""
         floor = logical * self.pool.block_size
         owners = []
         up: Node | None = node
@@ -318,7 +275,7 @@ class RadixTree:
     # ---- eviction
 
     def trim(self, node: Node, want: int, now: float, pressure: Pressure) -> int:
-        """Evict up to `want` blocks from the tail of an unlocked leaf and remember what went. Returns the tokens dropped."""
+        """Evict up to `want` blocks off the tail of an unlocked leaf, and remember them. Returns the tokens dropped."""
         keep = len(node.blocks) - want
         if keep <= 0:
             return self._remove(node, now, pressure)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.radix_tree import Node
+from radixkv.cache.node import Node
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, refuse_negative
 from radixkv.errors import InvalidInput, PlanPending, SequenceClosed
 
@@ -227,7 +227,7 @@ class Sequence:
     # ---- publishing
 
     def _publish(self) -> None:
-        """Hand the tail to the tree: follow what others published, then grow the held leaf in place or append a new one."""
+        """Hand the tail to the tree: follow what others published, then grow the held leaf or append a new one."""
         cache = self._cache
         tree, size = cache._tree, cache.block_size
         if self._node.children:

@@ -28,7 +28,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """The cache at one moment: counters since it was made (they only grow) and gauges (free + cached + held = num_blocks)."""
+    """The cache at one moment: counters, which only grow, and gauges: free + cached + held = num_blocks."""
 
     query_tokens: int  # asked for in `open`, once each
     hit_tokens: int  # of these, found in the cache

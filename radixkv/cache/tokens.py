@@ -24,7 +24,10 @@ _TOP = WIDTH - 1 if sys.byteorder == "little" else 0
 
 
 def as_bytes(tokens: Any) -> bytes:
-    """Native int32 bytes of `tokens`. O(n). Ids >= 2**31 and non-ints raise InvalidTokens; negatives wait for `refuse_negative`."""
+    """Native int32 bytes of `tokens`. O(n).
+
+    Ids >= 2**31 and what is no int raise InvalidTokens; negative ids wait for `refuse_negative`.
+    """
     kind = type(tokens)
     if kind is np.ndarray:
         return _from_array(tokens)
@@ -34,7 +37,7 @@ def as_bytes(tokens: Any) -> bytes:
 
 
 def refuse_negative(raw: bytes, start: int = 0) -> None:
-    """Raise InvalidTokens if an id at or after byte `start` is negative; what the tree matched before is known to be good.
+    """Raise InvalidTokens if an id at or after byte `start` is negative; what the tree matched is known to be good.
 
     A negative id has the top bit of its top byte set, so the top bytes of good ids are ASCII: one C loop, no array.
     """
