@@ -5,6 +5,7 @@ The public names are loaded when they are first used: importing radixkv alone im
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ __all__ = [
     "Warmed",
     "__version__",
 ]
+
+# Silent unless the application configures logging.
+logging.getLogger("radixkv").addHandler(logging.NullHandler())
 
 _HOMES = {
     "radixkv.cache": ("CacheStats", "Explanation", "PrefixCache"),

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from radixkv.engine import Usage
 from radixkv.engine.outputs import FinishReason
 from radixkv.errors import InvalidInput
+from radixkv.models.sampler import TokenLogprobs
 
 Message: TypeAlias = dict[str, Any]
 
@@ -62,6 +63,7 @@ class Reply:
     finish_reason: FinishReason
     token_ids: tuple[int, ...]
     thinking: str = ""
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 def split_thinking(text: str) -> tuple[str, str]:

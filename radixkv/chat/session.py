@@ -9,6 +9,7 @@ token up to the end of the reply but that one, and computes it with the new ones
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
 from copy import deepcopy
@@ -176,7 +177,7 @@ class ChatSession:
         """Whether `close` was called."""
         return self._closed
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation to a JSON file, which `engine.resume` reads. Raises InvalidInput, OSError."""
         from radixkv.chat.saved import save
 
@@ -210,14 +211,12 @@ class ChatSession:
         return self._open_stream
 
     def _prompt(self, turns: list[Turn], new: Sequence[Message], answers: Sequence[ToolCall]) -> array[int]:
-        if not turns:
-            return self._template.opening([*self._opening, *new])
-        if self._append:
+        if turns and self._append:
             return self._template.continued(self._ids, new, answers)
-        return self._spliced(turns, new)
+        return self._whole(turns, new)
 
-    def _spliced(self, turns: list[Turn], new: Sequence[Message]) -> array[int]:
-        """The whole history through the template, with the ids that were sampled."""
+    def _whole(self, turns: list[Turn], new: Sequence[Message]) -> array[int]:
+        """Everything through the template, with the ids that were sampled in their places."""
         said, at = {}, len(self._opening)
         for turn in turns:
             at += len(turn.messages)
@@ -237,7 +236,7 @@ class ChatSession:
             turns = _without_oldest(turns)
             if new[0]["role"] == "tool" and not turns:
                 break  # results need the reply that asked for them
-            prompt = self._spliced(turns, new) if turns else self._template.opening([*self._opening, *new])
+            prompt = self._whole(turns, new)
         return [replace(turn, end=None) for turn in turns], prompt
 
     def _check_room(self, prompt: array[int]) -> None:
@@ -265,7 +264,15 @@ class ChatSession:
         text, calls = split_tool_calls(text, turn)
         if not thinking and not calls:
             text = completion.text  # without control tokens and stop strings
-        return Reply(text, calls, completion.usage, completion.finish_reason, completion.token_ids, thinking)
+        return Reply(
+            text,
+            calls,
+            completion.usage,
+            completion.finish_reason,
+            completion.token_ids,
+            thinking=thinking,
+            logprobs=completion.logprobs,
+        )
 
     # ---- state
 
@@ -286,8 +293,7 @@ class ChatSession:
         *before, last = turns
         if self._append and last.end is not None:
             return self._ids[: last.end]
-        opening = self._template.opening([*self._opening, *last.messages])
-        return (self._spliced(before, last.messages) if before else opening) + array("i", last.reply_ids)
+        return self._whole(before, last.messages) + array("i", last.reply_ids)
 
     def _twin(self) -> ChatSession:
         twin = ChatSession(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from radixkv.cache import Hint, PrefixCache
+from radixkv.cache import PrefixCache
 from radixkv.engine.prompts import TokenIds
 from radixkv.engine.request import Request, Stream
 from radixkv.engine.scheduler import Limits, Scheduler, Work
@@ -71,8 +71,8 @@ class Core:
 
     def demote(self, tokens: TokenIds, keep: int, namespace: Hashable) -> None:
         """Put what is cached of `tokens` from position `keep` on, and shared with nothing else, first in line to go."""
-        with self.cache.open(tokens, namespace, limit=keep):
-            self.cache.open(tokens, namespace).close(Hint(done=True))
+        cached = self.cache.match(tokens, namespace).length  # a reply's last token never is
+        self.cache.demote(tokens[:cached], namespace, start=keep)
 
     # ---- one step
 
@@ -131,7 +131,7 @@ class Core:
             return
         index = torch.tensor([row for row, _ in rows], device=logits.device)
         sampled = sample(logits.index_select(0, index), [_sample_row(stream) for _, stream in rows])
-        logprobs = [None] * len(rows) if sampled.logprobs is None else sampled.logprobs
+        logprobs = sampled.logprobs or [None] * len(rows)
         self.counters.output_tokens += len(rows)
         for (_, stream), token, entry in zip(rows, sampled.tokens, logprobs, strict=True):
             stream.request.outlet.put(stream.accept(token, entry))

@@ -122,6 +122,7 @@ class RequestEngine:
     ) -> list[Completion]:
         """Complete all prompts, batched, and wait; one Completion a prompt, in their order.
 
+        With `params.n > 1` a completion's `alternatives` are the other streams'.
         A prompt is a text, a sequence of token ids, or a list of chat messages; `params` is one for all or one for
         each. `progress` shows a bar. Ctrl-C cancels what still runs and passes on. Raises InvalidInput and its kinds
         before anything runs, RequestFailed or EngineClosed.
@@ -222,8 +223,7 @@ class RequestEngine:
     ) -> Request:
         ids = self._encode(prompt, reply=True)
         params = params or SamplingParams()
-        if params.stop and self._model.tokenizer is None:
-            raise InvalidInput("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+        self._check(params)
         if not isinstance(namespace, Hashable):
             raise InvalidInput(f"a namespace must be hashable (a string, say), and {type(namespace).__name__} is not")
         request = Request(
@@ -238,6 +238,16 @@ class RequestEngine:
         )
         self._core.scheduler.check_fits(request)
         return request
+
+    def _check(self, params: SamplingParams) -> None:
+        """What only the engine can tell about sampling parameters: whether they fit the model."""
+        if params.stop and self._model.tokenizer is None:
+            raise InvalidInput("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if max(ids, default=0) >= self._model.vocab_size:
+                raise InvalidInput(
+                    f"{name} names token {max(ids)}, this model's vocabulary is 0..{self._model.vocab_size - 1}"
+                )
 
     def _room_behind(self, ids: TokenIds) -> int:
         cache, longest = self._core.cache, self._model.max_length

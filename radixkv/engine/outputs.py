@@ -6,7 +6,10 @@ Knows: the frozen results that travel from the engine's thread to a caller's. Kn
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from radixkv.models.sampler import TokenLogprobs
 
 FinishReason = Literal["stop", "length"]
 
@@ -39,7 +42,7 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...]
     index: int = 0
-    logprobs: Any | None = None
+    logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
@@ -56,6 +59,6 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     usage: Usage
-    logprobs: tuple[Any, ...] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
     alternatives: tuple[Completion, ...] = ()

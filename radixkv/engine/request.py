@@ -19,7 +19,7 @@ from radixkv.engine.prompts import TokenIds
 from radixkv.engine.text_stream import TextStream
 
 if TYPE_CHECKING:
-    from radixkv.models.sampler import SamplingParams
+    from radixkv.models.sampler import SamplingParams, TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Stream:
         self.tokens = array("i", request.prompt.tobytes())
         self.seed = request.seed if index == 0 else derive_seed(request.seed, index)
         self.text = TextStream(request.tokenizer, self.tokens[-8:], request.params.stop)
-        self.logprobs: list[Any] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
@@ -116,7 +116,7 @@ class Stream:
         """Tokens sampled so far."""
         return len(self.tokens) - len(self.request.prompt)
 
-    def accept(self, token: int, logprobs: Any | None) -> Chunk:
+    def accept(self, token: int, logprobs: TokenLogprobs | None) -> Chunk:
         """Append a sampled token; returns what it released, and sets `finish_reason` if it ended the stream."""
         self.tokens.append(token)
         if self.first_token_at is None:

@@ -7,7 +7,15 @@ import json
 import pytest
 
 from radixkv import SamplingParams, ToolCall, ToolResult
-from radixkv.errors import ChatError, ContextOverflow, EngineClosed, InvalidInput, RequestCancelled, SessionClosed
+from radixkv.errors import (
+    ChatError,
+    ContextOverflow,
+    EngineClosed,
+    InvalidInput,
+    RequestCancelled,
+    RequestFailed,
+    SessionClosed,
+)
 from tests.chat.worlds import CHATML, THINKING, byte_tokenizer, chat_engine, echo, rendered
 from tests.engine.fakes import FakeModel, check, make_engine
 
@@ -243,6 +251,7 @@ def test_dead_branches_are_the_first_to_be_evicted(how):
             chat.edit(1, "better")
         else:
             chat.close()
+        assert engine.stats().cache.query_tokens == engine.stats().prompt_tokens  # marking is no look-up
         engine.warm([1] * 300)
         assert engine.probe(other.token_ids).matched == len(other.token_ids) - 1
         assert engine.probe(dead).matched < len(dead) - 100
@@ -360,6 +369,22 @@ def test_history_can_be_chosen():
                 assert spliced.token_ids == appended.token_ids
         with pytest.raises(InvalidInput, match="history must be one of"):
             engine.chat(history="none")  # type: ignore[arg-type]
+
+
+def test_a_turn_that_fails_changes_nothing():
+    def fault(chunks):
+        if any(len(chunk.tokens) > 40 for chunk in chunks):
+            raise MemoryError("too much")
+
+    with chat_engine(fault=fault) as engine, engine.chat() as chat:
+        chat.send("one")
+        before = (chat.history, chat.token_ids)
+        for fails in (lambda: chat.send("x" * 50), lambda: list(chat.stream("x" * 50)), lambda: chat.edit(0, "x" * 50)):
+            with pytest.raises(RequestFailed):
+                fails()
+            assert (chat.history, chat.token_ids) == before
+        assert chat.send("two").usage.cached_tokens == len(before[1]) - 1
+        check(engine)
 
 
 def test_closed_sessions_and_engines_refuse():

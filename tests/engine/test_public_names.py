@@ -35,6 +35,11 @@ def test_the_public_names_are_these():
     assert not hasattr(radixkv, "Nonsense")
 
 
+def test_nothing_is_printed_about_a_step_that_failed():
+    code = "import radixkv, logging; logging.getLogger('radixkv.engine.core').error('x')"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stderr == b""
+
+
 def test_importing_radixkv_imports_no_torch():
     code = "import sys, radixkv, radixkv.errors, radixkv.cache; radixkv.PrefixCache; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
