@@ -122,7 +122,16 @@ def _built(model: Any, device: torch.device, dtype: str | torch.dtype) -> Any:
         raise InvalidInput(f"a model is a name, a folder or a transformers model, not a {type(model).__name__}")
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{type(model).__name__} has no language model head; load its ...ForCausalLM class")
-    return model.to(device=device, dtype=_dtype(dtype, model.dtype))
+    return _cast(model.to(device), _dtype(dtype, model.dtype))
+
+
+def _cast(model: Any, dtype: torch.dtype) -> Any:
+    """The model with its weights in `dtype`. Not its buffers: rotary frequencies must stay in float32 or better."""
+    before = model.dtype
+    for parameter in model.parameters():
+        if parameter.dtype == before:
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _name_of(model: Any) -> str:

@@ -5,6 +5,7 @@ Knows what radixkv's attention can express. Does not know whether the numbers co
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -82,11 +83,13 @@ def _check_call(call: AttentionCall) -> None:
 
 
 def _check_config(model: Any) -> None:
-    """Refuse what the configuration says outright: recurrent state, and layers of kinds that we do not have."""
+    """Refuse what class and configuration say outright: recurrent state, no positions, layers that we do not have."""
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModel(f"{_kind(model)} has recurrent state, which cannot be shared by prefix")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{_kind(model)} is an encoder-decoder; radixkv runs decoders")
+    if not any("position_ids" in signature(part.forward).parameters for part in (model, model.base_model)):
+        raise UnsupportedModel(f"{_kind(model)} takes no position_ids: it counts positions itself")
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if kinds - _KNOWN_LAYER_TYPES:
         raise UnsupportedModel(f"{_kind(model)} has layers of type {', '.join(sorted(kinds - _KNOWN_LAYER_TYPES))}")

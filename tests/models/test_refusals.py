@@ -42,7 +42,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "recurrent|linear_attention",
     ),
-    "bloom": (lambda: transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), "attention"),
+    "bloom": (
+        lambda: transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
+        "position_ids|attention",
+    ),
     "gptj": (
         lambda: transformers.GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128),
         "attention",
@@ -54,6 +57,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "chunked_attention",
     ),
     "doge": (lambda: transformers.DogeConfig(**GATED), "mask"),
+    "bart": (
+        lambda: transformers.BartConfig(
+            vocab_size=97, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, encoder_layers=1
+        ),
+        "position_ids|encoder-decoder",
+    ),
+    "bert": (
+        lambda: transformers.BertConfig(**SIZES, intermediate_size=48, is_decoder=False),
+        "later tokens",
+    ),
     "lfm2": (
         lambda: transformers.Lfm2Config(**GATED, layer_types=["conv", "full_attention"]),
         "conv",
@@ -124,6 +137,36 @@ def test_a_wrong_scale_in_one_layer_is_the_models_own_business(build: Callable[.
     model = build("llama")
     model.model.layers[0].self_attn.scaling = 0.9
     assert len(adapter.load(model).layers) == 2
+
+
+class Faint(Leaky):
+    """A fault that is smaller than the rounding of 16 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        leaked = super().forward(x)
+        plain: torch.Tensor = self.inner(x)
+        return plain + (leaked - plain) * 0.01
+
+
+def test_16_bits_do_not_hide_a_small_fault(build: Callable[..., Any]) -> None:
+    assert adapter.load(build("llama", torch.bfloat16)).dtype == torch.bfloat16
+    model = build("llama", torch.bfloat16)
+    model.model.layers[0].mlp = Faint(model.model.layers[0].mlp)
+    with pytest.raises(UnsupportedModel, match="float32"):
+        adapter.load(model)
+    assert model.dtype == torch.bfloat16
+
+
+def test_a_model_whose_own_forward_fails_is_refused(build: Callable[..., Any]) -> None:
+    model = build("llama")
+    model.lm_head.register_forward_pre_hook(_refuse_many_rows)
+    with pytest.raises(UnsupportedModel, match="failed in its self-test: ArithmeticError: too many"):
+        adapter.load(model)
+
+
+def _refuse_many_rows(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+    if inputs[0].shape[1] > 2:
+        raise ArithmeticError("too many")
 
 
 def test_nan_weights_fail_the_self_test(build: Callable[..., Any]) -> None:

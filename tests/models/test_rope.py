@@ -1,0 +1,110 @@
+"""Rotary frequencies that depend on the batch are fixed at load: a short sequence does not feel a long one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from radixkv.errors import UnsupportedModel
+from radixkv.models import adapter, rope
+from radixkv.models.runner import Chunk, Runner
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def longrope(max_length: int = 128) -> Any:
+    return transformers.Phi3Config(
+        **SIZES,
+        max_position_embeddings=max_length,
+        original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 4.0, 6.0, 8.0],
+            "original_max_position_embeddings": 32,
+        },
+    )
+
+
+def dynamic() -> Any:
+    return transformers.LlamaConfig(
+        **SIZES,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    )
+
+
+def run(runner: Runner, *lengths: int) -> torch.Tensor:
+    """Logits of prompts of these lengths in one step, each in blocks of its own; the same prompt for the same place."""
+    chunks, first = [], 0
+    for place, length in enumerate(lengths):
+        tokens = np.random.default_rng(place).integers(3, 97, length).astype(np.int32)
+        table = np.arange(first, first + -(-length // 4), dtype=np.int32)
+        first += len(table)
+        chunks.append(Chunk(tokens, 0, np.arange(length) + 4 * int(table[0]), table))
+    return runner.run(chunks)
+
+
+@pytest.mark.parametrize("config", [longrope, dynamic])
+def test_a_short_prompt_is_the_same_beside_a_long_one(build: Callable[..., Any], config: Callable[[], Any]) -> None:
+    runner = Runner(adapter.load(build(config(), torch.float64)), 40, 4)
+    torch.testing.assert_close(run(runner, 20)[0], run(runner, 20, 60)[0], rtol=0, atol=1e-9)
+
+
+def test_without_freezing_the_self_test_would_refuse_it(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope, "freeze", lambda model, max_length: [])
+    with pytest.raises(UnsupportedModel, match="own forward"):
+        adapter.load(build(longrope(), torch.float64))
+
+
+def test_a_frozen_longrope_is_the_own_forward_of_long_prompts(build: Callable[..., Any]) -> None:
+    runner = Runner(adapter.load(build(longrope(), torch.float64)), 40, 4)
+    own = build(longrope(), torch.float64)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(3, 97, 60))[None]
+    torch.testing.assert_close(run(runner, 60)[0], own(input_ids=tokens).logits[0, -1], rtol=0, atol=1e-9)
+
+
+def test_a_context_within_the_original_length_keeps_the_short_frequencies(build: Callable[..., Any]) -> None:
+    runner = Runner(adapter.load(build(longrope(32), torch.float64)), 40, 4)
+    own = build(longrope(32), torch.float64)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(3, 97, 20))[None]
+    torch.testing.assert_close(run(runner, 20)[0], own(input_ids=tokens).logits[0, -1], rtol=0, atol=1e-9)
+
+
+def test_dynamic_frequencies_are_the_own_ones_within_the_context(build: Callable[..., Any]) -> None:
+    runner = Runner(adapter.load(build(dynamic(), torch.float64)), 40, 4)
+    own = build(dynamic(), torch.float64)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(3, 97, 60))[None]
+    torch.testing.assert_close(run(runner, 60)[0], own(input_ids=tokens).logits[0, -1], rtol=0, atol=1e-9)
+
+
+def test_a_moving_rope_of_unknown_make_is_refused(build: Callable[..., Any]) -> None:
+    model = build(dynamic())
+    del model.model.rotary_emb.original_inv_freq
+    with pytest.raises(UnsupportedModel, match="cannot be frozen"):
+        adapter.load(model)
+
+
+def test_frequencies_by_layer_type_that_move_are_refused(build: Callable[..., Any]) -> None:
+    model = build(dynamic())
+    model.model.rotary_emb.rope_type = {"full_attention": "dynamic", "sliding_attention": "default"}
+    with pytest.raises(UnsupportedModel, match="depend on the batch"):
+        adapter.load(model)
