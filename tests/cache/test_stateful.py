@@ -7,7 +7,7 @@ random histories, and many more of them; without it the same histories run each 
 import os
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixkv.cache import Hint
@@ -49,13 +49,17 @@ class Verbs(RuleBasedStateMachine):
     def some_open(self) -> bool:
         return bool(self.world.live)
 
-    @rule(which=pick, cut=st.integers(0, 60), suffix=suffixes, space=st.sampled_from(NAMESPACES), back=st.integers(0, 3))
+    @rule(
+        which=pick, cut=st.integers(0, 60), suffix=suffixes, space=st.sampled_from(NAMESPACES), back=st.integers(0, 3)
+    )
     def open(self, which: int, cut: int, suffix: list[int], space: str | None, back: int) -> None:
         said = self.prompt(which, cut, suffix)
         limit = None if back == 0 else max(0, len(said) - back)
         self.world.open(space, said, limit)
 
-    @rule(which=pick, cut=st.integers(0, 60), suffix=suffixes, space=st.sampled_from(NAMESPACES), how=st.integers(-1, 2))
+    @rule(
+        which=pick, cut=st.integers(0, 60), suffix=suffixes, space=st.sampled_from(NAMESPACES), how=st.integers(-1, 2)
+    )
     def open_and_plan_the_rest(self, which: int, cut: int, suffix: list[int], space: str | None, how: int) -> None:
         said = self.prompt(which, cut, suffix)
         opened = self.world.open(space, said, priority=how)
@@ -110,7 +114,9 @@ class Verbs(RuleBasedStateMachine):
             self.world.close(self.world.live[-1])
         self.world.assert_little_is_stranded()
 
-    @rule(which=pick, cut=st.integers(0, 60), suffix=suffixes, space=st.sampled_from(NAMESPACES), back=st.integers(0, 2))
+    @rule(
+        which=pick, cut=st.integers(0, 60), suffix=suffixes, space=st.sampled_from(NAMESPACES), back=st.integers(0, 2)
+    )
     def ask(self, which: int, cut: int, suffix: list[int], space: str | None, back: int) -> None:
         said = self.heard[which % len(self.heard)][:cut] + suffix
         self.world.ask_without_a_trace(space, said, None if back == 0 else max(0, len(said) - back))
@@ -158,6 +164,7 @@ def how_long(examples: int) -> settings:
         stateful_step_count=50,
         derandomize=not LONG,
         deadline=None,
+        phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
 

@@ -1,12 +1,18 @@
 """What an engine does with one request, in one call. Knows the four verbs of a sequence, and no content."""
 
 from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from radixkv.cache import Hint, PrefixCache
 from radixkv.cache import Sequence as CacheSequence
 
+Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
-def held(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = None, priority: int = 0) -> CacheSequence:
+
+def held(cache: PrefixCache, tokens: Ids, namespace: Hashable = None, priority: int = 0) -> CacheSequence:
     """An open sequence whose tokens are all computed and published."""
     seq = cache.open(tokens, namespace, priority=priority)
     seq.extend(tokens[seq.length :])
@@ -16,7 +22,7 @@ def held(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = None, 
 
 def publish(
     cache: PrefixCache,
-    tokens: Sequence[int],
+    tokens: Ids,
     namespace: Hashable = None,
     hint: Hint | None = None,
     priority: int = 0,
@@ -27,7 +33,7 @@ def publish(
     return seq.cached_length
 
 
-def cached(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = None) -> int:
+def cached(cache: PrefixCache, tokens: Ids, namespace: Hashable = None) -> int:
     return cache.match(tokens, namespace).length
 
 

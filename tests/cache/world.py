@@ -17,14 +17,15 @@ from radixkv.cache import Sequence as CacheSequence
 from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PlanPending, SequenceClosed
 from tests.cache.freeze import freeze
 from tests.cache.naive import Pool, Texts, Work, kv
+from tests.cache.verbs import Ids
 
 COUNTERS = ("query_tokens", "hit_tokens", "evicted_blocks", "evicted_tokens", "copied_blocks", "regret_tokens")
-SHAPES: tuple[Callable[[Sequence[int]], Sequence[int]], ...] = (
-    list,
-    tuple,
+SHAPES: tuple[Callable[[Sequence[int]], Ids], ...] = (
+    lambda tokens: list(tokens),
+    lambda tokens: tuple(tokens),
     lambda tokens: array("i", tokens),
-    lambda tokens: np.asarray(tokens, dtype=np.int32),  # type: ignore[arg-type,return-value]
-    lambda tokens: np.asarray(tokens, dtype=np.int64),  # type: ignore[arg-type,return-value]
+    lambda tokens: np.asarray(tokens, dtype=np.int32),
+    lambda tokens: np.asarray(tokens, dtype=np.int64),
 )
 
 
@@ -109,7 +110,7 @@ class World:
         """Shrink the model to what is cached now, so that long runs do not slow down."""
         self.texts = {namespace: self.cached_texts(namespace, texts) for namespace, texts in self.texts.items()}
 
-    def shaped(self, tokens: Sequence[int]) -> Sequence[int]:
+    def shaped(self, tokens: Sequence[int]) -> Ids:
         return self.rng.choice(SHAPES)(tokens)
 
     # Questions

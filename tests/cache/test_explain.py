@@ -1,0 +1,165 @@
+"""Why a prefix was, or was not, found: each reason, and nothing of it across namespaces."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from radixkv.cache import PrefixCache
+from tests.cache.test_pins import Clock, squeeze
+from tests.cache.verbs import cached, prompt, publish
+
+
+def test_full() -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, prompt(1, 10))
+    told = cache.explain(prompt(1, 10))
+    assert (told.tokens, told.matched, told.length, told.reason) == (10, 10, 10, "full")
+    assert (told.diverged_at, told.evicted_tokens, told.evicted_ago, told.pressure) == (None, 0, None, None)
+    assert cache.explain(prompt(1, 7)).reason == "full"
+
+
+def test_never_seen() -> None:
+    cache = PrefixCache(8, 4)
+    told = cache.explain([1, 2, 3])
+    assert (told.tokens, told.matched, told.length, told.reason) == (3, 0, 0, "never_seen")
+    assert told.diverged_at is None
+
+
+def test_diverged_at_a_token() -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, prompt(1, 10))
+    told = cache.explain([*prompt(1, 6), 77, 78])
+    assert (told.tokens, told.matched, told.length, told.reason, told.diverged_at) == (8, 6, 6, "diverged", 6)
+    assert "6" in str(told)
+
+
+def test_diverged_at_a_fork_of_the_road() -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, [*prompt(1, 6), 50])
+    publish(cache, [*prompt(1, 6), 60])
+    told = cache.explain([*prompt(1, 6), 70])
+    assert (told.reason, told.diverged_at) == ("diverged", 6)
+
+
+def test_held_back_by_limit() -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, prompt(1, 10))
+    told = cache.explain(prompt(1, 10), limit=9)
+    assert (told.tokens, told.matched, told.length, told.reason) == (10, 10, 9, "limit")
+    assert "limit" in str(told)
+
+
+@pytest.mark.parametrize("limit", [0, 5, 6, 7])
+def test_a_limit_is_blamed_only_for_what_it_held_back(limit: int) -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, prompt(1, 10))
+    told = cache.explain([*prompt(1, 6), 77], limit=limit)
+    assert told.length == min(6, limit)
+    assert told.reason == ("limit" if limit < 6 else "diverged")
+    assert PrefixCache(8).explain([1, 2], limit=0).reason == "never_seen"
+
+
+def test_evicted_how_long_ago_and_under_which_pressure() -> None:
+    clock = Clock()
+    cache = PrefixCache(8, 4, clock=clock)
+    publish(cache, prompt(1, 12))
+    clock.now += 5
+    squeeze(cache)
+    clock.now += 30
+    told = cache.explain(prompt(1, 12))
+    assert (told.matched, told.reason, told.evicted_tokens) == (0, "evicted", 12)
+    assert told.evicted_ago == pytest.approx(30)
+    assert told.pressure
+    assert told.pressure in str(told)
+    assert "30" in str(told)
+
+
+def test_evicted_in_part() -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, prompt(1, 16))
+    seq = cache.open([], "other")
+    seq.extend([0] * 4 * 6)
+    assert cached(cache, prompt(1, 16)) == 8
+    told = cache.explain(prompt(1, 16))
+    assert (told.matched, told.reason, told.evicted_tokens) == (8, "evicted", 8)
+    longer = cache.explain([*prompt(1, 16), 5, 5])
+    assert (longer.reason, longer.evicted_tokens) == ("evicted", 8)
+
+
+def test_what_was_evicted_is_compared_too() -> None:
+    """A prompt that shares nothing with what was evicted behind its hit was not hurt by the eviction."""
+    cache = PrefixCache(8, 4)
+    publish(cache, prompt(1, 16))
+    seq = cache.open([], "other")
+    seq.extend([0] * 4 * 6)
+    told = cache.explain([*prompt(1, 8), 99, 99])
+    assert told.matched == 8
+    assert told.reason in {"never_seen", "diverged"}
+    assert told.evicted_tokens == 0
+    partly = cache.explain([*prompt(1, 11), 99])
+    assert (partly.reason, partly.evicted_tokens) == ("evicted", 3)
+
+
+def test_what_came_back_is_evicted_no_more() -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, prompt(1, 12))
+    squeeze(cache)
+    assert cache.explain(prompt(1, 12)).reason == "evicted"
+    publish(cache, prompt(1, 12))
+    assert cache.explain(prompt(1, 12)).reason == "full"
+    assert cache.explain([*prompt(1, 12), 1]).evicted_tokens == 0
+
+
+def test_nothing_leaks_across_namespaces() -> None:
+    clock = Clock()
+    cache = PrefixCache(8, 4, clock=clock)
+    publish(cache, prompt(1, 12), "secret tenant")
+    for stranger in (None, "other"):
+        assert cache.explain(prompt(1, 12), stranger).reason == "never_seen"
+        assert cache.explain([*prompt(1, 6), 9], stranger) == PrefixCache(8, 4).explain([*prompt(1, 6), 9], stranger)
+    publish(cache, prompt(2, 32), "flooding tenant")
+    assert cached(cache, prompt(1, 12), "secret tenant") == 0
+    for stranger in (None, "other", "flooding tenant"):
+        told = cache.explain(prompt(1, 12), stranger)
+        assert (told.reason, told.evicted_tokens, told.evicted_ago) == ("never_seen", 0, None)
+    told = cache.explain(prompt(1, 12), "secret tenant")
+    assert told.reason == "evicted"
+    assert "flooding" not in str(told)
+    assert "flooding" not in repr(told)
+
+
+def test_a_namespace_that_went_and_came_keeps_its_memory_to_itself() -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, prompt(1, 12), "a")
+    cache.clear()
+    squeeze(cache)
+    assert cache.stats().namespaces == 0
+    assert cache.explain(prompt(1, 12), "b").reason == "never_seen"
+    assert cache.explain(prompt(1, 12), "a").reason in {"evicted", "never_seen"}
+
+
+def test_ghosts_are_bounded() -> None:
+    """What was evicted long ago is forgotten: the memory does not grow with everything that ever was."""
+    cache = PrefixCache(16, 4)
+    for name in range(5_000):
+        publish(cache, prompt(name, 16))
+    assert cache.explain(prompt(0, 16)).reason == "never_seen"
+    assert cache.explain(prompt(4_994, 16)).reason == "evicted"
+    assert cache.stats().ghosts < 1_000
+
+
+@pytest.mark.parametrize("length", [0, 5, 9, 10, 13])
+def test_is_one_plain_sentence(length: int) -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, prompt(1, 10))
+    for limit in (None, 3):
+        sentence = str(cache.explain([*prompt(1, 13)][:length], limit=limit))
+        assert sentence.endswith(".")
+        assert "\n" not in sentence
+        assert str(length) in sentence
+
+
+def test_is_frozen() -> None:
+    told = PrefixCache(8, 4).explain([1])
+    with pytest.raises(FrozenInstanceError):
+        told.reason = "full"  # type: ignore[misc]

@@ -1,0 +1,253 @@
+"""Pins: held within a budget, for a while, and what they say about themselves."""
+
+from contextlib import suppress
+
+import pytest
+
+from radixkv.cache import PrefixCache
+from radixkv.errors import CacheError, InvalidInput, OutOfBlocks, PinBudgetExceeded
+from tests.cache.freeze import freeze
+from tests.cache.verbs import cached, held, prompt, publish
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def squeeze(cache: PrefixCache) -> None:
+    """Evict everything that can be evicted."""
+    seq = cache.open([], "squeeze")
+    seq.extend([0] * (cache.block_size * (cache.free_blocks + cache.evictable_blocks)))
+    seq.close()
+
+
+class TestPinning:
+    def test_keeps_a_prefix_whatever_comes(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 14))
+        pin = cache.pin(prompt(1, 14))
+        assert (pin.length, pin.complete, pin.blocks) == (14, True, 4)
+        squeeze(cache)
+        assert cached(cache, prompt(1, 14)) == 14
+        stats = cache.stats()
+        assert (stats.pinned_blocks, stats.held_blocks, stats.free_blocks) == (4, 4, 4)
+
+    def test_protects_no_more_than_was_asked(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 32))
+        pin = cache.pin(prompt(1, 12))
+        assert (pin.length, pin.blocks) == (12, 3)
+        assert cache.evictable_blocks == 5
+        squeeze(cache)
+        assert cached(cache, prompt(1, 32)) == 12
+
+    def test_text_that_is_cached_in_part_pins_that_part_and_says_so(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 10))
+        pin = cache.pin([*prompt(1, 8), 99, 99])
+        assert (pin.length, pin.complete, pin.blocks) == (8, False, 2)
+
+    def test_text_that_is_not_cached_pins_nothing_and_says_so(self) -> None:
+        cache = PrefixCache(8, 4)
+        pin = cache.pin([1, 2, 3])
+        assert (pin.length, pin.complete, pin.blocks) == (0, False, 0)
+        assert cache.stats().pinned_blocks == 0
+        pin.release()
+        assert cache.stats().namespaces == 0
+
+    def test_is_of_one_namespace(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 8), "a")
+        publish(cache, prompt(1, 8), "b")
+        assert cache.pin(prompt(1, 8)).length == 0
+        assert cache.pin(prompt(1, 8), "a").length == 8
+        squeeze(cache)
+        assert cached(cache, prompt(1, 8), "a") == 8
+        assert cached(cache, prompt(1, 8), "b") == 0
+
+    def test_is_no_obstacle_to_readers_and_writers(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 6))
+        pin = cache.pin(prompt(1, 6))
+        seq = cache.open(prompt(1, 6))
+        assert seq.extend([7]).copies == []
+        seq.commit()
+        seq.close()
+        pin.release()
+        cache.check()
+        assert cached(cache, [*prompt(1, 6), 7]) == 7
+
+    def test_survives_clear(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 8))
+        cache.pin(prompt(1, 6))
+        cache.clear()
+        assert cached(cache, prompt(1, 8)) == 6
+
+
+class TestReleasing:
+    def test_makes_it_evictable_again(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 14))
+        pin = cache.pin(prompt(1, 14))
+        assert cache.evictable_blocks == 0
+        pin.release()
+        assert cache.evictable_blocks == 4
+        assert cache.stats().pinned_blocks == 0
+        squeeze(cache)
+        assert cached(cache, prompt(1, 14)) == 0
+
+    def test_one_of_two_keeps_the_other(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 14))
+        one, two = cache.pin(prompt(1, 14)), cache.pin(prompt(1, 14))
+        assert cache.stats().pinned_blocks == 4
+        one.release()
+        assert cache.stats().pinned_blocks == 4
+        squeeze(cache)
+        assert cached(cache, prompt(1, 14)) == 14
+        two.release()
+        assert cache.stats().pinned_blocks == 0
+
+    def test_twice_does_no_harm_to_another_pin(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 14))
+        one, _two = cache.pin(prompt(1, 14)), cache.pin(prompt(1, 14))
+        one.release()
+        with suppress(CacheError):
+            one.release()
+        squeeze(cache)
+        assert cached(cache, prompt(1, 14)) == 14
+        cache.check()
+
+
+class TestBudget:
+    def test_is_half_of_the_pool(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 32))
+        cache.stats()
+        before = freeze(cache)
+        with pytest.raises(PinBudgetExceeded):
+            cache.pin(prompt(1, 17))
+        assert freeze(cache) == before
+        assert cache.pin(prompt(1, 16)).blocks == 4
+
+    def test_may_be_told_otherwise(self) -> None:
+        cache = PrefixCache(8, 4, pin_budget=1.0)
+        publish(cache, prompt(1, 32))
+        assert cache.pin(prompt(1, 32)).blocks == 8
+        none = PrefixCache(8, 4, pin_budget=0.0)
+        publish(none, prompt(1, 32))
+        with pytest.raises(PinBudgetExceeded):
+            none.pin(prompt(1, 1))
+
+    def test_counts_all_pins_together(self) -> None:
+        cache = PrefixCache(8, 4)
+        for name in (1, 2, 3):
+            publish(cache, prompt(name, 8))
+        first = cache.pin(prompt(1, 8))
+        cache.pin(prompt(2, 8))
+        with pytest.raises(PinBudgetExceeded):
+            cache.pin(prompt(3, 8))
+        first.release()
+        assert cache.pin(prompt(3, 8)).length == 8
+
+    def test_counts_a_shared_block_once(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 16))
+        for length in (16, 16, 8, 12, 4):
+            cache.pin(prompt(1, length))
+        assert cache.stats().pinned_blocks == 4
+
+    def test_holds_for_the_gauge_too(self) -> None:
+        """[0, 0, 0] ends inside a block that the pinned branch has copied: the pin may not cover both unseen."""
+        cache = PrefixCache(2, 16)
+        publish(cache, [0, 0, 0, 5])
+        publish(cache, [0, 0, 0, 2])
+        try:
+            cache.pin([0, 0, 0, 2])
+        except PinBudgetExceeded:
+            assert cache.stats().pinned_blocks == 0
+        assert cache.stats().pinned_blocks <= 1
+
+    @pytest.mark.parametrize("budget", [-0.1, 1.1, float("nan"), "half"])
+    def test_is_a_share(self, budget: float) -> None:
+        with pytest.raises(InvalidInput):
+            PrefixCache(8, 4, pin_budget=budget)
+
+
+class TestTimeToLive:
+    def test_is_over_at_the_next_stats(self) -> None:
+        clock = Clock()
+        cache = PrefixCache(8, 4, clock=clock)
+        publish(cache, prompt(1, 8))
+        cache.pin(prompt(1, 8), ttl=10)
+        clock.now += 9.9
+        assert cache.stats().pinned_blocks == 2
+        clock.now += 0.2
+        stats = cache.stats()
+        assert (stats.pinned_blocks, stats.cached_blocks) == (0, 2)
+        assert cache.evictable_blocks == 2
+
+    def test_is_over_when_room_is_needed(self) -> None:
+        clock = Clock()
+        cache = PrefixCache(8, 4, clock=clock)
+        publish(cache, prompt(1, 16))
+        cache.pin(prompt(1, 16), ttl=10)
+        seq = cache.open([], "other")
+        with pytest.raises(OutOfBlocks):
+            seq.extend([0] * 32)
+        clock.now += 10.1
+        assert len(seq.extend([0] * 32).slots) == 32
+
+    def test_does_not_touch_a_pin_without(self) -> None:
+        clock = Clock()
+        cache = PrefixCache(8, 4, clock=clock)
+        publish(cache, prompt(1, 8))
+        cache.pin(prompt(1, 8))
+        clock.now += 1e9
+        assert cache.stats().pinned_blocks == 2
+
+    def test_frees_the_budget(self) -> None:
+        clock = Clock()
+        cache = PrefixCache(8, 4, clock=clock)
+        publish(cache, prompt(1, 16))
+        publish(cache, prompt(2, 16))
+        cache.pin(prompt(1, 16), ttl=10)
+        clock.now += 10.1
+        cache.stats()
+        assert cache.pin(prompt(2, 16)).blocks == 4
+
+    def test_leaves_a_late_release_harmless(self) -> None:
+        clock = Clock()
+        cache = PrefixCache(8, 4, clock=clock)
+        publish(cache, prompt(1, 8))
+        pin, _other = cache.pin(prompt(1, 8), ttl=10), cache.pin(prompt(1, 8))
+        clock.now += 10.1
+        cache.stats()
+        with suppress(CacheError):
+            pin.release()
+        assert cache.stats().pinned_blocks == 2
+        cache.check()
+
+    @pytest.mark.parametrize("ttl", [-1, float("nan"), "soon"])
+    def test_is_a_number_of_seconds(self, ttl: float) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 8))
+        with pytest.raises(InvalidInput):
+            cache.pin(prompt(1, 8), ttl=ttl)
+        assert cache.stats().pinned_blocks == 0
+
+
+def test_a_pin_outlives_the_sequence_that_published() -> None:
+    cache = PrefixCache(8, 4)
+    seq = held(cache, prompt(1, 8))
+    pin = cache.pin(prompt(1, 8))
+    seq.close()
+    assert cache.evictable_blocks == 0
+    pin.release()
+    assert cache.evictable_blocks == 2

@@ -1,0 +1,253 @@
+"""Counters that only grow, gauges that add up, regret, and what an observer hears."""
+
+from collections.abc import Hashable
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from radixkv.cache import CacheStats, PrefixCache
+from radixkv.errors import OutOfBlocks
+from tests.cache.test_pins import squeeze
+from tests.cache.verbs import cached, held, prompt, publish
+
+
+class TestCounters:
+    def test_count_what_opens_asked_and_hit(self) -> None:
+        cache = PrefixCache(16, 4)
+        publish(cache, prompt(1, 10))
+        publish(cache, prompt(1, 10))
+        cache.open([*prompt(1, 6), 9, 9]).close()
+        stats = cache.stats()
+        assert (stats.query_tokens, stats.hit_tokens) == (28, 16)
+        assert stats.hit_rate == pytest.approx(16 / 28)
+
+    def test_count_no_questions(self) -> None:
+        cache = PrefixCache(16, 4)
+        publish(cache, prompt(1, 10))
+        before = cache.stats()
+        cache.match(prompt(1, 10))
+        cache.explain(prompt(1, 10))
+        cache.pin(prompt(1, 10)).release()
+        assert cache.stats() == before
+
+    def test_of_an_unused_cache_are_zero(self) -> None:
+        stats = PrefixCache(16, 4).stats()
+        assert (stats.query_tokens, stats.hit_tokens, stats.evicted_blocks, stats.regret_tokens) == (0, 0, 0, 0)
+        assert (stats.num_blocks, stats.block_size, stats.free_blocks) == (16, 4, 16)
+        assert stats.hit_rate == 0
+
+    def test_count_evictions(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 10))
+        squeeze(cache)
+        stats = cache.stats()
+        assert (stats.evicted_blocks, stats.evicted_tokens) == (3, 10)
+
+    def test_count_copies(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 10))
+        for token in (50, 60, 70):
+            publish(cache, [*prompt(1, 9), token])
+        assert cache.stats().copied_blocks == 3
+
+    def test_do_not_shrink_at_clear(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 10))
+        publish(cache, prompt(1, 10))
+        before = cache.stats()
+        cache.clear()
+        after = cache.stats()
+        assert (after.query_tokens, after.hit_tokens) == (before.query_tokens, before.hit_tokens)
+
+
+class TestRegret:
+    def test_is_what_was_evicted_and_asked_for_again(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 12))
+        squeeze(cache)
+        assert cache.stats().regret_tokens == 0
+        publish(cache, prompt(1, 12))
+        assert cache.stats().regret_tokens == 12
+
+    def test_is_counted_once(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 12))
+        squeeze(cache)
+        for _ in range(3):
+            publish(cache, prompt(1, 12))
+        assert cache.stats().regret_tokens == 12
+
+    def test_is_only_what_matches(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 12))
+        squeeze(cache)
+        publish(cache, [*prompt(1, 7), 99, 99])
+        assert cache.stats().regret_tokens == 7
+
+    def test_is_only_what_is_missing(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 16))
+        seq = cache.open([], "other")
+        seq.extend([0] * 4 * 6)
+        seq.close()
+        assert publish(cache, prompt(1, 16)) == 8
+        assert cache.stats().regret_tokens == 8
+
+    def test_is_of_one_namespace(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 12), "a")
+        squeeze(cache)
+        publish(cache, prompt(1, 12), "b")
+        assert cache.stats().regret_tokens == 0
+
+
+class TestGauges:
+    def test_add_up(self) -> None:
+        cache = PrefixCache(32, 4)
+        publish(cache, prompt(1, 16))
+        publish(cache, prompt(2, 12), "a")
+        cache.pin(prompt(1, 8))
+        seq = held(cache, prompt(3, 10))
+        seq.extend([5] * 4)
+        stats = cache.stats()
+        assert (stats.free_blocks, stats.cached_blocks, stats.held_blocks) == (32 - 4 - 3 - 4, 2 + 3, 2 + 4)
+        assert stats.pinned_blocks == 2
+        assert (stats.sequences, stats.namespaces) == (1, 2)
+        assert (cache.free_blocks, cache.evictable_blocks) == (21, 5)
+
+    def test_are_a_frozen_moment(self) -> None:
+        cache = PrefixCache(32, 4)
+        before = cache.stats()
+        publish(cache, prompt(1, 16))
+        assert before.free_blocks == 32
+        assert isinstance(before, CacheStats)
+        with pytest.raises(FrozenInstanceError):
+            before.free_blocks = 3  # type: ignore[misc]
+
+
+class Listener:
+    """Keeps a picture of the tree from what it is told alone."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+        self.sequences: dict[int, Hashable] = {}
+        self.heard: list[tuple[object, ...]] = []
+
+    def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int) -> None:
+        assert sequence not in self.sequences
+        self.sequences[sequence] = namespace
+        self.heard.append(("opened", namespace, asked, hit))
+
+    def forked(self, sequence: int, parent: int) -> None:
+        assert sequence not in self.sequences
+        self.sequences[sequence] = self.sequences[parent]
+        self.heard.append(("forked",))
+
+    def closed(self, sequence: int, length: int) -> None:
+        del self.sequences[sequence]
+        self.heard.append(("closed", length))
+
+    def inserted(self, node: int, parent: int, start: int, tokens: int) -> None:
+        assert node not in self.tokens
+        assert tokens > 0
+        self.tokens[node] = tokens
+        self.heard.append(("inserted", start, tokens))
+
+    def grown(self, node: int, tokens: int) -> None:
+        self.tokens[node] += tokens
+        self.heard.append(("grown", tokens))
+
+    def split(self, node: int, upper: int, tokens: int) -> None:
+        assert upper not in self.tokens
+        assert 0 < tokens < self.tokens[node]
+        self.tokens[upper] = tokens
+        self.tokens[node] -= tokens
+        self.heard.append(("split", tokens))
+
+    def merged(self, node: int, upper: int) -> None:
+        self.tokens[node] += self.tokens.pop(upper)
+        self.heard.append(("merged",))
+
+    def trimmed(self, node: int, tokens: int, blocks: int, gone: bool) -> None:
+        self.tokens[node] -= tokens
+        assert gone == (self.tokens[node] == 0)
+        if gone:
+            del self.tokens[node]
+        self.heard.append(("trimmed", tokens, blocks, gone))
+
+    def copied(self, sequence: int, source: int, target: int) -> None:
+        assert source != target
+        self.heard.append(("copied", source, target))
+
+    def names(self) -> list[object]:
+        return [event[0] for event in self.heard]
+
+
+class TestObserver:
+    def test_hears_what_happens(self) -> None:
+        ear = Listener()
+        cache = PrefixCache(16, 4, observer=ear)
+        publish(cache, prompt(1, 10), "a")
+        assert ear.heard == [("opened", "a", 10, 0), ("inserted", 0, 10), ("closed", 10)]
+        ear.heard.clear()
+        publish(cache, [*prompt(1, 6), 50], "a")
+        assert set(ear.names()[:2]) == {"opened", "split"}
+        assert ear.names()[2:] == ["copied", "inserted", "closed"]
+        assert {("opened", "a", 7, 6), ("split", 6), ("inserted", 6, 1)} < set(ear.heard)
+        ear.heard.clear()
+        squeeze(cache)
+        assert sum(int(str(event[1])) for event in ear.heard if event[0] == "trimmed") == 11
+
+    def test_hears_a_leaf_grow(self) -> None:
+        ear = Listener()
+        cache = PrefixCache(16, 4, observer=ear)
+        seq = held(cache, prompt(1, 10))
+        seq.extend([1, 2])
+        seq.commit()
+        assert ear.heard[-1] == ("grown", 2)
+
+    def test_hears_nothing_of_questions_and_refusals(self) -> None:
+        ear = Listener()
+        cache = PrefixCache(4, 4, observer=ear)
+        seq = held(cache, prompt(1, 10))
+        ear.heard.clear()
+        cache.match(prompt(1, 5))
+        cache.explain(prompt(1, 5))
+        cache.stats()
+        with pytest.raises(OutOfBlocks):
+            seq.extend([1] * 100)
+        assert ear.heard == []
+
+    @pytest.mark.parametrize("block_size", [1, 3, 16])
+    def test_can_draw_the_tree_from_what_it_hears(self, block_size: int) -> None:
+        """Node by node, what an observer adds up is what the cache counts, through splits, merges and trims."""
+        ear = Listener()
+        cache = PrefixCache(200 // block_size, block_size, observer=ear)
+        trimmed = 0
+        for number in range(400):
+            text = [number // 50 % 3] * (number * 7 % 30) + [number % 5] * (number * 11 % 17)
+            seq = cache.open(text, number % 2)
+            seq.extend(text[seq.length :])
+            seq.commit(publish=number % 7 != 0)
+            twin = seq.fork()
+            seq.truncate(seq.length // 2)
+            seq.extend([9] * (number % 4))
+            seq.commit()
+            twin.close()
+            seq.close()
+            stats = cache.stats()
+            assert len(ear.tokens) == stats.nodes
+            trimmed = sum(int(str(event[1])) for event in ear.heard if event[0] == "trimmed")
+            assert trimmed == stats.evicted_tokens
+        assert trimmed > 0
+        assert ear.names().count("copied") == cache.stats().copied_blocks
+        assert ear.sequences == {}
+        assert {"split", "inserted", "trimmed", "copied"} <= set(ear.names())
+
+    def test_costs_no_answer(self) -> None:
+        loud, quiet = PrefixCache(16, 4, observer=Listener()), PrefixCache(16, 4)
+        for cache in (loud, quiet):
+            for name in (1, 2, 3, 1, 4, 1):
+                publish(cache, prompt(name, 20))
+        assert loud.stats() == quiet.stats()
+        assert cached(loud, prompt(1, 20)) == cached(quiet, prompt(1, 20))
