@@ -213,7 +213,7 @@ class PrefixCache:
         return self._pins.add(node, length, matched == len(raw), len(blocks), ttl)
 
     def demote(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> None:
-        """Put what is cached of these tokens from `start` on at the cold end: first to go, not gone. It counts as no use.
+        """Put what is cached of these tokens from `start` on at the cold end: first to go, not gone.
 
         For a branch that turned out dead after its sequence was closed. It reaches up from the end of `tokens` while
         nobody holds, hits or branches off there; a later open undoes it.
@@ -285,7 +285,7 @@ class PrefixCache:
             self._observer.closed(sequence.id, sequence.length)
 
     def _take(self, count: int) -> array[int]:
-        """Take blocks, evicting if need be; OutOfBlocks, which changes nothing, only if free + evictable are too few."""
+        """Take blocks, evicting if need be; OutOfBlocks changes nothing; it means free + evictable are too few."""
         pool = self._pool
         if count > len(pool.free):
             self._make_room(count)

@@ -114,30 +114,11 @@ class Sequence:
         raw = as_bytes(tokens)
         refuse_negative(raw)
         pool, table = self._cache._pool, self._table
-        size = pool.block_size
         start = self.length
         end = start + len(raw) // WIDTH
-        offset = start % size
-        need = -(-end // size) - len(table)
-        source = -1
-        copies: list[tuple[int, int]] = []
-        if offset and raw:
-            last = table[-1]
-            if offset == pool.fill.get(last, size) or self._alone(last):
-                if need:
-                    table += self._cache._take(need)
-                pool.reserve(last, end % size if not need and end % size else size)
-            else:
-                new = self._cache._take(need + 1)
-                need, source, table[-1] = need + 1, last, new.pop(0)
-                copies.append((source, table[-1]))
-                table += new
-                self._cache._copied(self.id, source, table[-1 - len(new)])
-        elif need:
-            table += self._cache._take(need)
-        if need and end % size:
-            pool.fill[table[-1]] = end % size
+        source = self._reserve(start, end) if raw else -1
         self._planned, self._source = raw, source
+        copies = [(source, table[start // pool.block_size])] if source >= 0 else []
         return WritePlan(_slots(table, start, end, pool), copies)
 
     def commit(self, publish: bool = True) -> None:
@@ -301,6 +282,31 @@ class Sequence:
         tree.merge(held)
 
     # ---- blocks
+
+    def _reserve(self, start: int, end: int) -> int:
+        """Make the table reach to `end`. Returns the block to copy its part-filled last block from, or -1."""
+        cache, table = self._cache, self._table
+        fill, size = cache._pool.fill, cache.block_size
+        offset, rest = start % size, end % size
+        need = -(-end // size) - len(table)
+        source = -1
+        if offset:
+            last = table[-1]
+            if offset == fill.get(last, size) or self._alone(last):
+                new = cache._take(need) if need else None
+                cache._pool.reserve(last, size if need or not rest else rest)
+            else:
+                need += 1
+                new = cache._take(need)
+                source, table[-1] = last, new.pop(0)
+                cache._copied(self.id, source, table[-1])
+        else:
+            new = cache._take(need)
+        if new:
+            table += new
+        if need and rest:
+            fill[table[-1]] = rest
+        return source
 
     def _alone(self, block: int) -> bool:
         """Whether the only owners of our last block are this sequence and nodes of its own path."""
