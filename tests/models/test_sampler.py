@@ -1,0 +1,261 @@
+"""The vectorised sampler against one row at a time in plain Python, and against transformers where they agree."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from radixkv.errors import InvalidInput
+from radixkv.models import sampler
+from radixkv.models.sampler import SampleRow, SamplingParams, sample
+
+STOPS = frozenset({4, 9})
+
+
+def by_hand(logits: list[float], row: SampleRow) -> tuple[list[float], int, float]:
+    """(probabilities, drawn token, how far the draw is from another token) of one row, the slow and plain way."""
+    p = row.params
+    values = list(logits)
+    reply = list(row.history[row.prompt_length :])
+    for token in set(row.history):
+        values[token] = (
+            values[token] / p.repetition_penalty if values[token] > 0 else values[token] * p.repetition_penalty
+        )
+    for token, count in Counter(reply).items():
+        values[token] -= p.presence_penalty + count * p.frequency_penalty
+    for token, bias in p.logit_bias.items():
+        values[token] += bias
+    if len(reply) < p.min_tokens:
+        for token in row.stop_token_ids:
+            values[token] = -math.inf
+    best = max(values)
+    if p.temperature == 0 or p.top_k == 1:
+        return [], values.index(best), 1.0
+    weights = [math.exp((value - best) / p.temperature) for value in values]
+    if p.top_k > 0:
+        smallest = sorted(weights, reverse=True)[min(p.top_k, len(weights)) - 1]
+        weights = [weight if weight >= smallest else 0.0 for weight in weights]
+    if p.top_p < 1:
+        mass, total = 0.0, sum(weights)
+        for weight in sorted(weights, reverse=True):
+            if mass >= p.top_p * total:
+                break
+            mass, smallest = mass + weight, weight
+        weights = [weight if weight >= smallest else 0.0 for weight in weights]
+    weights = [weight if weight >= p.min_p else 0.0 for weight in weights]
+    probabilities = [weight / sum(weights) for weight in weights]
+    digest = hashlib.blake2b(struct.pack("<QQ", row.seed % 2**64, row.position), digest_size=6).digest()
+    uniform = int.from_bytes(digest, "little") / 2**48
+    edges = np.cumsum(probabilities)
+    return probabilities, int(np.searchsorted(edges, uniform, side="right")), float(np.abs(edges - uniform).min())
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    min_tokens=st.integers(0, 4),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([-1, 0, 1, 2, 5, 30, 400]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05, 0.6, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
+    presence_penalty=st.sampled_from([0.0, 1.5, -0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.4]),
+    logit_bias=st.dictionaries(st.integers(0, 149), st.floats(-10, 10, width=16), max_size=3),
+)
+ROWS = st.builds(
+    SampleRow,
+    params=PARAMS,
+    seed=st.integers(-5, 2**70),
+    position=st.integers(0, 10_000),
+    history=st.lists(st.integers(0, 149), max_size=12),
+    prompt_length=st.integers(0, 6),
+    stop_token_ids=st.just(STOPS),
+)
+
+
+def logits_for(count: int, seed: int, vocab: int = 150, spread: float = 3.0) -> torch.Tensor:
+    """Random logits, coarse enough that some are equal."""
+    noise = torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+    return (noise * 32).round() / 32
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=st.lists(ROWS, min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_every_row_is_what_it_is_by_hand(rows: list[SampleRow], seed: int) -> None:
+    logits = logits_for(len(rows), seed)
+    untouched = logits.clone()
+    found = sample(logits, rows).tokens
+    assert torch.equal(logits, untouched)
+    for token, row, values in zip(found, rows, logits, strict=True):
+        probabilities, expected, distance = by_hand(values.tolist(), row)
+        if distance > 1e-5:  # nearer to an edge than float32 can tell
+            assert token == expected
+        assert not probabilities or probabilities[token] > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(ROWS, min_size=2, max_size=6), seed=st.integers(0, 99), data=st.data())
+def test_a_row_does_not_feel_the_others(rows: list[SampleRow], seed: int, data: st.DataObject) -> None:
+    logits = logits_for(len(rows), seed)
+    together = sample(logits, rows).tokens
+    order = data.draw(st.permutations(range(len(rows))))
+    shuffled = sample(logits[order], [rows[i] for i in order]).tokens
+    assert [together[i] for i in order] == shuffled
+    assert together == [sample(logits[i : i + 1], [row]).tokens[0] for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("top_k", [0, 7, 40])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+def test_the_kept_tokens_are_those_of_transformers(top_k: int, top_p: float, min_p: float) -> None:
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(4)) * 2
+    history = [3, 8, 8, 77]
+    warpers: list[Any] = [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(0.8)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    expected = torch.softmax(LogitsProcessorList(warpers)(torch.tensor([history]), logits.clone())[0].double(), -1)
+    params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=1.2)
+    draws = 4000
+    rows = [SampleRow(params, seed=1, position=i, history=history, prompt_length=4) for i in range(draws)]
+    counts = np.bincount(sample(logits.expand(draws, -1), rows).tokens, minlength=500)
+    assert not counts[(expected == 0).numpy()].any()
+    # Each frequency within five standard deviations of its probability.
+    probability = expected.numpy()
+    assert (np.abs(counts - draws * probability) <= 5 * np.sqrt(draws * probability) + 1).all()
+
+
+def test_flat_distributions_are_looked_at_beyond_the_first_candidates() -> None:
+    logits = torch.zeros(1, 3000)
+    rows = [SampleRow(SamplingParams(top_p=0.9), 0, i) for i in range(300)]
+    tokens = sample(logits.expand(300, -1), rows).tokens
+    assert max(tokens) > 2500
+    assert len(set(tokens)) > 250
+
+
+def test_top_p_cuts_a_flat_tail_where_it_should() -> None:
+    logits = torch.log(torch.arange(2000, 0, -1).double())[None].float()
+    weights = np.arange(2000, 0, -1)
+    last = int(np.searchsorted(np.cumsum(weights) / weights.sum(), 0.5))
+    rows = [SampleRow(SamplingParams(top_p=0.5), 0, i) for i in range(3000)]
+    tokens = sample(logits.expand(3000, -1), rows).tokens
+    assert last - 20 < max(tokens) <= last
+
+
+def test_equal_logits_share_one_fate() -> None:
+    logits = torch.zeros(1, 200)
+    logits[0, :3] = 1.0
+    rows = [SampleRow(SamplingParams(top_k=2), 0, i) for i in range(60)]
+    assert set(sample(logits.expand(60, -1), rows).tokens) == {0, 1, 2}
+
+
+def test_a_seed_and_a_position_name_a_draw() -> None:
+    logits = torch.zeros(1, 1000)
+    draw = lambda seed, position: sample(logits, [SampleRow(SamplingParams(), seed, position)]).tokens  # noqa: E731
+    assert draw(5, 1) == draw(5, 1)
+    assert len({tuple(draw(5, position)) for position in range(20)}) > 15
+    assert len({tuple(draw(seed, 1)) for seed in range(20)}) > 15
+
+
+def test_extreme_temperatures_and_logits() -> None:
+    logits = torch.tensor([[1e4, -1e4, 9.9e3, 0.0]])
+    for temperature in (1e-40, 1e-3, 1e30):
+        [token] = sample(logits, [SampleRow(SamplingParams(temperature=temperature), 3, 3)]).tokens
+        assert token == 0 or temperature == 1e30
+
+
+def test_minus_infinity_is_never_drawn() -> None:
+    logits = torch.full((50, 30), -torch.inf)
+    logits[:, 7] = 0.0
+    for params in (SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.9, min_p=0.1)):
+        assert set(sample(logits, [SampleRow(params, 0, i) for i in range(50)]).tokens) == {7}
+
+
+def test_stop_tokens_wait_for_the_minimum() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 4] = 50.0
+    row = SampleRow(SamplingParams(temperature=0, min_tokens=2), 0, 0, [1, 1, 4], 2, STOPS)
+    assert sample(logits, [row]).tokens != [4]
+    assert sample(logits, [SampleRow(row.params, 0, 0, [1, 1, 4, 4], 2, STOPS)]).tokens == [4]
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    logits = logits_for(3, 1)
+    params = SamplingParams(temperature=0.5, top_k=3, logprobs=4, frequency_penalty=1.0)
+    rows = [
+        SampleRow(params, 0, 0, [1, 2, 3], 1),
+        SampleRow(SamplingParams(temperature=0), 0, 0),
+        SampleRow(SamplingParams(temperature=0, logprobs=0), 0, 0),
+    ]
+    sampled = sample(logits, rows)
+    assert sampled.logprobs is not None
+    first, second, third = sampled.logprobs
+    table = torch.log_softmax(logits.double(), -1)
+    assert first is not None
+    assert second is None
+    assert third is not None
+    assert third.top == ()
+    assert first.chosen == pytest.approx(float(table[0, sampled.tokens[0]]), abs=1e-5)
+    assert third.chosen == pytest.approx(float(table[2].max()), abs=1e-5)
+    assert [value for _, value in first.top] == pytest.approx(table[0].topk(4).values.tolist(), abs=1e-5)
+    assert [float(table[0, token]) for token, _ in first.top] == pytest.approx(table[0].topk(4).values.tolist())
+    assert sample(logits[1:2], rows[1:2]).logprobs is None
+
+
+def test_more_logprobs_than_tokens_are_all_of_them() -> None:
+    sampled = sample(logits_for(1, 1, vocab=5), [SampleRow(SamplingParams(logprobs=100), 0, 0)])
+    assert sampled.logprobs is not None
+    assert sampled.logprobs[0] is not None
+    assert len(sampled.logprobs[0].top) == 5
+
+
+def test_greedy_rows_cost_one_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: object) -> None:
+        raise AssertionError("a greedy batch draws nothing")
+
+    monkeypatch.setattr(sampler, "_draw", forbidden)
+    logits = logits_for(4, 2)
+    rows = [SampleRow(SamplingParams(temperature=0), 0, 0)] * 4
+    assert sample(logits, rows).tokens == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_broken_logits_are_named(value: float) -> None:
+    logits = logits_for(3, 0)
+    logits[1, 5] = value
+    with pytest.raises(InvalidInput, match="row 1"):
+        sample(logits, [SampleRow(SamplingParams(), 0, 0)] * 3)
+
+
+def test_rows_must_match_and_may_be_none() -> None:
+    with pytest.raises(InvalidInput, match="do not fit 1 rows"):
+        sample(torch.zeros(2, 5), [SampleRow(SamplingParams(), 0, 0)])
+    assert sample(torch.zeros(0, 5), []).tokens == []
+
+
+def test_a_bias_beyond_the_vocabulary_is_named() -> None:
+    with pytest.raises(InvalidInput, match="names token 5; this model's ids end at 4"):
+        sample(torch.zeros(1, 5), [SampleRow(SamplingParams(logit_bias={5: 1.0}), 0, 0)])
+
+
+def test_half_precision_logits_are_welcome() -> None:
+    logits = logits_for(2, 0).bfloat16()
+    rows = [SampleRow(SamplingParams(top_k=5, logit_bias={1: 2.0}), 0, 0), SampleRow(SamplingParams(), 0, 0)]
+    assert len(sample(logits, rows).tokens) == 2

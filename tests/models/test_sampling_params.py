@@ -1,0 +1,96 @@
+"""Sampling parameters are checked when they are made, and say what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from radixkv.errors import InvalidInput
+from radixkv.models.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be an int >= 1, not 0"),
+        ({"max_tokens": 2.0}, "max_tokens must be an int"),
+        ({"max_tokens": True}, "max_tokens must be an int"),
+        ({"min_tokens": -1}, "min_tokens must be an int >= 0"),
+        ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens \(9\) is larger than max_tokens \(8\)"),
+        ({"temperature": -0.1}, "temperature must be a number >= 0, not -0.1"),
+        ({"temperature": math.nan}, "temperature must be a number"),
+        ({"temperature": math.inf}, "temperature must be a number"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"top_k": -2}, "top_k must be an int >= -1"),
+        ({"top_p": 0.0}, "top_p must be a number > 0 and <= 1"),
+        ({"top_p": 1.1}, "top_p must be a number > 0 and <= 1"),
+        ({"min_p": 1.1}, "min_p must be a number >= 0 and <= 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number > 0"),
+        ({"presence_penalty": 3}, "presence_penalty must be a number >= -2 and <= 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty must be a number >= -2 and <= 2"),
+        ({"logit_bias": [1]}, "logit_bias must map token ids to numbers, not be a list"),
+        ({"logit_bias": {1: 101}}, "from -100 to 100, not 1 to 101"),
+        ({"logit_bias": {-1: 1}}, "logit_bias must map token ids"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must map token ids"),
+        ({"seed": 1.5}, "seed must be an int or None"),
+        ({"stop": ["ok", ""]}, "stop must be a string or a list of strings, none of them empty"),
+        ({"stop": 5}, "stop must be"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids must be ints >= 0"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids must be a list"),
+        ({"n": 0}, "n must be an int >= 1"),
+        ({"logprobs": -1}, "logprobs must be None or an int from 0 to 100"),
+        ({"logprobs": 101}, "logprobs must be None or an int from 0 to 100"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_with_what_is_allowed(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        SamplingParams(**wrong)
+
+
+def test_the_defaults_are_the_models_own_distribution() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.max_tokens) == (1.0, 0, 1.0, 0.0, 256)
+    assert not params.greedy
+    assert not params.adjusts_logits
+
+
+def test_one_stop_string_is_a_list_of_one_and_none_is_none() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    nothing: dict[str, Any] = {"stop": None, "stop_token_ids": None, "logit_bias": None}
+    params = SamplingParams(**nothing)
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == ((), (), {})
+
+
+def test_later_changes_of_the_callers_lists_do_not_reach_in() -> None:
+    bias, stops = {1: 1.0}, [3]
+    params = SamplingParams(logit_bias=bias, stop_token_ids=stops)
+    bias[2] = 5.0
+    stops.append(4)
+    assert (params.logit_bias, params.stop_token_ids) == ({1: 1.0}, (3,))
+
+
+def test_a_changed_copy_is_checked_too() -> None:
+    params = SamplingParams(temperature=0)
+    assert params.greedy
+    assert params.but(max_tokens=5) == SamplingParams(temperature=0, max_tokens=5)
+    with pytest.raises(InvalidInput):
+        params.but(top_p=2)
+
+
+def test_parameters_are_frozen_hashable_and_travel() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 2  # type: ignore[misc]
+    assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
+    assert pickle.loads(pickle.dumps(params)) == params
+
+
+def test_importing_them_imports_no_torch() -> None:
+    code = "import sys, radixkv.models.sampling_params; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
