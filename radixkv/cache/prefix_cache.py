@@ -118,10 +118,8 @@ class PrefixCache:
         refuse_negative(raw, matched)
         asked, found = len(raw) // WIDTH, matched // WIDTH
         length = found if limit is None else min(found, limit)
-        if found >= asked:
-            return Explanation(asked, found, length, "full" if length == asked else "limit")
-        if limit is not None and found >= limit:
-            return Explanation(asked, found, length, "limit")
+        if length < found or found >= asked:
+            return Explanation(asked, found, length, "limit" if length < found else "full")
         ghosts = self._ghosts.follow(("root", namespace) if node is None else node.id, found, raw)
         if ghosts:
             first = ghosts[0][0]
