@@ -126,30 +126,36 @@ class KVStore:
         """A tensor of the pool seen as [kv_heads, slots, dim]; only where `runs_are_views`."""
         return pool.view(pool.shape[0], -1, pool.shape[3])
 
-    def views(self, pool: Tensor, dim: int, sizes: list[int], chosen: list[int]) -> list[Tensor]:
-        """The `chosen` pieces of `slots`, cut into `sizes`; for `dim` = 2 of its transpose [kv_heads, dim, slots].
+    def views(self, pool: Tensor, sizes: list[int]) -> list[Tensor]:
+        """Keys where they lie, [kv_heads, dim, size] each: every second piece of `slots` cut into `sizes`.
 
         One call for all: at a dozen a layer, narrowing one by one would cost as much as the products do.
         """
-        slots = self.slots(pool)
-        pieces = (slots if dim == 1 else slots.transpose(1, 2)).split_with_sizes(sizes, dim)
-        if self.dtype == self.compute_dtype:
-            return [pieces[index] for index in chosen]
-        return [pieces[index].to(self.compute_dtype) for index in chosen]
+        pieces = self.slots(pool).transpose(1, 2).split_with_sizes(sizes, 2)[1::2]
+        return [piece.to(self.compute_dtype) for piece in pieces] if self.dtype != self.compute_dtype else list(pieces)
 
     def regions(self, blocks: NDArray[np.int64], kv_heads: int) -> Tensor:
         """Where block ids [..., n] lie, head by head, for `read`: [..., kv_heads, n]."""
-        heads = np.arange(kv_heads, dtype=np.int64)[:, None]
-        blocks = blocks[..., None, :]
-        index = heads * self.num_blocks + blocks if self.runs_are_views else blocks * kv_heads + heads
+        index = self.rows(blocks * self.block_size, kv_heads) // self.block_size
         return torch.from_numpy(index).to(self.device)
+
+    def table(self, pool: Tensor) -> Tensor:
+        """A tensor of the pool as a plain table [rows, dim], in the order of memory."""
+        return (pool if self.runs_are_views else pool.transpose(0, 1)).view(-1, pool.shape[3])
+
+    def rows(self, slots: NDArray[np.int64], kv_heads: int) -> NDArray[np.int64]:
+        """Where slots [..., n] stand in `table`, head by head: [..., kv_heads, n]."""
+        heads, slots = np.arange(kv_heads, dtype=np.int64)[:, None], slots[..., None, :]
+        if self.runs_are_views:
+            return heads * (self.num_blocks * self.block_size) + slots
+        block, offset = np.divmod(slots, self.block_size)
+        return (block * kv_heads + heads) * self.block_size + offset
 
     def read(self, pool: Tensor, index: Tensor, workspace: int = 0) -> Tensor:
         """Gather regions [..., kv_heads, n] -> [all but the last, n * block_size, dim], in `compute_dtype`.
 
         The result lies in one of two workspaces, and is overwritten by the next `read` into the same one.
         """
-        memory = pool if self.runs_are_views else pool.transpose(0, 1)
         dim = pool.shape[3]
         width = self.block_size * dim
         space = self._workspaces[workspace]
@@ -158,5 +164,5 @@ class KVStore:
                 space = torch.empty(index.numel() * width, dtype=self.dtype, device=self.device)
             self._workspaces[workspace] = space
         out = space[: index.numel() * width].view(-1, width)
-        torch.index_select(memory.view(-1, width), 0, index.view(-1), out=out)
+        torch.index_select(self.table(pool).view(-1, width), 0, index.view(-1), out=out)
         return out.view(math.prod(index.shape[:-1]), index.shape[-1] * self.block_size, dim).to(self.compute_dtype)

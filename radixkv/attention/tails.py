@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -47,6 +47,7 @@ class Layout:
         self.tail = np.repeat(np.arange(len(items)), counts)
         self.ordinal = np.arange(len(self.tail)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.blocks = work.block_ids[np.repeat(work.block_offset[items], counts) + self.ordinal].astype(np.int64)
+        self.first_slot = self.blocks[np.cumsum(counts) - counts] * work.block_size + self.skip
         self.views: list[list[_View]] = [[] for _ in items]
         gathered = self._find_views() if runs_are_views else np.ones(len(self.blocks), dtype=np.bool_)
         self.tail, self.ordinal, self.blocks = self.tail[gathered], self.ordinal[gathered], self.blocks[gathered]
@@ -97,88 +98,88 @@ class Layout:
 
 
 class TailBatch:
-    """Tails of similar shape, whose scores stand in one padded tensor [n, kv_heads, group, gathered + viewed keys]."""
+    """Tails of similar shape, whose scores stand in one padded tensor [n, kv_heads, group, width].
+
+    Its columns are the keys of the blocks that are gathered, then those of the views. Values stay where they lie: an
+    embedding bag sums rows of a table by index and weight, in less time than a product takes over contiguous values.
+    """
 
     def __init__(self, layout: Layout, tails: Int, rows: Int, kv_heads: int, group: int, store: KVStore) -> None:
         """Lay out the scores; `rows` [n] are the query rows of `tails`. Everything here is done once per step."""
         self.size, self.kv_heads, self.group = len(tails), kv_heads, group
         self.rows = torch.from_numpy(rows).to(store.device)
         self.in_order = bool((rows == np.arange(len(rows))).all())
-        self.partials = len(tails)
         number = np.full(len(layout.views), -1)
         number[tails] = np.arange(len(tails))
-        self._plan_gather(layout, tails, number, store)
-        self._plan_scores(layout, tails, number, store)
+        blocks, hidden = self._blocks(layout, tails, number)
+        self._plan_gather(blocks, hidden, store)
+        self._plan_scores(self.columns + int(layout.viewed[tails].max()), store)
+        views = sorted((view for tail in tails.tolist() for view in layout.views[tail]), key=lambda view: view.slot)
+        filled = self._plan_views(views, number, store)
+        self._plan_values(layout.first_slot[tails], blocks, hidden, views, store)
+        self.padding = np.arange(self.scores.shape[-1]) >= np.array(filled)[:, None]
+        self.padding[:, : self.columns] = hidden
 
-    def _plan_gather(self, layout: Layout, tails: Int, number: Int, store: KVStore) -> None:
-        """Which blocks to gather for each tail, padded with any, and which of the columns that yields hold no key."""
-        size = layout.block_size
+    def _blocks(self, layout: Layout, tails: Int, number: Int) -> tuple[Int, NDArray[np.bool_]]:
+        """Blocks to gather [n, most of a tail], padded with any; and which of their slots [n, columns] hold no key."""
         counts = layout.gathered[tails]
         chosen = np.flatnonzero(number[layout.tail] >= 0)
-        row, origin = number[layout.tail[chosen]], layout.ordinal[chosen] * size
+        row, origin = number[layout.tail[chosen]], layout.ordinal[chosen] * layout.block_size
         place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
         blocks = np.zeros((self.size, int(counts.max())), dtype=np.int64)
         blocks[row, place] = layout.blocks[chosen]
         first, last = np.zeros_like(blocks), np.zeros_like(blocks)  # of each block's slots, those that hold keys
         first[row, place] = layout.skip[tails[row]] - origin
         last[row, place] = layout.end[tails[row]] - origin
-        slots = np.arange(size)
-        hidden = ((slots < first[..., None]) | (slots >= last[..., None])).reshape(self.size, -1)
+        within = np.arange(layout.block_size)
+        hidden = (within < first[..., None]) | (within >= last[..., None])
+        return blocks, hidden.reshape(self.size, blocks.shape[1] * layout.block_size)
+
+    def _plan_gather(self, blocks: Int, hidden: NDArray[np.bool_], store: KVStore) -> None:
+        """Where the keys lie that are gathered, and from which column on some of them must be hidden."""
         self.columns = hidden.shape[1]
         self.regions = store.regions(blocks, self.kv_heads)
-        rows, columns = np.nonzero(hidden)
-        self._plan_hidden(hidden, rows, columns, store)
+        self.first_hidden = int(hidden.any(0).argmax()) if hidden.any() else self.columns
+        self.hidden = torch.from_numpy(hidden[:, None, None, self.first_hidden :]).to(store.device)
 
-    def _plan_hidden(self, hidden: NDArray[np.bool_], rows: Int, columns: Int, store: KVStore) -> None:
-        """From the first hidden column on: a mask for scores; and the gathered slots that must not be weighed."""
-        self.first_hidden = int(columns.min(initial=self.columns))
-        mask = torch.from_numpy(hidden[:, self.first_hidden :]).to(store.device)
-        self.hidden = mask[:, None, None] if len(rows) else None
-        heads = np.arange(self.kv_heads)[:, None]
-        slots = (rows * self.kv_heads + heads) * self.columns + columns
-        self.hidden_slots = torch.from_numpy(slots.reshape(-1)).to(store.device)
-
-    def _plan_scores(self, layout: Layout, tails: Int, number: Int, store: KVStore) -> None:
-        """The score tensor, minus infinity where no key will stand, and the parts of it that each product fills."""
-        width = self.columns + int(layout.viewed[tails].max())
+    def _plan_scores(self, width: int, store: KVStore) -> None:
+        """Scores, minus infinity where no product will write; weights, of which each (row, head) is a bag."""
+        shape = (self.size, self.kv_heads, self.group, width)
         with torch.inference_mode(False):
-            shape = (self.size, self.kv_heads, self.group, width)
             self.scores = torch.full(shape, -torch.inf, dtype=store.compute_dtype, device=store.device)
             self.weights = torch.empty_like(self.scores)
-        self.gathered_scores, self.gathered_weights = (
-            tensor.flatten(0, 1)[..., : self.columns] for tensor in (self.scores, self.weights)
-        )
+        self.gathered_scores = self.scores.flatten(0, 1)[..., : self.columns]
         self.hidden_scores = self.scores[..., self.first_hidden : self.columns]
-        views = sorted((view for tail in tails.tolist() for view in layout.views[tail]), key=lambda view: view.slot)
-        self._plan_views(views, number, store)
-        self.filled = self.columns + layout.viewed[tails]
+        self.bags = torch.arange(0, self.scores.numel(), width, dtype=torch.int32, device=store.device)
 
-    @cached_property
-    def padding(self) -> Tensor:
-        """[n, 1, 1, width]: which scores belong to no key; only needed where something is done to all scores."""
-        padding = np.arange(self.scores.shape[-1]) >= self.filled[:, None]
-        mask = torch.from_numpy(padding).to(self.scores.device)[:, None, None]
-        if self.hidden is not None:
-            mask[..., self.first_hidden : self.columns] = self.hidden
-        return mask
-
-    def _plan_views(self, views: list[_View], number: Int, store: KVStore) -> None:
-        """Where to cut the pool so that each view is a piece of it, and where the scores of each view stand."""
+    def _plan_views(self, views: list[_View], number: Int, store: KVStore) -> list[int]:
+        """Where to cut the pool so that each view is a piece, and where its scores stand; the columns used per row."""
         self.sizes: list[int] = []
-        self.chosen: list[int] = []
         self.view_rows = [int(number[view.tail]) for view in views]
-        self.view_scores: list[Tensor] = []
-        self.view_weights: list[Tensor] = []
+        self.view_places: list[slice] = []
         filled, position = [self.columns] * self.size, 0
         for view, row in zip(views, self.view_rows, strict=True):
             self.sizes += [view.slot - position, view.tokens]
-            self.chosen.append(len(self.sizes) - 1)
             position = view.slot + view.tokens
-            place = slice(filled[row], filled[row] + view.tokens)
-            self.view_scores.append(self.scores[row, :, :, place])
-            self.view_weights.append(self.weights[row, :, :, place])
+            self.view_places.append(slice(filled[row], filled[row] + view.tokens))
             filled[row] += view.tokens
         self.sizes.append(store.num_blocks * store.block_size - position)
+        places = zip(self.view_rows, self.view_places, strict=True)
+        self.view_scores = [self.scores[row, :, :, place] for row, place in places]
+        return filled
+
+    def _plan_values(
+        self, first: Int, blocks: Int, hidden: NDArray[np.bool_], views: list[_View], store: KVStore
+    ) -> None:
+        """Which row of the value table each weight belongs to; where it is 0, to one that surely holds numbers."""
+        slots = np.repeat(first[:, None], self.scores.shape[-1], axis=1)
+        gathered = (blocks[..., None] * store.block_size + np.arange(store.block_size)).reshape(hidden.shape)
+        np.copyto(slots[:, : self.columns], gathered, where=~hidden)
+        for view, row, place in zip(views, self.view_rows, self.view_places, strict=True):
+            slots[row, place] = np.arange(view.slot, view.slot + view.tokens)
+        rows = store.rows(slots, self.kv_heads).astype(np.int32)
+        index = np.repeat(rows[:, :, None], self.group, axis=2).reshape(-1)
+        self.value_rows = torch.from_numpy(index).to(store.device)
 
     def run(
         self, store: KVStore, layer: int, query: Tensor, scale: float, softcap: float | None, *, need_lse: bool
@@ -189,36 +190,23 @@ class TailBatch:
         self._score(store, store.keys[layer], query * scale)
         scores = self.scores
         if softcap is not None:
-            scores = torch.tanh(scores / softcap).mul_(softcap).masked_fill_(self.padding, -torch.inf)
+            padding = torch.from_numpy(self.padding).to(scores.device)[:, None, None]
+            scores = torch.tanh(scores / softcap).mul_(softcap).masked_fill_(padding, -torch.inf)
         torch.softmax(scores, -1, out=self.weights)
         lse = scores.amax(-1) - self.weights.amax(-1).log_() if need_lse else None
-        return self._weigh(store, store.values[layer]), lse
+        table = store.table(store.values[layer])
+        weights = self.weights.view(-1).to(store.dtype)
+        output = F.embedding_bag(self.value_rows, table, self.bags, mode="sum", per_sample_weights=weights)
+        return output.view(*query.shape[:3], -1).to(store.compute_dtype), lse
 
     def _score(self, store: KVStore, pool: Tensor, query: Tensor) -> None:
         """Fill `scores`: one product for all that is gathered, one for each view."""
         if self.columns:
             key = store.read(pool, self.regions)
             torch.bmm(query.flatten(0, 1), key.transpose(1, 2), out=self.gathered_scores)
-            if self.hidden is not None:
-                self.hidden_scores.masked_fill_(self.hidden, -torch.inf)
-        if self.chosen:
-            rows = query.unbind(0)
-            views = store.views(pool, 2, self.sizes, self.chosen)
-            for key, row, part in zip(views, self.view_rows, self.view_scores, strict=True):
+        if self.first_hidden < self.columns:
+            self.hidden_scores.masked_fill_(self.hidden, -torch.inf)
+        if self.view_rows:
+            rows, keys = query.unbind(0), store.views(pool, self.sizes)
+            for key, row, part in zip(keys, self.view_rows, self.view_scores, strict=True):
                 torch.bmm(rows[row], key, out=part)
-
-    def _weigh(self, store: KVStore, pool: Tensor) -> Tensor:
-        """The sum of the values, weighed: [n, kv_heads, group, dv]."""
-        shape = (self.size, self.kv_heads, self.group, pool.shape[3])
-        if self.columns:
-            value = store.read(pool, self.regions)
-            value.view(-1, pool.shape[3]).index_fill_(0, self.hidden_slots, 0.0)  # NaN, perhaps, and 0 x NaN poisons
-            output = torch.bmm(self.gathered_weights, value).view(shape)
-        else:
-            output = self.weights.new_zeros(shape)
-        if self.chosen:
-            rows = output.unbind(0)
-            views = store.views(pool, 1, self.sizes, self.chosen)
-            for value, row, part in zip(views, self.view_rows, self.view_weights, strict=True):
-                rows[row].baddbmm_(part, value)
-        return output
