@@ -1,0 +1,93 @@
+"""Lines of recorded traces: what is read, and where a bad one says it is bad."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.errors import InvalidInput
+from radixkv_traces.formats import MAX_BLOCKS, TraceError, TraceRequest, parse, read, sample
+
+GOOD: dict[str, Any] = {"timestamp": 5, "input_length": 1100, "output_length": 7, "hash_ids": [4, 0, 9]}
+
+
+def line(**changes: Any) -> str:
+    fields = {**GOOD, **changes}
+    return json.dumps({name: value for name, value in fields.items() if value is not ...})
+
+
+def test_every_field_is_read() -> None:
+    request = parse(line(session="a", turn=3, stop="tool_use"))
+    assert (request.timestamp, request.input_length, request.output_length) == (5.0, 1100, 7)
+    assert list(request.blocks) == [4, 0, 9]
+    assert (request.session, request.turn, request.stop) == ("a", 3, "tool_use")
+
+
+def test_what_is_optional_may_be_left_out_and_what_is_unknown_is_ignored() -> None:
+    request = parse(line(model="m"))
+    assert request == TraceRequest(5.0, 1100, 7, request.blocks)
+
+
+def test_ranges_expand_in_order() -> None:
+    ranges = [[3, 4], [100, 1], [8, 0], [5, 2]]
+    request = parse(line(hash_ids=..., hash_ranges=ranges))
+    assert list(request.blocks) == [3, 4, 5, 6, 100, 5, 6]
+
+
+def test_ids_may_be_64_bit_hashes() -> None:
+    assert parse(line(hash_ids=[2**63 - 1])).blocks[0] == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        (None, "{"),
+        (None, "[1]"),
+        ("timestamp", line(timestamp=...)),
+        ("timestamp", line(timestamp=-1)),
+        ("timestamp", line(timestamp=float("nan"))),
+        ("input_length", line(input_length=...)),
+        ("input_length", line(input_length=1.5)),
+        ("input_length", line(input_length=True)),
+        ("output_length", line(output_length=-2)),
+        ("hash_ids", line(hash_ids=...)),
+        ("hash_ids", line(hash_ids="4")),
+        ("hash_ids", line(hash_ids=[1, -1])),
+        ("hash_ids", line(hash_ids=[1, 2**63])),
+        ("hash_ranges", line(hash_ranges=[[1, 1]])),
+        ("hash_ranges", line(hash_ids=..., hash_ranges=[[1]])),
+        ("hash_ranges", line(hash_ids=..., hash_ranges=[[1, -1]])),
+        ("hash_ranges", line(hash_ids=..., hash_ranges=[[0, MAX_BLOCKS + 1]])),
+        ("hash_ranges", line(hash_ids=..., hash_ranges=[[2**63 - 1, 2]])),
+        ("session", line(session=7)),
+        ("turn", line(turn="1")),
+        ("stop", line(stop=["end_turn"])),
+    ],
+)
+def test_a_bad_line_names_file_line_and_field(tmp_path: Path, field: str | None, text: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f"{line()}\n\n{text}\n{line()}\n")
+    requests = read(file)
+    assert next(requests).input_length == 1100  # what comes before is delivered: reading streams
+    with pytest.raises(TraceError, match=r"trace\.jsonl:3: ") as caught:
+        next(requests)
+    assert (caught.value.file, caught.value.line, caught.value.field) == (str(file), 3, field)
+    assert isinstance(caught.value, InvalidInput)
+
+
+@pytest.mark.parametrize(("name", "count", "tokens"), [("conversation", 570, 512), ("cc_agent", 400, 64)])
+def test_samples_are_whole_and_their_lengths_fit_their_blocks(name: str, count: int, tokens: int) -> None:
+    requests = list(read(sample(name)))
+    assert len(requests) == count
+    for request in requests:
+        assert 0 <= request.input_length // tokens <= len(request.blocks) <= request.input_length // tokens + 1
+    starts = [request.timestamp for request in requests]
+    assert starts == sorted(starts)
+
+
+def test_an_unknown_sample_says_which_there_are() -> None:
+    with pytest.raises(InvalidInput, match="conversation"):
+        sample("conversations")
