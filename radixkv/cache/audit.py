@@ -129,11 +129,20 @@ def _is_above(node: Node, below: Node | None) -> bool:
 def _check_redundancy(cache: PrefixCache, nodes: list[Node]) -> None:
     """No block is kept that only copies below need (branching strands at most one block per open sequence)."""
     size = cache.block_size
+    owning: dict[int, list[Node]] = {}
     for node in nodes:
-        if not node.blocks or node.end % size == 0 or node.blocks[-1] in cache._pool.shared:
-            continue
-        for child in node.children.values():
-            assert node.locks and not child.locks, f"node {node.id} keeps a block that node {child.id} has a copy of"
+        for block in set(node.boundary()):
+            owning.setdefault(block, []).append(node)
+    for block, owners in owning.items():
+        entry = cache._pool.shared.get(block)
+        tip, top = max(owners, key=_start), min(owners, key=_start)
+        if (1 if entry is None else entry.owners) == len(owners) and tip.end % size and tip.blocks[-1] == block:
+            for child in tip.children.values():
+                assert top.locks and not child.locks, f"node {tip.id} keeps a block that node {child.id} has a copy of"
+
+
+def _start(node: Node) -> int:
+    return node.start
 
 
 def _check_fill(cache: PrefixCache, nodes: list[Node]) -> None:

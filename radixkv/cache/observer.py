@@ -15,6 +15,9 @@ class Observer(Protocol):
     def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int) -> None:
         """A sequence was opened: `hit` of `asked` tokens were cached."""
 
+    def forked(self, sequence: int, parent: int) -> None:
+        """A sequence was forked off another."""
+
     def closed(self, sequence: int, length: int) -> None:
         """A sequence of `length` committed tokens was closed."""
 

@@ -66,7 +66,7 @@ class PrefixCache:
     ) -> None:
         _check_positive("num_blocks", num_blocks)
         _check_positive("block_size", block_size)
-        if not 0 <= pin_budget <= 1:
+        if not _is_number(pin_budget) or not 0 <= pin_budget <= 1:
             raise InvalidInput(f"pin_budget={pin_budget!r}: allowed is a part of the pool, 0.0 to 1.0")
         self.block_size = block_size
         self._pool = BlockPool(num_blocks, block_size)
@@ -195,7 +195,7 @@ class PrefixCache:
         The Pin says how much was cached. PinBudgetExceeded leaves everything as it was.
         """
         raw = as_bytes(tokens)
-        if ttl is not None and not ttl > 0:
+        if ttl is not None and not (_is_number(ttl) and ttl > 0):
             raise InvalidInput(f"ttl={ttl!r}: allowed are seconds > 0, or None for no limit")
         root = self._root(namespace)
         node, matched = (root, 0) if root is None else self._tree.match(root, raw)
@@ -268,6 +268,10 @@ class PrefixCache:
         self._open[sequence.id] = sequence
         return sequence
 
+    def _forked(self, sequence: int, parent: int) -> None:
+        if self._observer is not None:
+            self._observer.forked(sequence, parent)
+
     def _closed(self, sequence: Sequence, node: Node, hint: Hint | None) -> None:
         """The last step of Sequence.close: recency, hints, and the lock."""
         del self._open[sequence.id]
@@ -332,6 +336,10 @@ class PrefixCache:
             raise InvalidInput(
                 f"namespace of type {type(namespace).__name__}: allowed is None or anything hashable"
             ) from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
 def _check_int(name: str, value: int) -> None:

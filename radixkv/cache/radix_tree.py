@@ -231,11 +231,15 @@ class RadixTree:
         in mid-eviction.
         """
         pool = self.pool
-        if not node.children or not node.blocks or node.end % pool.block_size == 0:
+        if not node.blocks or node.end % pool.block_size == 0:
             return
         block = node.blocks[-1]
-        chain = self.owners_above(node, block, node.end // pool.block_size)
         entry = pool.shared.get(block)
+        if entry is not None and entry.tip is not None:
+            node = entry.tip
+        if not node.children or node.blocks[-1] != block or node.end % pool.block_size == 0:
+            return
+        chain = self.owners_above(node, block, node.end // pool.block_size)
         if (1 if entry is None else entry.owners) != len(chain):
             return
         child = _heir(node, locked=chain[-1].locks > 0)

@@ -152,6 +152,7 @@ class Sequence:
             cache._pool.share(block, idle=False, sole_idle=False, tip=None)
         if self._tail:
             self._forked = twin._forked = True
+        cache._forked(twin.id, self.id)
         return twin
 
     def truncate(self, length: int) -> None:
@@ -225,6 +226,7 @@ class Sequence:
                     tree.grow(node, self._tail, table[first:])
                 else:
                     self._node = node = tree.append(node, self._tail, table[first:])
+                    node.priority = self.priority
                 self._hand_over(node, first, owned)
                 if not sole:
                     self._settle_above(node)
