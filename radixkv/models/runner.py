@@ -44,7 +44,7 @@ class Runner:
             [layer.shape for layer in loaded.layers], num_blocks, block_size, device=loaded.device, dtype=loaded.dtype
         )
         self._windows = tuple({layer.window: None for layer in loaded.layers})
-        self._work: dict[int | None, WorkList] = {}
+        self._previous: WorkList | None = None
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
@@ -57,8 +57,7 @@ class Runner:
         """
         self.store.copy(copies)
         batch = _Batch(chunks, self.loaded.device)
-        self._plan(chunks)
-        step = _Step(self.store, self.loaded.layers, batch.slots, self._work)
+        step = _Step(self.store, self.loaded.layers, batch.slots, self._plan(chunks))
         with handled_by(step):
             output = self.loaded.model(
                 input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, logits_to_keep=batch.last_rows
@@ -67,15 +66,21 @@ class Runner:
         logits: Tensor = output.logits[0]
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _plan(self, chunks: Sequence[Chunk]) -> None:
-        """Work out once per step, for each distinct window, which query reads which block."""
+    def _plan(self, chunks: Sequence[Chunk]) -> dict[int | None, WorkList]:
+        """Work out, for each distinct window, which query reads which block; once per step, for all layers.
+
+        The tree among the tables is the same for all windows, and mostly that of the step before: each list is built
+        from the one before it.
+        """
         tables = [chunk.block_table for chunk in chunks]
         query_lengths = [len(chunk.tokens) for chunk in chunks]
         kv_lengths = [chunk.start + n for chunk, n in zip(chunks, query_lengths, strict=True)]
+        work = {}
         for window in self._windows:
-            self._work[window] = worklist.build(
-                tables, kv_lengths, query_lengths, window, self._work.get(window), block_size=self.store.block_size
+            self._previous = work[window] = worklist.build(
+                tables, kv_lengths, query_lengths, window, self._previous, block_size=self.store.block_size
             )
+        return work
 
 
 class _Batch:

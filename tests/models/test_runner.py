@@ -1,0 +1,104 @@
+"""The runner executes a plan to the letter: copies first, writes to the slots, logits of the last rows only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.attention import worklist
+from radixkv.models import adapter
+from radixkv.models.runner import Chunk, Runner
+
+
+def chunk(tokens: list[int], start: int, table: list[int], block_size: int = 4) -> Chunk:
+    places = np.arange(start, start + len(tokens))
+    blocks = np.array(table, dtype=np.int32)
+    slots = blocks[places // block_size].astype(np.int64) * block_size + places % block_size
+    return Chunk(np.array(tokens, dtype=np.int32), start, slots, blocks)
+
+
+@pytest.fixture
+def runner(build: Callable[..., Any]) -> Runner:
+    return Runner(adapter.load(build("llama", torch.float64)), 12, 4)
+
+
+def test_a_row_of_logits_for_each_chunk(runner: Runner) -> None:
+    logits = runner.run([chunk([3, 4, 5, 6, 7], 0, [1, 2]), chunk([8], 0, [3])])
+    assert logits.shape == (2, 97)
+    assert logits.dtype == torch.float64
+
+
+def test_logits_are_float32_for_a_model_in_16_bits(build: Callable[..., Any]) -> None:
+    runner = Runner(adapter.load(build("llama", torch.bfloat16)), 4, 4)
+    assert runner.store.dtype == torch.bfloat16
+    assert runner.run([chunk([3, 4], 0, [1])]).dtype == torch.float32
+
+
+def test_only_the_slots_of_the_plan_are_written(runner: Runner) -> None:
+    for pool in (*runner.store.keys, *runner.store.values):
+        pool.fill_(7.0)
+    runner.run([chunk([3, 4, 5, 6, 7], 0, [9, 2])])
+    for layer in range(len(runner.store.layers)):
+        for part in runner.store.gather(layer, range(12), 48):
+            written = (part != 7.0).any(dim=2).any(dim=0).nonzero()[:, 0].tolist()
+            assert sorted(written) == [8, 36, 37, 38, 39]
+
+
+def test_copies_come_before_writes(runner: Runner) -> None:
+    whole = runner.run([chunk([3, 4, 5, 6, 7, 8], 0, [0, 1])])
+    runner.run([chunk([3, 4, 5, 6, 7], 0, [0, 1])])
+    branched = runner.run([chunk([8], 5, [0, 4]), chunk([9], 5, [0, 1])], copies=[(1, 4)])
+    torch.testing.assert_close(branched[0], whole[0], rtol=0, atol=1e-9)
+
+
+def test_the_vocabulary_is_computed_for_last_rows_only(runner: Runner) -> None:
+    rows = []
+    runner.loaded.model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: rows.append(inputs[0].shape[1])
+    )
+    runner.run([chunk(list(range(3, 23)), 0, [0, 1, 2, 3, 4]), chunk([8, 9], 0, [5])])
+    assert rows == [2]
+
+
+def test_one_work_list_for_each_distinct_window(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    build_list = worklist.build
+
+    def counting(*args: Any, **options: Any) -> Any:
+        built.append(args[3])
+        return build_list(*args, **options)
+
+    model = build("gemma2")
+    model.model.layers.append(model.model.layers[0])
+    model.config.num_hidden_layers = 3
+    model.config.layer_types = [*model.config.layer_types, "sliding_attention"]
+    runner = Runner(adapter.load(model), 12, 4)
+    monkeypatch.setattr(worklist, "build", counting)
+    runner.run([chunk([3, 4, 5], 0, [0])])
+    assert built == [21, None]
+
+
+def test_no_gradients_are_kept(runner: Runner) -> None:
+    assert not runner.run([chunk([3, 4, 5], 0, [0])]).requires_grad
+
+
+def test_two_runners_share_a_model(build: Callable[..., Any]) -> None:
+    loaded = adapter.load(build("llama", torch.float64))
+    first, second = Runner(loaded, 4, 4), Runner(loaded, 4, 8)
+    one = first.run([chunk([3, 4, 5], 0, [2])])
+    second.run([chunk([9, 9, 9], 0, [2], 8)])
+    torch.testing.assert_close(
+        first.run([chunk([6], 3, [2])]), second.run([chunk([3, 4, 5, 6], 0, [1], 8)]), rtol=0, atol=1e-9
+    )
+    assert one.shape == (1, 97)
+
+
+def test_a_failed_step_leaves_the_runner_in_order(runner: Runner) -> None:
+    with pytest.raises(IndexError):
+        runner.run([chunk([3, 4000, 5], 0, [0])])
+    expected = runner.run([chunk([3, 4, 5], 0, [1])])
+    torch.testing.assert_close(runner.run([chunk([3, 4, 5], 0, [0])]), expected, rtol=0, atol=1e-9)
