@@ -6,6 +6,7 @@ hook (attention), probe (one token), rope (frequencies), selftest (numbers).
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -48,6 +49,7 @@ def load(
         name = model
     else:
         module, tokenizer, name = _built(model, place, dtype), None, _name_of(model)
+        _give_own_config(module)
     return _take_over(module.eval(), tokenizer, name)
 
 
@@ -132,6 +134,16 @@ def _cast(model: Any, dtype: torch.dtype) -> Any:
         if parameter.dtype == before:
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+def _give_own_config(model: Any) -> None:
+    """Copy the configuration, which names the attention to use: other models may have been built from this object."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if id(config) in copies:
+            module.config = copies[id(config)]
 
 
 def _name_of(model: Any) -> str:

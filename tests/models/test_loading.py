@@ -112,6 +112,15 @@ def test_a_model_in_use_cannot_be_run_behind_our_back(build: Callable[..., Any])
         model(input_ids=torch.tensor([[1, 2, 3]]))
 
 
+def test_another_model_of_the_same_configuration_is_left_alone() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    first, second = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    adapter.load(first)
+    assert second(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 97)
+
+
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "~/no-such-model"])
 def test_a_missing_folder_is_named(name: str) -> None:
     with pytest.raises(InvalidInput, match="there is no model folder"):
