@@ -1,14 +1,16 @@
 """Conversations over the engine: append-only token history, branches, tool calls. Knows no cache and no tensor.
 
-engine.py     Engine: RequestEngine with chat() and resume()
-session.py    ChatSession: turns, fork, rewind, edit
-template.py   messages to token ids, never encoding again what was sampled
-messages.py   tool calls, tool results, replies
-saved.py      a session as a JSON file
+engine.py        Engine: RequestEngine with chat() and resume()
+session.py       ChatSession: turns, fork, rewind, edit
+reply_stream.py  a reply while it is computed
+template.py      messages to token ids, never encoding again what was sampled
+messages.py      tool calls, tool results, replies
+saved.py         a session as a JSON file
 """
 
 from radixkv.chat.engine import Engine
 from radixkv.chat.messages import Reply, ToolCall, ToolResult
-from radixkv.chat.session import ChatSession, ReplyStream
+from radixkv.chat.reply_stream import ReplyStream
+from radixkv.chat.session import ChatSession
 
 __all__ = ["ChatSession", "Engine", "Reply", "ReplyStream", "ToolCall", "ToolResult"]

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, split_thinking, split_tool_calls, tool_messages
+from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine import Chunk, Completion, Handle
-from radixkv.errors import ContextOverflow, InvalidInput, RequestCancelled, SessionClosed
+from radixkv.engine import Completion
+from radixkv.errors import ContextOverflow, InvalidInput, SessionClosed
 from radixkv.models.sampler import SamplingParams
 
 if TYPE_CHECKING:
@@ -324,54 +325,6 @@ class ChatSession:
         if self._open_stream is not None:
             stream, self._open_stream = self._open_stream, None
             stream.close()
-
-
-class ReplyStream:
-    """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole."""
-
-    def __init__(
-        self, session: ChatSession, handle: Handle, turns: list[Turn], prompt: array[int], new: Sequence[Message]
-    ) -> None:
-        """Follow `handle`; at its end the session has `turns` and this one."""
-        self._session = session
-        self._handle = handle
-        self._reply: Reply | None = None
-        self.turns, self.prompt, self.new = turns, prompt, new
-
-    def __iter__(self) -> Iterator[Chunk]:
-        """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""
-        try:
-            yield from self._handle
-        except (Exception, KeyboardInterrupt):
-            self.close()
-            raise
-        if self._session._open_stream is self:
-            self.wait()
-
-    def wait(self) -> Reply:
-        """Wait for the whole reply. Raises as `Handle.result`, RequestCancelled if the stream was closed or left."""
-        if self._reply is None:
-            try:
-                completion = self._handle.result()
-            except BaseException:
-                self.close()
-                raise
-            if self._session._open_stream is self:
-                self._reply = self._session._record(self, completion)
-            else:
-                raise RequestCancelled("this reply was left for another call on its session: its turn was undone")
-        return self._reply
-
-    @property
-    def reply(self) -> Reply:
-        """The whole reply; waits for it."""
-        return self.wait()
-
-    def close(self) -> None:
-        """Stop; unless the reply is complete its turn is undone."""
-        self._handle.cancel()
-        if self._session._open_stream is self:
-            self._session._open_stream = None
 
 
 def _without_oldest(turns: list[Turn]) -> list[Turn]:

@@ -162,7 +162,7 @@ class RequestEngine:
         ids = self._encode(prompt, reply=False)
         request = self._request(ids, None, namespace, 0, sample=False)
         usage = self._start(request).result().usage
-        held = self._worker.ask(lambda: self._core.cache.pin(ids, namespace, ttl)) if pin else None
+        held = self._worker.ask(lambda: self._core.scheduler.pin(ids, namespace, ttl)) if pin else None
         return Warmed(usage, held, self._worker)
 
     def probe(self, prompt: Prompt, *, namespace: Hashable = None) -> Explanation:

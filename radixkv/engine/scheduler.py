@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from radixkv.cache import PrefixCache, Sequence, WritePlan
-from radixkv.engine.prompts import common_prefix
+from radixkv.cache import Pin, PrefixCache, Sequence, WritePlan
+from radixkv.engine.prompts import TokenIds, common_prefix
 from radixkv.engine.request import Request, Stream
-from radixkv.errors import InvalidInput, PromptTooLong
+from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,20 @@ class Scheduler:
         for stream in request.streams:
             stream.close()
 
+    def pin(self, tokens: TokenIds, namespace: Hashable = None, ttl: float | None = None) -> Pin:
+        """Pin a cached prefix, unless that takes blocks which the running requests were promised.
+
+        Raises PinBudgetExceeded, and then nothing has changed.
+        """
+        pin = self._cache.pin(tokens, namespace, ttl)
+        if self._available() < self._reserved():
+            pin.release()
+            raise PinBudgetExceeded(
+                f"the {len(self.running)} running requests may still need the {pin.blocks} blocks of this pin: try "
+                "again when fewer run, or load the engine with more kv_memory"
+            )
+        return pin
+
     # ---- schedule
 
     def schedule(self) -> list[Work]:
@@ -151,9 +165,8 @@ class Scheduler:
         return None
 
     def _open(self, request: Request) -> Sequence:
-        # A full repeat computes one token again: its logits are needed.
-        limit = len(request.prompt) - 1 if request.max_tokens else len(request.prompt)
-        limit = limit if self._reuse else 0
+        # A full repeat computes one token again: its logits are needed, and a step has no empty chunks.
+        limit = len(request.prompt) - 1 if self._reuse else 0
         return self._cache.open(request.prompt, request.namespace, limit=limit, priority=request.priority)
 
     def _worth_waiting(self, request: Request) -> bool:

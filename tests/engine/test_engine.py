@@ -364,13 +364,39 @@ def test_warm_computes_and_pins():
             assert engine.stats().cache.pinned_blocks == 5
             engine.generate([prompt_of(30, seed) for seed in range(5)], GREEDY)  # pressure
             assert engine.probe(prompt).matched == 20
-            assert engine.warm(prompt).usage.computed_tokens == 0
+            assert engine.warm(prompt).usage.computed_tokens == 1
             with pytest.raises(PinBudgetExceeded):
                 engine.warm(prompt_of(30, 9), pin=True)
         assert engine.stats().cache.pinned_blocks == 0
         with pytest.raises(InvalidInput, match="pin=True"):
             engine.warm(prompt, ttl=3.0)
         check(engine)
+
+
+def test_a_pin_never_takes_what_running_requests_were_promised():
+    engine, runner = make_engine(num_blocks=20)
+    with engine:
+        old = np.array(prompt_of(36, 8), np.int32)
+        engine.warm(old)  # 9 blocks, evictable
+        runner.gate = threading.Semaphore(0)
+        running = engine.submit(prompt_of(20, 1), GREEDY.but(max_tokens=40))  # up to 15 of the 20
+        runner.gate.release(1)
+        next(iter(running))
+        outcome: list[Exception | None] = []
+        engine._worker.post(lambda: outcome.append(_pin_error(engine, old)))  # answered before the request ends
+        runner.gate.release(1000)
+        assert list(running.result(timeout=10).token_ids) == greedy_reply(prompt_of(20, 1), 40)
+        assert isinstance(outcome[0], PinBudgetExceeded)
+        assert engine.stats().cache.pinned_blocks == 0
+        check(engine)
+
+
+def _pin_error(engine, tokens) -> Exception | None:
+    try:
+        engine._core.scheduler.pin(tokens)
+    except PinBudgetExceeded as error:
+        return error
+    return None
 
 
 def test_a_prompt_that_pins_leave_no_room_for_is_refused_with_the_numbers():

@@ -1,0 +1,65 @@
+"""The reply to one message, while it is computed and when it is complete.
+
+Knows: the request behind it, and the session that it becomes a turn of. Knows no template and no ids but its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from radixkv.chat.messages import Message, Reply
+from radixkv.engine import Chunk, Handle
+from radixkv.errors import RequestCancelled
+
+if TYPE_CHECKING:
+    from radixkv.chat.session import ChatSession, Turn
+
+
+class ReplyStream:
+    """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole."""
+
+    def __init__(
+        self, session: ChatSession, handle: Handle, turns: list[Turn], prompt: array[int], new: Sequence[Message]
+    ) -> None:
+        """Follow `handle`; at its end the session has `turns` and this one."""
+        self._session = session
+        self._handle = handle
+        self._reply: Reply | None = None
+        self.turns, self.prompt, self.new = turns, prompt, new
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""
+        try:
+            yield from self._handle
+        except (Exception, KeyboardInterrupt):
+            self.close()
+            raise
+        if self._session._open_stream is self:
+            self.wait()
+
+    def wait(self) -> Reply:
+        """Wait for the whole reply. Raises as `Handle.result`, RequestCancelled if the stream was closed or left."""
+        if self._reply is None:
+            try:
+                completion = self._handle.result()
+            except BaseException:
+                self.close()
+                raise
+            if self._session._open_stream is self:
+                self._reply = self._session._record(self, completion)
+            else:
+                raise RequestCancelled("this reply was left for another call on its session: its turn was undone")
+        return self._reply
+
+    @property
+    def reply(self) -> Reply:
+        """The whole reply; waits for it."""
+        return self.wait()
+
+    def close(self) -> None:
+        """Stop; unless the reply is complete its turn is undone."""
+        self._handle.cancel()
+        if self._session._open_stream is self:
+            self._session._open_stream = None
