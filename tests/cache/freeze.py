@@ -7,6 +7,7 @@ import types
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,9 @@ def freeze(*roots: object) -> list[object]:
 
 
 def _parts(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, np.ndarray):
+    if isinstance(thing, (list, tuple)):
+        yield from thing
+    elif isinstance(thing, np.ndarray):
         yield from (str(thing.dtype), str(thing.shape), thing.tobytes())
     elif isinstance(thing, (array, bytearray, memoryview)):
         yield bytes(thing)
@@ -45,7 +48,7 @@ def _parts(thing: Any) -> Iterator[Any]:
         for key, value in thing.items():
             yield key
             yield value
-    elif isinstance(thing, (list, tuple, set, frozenset, deque)):
+    elif isinstance(thing, (set, frozenset, deque)):
         yield from thing
     elif isinstance(thing, types.MethodType):
         yield from (thing.__func__, thing.__self__)
@@ -56,15 +59,21 @@ def _parts(thing: Any) -> Iterator[Any]:
 
 def _attributes(thing: Any) -> list[Any]:
     found: list[Any] = []
-    for name in _names(type(thing)):
-        if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
-            found += [name, getattr(thing, name)]
+    for name in _names(type(thing)):  # type: ignore[arg-type]  # a class is hashable
+        value = getattr(thing, name, thing)
+        if value is not thing:
+            found += [name, value]
     for name, value in getattr(thing, "__dict__", {}).items():
         found += [name, value]
     return found
 
 
-def _names(kind: type) -> Iterator[str]:
+@cache
+def _names(kind: type) -> list[str]:
+    return [name for name in _slots(kind) if name not in ("__dict__", "__weakref__")]
+
+
+def _slots(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

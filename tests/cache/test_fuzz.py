@@ -14,6 +14,7 @@ from tests.cache.world import Tracked, World
 
 OPERATIONS = 1_000_000 if os.environ.get("RADIXKV_LONG") == "1" else 100_000
 STRIDE = 50  # operations from one full check to the next; tables are compared whenever an operation reads them
+PROOFS = 0.05  # the share of refusals and questions after which the whole state is compared
 POOLS = [
     # block size, blocks, policy, longest suffix, sequences open at a time
     (1, 12, "lru", 4, 4),
@@ -136,7 +137,7 @@ class Story:
 
 @pytest.mark.parametrize(("block_size", "blocks", "policy", "suffix", "most_open"), POOLS)
 def test_long_runs_under_pressure(block_size: int, blocks: int, policy: str, suffix: int, most_open: int) -> None:
-    world = World(blocks, block_size, policy, seed=blocks)
+    world = World(blocks, block_size, policy, seed=blocks, proofs=PROOFS)
     Story(world, suffix, most_open, seed=block_size * 1000 + blocks).run(OPERATIONS // len(POOLS))
     assert world.cache.stats().evicted_blocks > 0
     assert world.cache.stats().hit_tokens > 0
