@@ -34,7 +34,7 @@ class BlockPool:
     ([0, 1], 2)
     """
 
-    __slots__ = ("_ramp", "block_size", "evictable", "fill", "free", "num_blocks", "offsets", "shared")
+    __slots__ = ("_ramp", "bases", "block_size", "evictable", "fill", "free", "num_blocks", "offsets", "shared")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -42,6 +42,7 @@ class BlockPool:
         self.free = array("i", np.arange(num_blocks - 1, -1, -1, dtype=np.int32).tobytes())
         self.shared: dict[int, SharedBlock] = {}
         self.fill: dict[int, int] = {}  # block -> slots ever reserved, for blocks that are not full
+        self.bases = np.arange(0, num_blocks * block_size, block_size, dtype=np.int64)  # each block's first slot
         self.offsets = np.arange(block_size, dtype=np.int64)
         self._ramp = array("i", np.arange(num_blocks, dtype=np.int32).tobytes())
         self.evictable = 0  # blocks whose owners are all idle

@@ -346,7 +346,7 @@ def _slots(table: array[int], start: int, end: int, pool: BlockPool) -> npt.NDAr
     if pool.is_run(blocks):
         base = blocks[0] * size + offset if blocks else 0
         return np.arange(base, base + end - start)
-    bases = np.frombuffer(blocks, np.int32) * np.int64(size)
+    bases = pool.bases.take(np.frombuffer(blocks, np.int32))
     slots: npt.NDArray[np.int64] = np.add.outer(bases, pool.offsets).ravel()
     return slots[offset : offset + end - start]
 
