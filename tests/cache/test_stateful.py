@@ -32,7 +32,7 @@ class Verbs(RuleBasedStateMachine):
         block_size=sizes, blocks=st.integers(1, 40), policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**20)
     )
     def start(self, block_size: int, blocks: int, policy: str, seed: int) -> None:
-        blocks = 6000 if self.exact else blocks
+        blocks = 200 + 5000 // block_size if self.exact else blocks
         self.world = World(blocks, block_size, policy, exact=self.exact, seed=seed)
         self.heard: list[list[int]] = [[]]
 

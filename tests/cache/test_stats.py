@@ -242,7 +242,7 @@ class TestObserver:
         assert trimmed > 0
         assert ear.names().count("copied") == cache.stats().copied_blocks
         assert ear.sequences == {}
-        assert {"split", "inserted", "trimmed", "copied"} <= set(ear.names())
+        assert {"split", "inserted", "trimmed", "forked"} <= set(ear.names())
 
     def test_costs_no_answer(self) -> None:
         loud, quiet = PrefixCache(16, 4, observer=Listener()), PrefixCache(16, 4)
