@@ -13,6 +13,7 @@ from torch import Tensor
 from radixkv_kernels.work_list import WorkList
 
 from .kv_store import KVStore
+from .rows import Rows
 
 SCORE_CELLS = 1 << 20
 """Scores that the unfused path holds at once, so that a long prompt does not need rows x keys of memory."""
@@ -33,9 +34,7 @@ class Span:
         else:
             self.regions = store.regions(blocks, kv_heads)
         rows = work.row_ids[work.row_offset[item] : work.row_offset[item] + work.rows[item]].astype(np.int64)
-        self.partials = len(rows)
-        self.row_start: int | None = int(rows[0]) if bool((np.diff(rows) == 1).all()) else None
-        self.rows = torch.from_numpy(rows).to(store.device)
+        self.rows = Rows(rows, store.device)
         self._plan_mask(work, item, rows, store)
 
     def _plan_mask(self, work: WorkList, item: int, rows: NDArray[np.int64], store: KVStore) -> None:
@@ -56,10 +55,7 @@ class Span:
         self, store: KVStore, layer: int, query: Tensor, scale: float, softcap: float | None, *, need_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Query [T, kv_heads, group, dk] -> outputs [n, kv_heads, group, dv], log-sum-exps [n, kv_heads, group]."""
-        if self.row_start is None:
-            query = query.index_select(0, self.rows)
-        elif self.partials < len(query):
-            query = query.narrow(0, self.row_start, self.partials)
+        query = self.rows.pick(query)
         key, value = self._keys(store, layer)
         fused = query.device.type == "cpu" and key.shape[2] == value.shape[2] and softcap is None
         if fused and (self.causal or self.mask is None):

@@ -17,6 +17,7 @@ from torch import Tensor
 from radixkv_kernels.work_list import WorkList
 
 from .kv_store import KVStore
+from .rows import Rows
 
 Int = NDArray[np.int64]
 
@@ -107,8 +108,7 @@ class TailBatch:
     def __init__(self, layout: Layout, tails: Int, rows: Int, kv_heads: int, group: int, store: KVStore) -> None:
         """Lay out the scores; `rows` [n] are the query rows of `tails`. Everything here is done once per step."""
         self.size, self.kv_heads, self.group = len(tails), kv_heads, group
-        self.rows = torch.from_numpy(rows).to(store.device)
-        self.in_order = bool((rows == np.arange(len(rows))).all())
+        self.rows = Rows(rows, store.device)
         number = np.full(len(layout.views), -1)
         number[tails] = np.arange(len(tails))
         blocks, hidden = self._blocks(layout, tails, number)
@@ -185,9 +185,8 @@ class TailBatch:
         self, store: KVStore, layer: int, query: Tensor, scale: float, softcap: float | None, *, need_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Query [T, kv_heads, group, dk] -> outputs [n, kv_heads, group, dv], log-sum-exps [n, kv_heads, group]."""
-        if not self.in_order or self.size != len(query):
-            query = query.index_select(0, self.rows)
-        self._score(store, store.keys[layer], query * scale)
+        query = self.rows.pick(query) * scale
+        self._score(store, store.keys[layer], query)
         scores = self.scores
         if softcap is not None:
             padding = torch.from_numpy(self.padding).to(scores.device)[:, None, None]

@@ -69,47 +69,48 @@ class Plan:
         tails = np.flatnonzero(single)
         layout = Layout(work, tails, store.runs_are_views)
         for batch in layout.batches():
-            places = work.row_offset[tails[batch]]
+            places = work.row_offset[tails[batch]].astype(np.int64)
             rows = work.row_ids[places].astype(np.int64)
             self.operations.append(TailBatch(layout, batch, rows, kv_heads, group, store))
             order.append(places)
-        self._plan_merge(work, np.concatenate([np.empty(0, dtype=np.int64), *order]), store)
+        self._plan_merge(work, order, store)
 
-    def _plan_merge(self, work: WorkList, order: NDArray[np.int64], store: KVStore) -> None:
-        """`parts` [T, most partials of a row]: where each row's partials stand, in the order of their keys."""
-        place = np.empty(len(order) + 1, dtype=np.int64)
-        place[order] = np.arange(len(order))
-        place[-1] = len(order)  # one that weighs nothing, to pad with
+    def _plan_merge(self, work: WorkList, order: list[NDArray[np.int64]], store: KVStore) -> None:
+        """Where each partial stands among those of its row [T, most of a row], and which of these places are empty."""
         counts = np.diff(work.merge_offset)
-        column = np.arange(int(counts.max(initial=1)))
-        index = np.minimum(work.merge_offset[:-1, None] + column, len(order) - 1)
-        parts = place[np.where(column < counts[:, None], work.merge_ids[index] if len(order) else 0, -1)]
-        self.merges = bool(parts.shape[1] > 1)
-        self.in_order = not self.merges and bool((parts[:, 0] == np.arange(len(parts))).all())
-        self.parts = torch.from_numpy(parts).to(store.device)
+        self.width = int(counts.max(initial=1))
+        rank = np.empty(len(work.row_ids), dtype=np.int64)
+        rank[work.merge_ids] = np.arange(len(rank)) - np.repeat(work.merge_offset[:-1], counts)
+        place = work.row_ids.astype(np.int64) * self.width + rank
+        self.places = [torch.from_numpy(place[partials]).to(store.device) for partials in order]
+        self.plain = self.width == 1 and len(self.operations) == 1 and self.operations[0].rows.covers(len(counts))
 
     def run(
         self, store: KVStore, layer: int, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
         """Query [T, kv_heads, group, dk] -> output [T, kv_heads, group, dv]."""
-        if not self.operations:
-            return query.new_empty(*query.shape[:3], store.layers[layer].value_dim)
-        need_lse = self.merges or sinks is not None
+        need_lse = self.width > 1 or sinks is not None
         partials = [op.run(store, layer, query, scale, softcap, need_lse=need_lse) for op in self.operations]
-        output = partials[0][0] if len(partials) == 1 else torch.cat([part[0] for part in partials])
+        if self.plain and not need_lse:
+            return partials[0][0]
+        merged = query.new_zeros(*query.shape[:3], store.layers[layer].value_dim)
         if not need_lse:
-            return output if self.in_order else output.index_select(0, self.parts[:, 0])
-        return self._merge(output, torch.cat([lse for _, lse in partials if lse is not None]), sinks)
-
-    def _merge(self, output: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-        """Weigh each row's partials by their log-sum-exps; sinks take their share here, once."""
-        lse = torch.cat([lse, lse.new_full((1, *lse.shape[1:]), -torch.inf)])
-        logits = lse[self.parts]  # [T, partials, kv_heads, group]
-        if sinks is not None:
-            column = sinks.to(logits.dtype).view(1, 1, *lse.shape[1:]).expand(len(logits), -1, -1, -1)
-            logits = torch.cat([logits, column], dim=1)
-        share = torch.softmax(logits, dim=1)
-        merged = output.new_zeros(len(self.parts), *output.shape[1:])
-        for part, weight in zip(self.parts.clamp_max(len(output) - 1).unbind(1), share.unbind(1), strict=False):
-            merged.addcmul_(output[part], weight[..., None])
+            for operation, (output, _) in zip(self.operations, partials, strict=True):
+                merged.index_copy_(0, operation.rows.index, output)
+            return merged
+        shares = self._shares(query, [lse for _, lse in partials if lse is not None], sinks)
+        for operation, (output, _), place in zip(self.operations, partials, self.places, strict=True):
+            operation.rows.add(merged, output, shares.index_select(0, place))
         return merged
+
+    def _shares(self, query: Tensor, lses: list[Tensor], sinks: Tensor | None) -> Tensor:
+        """What each partial counts for in its row, by place [T * width, kv_heads, group]; sinks take theirs here."""
+        heads = query.shape[1:3]
+        logits = query.new_full((len(query) * self.width, *heads), -torch.inf)
+        for place, lse in zip(self.places, lses, strict=True):
+            logits.index_copy_(0, place, lse)
+        logits = logits.view(len(query), self.width, *heads)
+        if sinks is not None:
+            sunk = sinks.to(logits.dtype).view(1, 1, *heads).expand(len(query), 1, *heads)
+            logits = torch.cat([logits, sunk], dim=1)
+        return torch.softmax(logits, dim=1)[:, : self.width].flatten(0, 1)
