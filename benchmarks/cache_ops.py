@@ -10,12 +10,13 @@ What is timed here: `open`, `extend`, `commit`, `close` and `match` of radixkv.c
 to block tables, write plans and slot arrays, allocation and eviction included; validation, a namespace, ghosts and
 counters are on. What is timed there: `match_prefix` + `path_device_indices` + `lock`; `evict` where room is missing;
 `insert`; `unlock`; not its slot allocator, nor making its token arrays except where the row says lists, nor any
-namespace. Rows: "turn" is all of it; "insert 8k" is extend + commit here and `insert` alone there; "evict 64" is an
-`extend` that evicts 64 tokens, takes the blocks and lists the slots here and `evict` alone there. With lengths that
-are no multiple of 16 SGLang keeps whole pages only; radixkv keeps every token. Identity is checked while timing:
-slots hold the tokens they should, evicted counts are exact, nothing leaks, and at page-aligned lengths the hit rates
-of both agree to 0.003 (both are LRU; SGLang evicts whole nodes, radixkv trims to the block). Without SGLang's wheel
-only our rows are printed. The last line is JSON.
+namespace. Rows: "turn" is all of it; "insert 8k" is extend + commit here and `insert` alone there; "evict 64" is what
+room-making adds to an `extend` here and to the same step there. With lengths that are no multiple of 16 SGLang keeps
+whole pages only; radixkv keeps every token. Identity is checked while timing: slots hold the tokens they should,
+evicted counts are exact, nothing leaks, and at page-aligned lengths the hit rates of both agree to 0.003 (both are
+LRU; SGLang evicts whole nodes, radixkv trims to the block). The bars in microseconds were set on a quiet machine: the
+line below the table says what an empty Python call costs on this one, now. Without SGLang's wheel only our rows are
+printed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ ROWS = (
     Row("  the whole request, us", "insert", "request_us", ("insert", "request_us"), ""),
     Row("evict 64 among 10k leaves, us", "evict_10k", "us", ("evict_10k", "us"), "<= 10"),
     Row("evict 64 among 100k leaves, us", "evict_100k", "us", ("evict_100k", "us"), "<= 10"),
+    Row("  with all of its extend, us", "evict_100k", "reserve_us", ("evict_100k", "reserve_us"), ""),
     Row("  the whole request, us", "evict_100k", "request_us", ("evict_100k", "request_us"), ""),
     Row("evict half of 100k leaves, ms", "evict_100k", "half_ms", ("evict_100k", "half_ms"), ""),
     Row("one-token extend + commit, us", "decode", "us", None, "<= 4"),
@@ -102,6 +104,8 @@ def measure(engine: str, workload: str, quick: bool) -> dict[str, float]:
         return w.evict(make, leaves, 20 if quick else 100)
     if workload == "bytes":
         return w.traced_bytes(make, 2000 if quick else 20_000)
+    if workload == "machine":
+        return w.call_nanoseconds()
     return w.decode(make, new=256 if quick else 2048)
 
 
@@ -117,10 +121,10 @@ def in_fresh_process(engine: str, workload: str, quick: bool) -> dict[str, float
 
 def collect(rows: list[Row], rounds: int, quick: bool, with_peer: bool) -> dict[tuple[str, str], dict[str, float]]:
     """Medians by (engine, workload); the engines take turns within each workload."""
-    jobs = dict.fromkeys(("radixkv", row.workload) for row in rows)
+    jobs = dict.fromkeys([("radixkv", "machine"), *(("radixkv", row.workload) for row in rows)])
     if with_peer:
         jobs |= dict.fromkeys(("sglang", row.peer[0]) for row in rows if row.peer)
-    order = sorted(jobs, key=lambda job: [row.workload for row in ROWS].index(job[1]))
+    order = sorted(jobs, key=lambda job: ["machine", *(row.workload for row in ROWS)].index(job[1]))
     runs: dict[tuple[str, str], list[dict[str, float]]] = {job: [] for job in order}
     for round_ in range(rounds):
         for job in order:
@@ -196,10 +200,12 @@ def main() -> None:
     rounds = chosen.rounds or (1 if chosen.quick else 3)
     medians = collect(rows, rounds, chosen.quick, sglang_core.available())
     lines = report(rows, medians)
+    call = medians["radixkv", "machine"]["ns"]
+    print(f"an empty Python call costs {call} ns here and now; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     hits = check_hits(medians)
     if not sglang_core.available():
         print(sglang_core.HOW)
-    machine = {"python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()}
+    machine = {"call_ns": call, "python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()}
     print(
         json.dumps(
             {"benchmark": "cache_ops", "rounds": rounds, "quick": chosen.quick, "rows": lines, "hits": hits, **machine}

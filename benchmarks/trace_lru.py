@@ -48,9 +48,9 @@ def run(
             row["expected"] = expected[i]
             row["passed"] = abs(rate - expected[i]) <= TOLERANCE
             verdict = f"expected {expected[i]:.3f}: {'met' if row['passed'] else 'MISSED'}"
-        evicted = f"{result.evicted_blocks:>10,} blocks evicted"
         print(
-            f"  {share:>6.1%} {result.capacity_blocks:>8,} blocks  hit rate {rate:.4f}  {evicted} {spent:6.2f} s  {verdict}"
+            f"  {share:>6.1%} {result.capacity_blocks:>8,} blocks  hit rate {rate:.4f} "
+            f"{result.evicted_blocks:>11,} blocks evicted {spent:6.2f} s  {verdict}".rstrip()
         )
         rows.append(row)
     return rows

@@ -151,8 +151,8 @@ def insert(make: Make, repeats: int, prefix: int = 2048, suffix: int = 8192) -> 
 
 
 def evict(make: Make, leaves: int, repeats: int, leaf: int = 64, prefix: int = 512) -> Numbers:
-    """A full pool of `leaves` leaves below one shared prefix: each new leaf evicts an old one; then one request evicts
-    half of all.
+    """A pool of `leaves` leaves below one shared prefix: the last ones have room, then each new leaf evicts an old one,
+    and in the end one request evicts half of all. What eviction adds is the difference.
     """
     rng = np.random.default_rng(SEED)
     shared = tokens(rng, prefix)
@@ -161,48 +161,62 @@ def evict(make: Make, leaves: int, repeats: int, leaf: int = 64, prefix: int = 5
     put(engine, store, shared)
     gc.collect()
     before = resident_bytes()
-    for body in bodies[:leaves]:
+    for body in bodies[: leaves - repeats]:
         put(engine, store, np.concatenate([shared, body]))
-    bytes_per_leaf = (resident_bytes() - before) / leaves
+    bytes_per_leaf = (resident_bytes() - before) / (leaves - repeats)
     settle()
+    with_room = [timed_leaf(engine, store, shared, body) for body in bodies[leaves - repeats : leaves]]
     assert engine.freed_by_eviction == 0
-    reserve, request = [], []
+    full = []
     for i, body in enumerate(bodies[leaves:]):
-        ids = np.concatenate([shared, body])
-        key = engine.key(ids)
-        begin = now()
-        ticket = engine.open(key)
-        opened = now()
-        engine.reserve(ticket, key)
-        planned = now()
-        store.execute(engine.prepare(ticket), ids)
-        ready = now()
-        engine.publish(ticket)
-        engine.release(ticket)
-        end = now()
-        assert ticket.hit == prefix and engine.freed_by_eviction == (i + 1) * leaf, engine.freed_by_eviction
-        reserve.append(planned - opened)
-        request.append(planned - begin + end - ready)
+        full.append(timed_leaf(engine, store, shared, body))
+        assert engine.freed_by_eviction == (i + 1) * leaf, engine.freed_by_eviction
     oldest = engine.match(engine.key(np.concatenate([shared, bodies[0]])))
-    newest = engine.match(key)
+    newest = engine.match(engine.key(np.concatenate([shared, bodies[-1]])))
     assert engine.found(oldest)[0] == prefix and engine.found(newest)[0] == prefix + leaf, "not the oldest went"
     half = leaves * leaf // 2
-    big = engine.key(np.full(half, 7, np.int32))
+    bulk = timed_bulk(engine, half)
+    assert engine.freed_by_eviction == repeats * leaf + half
+    engine.check()
+    reserve = middle([reserved for reserved, _ in full])
+    return {
+        "us": round(reserve - middle([reserved for reserved, _ in with_room]), 2),
+        "reserve_us": reserve,
+        "request_us": middle([request for _, request in full]),
+        "half_ms": bulk,
+        "resident_bytes_per_leaf": round(bytes_per_leaf),
+    }
+
+
+def timed_leaf(engine: Engine, store: Store, shared: Ids, body: Ids) -> tuple[int, int]:
+    """One request of a new leaf: nanoseconds of its reserve, and of all its verbs."""
+    ids = np.concatenate([shared, body])
+    key = engine.key(ids)
+    begin = now()
+    ticket = engine.open(key)
+    opened = now()
+    engine.reserve(ticket, key)
+    reserved = now()
+    store.execute(engine.prepare(ticket), ids)
+    ready = now()
+    engine.publish(ticket)
+    engine.release(ticket)
+    end = now()
+    assert ticket.hit == len(shared), ticket.hit
+    return reserved - opened, reserved - begin + end - ready
+
+
+def timed_bulk(engine: Engine, count: int) -> float:
+    """Milliseconds of one reserve of `count` new tokens."""
+    big = engine.key(np.full(count, 7, np.int32))
     ticket = engine.open(big)
     begin = now()
     engine.reserve(ticket, big)
-    bulk = now() - begin
-    assert engine.freed_by_eviction == repeats * leaf + half
+    spent = now() - begin
     engine.prepare(ticket)
     engine.publish(ticket)
     engine.release(ticket)
-    engine.check()
-    return {
-        "us": middle(reserve),
-        "request_us": middle(request),
-        "half_ms": round(bulk / 1e6, 2),
-        "resident_bytes_per_leaf": round(bytes_per_leaf),
-    }
+    return round(spent / 1e6, 2)
 
 
 def traced_bytes(make: Make, leaves: int, leaf: int = 64, prefix: int = 512) -> Numbers:
@@ -304,7 +318,22 @@ def turns(make: Make, order: str, new: int, sessions: int, in_flight: int = 16) 
     }
 
 
-# ---- decode
+# ---- decode and the machine
+
+
+def call_nanoseconds() -> Numbers:
+    """CPU time of one empty Python call: how fast this machine is just now, for whoever compares absolute figures."""
+
+    def nothing() -> None:
+        pass
+
+    spent = []
+    for _ in range(50):
+        begin = now()
+        for _ in range(1000):
+            nothing()
+        spent.append(now() - begin)
+    return {"ns": round(float(np.median(spent)) / 1000, 1)}
 
 
 def decode(make: Make, length: int = 4096, new: int = 2048, sequences: int = 8) -> Numbers:
