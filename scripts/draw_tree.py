@@ -135,8 +135,8 @@ class Drawing:
         x, y = self.at(number)
         node, shade = self.nodes[number], self.colour[number]
         words = " ".join(node.path[node.start : node.start + node.length])
-        if len(words) > 33:
-            words = words[:32] + "…"
+        if len(words) > 31:
+            words = words[:30] + "…"
         named = " ".join(str(block) for block in self.blocks(number))
         width = COLUMN - 34
         return "".join(

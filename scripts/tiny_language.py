@@ -59,7 +59,7 @@ ONES = words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen nineteen"
 )
-NUMBERS = [*ONES, "twenty", *(f"twenty-{one}" for one in ONES[1:10]), "thirty"]
+NUMBERS = [*ONES, "twenty"]
 
 
 def tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def recall_nothing(talk: Conversation) -> None:
 
 def sum_in_words(talk: Conversation) -> None:
     """A sum of small numbers, in words."""
-    a, b = talk.random.randint(0, 12), talk.random.randint(0, 12)
+    a, b = talk.random.randint(0, 10), talk.random.randint(0, 10)
     plus = talk.random.random() < 0.7
     talk.total = a + b if plus else max(a, b) - min(a, b)
     a, b, sign = (a, b, "plus") if plus else (max(a, b), min(a, b), "minus")
@@ -306,7 +306,7 @@ def chained_sum(talk: Conversation) -> None:
     for _ in range(talk.random.randint(1, 3)):
         assert talk.total is not None
         before, step = talk.total, talk.random.randint(1, 9)
-        plus = before < step or (talk.random.random() < 0.6 and before + step <= 30)
+        plus = before < step or (talk.random.random() < 0.6 and before + step <= 20)
         talk.total = before + step if plus else before - step
         question = f"Now add {NUMBERS[step]}." if plus else f"Now take away {NUMBERS[step]}."
         sign = "plus" if plus else "minus"
@@ -315,8 +315,8 @@ def chained_sum(talk: Conversation) -> None:
 
 
 def sum_in_digits(talk: Conversation) -> None:
-    """A sum of numbers up to 20, in digits."""
-    a, b = talk.random.randint(1, 20), talk.random.randint(1, 20)
+    """A sum of numbers up to 10, in digits."""
+    a, b = talk.random.randint(1, 10), talk.random.randint(1, 10)
     talk.exchange("sums", f"What is {a} + {b}?", f"That is {a + b}.")
 
 

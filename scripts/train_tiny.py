@@ -23,20 +23,19 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tiny_language import Conversation, shop_conversation, short_conversation
+from tiny_language import CITIES, ITEMS, PEOPLE, PET_NAMES, Conversation, shop_conversation, short_conversation
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-VOCABULARY = 1280
+VOCABULARY = 1536
 # Words with their space; numbers of two digits as one piece (a price is copied in one step), longer ones digit by
 # digit.
 PIECES = r" \d\d(?!\d)| ?\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+(?!\S)|\s+"
-BATCH_TOKENS = 3072  # padded, per optimizer step
-OTHER_WEIGHT, OTHER_SHARE = (
-    0.3,
-    0.25,
-)  # of the loss on tokens outside assistant turns, and the share of them that are looked at
-MATRIX_RATE, VECTOR_RATE = 0.02, 0.004
+BATCH_TOKENS = 2048  # padded, per optimizer step
+OTHER_WEIGHT, OTHER_SHARE = 0.3, 0.25  # of the loss outside assistant turns, and the share of it that is looked at
+WIDTH, HEADS, HEAD_DIM = 192, 3, 64
+ROPE_THETA = 1e6  # most of a head's dimensions turn slowly enough to compare tokens a thousand positions apart
+MATRIX_RATE, VECTOR_RATE = 0.01, 0.003
 HELD_OUT = 1_000_003  # evaluation seeds start here; training uses one stream from --seed
 
 # Each turn's text depends on that turn alone, so a longer history's rendering begins with the shorter one's: what a
@@ -63,22 +62,30 @@ Call a tool with <tool_call>
 {%- set function = call.function or call %}
 {%- if message.content or not loop.first %}{{ '\n' }}{% endif -%}
 <tool_call>
-{"name": {{ function.name | tojson }}, "arguments": {% if function.arguments is string %}{{ function.arguments }}{% else
-%}{{ function.arguments | tojson }}{% endif %}} </tool_call> {%- endfor -%} <|im_end|> {% endif -%} {%- endfor -%} {%-
-if add_generation_prompt -%} <|im_start|>assistant {% endif -%}
+{"name": {{ function.name | tojson }}, "arguments": {% if function.arguments is string %}{{ function.arguments }}
+{%- else %}{{ function.arguments | tojson }}{% endif %}}
+</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
 """
 
 
 # ---- text
 
 
-def conversations(rng: random.Random, long: float) -> Conversation:
-    """One conversation; with probability `long` an agent with a manual of up to forty products, else a short one or a
-    small manual.
+def conversation(rng: random.Random, manual: float, long: float) -> Conversation:
+    """One conversation: everyday talk, or (with probability `manual`) an agent with a small manual, or (`long`) a large
+    one of up to forty products.
     """
-    if rng.random() < long:
+    kind = rng.random()
+    if kind < long:
         return shop_conversation(rng, 40)
-    return shop_conversation(rng, 8) if rng.random() < 0.3 else short_conversation(rng)
+    return shop_conversation(rng, 8) if kind < long + manual else short_conversation(rng)
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -97,12 +104,12 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     rng = random.Random(seed)
     texts = (
         json.dumps(part) if isinstance(part, dict) else part
-        for talk in (conversations(rng, 0.15) for _ in range(6000))
+        for talk in (conversation(rng, 0.25, 0.15) for _ in range(6000))
         for message in [*talk.messages, *talk.tools]
         for part in ["\n" + message.get("role", ""), message.get("content") or message]
     )
-    numbers = (f" {number}" for number in range(100) for _ in range(1000))
-    tokenizer.train_from_iterator(chain(texts, numbers), trainer)
+    whole = [f" {number}" for number in range(100)] + [f" {word}" for word in [*PEOPLE, *CITIES, *ITEMS, *PET_NAMES]]
+    tokenizer.train_from_iterator(chain(texts, (word for word in whole for _ in range(1000))), trainer)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -133,38 +140,97 @@ def assistant_turns(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama with random weights: 4 layers of 192, 6 heads on 2 KV heads."""
+    """A Llama before training: 4 layers of 192, 3 heads of 64."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=192,
+        hidden_size=WIDTH,
         num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        intermediate_size=448,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        intermediate_size=384,
         max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    wire(model)
+    return model
+
+
+@torch.no_grad()
+def wire(model: LlamaForCausalLM) -> None:
+    """Begin with heads that can look things up, for finding them from random weights takes most of a short training.
+
+    Layer 0's heads copy the tokens 1, 2 and 3 positions back into a place of their own. Layer 1's heads look for where
+    (0) the present token is the one before, (1) the last token is the one before that, (2) the last token is the
+    present one; 0 and 1 say what they find there, 2 says what stood before it. All of it is only a start.
+    """
+    embedding = model.model.embed_tokens.weight.normal_(std=0.05)
+    embedding[:, 0] = 0.5  # a constant, for layer 0's heads go by distance alone
+    code, what, also = orthogonal_rows().split(HEAD_DIM)  # three views of a token, 64 numbers each
+    places = orthogonal_rows().split(HEAD_DIM)  # where the tokens 1, 2, 3 back are written
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    for head, place in enumerate(places):
+        look_back(first, head, head + 1)
+        write_head(first, head, value=code, out=0.08 * place.T)
+    slow = torch.ones(HEAD_DIM, 1)
+    slow[torch.arange(HEAD_DIM) % (HEAD_DIM // 2) < 12] = 0  # fast rotations would blur what is compared
+    for head, (query, key) in enumerate([(code, places[0]), (places[0], places[1]), (places[0], code)]):
+        rows = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+        second.q_proj.weight[rows], second.k_proj.weight[rows] = 2 * slow * query, 2 * slow * key
+    for head, (value, out) in enumerate([(what, what), (also, also), (places[0], code)]):
+        write_head(second, head, value=value, out=0.15 * out.T)
+
+
+def orthogonal_rows() -> torch.Tensor:
+    """A random orthogonal matrix [WIDTH, WIDTH] that does not see dimension 0."""
+    rows, _ = torch.linalg.qr(torch.randn(WIDTH, WIDTH))
+    rows[:, 0] = 0
+    return rows
+
+
+def look_back(attention: torch.nn.Module, head: int, distance: int) -> None:
+    """Make a head attend to the token `distance` positions back: its query is a constant key, turned back that far."""
+    pairs = torch.arange(8)
+    angles = distance * ROPE_THETA ** (-pairs / (HEAD_DIM // 2))
+    query, key = torch.zeros(HEAD_DIM), torch.zeros(HEAD_DIM)
+    query[pairs], query[pairs + HEAD_DIM // 2], key[pairs] = angles.cos(), -angles.sin(), 1.0
+    for projection, constant in ((attention.q_proj, query), (attention.k_proj, key)):
+        rows = projection.weight[head * HEAD_DIM : (head + 1) * HEAD_DIM]
+        rows.zero_()
+        rows[:, 0] = 0.95 * constant
+
+
+def write_head(attention: torch.nn.Module, head: int, value: torch.Tensor, out: torch.Tensor) -> None:
+    """Set what a head reads where it attends [HEAD_DIM, WIDTH], and what it writes [WIDTH, HEAD_DIM]."""
+    rows = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+    attention.v_proj.weight[rows], attention.o_proj.weight[:, rows] = value, out
 
 
 def batches(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, steps: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`steps` pairs of ids and loss weights [rows, length], rows of similar length; manuals and product lists grow
-    longer as learning goes on.
+    """`steps` pairs of ids and loss weights [rows, length], rows of similar length; everyday talk first, then
+    small manuals, then large ones.
     """
     made = 0
     while made < steps:
-        long = 0.05 + 0.3 * min(1.0, made / steps / 0.7)
-        pool = sorted((encode(tokenizer, conversations(rng, long)) for _ in range(160)), key=len)
+        progress = made / steps
+        manual, long = 0.25 * ramp(progress, 0.1, 0.3), 0.35 * ramp(progress, 0.2, 0.6)
+        pool = sorted((encode(tokenizer, conversation(rng, manual, long)) for _ in range(160)), key=len)
         chunks = list(pack(pool))
         rng.shuffle(chunks)
         for rows in chunks[: steps - made]:
             made += 1
             yield pad(tokenizer, rows)
+
+
+def ramp(progress: float, start: float, end: float) -> float:
+    """0 until `start`, 1 from `end` on, straight in between."""
+    return min(1.0, max(0.0, (progress - start) / (end - start)))
 
 
 def pack(rows: list[list[int]]) -> Iterator[list[list[int]]]:
@@ -235,7 +301,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
     model.train()
     began, seen, losses = time.monotonic(), 0, []
     for step, (ids, weights) in enumerate(batches(tokenizer, random.Random(seed), steps)):
-        rate = min(1.0, (step + 1) / 30, max(0.02, (1 - step / steps) / 0.7))
+        rate = min(1.0, (step + 1) / 30) * max(0.02, 1 - step / steps)
         loss, on_answers = losses_of(model, ids, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vectors, 1.0)
@@ -275,7 +341,7 @@ def evaluate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count:
     model.eval()
     scores: dict[str, list[bool]] = defaultdict(list)
     for at in range(count):
-        talk = conversations(random.Random(HELD_OUT + at), long=0.35)
+        talk = conversation(random.Random(HELD_OUT + at), 0.25, 0.35)
         ids = encode(tokenizer, talk)
         best = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
         for skill, (start, end) in zip(talk.skills, assistant_turns(tokenizer, ids), strict=True):
