@@ -86,6 +86,11 @@ class KVStore:
         return self.bytes_per_block * self.num_blocks
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the largest `table`."""
+        return max(layer.kv_heads for layer in self.layers) * self.num_blocks * self.block_size
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """What attention computes in: float32 for half-width storage, else the dtype of the storage."""
         return torch.float32 if self.dtype.itemsize < 4 else self.dtype

@@ -79,23 +79,23 @@ class Layout:
         self.views[tail].append(_View(tail, slot, stop - start))
 
     def batches(self) -> Iterator[Int]:
-        """The tails, in groups of similar shape: padding them costs at most a third, and their scores are few."""
-        order = np.lexsort((self.viewed, self.gathered))[::-1]
+        """The tails in groups of similar shape, so that padding costs little, with few enough scores to stay close."""
         width = self.viewed + self.gathered * self.block_size
         batch: list[int] = []
-        widest = used = used_blocks = 0
-        for tail in order.tolist():
-            grown = max(widest, int(width[tail])) * (len(batch) + 1)
-            blocks = int(self.gathered[batch[0]] if batch else self.gathered[tail]) * (len(batch) + 1)
-            enough = grown > SCORE_CELLS or 3 * blocks > 4 * (used_blocks + int(self.gathered[tail])) + 32
-            if batch and (enough or 2 * grown > 3 * (used + int(width[tail])) + 256):
+        widest = 0
+        for tail in np.lexsort((self.viewed, self.gathered))[::-1].tolist():
+            widest = max(widest, int(width[tail]))
+            if batch and not (self._similar(batch[0], tail) and widest * (len(batch) + 1) <= SCORE_CELLS):
                 yield np.sort(batch)
-                batch, widest, used, used_blocks = [], 0, 0, 0
+                batch, widest = [], int(width[tail])
             batch.append(tail)
-            widest, used = max(widest, int(width[tail])), used + int(width[tail])
-            used_blocks += int(self.gathered[tail])
         if batch:
             yield np.sort(batch)
+
+    def _similar(self, first: int, tail: int) -> bool:
+        """Whether `tail` fits into a batch that began with `first`, which gathers at least as much."""
+        low, high = sorted((int(self.viewed[first]), int(self.viewed[tail])))
+        return bool(4 * (self.gathered[tail] + 4) >= 3 * self.gathered[first]) and high <= 2 * low + 128
 
 
 class TailBatch:
@@ -143,14 +143,13 @@ class TailBatch:
         self.hidden = torch.from_numpy(hidden[:, None, None, self.first_hidden :]).to(store.device)
 
     def _plan_scores(self, width: int, store: KVStore) -> None:
-        """Scores, minus infinity where no product will write; weights, of which each (row, head) is a bag."""
+        """Scores, minus infinity where no product will write, and weights."""
         shape = (self.size, self.kv_heads, self.group, width)
         with torch.inference_mode(False):
             self.scores = torch.full(shape, -torch.inf, dtype=store.compute_dtype, device=store.device)
             self.weights = torch.empty_like(self.scores)
         self.gathered_scores = self.scores.flatten(0, 1)[..., : self.columns]
         self.hidden_scores = self.scores[..., self.first_hidden : self.columns]
-        self.bags = torch.arange(0, self.scores.numel(), width, dtype=torch.int32, device=store.device)
 
     def _plan_views(self, views: list[_View], number: Int, store: KVStore) -> list[int]:
         """Where to cut the pool so that each view is a piece, and where its scores stand; the columns used per row."""
@@ -177,9 +176,10 @@ class TailBatch:
         np.copyto(slots[:, : self.columns], gathered, where=~hidden)
         for view, row, place in zip(views, self.view_rows, self.view_places, strict=True):
             slots[row, place] = np.arange(view.slot, view.slot + view.tokens)
-        rows = store.rows(slots, self.kv_heads).astype(np.int32)
+        rows = store.rows(slots, self.kv_heads).astype(np.int32 if store.num_rows < 2**31 else np.int64)
         index = np.repeat(rows[:, :, None], self.group, axis=2).reshape(-1)
         self.value_rows = torch.from_numpy(index).to(store.device)
+        self.bags = torch.arange(0, len(index), slots.shape[1], dtype=self.value_rows.dtype, device=store.device)
 
     def run(
         self, store: KVStore, layer: int, query: Tensor, scale: float, softcap: float | None, *, need_lse: bool
