@@ -254,6 +254,38 @@ def test_running_requests_never_run_out_of_blocks(seed):
         check(engine)
 
 
+def test_holding_a_hit_never_takes_what_running_requests_were_promised():
+    engine, runner = make_engine(num_blocks=12)
+    stem = prompt_of(32, 1)
+    with engine:
+        engine.warm(stem)  # 8 of 12 blocks, all evictable
+        runner.gate = threading.Semaphore(0)
+        first = engine.submit(prompt_of(4, 2), GREEDY.but(max_tokens=25))  # up to 7 blocks
+        runner.gate.release(1)
+        next(iter(first))
+        second = engine.submit([*stem, 1], GREEDY)  # its hit would leave 3
+        runner.gate.release(1000)
+        assert list(first.result(timeout=10).token_ids) == greedy_reply(prompt_of(4, 2), 25)
+        assert list(second.result(timeout=10).token_ids) == greedy_reply([*stem, 1], 6)
+        check(engine)
+
+
+def test_a_hit_that_others_hold_costs_nothing_to_hold():
+    engine, runner = make_engine(num_blocks=13)
+    stem = prompt_of(32, 1)
+    with engine:
+        runner.gate = threading.Semaphore(0)
+        first = engine.submit(stem, GREEDY.but(max_tokens=5))
+        runner.gate.release(1)
+        next(iter(first))
+        second = engine.submit([*stem, 1], GREEDY.but(max_tokens=3))
+        runner.gate.release(1000)
+        assert list(second.result(timeout=10).token_ids) == greedy_reply([*stem, 1], 3)
+        assert [(33 - 1, 1) in step and len(step) == 2 for step in runner.steps].count(True) == 1  # beside the first
+        assert second.result().usage.cached_tokens == 32
+        check(engine)
+
+
 def test_cancelling_waiting_and_running_requests_frees_what_they_held():
     engine, runner = make_engine(max_sequences=2, max_batch_tokens=8, prefill_chunk=4)
     runner.gate = threading.Semaphore(0)
