@@ -54,11 +54,8 @@ class Core:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request; it ends with PromptTooLong if it can never fit."""
-        try:
-            self.scheduler.add(request)
-        except ValueError as error:
-            self._end(request, error)
+        """Queue a request that fits the pool: see `Scheduler.check_fits`."""
+        self.scheduler.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
         """End a request that has not ended; what it computed stays cached."""

@@ -6,6 +6,7 @@ conversation: `radixkv.chat.Engine` adds those.
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Hashable, Sequence
@@ -64,7 +65,7 @@ class RequestEngine:
         self._bytes_per_block = bytes_per_block
         self._loaded_at = time.perf_counter()
         self._seed = seed
-        self._submitted = 0
+        self._numbers = itertools.count(1)
         # Also at interpreter exit, so that the thread does not outlive what it uses.
         self._finalizer = weakref.finalize(self, self._worker.close)
 
@@ -231,7 +232,7 @@ class RequestEngine:
             params=params,
             max_tokens=min(params.max_tokens, self._room_behind(ids)) if sample else 0,
             stop_ids=_stop_ids(params, self._model.stop_token_ids),
-            seed=self._next_seed() if params.seed is None else params.seed,
+            seed=derive_seed(self._seed, next(self._numbers)) if params.seed is None else params.seed,
             tokenizer=self._model.tokenizer,
             namespace=namespace,
             priority=priority,
@@ -258,10 +259,6 @@ class RequestEngine:
                 f"the pool holds {cache.num_blocks * cache.block_size}"
             )
         return room
-
-    def _next_seed(self) -> int:
-        self._submitted += 1
-        return derive_seed(self._seed, self._submitted)
 
     def _start(self, request: Request) -> Handle:
         self._worker.post(lambda: self._core.add(request))

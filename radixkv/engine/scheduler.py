@@ -76,13 +76,11 @@ class Scheduler:
         self._reuse = reuse
         self._door: Sequence | None = None  # the sequence of waiting[0], once it is open
 
-    def add(self, request: Request) -> None:
-        """Queue a request; raises PromptTooLong if even an empty pool could not hold it."""
-        self.check_fits(request)
-        self.waiting.append(request)
-
     def check_fits(self, request: Request) -> None:
-        """Raise PromptTooLong, with the numbers, if even an empty pool could not hold the request."""
+        """Raise PromptTooLong, with the numbers, if even an empty pool could not hold the request.
+
+        Reads nothing that changes, so any thread may ask.
+        """
         need, blocks, width = self._need(request, 0), self._cache.num_blocks, request.width
         if width > self.limits.max_sequences:
             raise InvalidInput(f"n={width} streams exceed max_sequences={self.limits.max_sequences}")
