@@ -321,3 +321,89 @@ class TestPriority:
         publish(cache, texts[0], hint=Hint(priority=1))
         publish(cache, texts[1])
         assert goes_first(cache, texts) == [1, 0]
+
+    def test_given_at_an_open_is_not_lowered_by_a_later_one(self) -> None:
+        cache = PrefixCache(4, 4)
+        texts = [prompt(0, 8), prompt(1, 8)]
+        publish(cache, texts[0], priority=2)
+        publish(cache, texts[0], priority=0)
+        publish(cache, texts[1], priority=1)
+        assert goes_first(cache, texts) == [1, 0]
+
+    def test_counts_for_both_halves_of_a_split(self) -> None:
+        cache = PrefixCache(8, 4)
+        important, early, late = prompt(0, 16), prompt(1, 8), prompt(2, 8)
+        publish(cache, important, priority=1)
+        publish(cache, early)
+        cache.open(important[:8]).close()
+        flood(cache, 4)
+        assert (cached(cache, early), cached(cache, important)) == (0, 16)
+        flood(cache, 6)
+        publish(cache, late)
+        flood(cache, 6)
+        assert (cached(cache, late), cached(cache, important)) == (0, 8)
+
+
+class TestDemote:
+    """The cache's own verb for a branch that turned out dead after its sequence was closed."""
+
+    def test_makes_a_text_the_first_to_go(self) -> None:
+        cache = PrefixCache(8, 4)
+        texts = [prompt(i, 8) for i in range(4)]
+        for text in texts:
+            publish(cache, text)
+        cache.demote(texts[2])
+        assert cached(cache, texts[2]) == 8
+        assert goes_first(cache, texts) == [2, 0, 1, 3]
+
+    def test_is_undone_by_an_open(self) -> None:
+        cache = PrefixCache(8, 4)
+        texts = [prompt(i, 8) for i in range(4)]
+        for text in texts:
+            publish(cache, text)
+        cache.demote(texts[2])
+        publish(cache, texts[2])
+        assert goes_first(cache, texts) == [0, 1, 3, 2]
+
+    @pytest.mark.parametrize("policy", ALL)
+    def test_from_a_start_on_spares_what_is_before(self, policy: str) -> None:
+        cache = PrefixCache(8, 4, policy)
+        text, other = prompt(1, 16), prompt(2, 8)
+        publish(cache, other)
+        publish(cache, text)
+        cache.demote(text, start=8)
+        cache.check()
+        flood(cache, 8 - 4)
+        assert cached(cache, text) == 8
+        assert cached(cache, other) == 8
+        flood(cache, 8 - 2)
+        assert cached(cache, other) == 0
+        assert cached(cache, text) == 8
+
+    def test_spares_what_is_held_or_branches_off(self) -> None:
+        cache = PrefixCache(12, 4)
+        trunk, other = prompt(1, 8), prompt(2, 8)
+        publish(cache, other)
+        publish(cache, trunk + [50] * 8)
+        publish(cache, trunk + [60] * 8)
+        reader = cache.open(trunk + [50] * 8)
+        cache.demote(trunk + [50] * 8)
+        cache.demote(trunk)
+        reader.close()
+        cache.demote(trunk + [60] * 8)
+        flood(cache, 12 - 6)
+        assert cached(cache, trunk + [60] * 8) == 8
+        assert cached(cache, trunk + [50] * 8) == 16
+        flood(cache, 12 - 4)
+        assert cached(cache, other) == 0
+
+    @pytest.mark.parametrize("start", [0, 3, 8, 99])
+    def test_of_what_is_not_cached_is_nothing(self, start: int) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 8))
+        for text in ([], prompt(2, 8), prompt(1, 6), [*prompt(1, 8), 5]):
+            cache.demote(text, start=start)
+            cache.demote(text, "elsewhere", start=start)
+            cache.check()
+        assert cached(cache, prompt(1, 8)) == 8
+        assert cache.stats().namespaces == 1

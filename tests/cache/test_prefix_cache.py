@@ -412,9 +412,16 @@ class TestClosing:
         for round_ in range(2, 6):
             seq = cache.open([])
             seq.extend(prompt(round_, 160))
-            table = seq.block_table
-            assert np.abs(np.diff(table)).max() == 1
+            assert set(np.diff(seq.block_table)) == {1}
             seq.close()
+
+    def test_what_was_evicted_comes_back_contiguous(self) -> None:
+        cache = PrefixCache(60, block_size=4)
+        for name in range(12):
+            publish(cache, prompt(name, 80))
+        seq = cache.open([])
+        seq.extend(prompt(99, 80))
+        assert set(np.diff(seq.block_table)) == {1}
 
 
 class TestNamespaces:

@@ -218,6 +218,12 @@ class World:
             for other in others
         )
 
+    def must_copy(self, one: Tracked, table: list[int]) -> bool:
+        """Whether others have the part-filled last block too, and its next slot was reserved before."""
+        offset = len(one.tokens) % self.block_size
+        shared = any(table[-1] in other.table for other in self.live if other is not one) if offset else False
+        return shared and self.marks[table[-1]] != offset
+
     def taken(self, one: Tracked, plan: WritePlan) -> int:
         return len(one.table) - -(-len(one.tokens) // self.block_size) + len(plan.copies)
 
@@ -231,6 +237,7 @@ class World:
         assert plan.slots.tolist() == [table[i // size] * size + i % size for i in positions]
         changed = [(old[i], table[i]) for i in range(whole) if old[i] != table[i]]
         assert [tuple(copy) for copy in plan.copies] == changed
+        assert changed or not tokens or not self.must_copy(one, old), "wrote over slots that were reserved before"
         assert not (must_stay_in_place and changed), "copied a block that it could have written in place"
         assert all(length % size and source == old[-1] for source, _ in changed)
         for block in [target for _, target in changed] + table[whole:]:
