@@ -491,11 +491,11 @@ TALK: list[Skill] = [
 WITH_TOOLS: list[Skill] = [weather, weather, calculation, calculation, stock, order]
 
 
-def short_conversation(rng: random.Random) -> Conversation:
-    """Everyday talk, perhaps with a persona or with some tools."""
+def short_conversation(rng: random.Random, tools: float) -> Conversation:
+    """Everyday talk, perhaps with a persona, or (with probability `tools`) mostly about one or two tools."""
     talk = Conversation(rng)
     skills = TALK + [weather, calculation, stock, order] * (rng.random() < 0.05)
-    if rng.random() < 0.25:
+    if rng.random() < tools:
         talk.tools = rng.sample(list(TOOLS.values()), rng.randint(1, 2))
         skills = [small_talk, tell, recall, *WITH_TOOLS, *WITH_TOOLS]
     if rng.random() < 0.4:

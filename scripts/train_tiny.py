@@ -17,7 +17,8 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -78,14 +79,35 @@ Call a tool with <tool_call>
 # ---- text
 
 
-def conversation(rng: random.Random, manual: float, long: float) -> Conversation:
-    """One conversation: everyday talk, or (with probability `manual`) an agent with a small manual, or (`long`) a large
-    one of up to forty products.
+@dataclass(frozen=True)
+class Mix:
+    """Shares of the kinds of conversation: a small manual, a large one of up to forty products; else everyday talk, of
+    which a share is with tools.
     """
-    kind = rng.random()
-    if kind < long:
-        return shop_conversation(rng, 40)
-    return shop_conversation(rng, 8) if kind < long + manual else short_conversation(rng)
+
+    manual: float
+    long: float
+    tools: float
+
+    def draw(self, rng: random.Random) -> Conversation:
+        """One conversation."""
+        kind = rng.random()
+        if kind < self.long:
+            return shop_conversation(rng, 40)
+        return shop_conversation(rng, 8) if kind < self.long + self.manual else short_conversation(rng, self.tools)
+
+
+ALL_KINDS = Mix(manual=0.25, long=0.35, tools=0.25)
+
+
+def growing(progress: float) -> Mix:
+    """The mix of a training from nothing: everyday talk first, then small manuals, then large ones."""
+    return Mix(0.25 * ramp(progress, 0.1, 0.3), 0.35 * ramp(progress, 0.2, 0.6), 0.25)
+
+
+def continued(progress: float) -> Mix:
+    """The mix of a training that goes on from a model: more of what is learned last, tools and manuals."""
+    return Mix(0.3, 0.3, 0.4)
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -104,7 +126,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     rng = random.Random(seed)
     texts = (
         json.dumps(part) if isinstance(part, dict) else part
-        for talk in (conversation(rng, 0.25, 0.15) for _ in range(6000))
+        for talk in (Mix(0.25, 0.15, 0.25).draw(rng) for _ in range(6000))
         for message in [*talk.messages, *talk.tools]
         for part in ["\n" + message.get("role", ""), message.get("content") or message]
     )
@@ -211,16 +233,13 @@ def write_head(attention: torch.nn.Module, head: int, value: torch.Tensor, out: 
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, rng: random.Random, steps: int
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, steps: int, mix: Callable[[float], Mix]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`steps` pairs of ids and loss weights [rows, length], rows of similar length; everyday talk first, then
-    small manuals, then large ones.
-    """
+    """`steps` pairs of ids and loss weights [rows, length], rows of similar length."""
     made = 0
     while made < steps:
-        progress = made / steps
-        manual, long = 0.25 * ramp(progress, 0.1, 0.3), 0.35 * ramp(progress, 0.2, 0.6)
-        pool = sorted((encode(tokenizer, conversation(rng, manual, long)) for _ in range(160)), key=len)
+        now = mix(made / steps)
+        pool = sorted((encode(tokenizer, now.draw(rng)) for _ in range(160)), key=len)
         chunks = list(pack(pool))
         rng.shuffle(chunks)
         for rows in chunks[: steps - made]:
@@ -290,7 +309,9 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return x if wide is matrix else x.T
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> float:
+def train(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int, mix: Callable[[float], Mix]
+) -> float:
     """Train for `steps` steps; returns the mean loss of the last fifty (nats per assistant token). Prints progress."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     vectors = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
@@ -300,7 +321,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
     ]
     model.train()
     began, seen, losses = time.monotonic(), 0, []
-    for step, (ids, weights) in enumerate(batches(tokenizer, random.Random(seed), steps)):
+    for step, (ids, weights) in enumerate(batches(tokenizer, random.Random(seed), steps, mix)):
         rate = min(1.0, (step + 1) / 30) * max(0.02, 1 - step / steps)
         loss, on_answers = losses_of(model, ids, weights)
         loss.backward()
@@ -341,7 +362,7 @@ def evaluate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count:
     model.eval()
     scores: dict[str, list[bool]] = defaultdict(list)
     for at in range(count):
-        talk = conversation(random.Random(HELD_OUT + at), 0.25, 0.35)
+        talk = ALL_KINDS.draw(random.Random(HELD_OUT + at))
         ids = encode(tokenizer, talk)
         best = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
         for skill, (start, end) in zip(talk.skills, assistant_turns(tokenizer, ids), strict=True):
@@ -359,6 +380,16 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
+
+
+def load_model(folder: Path) -> LlamaForCausalLM:
+    """A model that was saved, in float32."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that was saved beside it."""
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def report(scores: dict[str, tuple[int, int]]) -> str:
@@ -381,6 +412,7 @@ def main() -> int:
     """Train and evaluate, or only evaluate what is at --out."""
     parser = argparse.ArgumentParser(description="Train or evaluate radixkv's bundled model.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--start", type=Path, metavar="FOLDER", help="go on from this model, on more tools")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -390,16 +422,14 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     if not arguments.evaluate:
-        tokenizer = train_tokenizer(arguments.seed)
-        model = build_model(tokenizer)
+        tokenizer = load_tokenizer(arguments.start) if arguments.start else train_tokenizer(arguments.seed)
+        model = load_model(arguments.start) if arguments.start else build_model(tokenizer)
         print(f"{len(tokenizer)} tokens in the vocabulary, {model.num_parameters() / 1e6:.2f}M parameters", flush=True)
-        print(f"final loss {train(model, tokenizer, arguments.steps, arguments.seed):.4f}", flush=True)
+        loss = train(model, tokenizer, arguments.steps, arguments.seed, continued if arguments.start else growing)
+        print(f"final loss {loss:.4f}", flush=True)
         save(model, tokenizer, arguments.out)
     # Loaded back, for the weights were rounded to bfloat16: what is evaluated is what is used.
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(arguments.out),
-        LlamaForCausalLM.from_pretrained(arguments.out, dtype=torch.float32),
-    )
+    model, tokenizer = load_model(arguments.out), load_tokenizer(arguments.out)
     print(report(evaluate(model, tokenizer, arguments.conversations)))
     return 0
 

@@ -1,0 +1,203 @@
+"""`radixkv chat`: a conversation in the terminal, with branches.
+
+Knows lines typed and text shown. The conversation itself, its branches and what they share are `radixkv.chat`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from radixkv.errors import EngineClosed, RadixKVError
+
+if TYPE_CHECKING:
+    from radixkv.chat import ChatSession, Engine, Reply, ReplyStream
+    from radixkv.models.sampling_params import SamplingParams
+
+_HELP = """\
+/fork             a new branch that begins with this conversation; go on in it
+/branch [N]       list the branches, or go on in branch N
+/rewind [N]       forget the last N exchanges (default 1)
+/edit N TEXT      say TEXT in exchange N instead, and forget what came after it
+/stats            what the cache holds and saved
+/help  /quit      Ctrl-C stops a reply, Ctrl-D leaves too"""
+
+
+class WrongCommandError(Exception):
+    """What was typed is no command, or lacks something; the message says what to type."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk until /quit or the end of input; returns 0. Raises InvalidInput or UnsupportedModel if the model cannot be
+    loaded.
+    """
+    console = Console(highlight=False)
+    params = _params(arguments)
+    with console.status(f"loading {arguments.model}"):
+        from radixkv.chat import Engine  # takes seconds: it imports torch
+
+        engine = Engine.load(
+            arguments.model,
+            kv_memory=arguments.kv_memory,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            seed=arguments.seed,
+        )
+    with engine:
+        Repl(engine, engine.chat(arguments.system), params, console).loop()
+    return 0
+
+
+def _params(arguments: argparse.Namespace) -> SamplingParams:
+    from radixkv.models.sampling_params import SamplingParams
+
+    return SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
+
+
+class Repl:
+    """Reads lines, shows replies as they come, and keeps the branches."""
+
+    def __init__(self, engine: Engine, session: ChatSession, params: SamplingParams, console: Console) -> None:
+        """Begin with one branch, `session`."""
+        self._engine = engine
+        self._branches = [session]
+        self._at = 0
+        self._params = params
+        self._console = console
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/fork": self._fork,
+            "/branch": self._branch,
+            "/rewind": self._rewind,
+            "/edit": self._edit,
+            "/stats": self._stats,
+            "/help": self._help,
+        }
+
+    @property
+    def session(self) -> ChatSession:
+        """The branch that is talked to."""
+        return self._branches[self._at]
+
+    def loop(self) -> None:
+        """Read and answer until /quit or the end of input."""
+        self._note(
+            f"{self._engine.model.name}, {self._engine.context_limit:,} tokens of context. /help lists the commands."
+        )
+        while (line := self._read()) not in (None, "/quit"):
+            if line:
+                self._take(line)
+
+    def _read(self) -> str | None:
+        """The next line; "" after Ctrl-C, None at the end of input."""
+        branch = f"[{self._at + 1}]" if len(self._branches) > 1 else ""
+        prompt = f"{branch}{self.session.turns + 1}> " if sys.stdin.isatty() else ""
+        try:
+            return input(prompt).strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            self._console.print()
+            self._note("Ctrl-D or /quit leaves.")
+            return ""
+
+    def _take(self, line: str) -> None:
+        """One line: a command, or something to say. What goes wrong is said, and changes nothing."""
+        command, _, rest = line.partition(" ")
+        try:
+            if command in self._commands:
+                self._commands[command](rest.strip())
+            elif command.startswith("/"):
+                raise WrongCommandError(f"there is no command {command}: /help lists them")
+            else:
+                self._show(self.session.stream(line, self._params))
+        except EngineClosed:
+            raise
+        except (RadixKVError, WrongCommandError) as error:
+            self._note(str(error))
+
+    # ---- replies
+
+    def _show(self, stream: ReplyStream) -> None:
+        """Print a reply as it is computed; Ctrl-C stops it, and its exchange is undone."""
+        try:
+            for chunk in stream:
+                self._console.out(chunk.text, end="", highlight=False)
+                self._console.file.flush()
+            self._console.print()
+            self._note(_cost(stream.reply))
+        except KeyboardInterrupt:
+            stream.close()
+            self._console.print()
+            self._note("stopped; this exchange is undone.")
+
+    # ---- commands
+
+    def _fork(self, rest: str) -> None:
+        self._branches += self.session.fork()
+        self._note(
+            f"branch {len(self._branches)} begins here, and branch {self._at + 1} stays as it is; /branch goes back."
+        )
+        self._at = len(self._branches) - 1
+
+    def _branch(self, rest: str) -> None:
+        if rest:
+            self._at = _number(rest, "branch", len(self._branches)) - 1
+        for number, session in enumerate(self._branches, start=1):
+            mark = "*" if number == self._at + 1 else " "
+            self._note(f"{mark} branch {number}: {session.turns} exchanges, {len(session.token_ids)} tokens")
+
+    def _rewind(self, rest: str) -> None:
+        turns = _number(rest or "1", "number of exchanges", self.session.turns)
+        self.session.rewind(turns)
+        self._note(f"{self.session.turns} exchanges are left.")
+
+    def _edit(self, rest: str) -> None:
+        number, _, text = rest.partition(" ")
+        if not text.strip():
+            raise WrongCommandError("type /edit N TEXT: the exchange's number, and what to say in it instead")
+        turn = _number(number, "exchange", self.session.turns) - 1
+        reply = self.session.edit(turn, text.strip(), self._params)
+        self._console.out(reply.text, highlight=False)
+        self._note(_cost(reply))
+
+    def _stats(self, rest: str) -> None:
+        stats = self._engine.stats()
+        cache = stats.cache
+        table = Table(show_header=False, box=None)
+        table.add_row("requests", f"{stats.requests}")
+        table.add_row(
+            "prompt tokens",
+            f"{stats.prompt_tokens:,}, {stats.cached_tokens:,} of them found in the cache ({stats.hit_rate:.1%})",
+        )
+        table.add_row("tokens computed", f"{stats.computed_tokens:,}, replies of {stats.output_tokens:,} included")
+        used = cache.cached_blocks + cache.held_blocks
+        table.add_row("blocks", f"{used:,} of {cache.num_blocks:,} in use, {cache.block_size} tokens each")
+        table.add_row("evicted", f"{cache.evicted_tokens:,} tokens")
+        self._console.print(table)
+
+    def _help(self, rest: str) -> None:
+        self._console.out(_HELP, highlight=False)
+
+    def _note(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False)
+
+
+def _number(text: str, name: str, most: int) -> int:
+    """`text` as a number from 1 to `most`."""
+    if not most:
+        raise WrongCommandError("nothing was said yet")
+    if not (text.isdecimal() and 1 <= int(text) <= most):
+        raise WrongCommandError(f"the {name} must be a number from 1 to {most}, not {text!r}")
+    return int(text)
+
+
+def _cost(reply: Reply) -> str:
+    usage = reply.usage
+    ended = ", cut at --max-tokens" if reply.finish_reason == "length" else ""
+    found = f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens from the cache"
+    return f"{found}, first token after {usage.ttft_s * 1000:.0f} ms{ended}"

@@ -1,0 +1,84 @@
+"""Arguments to a command, and errors to one line and an exit status.
+
+Knows every option. Does not know what the commands do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from radixkv import __version__
+from radixkv.errors import RadixKVError
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: the process's arguments) names; returns the exit status.
+
+    0 is success, 1 a failure that was reported, 2 wrong usage, 130 Ctrl-C. Errors are one line on stderr; with --debug
+    they are raised.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(import_module(arguments.module).run(arguments))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) left. Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (RadixKVError, OSError) as error:
+        if arguments.debug:
+            raise
+        print(f"radixkv: {error}", file=sys.stderr)
+        return MISUSED if isinstance(error, ValueError) else FAILED
+    except Exception as error:
+        if arguments.debug:
+            raise
+        print(f"radixkv: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
+    parser = argparse.ArgumentParser(
+        prog="radixkv",
+        description="A prefix-caching inference engine that lives inside your Python process.",
+        parents=[common],
+    )
+    parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
+    parser.set_defaults(debug=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_chat(commands, common)
+    _add_demo(commands, common)
+    return parser
+
+
+def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    about = "talk with a model; fork, rewind and edit the conversation"
+    chat = commands.add_parser("chat", help=about, description=about.capitalize() + ".", parents=[common])
+    chat.set_defaults(module="radixkv.cli.chat")
+    chat.add_argument("--model", default="tiny", help="'tiny' (bundled, the default), a local folder, or a hub name")
+    chat.add_argument("--system", metavar="TEXT", help="the system prompt")
+    chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of a reply (default 256)")
+    chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
+    chat.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling, when the temperature is above 0")
+    chat.add_argument(
+        "--kv-memory", default="auto", metavar="SIZE", help="memory of the KV pool, such as 512MB (default: auto)"
+    )
+    chat.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
+    chat.add_argument("--dtype", default="auto", help="float32, bfloat16, ... (default: auto)")
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    about = (
+        "conversations and branches share one KV pool, on the bundled model, and every answer equals an uncached run"
+    )
+    demo = commands.add_parser("demo", help=about, description=about.capitalize() + ".", parents=[common])
+    demo.set_defaults(module="radixkv.cli.demo")

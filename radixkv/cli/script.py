@@ -1,0 +1,161 @@
+"""What is said in the demo: a chat, a shop's manual, its tools, and eight customers.
+
+Knows words and the right answers to them. Knows no engine: `demo.py` plays this, and the tests hold the bundled model
+to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a person says, and the answer that is right (behind the tool calls, if it takes any)."""
+
+    says: str
+    right: str
+
+
+@dataclass(frozen=True)
+class Customer:
+    """One of those who talk to the shop's agent at the same time."""
+
+    name: str
+    lines: tuple[Line, ...]
+
+
+CHAT_SYSTEM = "You are Mira."
+CHAT = (
+    Line("Hello!", "Hello! How can I help you today?"),
+    Line("My name is Nora and I live in Oslo.", "Nice to meet you, Nora from Oslo!"),
+    Line("I have a green boat.", "A green boat sounds lovely."),
+    Line("I have a dog called Rex.", "Rex is a great name for a dog."),
+    Line("What is seven plus five?", "Seven plus five is twelve."),
+    Line("Now add six.", "Twelve plus six is eighteen."),
+    Line("What is the capital of Japan?", "The capital of Japan is Tokyo."),
+    Line("What color is my boat?", "Your boat is green."),
+    Line("What is my dog called?", "Your dog is called Rex."),
+    Line("What do you know about me?", "Your name is Nora. You live in Oslo."),
+)
+
+_STOCKED = (
+    "lamp:12:C book:9:A chair:35:F table:58:F kettle:24:B clock:18:C mirror:27:D pillow:8:E basket:6:A candle:3:A "
+    "blanket:21:E ladder:44:H bucket:7:H hammer:15:G carpet:52:E rope:5:G tent:60:H drum:39:D camera:55:B "
+    "compass:14:B kite:11:G lantern:17:C mug:4:B umbrella:13:D"
+)
+PRODUCTS = {item: (int(price), shelf) for item, price, shelf in (product.split(":") for product in _STOCKED.split())}
+MANUAL = "\n".join(
+    [
+        "You are Mira, the assistant of the Harbor Shop in Lisbon.",
+        "Answer from this manual. Use a tool for the weather, for the stock, for orders and for large numbers.",
+        "The shop opens at 9 and closes at 18.",
+        "Delivery takes 3 days and costs 5 coins.",
+        "Goods can be returned within 30 days.",
+        "The warranty is 2 years.",
+        "The manager is Hugo.",
+        "Products:",
+        *(f"- {item}: {price} coins, shelf {shelf}" for item, (price, shelf) in PRODUCTS.items()),
+    ]
+)
+GREETING = Line("Hello!", "Hello! How can I help you today?")
+
+
+def _tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
+    """A tool as chat templates take it; `parameters` maps names to JSON types, all are required."""
+    properties = {key: {"type": kind} for key, kind in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+TOOLS = [
+    _tool("get_weather", "The weather in a city.", city="string"),
+    _tool("calculator", "Add, subtract or multiply two numbers.", operation="string", a="integer", b="integer"),
+    _tool("check_stock", "How many of an item are in stock.", item="string"),
+    _tool("place_order", "Order a quantity of an item.", item="string", quantity="integer"),
+]
+
+CUSTOMERS = (
+    Customer("Ada", (
+        Line("How much is the kettle?", "The kettle costs 24 coins."),
+        Line("How many kettles are in stock?", "There are 14 kettles in stock."),
+        Line("I want to order 3 kettles.", "Order 243 is placed: 3 kettles for 72 coins."),
+    )),
+    Customer("Ben", (
+        Line("On which shelf is the lantern?", "The lantern is on shelf C."),
+        Line("What is the weather in Lisbon?", "It is sunny in Lisbon, at 24 degrees."),
+        Line("When do you close?", "We close at 18."),
+    )),
+    Customer("Cleo", (
+        Line("How long does delivery take?", "Delivery takes 3 days."),
+        Line(
+            "How is the weather in Oslo and in Lima?",
+            "It is snowy in Oslo, at 2 degrees. It is foggy in Lima, at 17 degrees.",
+        ),
+        Line("How much is delivery?", "Delivery costs 5 coins."),
+    )),
+    Customer("Dan", (
+        Line("When do you open?", "We open at 9."),
+        Line("What is 17 times 24?", "The result is 408."),
+        Line("Who is the manager?", "The manager is Hugo."),
+    )),
+    Customer("Eva", (
+        Line("Do you sell lamps?", "Yes, we sell lamps for 12 coins."),
+        Line("Please order 5 lamps.", "Order 125 is placed: 5 lamps for 60 coins."),
+        Line("Where is the lamp?", "The lamp is on shelf C."),
+    )),
+    Customer("Finn", (
+        Line("My name is Finn.", "Nice to meet you, Finn!"),
+        Line("Are there any tents in stock?", "There are 7 tents in stock."),
+        Line("What is my name?", "Your name is Finn."),
+    )),
+    Customer("Greta", (
+        Line("Can I return goods?", "Yes, within 30 days."),
+        Line("What is 86 plus 47?", "The result is 133."),
+        Line("How long is the warranty?", "The warranty is 2 years."),
+    )),
+    Customer("Hugo", (
+        Line("What does the umbrella cost?", "The umbrella costs 13 coins."),
+        Line("How is the weather in Paris?", "It is rainy in Paris, at 11 degrees."),
+        Line("Please order 2 umbrellas.", "Order 132 is placed: 2 umbrellas for 26 coins."),
+    )),
+)  # fmt: skip
+
+_WEATHER = {"Lisbon": ("sunny", 24), "Oslo": ("snowy", 2), "Lima": ("foggy", 17), "Paris": ("rainy", 11)}
+_STOCK = {"kettle": 14, "tent": 7}
+
+
+def use_tool(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The result of a tool call, or {"error": ...} if there is no such tool or its arguments are wrong."""
+    try:
+        return _RUN[name](**arguments)
+    except (KeyError, TypeError) as error:
+        return {"error": f"{name}{arguments}: {error}"}
+
+
+def _weather(city: str) -> dict[str, Any]:
+    weather, temperature = _WEATHER[city]
+    return {"city": city, "weather": weather, "temperature": temperature}
+
+
+def _calculate(operation: str, a: int, b: int) -> dict[str, Any]:
+    return {"result": {"add": a + b, "subtract": a - b, "multiply": a * b}[operation]}
+
+
+def _stock(item: str) -> dict[str, Any]:
+    return {"item": item, "stock": _STOCK[item]}
+
+
+def _order(item: str, quantity: int) -> dict[str, Any]:
+    price, _ = PRODUCTS[item]
+    return {"order": 10 * price + quantity, "total": price * quantity}
+
+
+_RUN: dict[str, Callable[..., dict[str, Any]]] = {
+    "get_weather": _weather,
+    "calculator": _calculate,
+    "check_stock": _stock,
+    "place_order": _order,
+}

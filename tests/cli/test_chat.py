@@ -1,0 +1,148 @@
+"""The chat in the terminal, typed to on the bundled model."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from rich.console import Console
+
+from radixkv import Engine, SamplingParams
+from radixkv.cli import main
+from radixkv.cli.chat import Repl
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    torch.set_num_threads(1)
+    with Engine.load("tiny", num_blocks=256) as engine:
+        yield engine
+
+
+@pytest.fixture
+def typed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A new conversation into which lines are typed; gives what it printed."""
+
+    def run(*lines: str) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        out = io.StringIO()
+        console = Console(file=out, width=120)
+        Repl(engine, engine.chat(), SamplingParams(temperature=0), console).loop()
+        return out.getvalue()
+
+    return run
+
+
+def test_main_talks_until_the_input_ends(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\nMy name is Nora.\n\nWhat is my name?\n"))
+    assert main(["chat", "--kv-memory", "16MB", "--system", "You are Mira."]) == 0
+    out = capsys.readouterr().out
+    assert "Hello! How can I help you today?" in out
+    assert "Your name is Nora." in out
+    assert "\x1b" not in out, "control codes where no terminal is"
+
+
+def test_quit_leaves_at_once(typed):
+    out = typed("/quit", "Hello!")
+    assert "How can I help" not in out
+
+
+def test_a_fork_leaves_the_first_branch_as_it_is(typed):
+    out = typed(
+        "My name is Nora.",
+        "/fork",
+        "I have a red hat.",
+        "/branch 1",
+        "What color is my hat?",
+        "/branch 2",
+        "What color is my hat?",
+    )
+    assert "You have not told me about your hat." in out
+    assert out.rindex("Your hat is red.") > out.index("You have not told me about your hat.")
+    assert "* branch 1: 1 exchanges" in out
+    assert "  branch 2: 2 exchanges" in out
+
+
+def test_rewind_forgets(typed):
+    out = typed("I like soup.", "My name is Nora.", "/rewind", "What is my name?", "What do I like?")
+    assert "1 exchanges are left." in out
+    assert "You have not told me your name." in out
+    assert "You like soup." in out
+
+
+def test_edit_says_something_else_in_an_earlier_exchange(typed):
+    out = typed("My name is Nora.", "Hello!", "/edit 1 My name is Omar.", "What is my name?")
+    assert "Nice to meet you, Omar!" in out
+    assert "Your name is Omar." in out
+
+
+def test_stats_counts_what_was_found(typed):
+    out = typed("Hello!", "Thank you!", "/stats")
+    assert "prompt tokens" in out
+    assert "of 256 in use, 16 tokens each" in out
+
+
+def test_help_lists_every_command(typed):
+    out = typed("/help")
+    assert all(command in out for command in ("/fork", "/branch", "/rewind", "/edit", "/stats", "/help", "/quit"))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("/dance", "there is no command /dance"),
+        ("/rewind", "nothing was said yet"),
+        ("/edit", "type /edit N TEXT"),
+        ("/edit 1 Hello!", "nothing was said yet"),
+        ("/branch 7", "from 1 to 1"),
+        ("/branch two", "from 1 to 1"),
+    ],
+)
+def test_a_wrong_command_says_what_to_type_and_the_talk_goes_on(typed, command, said):
+    out = typed(command, "Hello!")
+    assert said in out
+    assert out.index(said) < out.index("How can I help you today?")
+
+
+def test_an_error_of_the_engine_is_said_and_the_talk_goes_on(typed):
+    out = typed("Hello! " * 3000, "Hello!")
+    assert "tokens" in out
+    assert "Hello! How can I help you today?" in out
+
+
+def test_ctrl_c_stops_a_reply_and_undoes_its_exchange(engine, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("My name is Nora.\nWhat is my name?\n"))
+    out = io.StringIO()
+    repl = Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=120))
+    said = repl._console.out
+    pressed = iter([True])
+
+    def out_then_interrupt(*args, **options):
+        said(*args, **options)
+        if next(pressed, False):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(repl._console, "out", out_then_interrupt)
+    repl.loop()
+    assert "stopped; this exchange is undone." in out.getvalue()
+    assert "You have not told me your name." in out.getvalue()
+    assert repl.session.turns == 1
+
+
+def test_ctrl_c_while_typing_does_not_leave(engine, monkeypatch):
+    answers = iter([KeyboardInterrupt, "Hello!", EOFError])
+
+    def typing(prompt):
+        answer = next(answers)
+        if isinstance(answer, str):
+            return answer
+        raise answer
+
+    monkeypatch.setattr("builtins.input", typing)
+    out = io.StringIO()
+    Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=120)).loop()
+    assert "/quit leaves" in out.getvalue()
+    assert "Hello! How can I help you today?" in out.getvalue()

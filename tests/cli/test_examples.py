@@ -1,0 +1,29 @@
+"""Every example runs, and prints what it promises."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMISED = {
+    "chat.py": ["Your boat is green.", "Your name is Nora. You live in Oslo.", "You have not told me about your boat."],
+    "forked_agents.py": [f"There are {count} {item}s in stock." for item, count in (("lamp", 4), ("rope", 31))],
+    "cache_alone.py": ["7 of 10 tokens are cached", "hit rate 35%"],
+}
+
+
+def test_every_example_is_tested():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROMISED)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_it_runs(name, capsys):
+    torch.set_num_threads(1)
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    out = capsys.readouterr().out
+    for line in PROMISED[name]:
+        assert line in out

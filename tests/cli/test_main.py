@@ -1,0 +1,87 @@
+"""Arguments, errors and exit statuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from radixkv import __version__
+from radixkv.cli import main
+from radixkv.errors import InvalidInput
+
+
+def test_version_and_help_say_so_and_leave(capsys):
+    for option, said in (("--version", f"radixkv {__version__}"), ("--help", "chat")):
+        with pytest.raises(SystemExit) as left:
+            main([option])
+        assert left.value.code == 0
+        assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["dance"], ["chat", "--max-tokens", "many"], ["demo", "extra"]])
+def test_wrong_usage_is_status_2(argv, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys\nfrom radixkv.cli import main\n"
+        "try: main(['chat', '--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'rich', 'numpy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "/no/such/folder"], "no model folder /no/such/folder"),
+        (["--temperature", "-1"], "temperature"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--kv-memory", "lots"], "lots"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(options, said, capsys):
+    assert main(["chat", *options]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.startswith("radixkv: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv", [["--debug", "chat", "--model", "/no/such"], ["chat", "--model", "/no/such", "--debug"]]
+)
+def test_debug_raises(argv):
+    with pytest.raises(InvalidInput):
+        main(argv)
+
+
+def test_an_unexpected_error_is_one_line_too(monkeypatch, capsys):
+    def fail(arguments):
+        raise RuntimeError("the roof is on fire")
+
+    monkeypatch.setattr("radixkv.cli.demo.run", fail)
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == "radixkv: RuntimeError: the roof is on fire (--debug shows where)\n"
+    with pytest.raises(RuntimeError):
+        main(["demo", "--debug"])
+
+
+def test_ctrl_c_is_status_130(monkeypatch):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("radixkv.cli.chat.run", interrupt)
+    assert main(["chat"]) == 130
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = f"{sys.executable} -c 'from radixkv.cli import main; main([\"--help\"])' | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
