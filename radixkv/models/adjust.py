@@ -72,5 +72,6 @@ def _add_bias(values: Tensor, row: SampleRow) -> None:
 
 def _mask_stops(values: Tensor, row: SampleRow) -> None:
     """The minimum length: no stop token before it is reached."""
-    if len(row.history) - row.prompt_length < row.params.min_tokens and row.stop_token_ids:
+    drawn = max(len(row.history) - row.prompt_length, 0)
+    if drawn < row.params.min_tokens and row.stop_token_ids:
         values[_tokens(sorted(row.stop_token_ids), values.device)] = -torch.inf

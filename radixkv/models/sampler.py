@@ -26,6 +26,8 @@ __all__ = ["SampleRow", "Sampled", "SamplingParams", "TokenLogprobs", "sample"]
 
 _FIRST_CANDIDATES = 64  # how many of the likeliest tokens are looked at first when only top_p or min_p cuts
 _WIDEN = 8
+_PAGE = 256  # tokens that are weighed together when nothing is cut off
+_BELOW_ONE = 1 - 2**-50
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,14 @@ def _plans(rows: Sequence[SampleRow], vocab: int) -> dict[int, list[int]]:
 def _draw(adjusted: Tensor, best: Tensor, rows: Sequence[SampleRow], members: list[int], candidates: int) -> list[int]:
     """Draw for the rows `members`, which share a plan."""
     chosen = [rows[index] for index in members]
-    device = adjusted.device
-    picked = torch.tensor(members, device=device)
-    temperature = torch.tensor([[row.params.temperature] for row in chosen], device=device)
-    # The likeliest is 0 from here on, so that no temperature can overflow.
-    scaled = (adjusted[picked] - best[picked, None]).float() / temperature
-    uniform = torch.tensor([[_uniform(row.seed, row.position)] for row in chosen], dtype=torch.float64, device=device)
-    if candidates == 0:
-        return _invert(scaled.exp(), uniform).tolist()
-    return _draw_filtered(scaled, [row.params for row in chosen], uniform, candidates)
+    everybody = len(members) == len(rows)
+    dice = _Dice(
+        adjusted if everybody else adjusted[members],
+        (best if everybody else best[members])[:, None],
+        [row.params for row in chosen],
+        torch.tensor([[_uniform(row.seed, row.position)] for row in chosen], dtype=torch.float64, device=best.device),
+    )
+    return dice.roll_all() if candidates == 0 else dice.roll(candidates)
 
 
 def _uniform(seed: int, position: int) -> float:
@@ -122,51 +123,75 @@ def _uniform(seed: int, position: int) -> float:
     return int.from_bytes(digest, "little") / 2**48
 
 
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first index [rows] whose cumulative weight exceeds uniform [rows, 1] times the total."""
-    cumulative = weights.cumsum(dim=1, dtype=torch.float64)
-    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
+class _Dice:
+    """Rows on their way to a draw: logits [rows, vocab], their maximum [rows, 1], parameters, uniforms [rows, 1]."""
 
+    def __init__(self, logits: Tensor, best: Tensor, params: list[SamplingParams], uniform: Tensor) -> None:
+        self.logits, self.best, self.params, self.uniform = logits, best, params, uniform
+        self.temperature = self._column([p.temperature for p in params]).float()
 
-def _draw_filtered(scaled: Tensor, params: list[SamplingParams], uniform: Tensor, candidates: int) -> list[int]:
-    """Draw from what top-k, top-p and min-p keep of scaled [rows, vocab], looking at the likeliest `candidates` only.
+    def _column(self, numbers: Sequence[float]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float64, device=self.logits.device)[:, None]
 
-    Rows whose kept set may reach beyond the candidates are drawn again from more of them.
-    """
-    values, ids = scaled.topk(candidates, dim=1)
-    weights = values.double().exp()
-    threshold = _threshold(scaled, values, weights, params)
-    ids, order = ids.sort(dim=1)
-    kept = (weights * (values >= threshold)).gather(1, order)
-    tokens: list[int] = ids.gather(1, _invert(kept, uniform)[:, None])[:, 0].tolist()
-    if candidates == scaled.shape[1]:
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Logits over temperature, the likeliest being 0: so no temperature can overflow."""
+        return (logits - self.best).float().div_(self.temperature)
+
+    def roll_all(self) -> list[int]:
+        """Draw from the entire distribution: a page of tokens by the pages' weights, then a token of the page."""
+        weights = self._scaled(self.logits).exp_()
+        pages = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _PAGE)).view(len(weights), -1, _PAGE)
+        cumulative = pages.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
+        target = self.uniform * cumulative[:, -1:]
+        page = torch.searchsorted(cumulative, target, right=True)
+        rest = target - torch.where(page > 0, cumulative.gather(1, (page - 1).clamp_min(0)), 0.0)
+        within = pages.take_along_dim(page[:, :, None], dim=1)[:, 0].cumsum(dim=1, dtype=torch.float64)
+        # Two sums of a page may differ in the last bit: stay below the one that is searched.
+        place = torch.searchsorted(within, torch.minimum(rest, within[:, -1:] * _BELOW_ONE), right=True)
+        tokens: list[int] = (page * _PAGE + place)[:, 0].tolist()
         return tokens
-    open_ended = (values[:, -1:] >= threshold)[:, 0].nonzero()[:, 0]
-    if len(open_ended):
-        wider = min(candidates * _WIDEN, scaled.shape[1])
-        again = [params[index] for index in open_ended.tolist()]
-        for index, token in zip(
-            open_ended.tolist(), _draw_filtered(scaled[open_ended], again, uniform[open_ended], wider), strict=True
-        ):
-            tokens[index] = token
-    return tokens
 
+    def roll(self, candidates: int) -> list[int]:
+        """Draw from what top-k, top-p and min-p keep, looking at the likeliest `candidates` only.
 
-def _threshold(scaled: Tensor, values: Tensor, weights: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The smallest value [rows, 1] that all three filters keep, among candidates sorted from the likeliest."""
-    last = values.shape[1] - 1
-    limits = torch.tensor([[p.top_k if p.top_k > 0 else 0, p.top_p, p.min_p] for p in params], dtype=torch.float64)
-    top_k, top_p, min_p = (column[:, None] for column in limits.to(values.device).unbind(1))
-    kth = values.gather(1, (top_k.long() - 1).clamp(0, last))
-    kth = torch.where(top_k > 0, kth, -torch.inf)
-    within = weights * (values >= kth)
-    total = within.sum(dim=1, keepdim=True)
-    if any(p.top_k <= 0 and p.top_p < 1 for p in params):
-        total = torch.where(top_k > 0, total, scaled.exp().sum(dim=1, keepdim=True, dtype=torch.float64))
-    before = within.cumsum(dim=1) - within
-    nucleus = (before < top_p * total).sum(dim=1, keepdim=True)
-    mass = torch.where(top_p < 1, values.gather(1, (nucleus - 1).clamp(0, last)), -torch.inf)
-    return torch.maximum(torch.maximum(kth, mass), min_p.log().to(values.dtype))
+        Rows whose kept set may reach beyond the candidates are drawn again from more of them.
+        """
+        best_logits, ids = self.logits.topk(candidates, dim=1)
+        values = self._scaled(best_logits)
+        weights = values.double().exp()
+        threshold = self._threshold(values, weights)
+        ids, order = ids.sort(dim=1)
+        cumulative = (weights * (values >= threshold)).gather(1, order).cumsum(dim=1)
+        place = torch.searchsorted(cumulative, self.uniform * cumulative[:, -1:], right=True)
+        tokens: list[int] = ids.gather(1, place)[:, 0].tolist()
+        if candidates == self.logits.shape[1]:
+            return tokens
+        unfinished = (values[:, -1:] >= threshold)[:, 0].nonzero()[:, 0].tolist()
+        if unfinished:
+            wider = min(candidates * _WIDEN, self.logits.shape[1])
+            for index, token in zip(unfinished, self._only(unfinished).roll(wider), strict=True):
+                tokens[index] = token
+        return tokens
+
+    def _only(self, rows: list[int]) -> _Dice:
+        """Some of these rows."""
+        return _Dice(self.logits[rows], self.best[rows], [self.params[row] for row in rows], self.uniform[rows])
+
+    def _threshold(self, values: Tensor, weights: Tensor) -> Tensor:
+        """The smallest value [rows, 1] that all three filters keep, among candidates sorted from the likeliest."""
+        last = values.shape[1] - 1
+        top_k = self._column([max(p.top_k, 0) for p in self.params])
+        top_p = self._column([p.top_p for p in self.params])
+        min_p = self._column([p.min_p for p in self.params])
+        kth = values.gather(1, (top_k.long() - 1).clamp(0, last)).masked_fill(top_k == 0, -torch.inf)
+        within = weights * (values >= kth)
+        total = within.sum(dim=1, keepdim=True)
+        if any(p.top_k <= 0 and p.top_p < 1 for p in self.params):
+            everything = self._scaled(self.logits).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
+            total = torch.where(top_k > 0, total, everything)
+        nucleus = (within.cumsum(dim=1) - within < top_p * total).sum(dim=1, keepdim=True)
+        mass = values.gather(1, (nucleus - 1).clamp(0, last)).masked_fill(top_p >= 1, -torch.inf)
+        return torch.maximum(torch.maximum(kth, mass), min_p.log().to(values.dtype))
 
 
 def _logprobs(logits: Tensor, rows: Sequence[SampleRow], tokens: list[int]) -> list[TokenLogprobs | None] | None:

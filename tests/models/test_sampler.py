@@ -67,6 +67,7 @@ def by_hand(logits: list[float], row: SampleRow) -> tuple[list[float], int, floa
     return probabilities, int(np.searchsorted(edges, uniform, side="right")), float(np.abs(edges - uniform).min())
 
 
+# Penalties and biases that float32 holds exactly: what ties by hand ties in the sampler too.
 PARAMS = st.builds(
     SamplingParams,
     min_tokens=st.integers(0, 4),
@@ -74,10 +75,12 @@ PARAMS = st.builds(
     top_k=st.sampled_from([-1, 0, 1, 2, 5, 30, 400]),
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
     min_p=st.sampled_from([0.0, 0.05, 0.6, 1.0]),
-    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
+    repetition_penalty=st.sampled_from([1.0, 2.0, 0.5]),
     presence_penalty=st.sampled_from([0.0, 1.5, -0.5]),
-    frequency_penalty=st.sampled_from([0.0, 0.4]),
-    logit_bias=st.dictionaries(st.integers(0, 149), st.floats(-10, 10, width=16), max_size=3),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    logit_bias=st.dictionaries(
+        st.integers(0, 149), st.integers(-40, 40).map(lambda quarters: quarters / 4), max_size=3
+    ),
 )
 ROWS = st.builds(
     SampleRow,
@@ -96,7 +99,7 @@ def logits_for(count: int, seed: int, vocab: int = 150, spread: float = 3.0) -> 
     return (noise * 32).round() / 32
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rows=st.lists(ROWS, min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_every_row_is_what_it_is_by_hand(rows: list[SampleRow], seed: int) -> None:
     logits = logits_for(len(rows), seed)
@@ -154,8 +157,8 @@ def test_top_p_cuts_a_flat_tail_where_it_should() -> None:
     logits = torch.log(torch.arange(2000, 0, -1).double())[None].float()
     weights = np.arange(2000, 0, -1)
     last = int(np.searchsorted(np.cumsum(weights) / weights.sum(), 0.5))
-    rows = [SampleRow(SamplingParams(top_p=0.5), 0, i) for i in range(3000)]
-    tokens = sample(logits.expand(3000, -1), rows).tokens
+    rows = [SampleRow(SamplingParams(top_p=0.5), 0, i) for i in range(600)]
+    tokens = sample(logits.expand(600, -1), rows).tokens
     assert last - 20 < max(tokens) <= last
 
 
