@@ -50,8 +50,6 @@ class Grouping:
         more = np.diff(offset) - np.diff(self.table_offset)
         if not more.any():
             return np.array_equal(block_ids, self.block_ids)
-        if (more < 0).any():
-            return False
         old = np.ones(len(block_ids), dtype=np.bool_)
         for index in np.flatnonzero(more).tolist():
             old[offset[index + 1] - more[index] : offset[index + 1]] = False

@@ -116,10 +116,23 @@ def test_a_previous_list_of_another_batch_is_noticed(
     assert covered(work) == expected(tables, kv, queries, None, block_size)
 
 
-def test_a_table_that_changed_in_the_middle_is_noticed() -> None:
+@pytest.mark.parametrize(
+    ("tables", "kv", "queries"),
+    [
+        ([[0, 1, 2, 9], [0, 4, 3]], [7, 6], [1, 1]),  # a block was exchanged, and a table has grown
+        ([[0, 1, 2], [0, 4, 3]], [6, 6], [1, 1]),  # a block was exchanged
+        ([[0, 1, 2, 3], [0, 1]], [7, 4], [1, 1]),  # one has grown by what the other lost
+        ([[0, 1, 2], [0, 1, 3]], [6, 3], [1, 1]),  # truncated
+        ([[0, 1, 2], [0, 1, 3]], [6, 6], [1, 0]),  # one sits out
+        ([[0, 1, 2]], [6], [1]),  # one has left
+    ],
+)
+def test_any_change_but_growth_is_noticed(tables: list[list[int]], kv: list[int], queries: list[int]) -> None:
     before = worklist.build([[0, 1, 2], [0, 1, 3]], [6, 6], [1, 1], block_size=2, worth=1)
-    after = worklist.build([[0, 1, 2, 9], [0, 4, 3]], [7, 6], [1, 1], None, before, block_size=2, worth=1)
-    assert covered(after) == expected([[0, 1, 2, 9], [0, 4, 3]], [7, 6], [1, 1], None, 2)
+    after = worklist.build(tables, kv, queries, None, before, block_size=2, worth=1)
+    fresh = worklist.build(tables, kv, queries, block_size=2, worth=1)
+    assert covered(after) == expected(tables, kv, queries, None, 2)
+    assert after.read_tokens == fresh.read_tokens
 
 
 def test_a_shared_prefix_is_read_once() -> None:
@@ -165,6 +178,8 @@ def test_under_a_window_only_what_can_be_seen_is_read() -> None:
     tables = [[*shared, *range(100 + 100 * i, 164 + 100 * i)] for i in range(4)]
     decode = worklist.build(tables, [2048] * 4, [1] * 4, 512, block_size=16)
     assert decode.read_tokens == 4 * 512
+    common = worklist.build([[*shared, 100], [*shared, 101]], [1025, 1030], [1, 1], 512, block_size=16)
+    assert common.read_tokens == (1024 - (1025 - 512)) + 1 + 6
     chunk = worklist.build([list(range(512))], [8192], [8192], 256, block_size=16)
     assert int((chunk.tokens * chunk.rows).sum()) <= 8192 * 3 * 256
 
