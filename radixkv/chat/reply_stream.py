@@ -59,7 +59,7 @@ class ReplyStream:
         return self.wait()
 
     def close(self) -> None:
-        """Stop; unless the reply is complete its turn is undone."""
+        """Stop; unless the end of the reply was seen, its turn is undone."""
         self._handle.cancel()
         if self._session._open_stream is self:
             self._session._open_stream = None

@@ -234,9 +234,10 @@ class ChatSession:
         if len(prompt) + min(params.max_tokens, limit // _ROOM) <= limit:
             return turns, prompt
         while turns and len(prompt) > limit // _KEEP:
-            turns = _without_oldest(turns)
-            if new[0]["role"] == "tool" and not turns:
+            rest = _without_oldest(turns)
+            if new[0]["role"] == "tool" and not rest:
                 break  # results need the reply that asked for them
+            turns = rest
             prompt = self._whole(turns, new)
         return [replace(turn, end=None) for turn in turns], prompt
 

@@ -325,6 +325,18 @@ def test_a_full_context_drops_the_oldest_turns():
             chat.send("z" * 700)
 
 
+def test_results_keep_the_reply_that_asked_for_them():
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    with chat_engine(lambda text: "Seen." if text.startswith("r") else call, max_length=240) as engine:
+        chat = engine.chat(overflow="drop_oldest")
+        asked = chat.send("go")
+        reply = chat.tool_results([ToolResult(asked.tool_calls[0].id, "r" * 100)])
+        assert reply.text == "Seen."
+        assert [message["role"] for message in chat.history] == ["user", "assistant", "tool", "assistant"]
+        chat.send("s" * 60)  # now the oldest turns go, results with what asked for them
+        assert [message["role"] for message in chat.history] == ["user", "assistant"]
+
+
 def think(text: str) -> str:
     return f"<think>\nThey said {text}.\n</think>\n\nIndeed: {text}"
 
