@@ -3,8 +3,8 @@
     python benchmarks/cache_ops.py [--quick] [--rounds 3] [--only turns,match]
 
 Each workload (benchmarks/peers/workloads.py: seeded, identical for both) runs in a fresh process per engine and
-round, the engines in turn; a figure is the median over the rounds. Clock: CPU time of the one thread, its reading
-(about 0.4 us) included.
+round, the engines in turn, so that both meet the same disturbances; a figure is the median over the rounds. Clock:
+CPU time of the one thread, its reading (about 0.4 us) included.
 
 What is timed here: `open`, `extend`, `commit`, `close` and `match` of radixkv.cache, from int32 arrays or plain lists
 to block tables, write plans and slot arrays, allocation and eviction included; validation, a namespace, ghosts and
@@ -74,6 +74,7 @@ ROWS = (
         "",
     ),
 )
+COMPARED = {row.peer[0] for row in ROWS if row.peer}
 SAME_HITS = ("turns", "turns_window", "turns_lists")
 TOLERANCE = 0.003
 
@@ -119,19 +120,30 @@ def in_fresh_process(engine: str, workload: str, quick: bool) -> dict[str, float
     return result
 
 
-def collect(rows: list[Row], rounds: int, quick: bool, with_peer: bool) -> dict[tuple[str, str], dict[str, float]]:
-    """Medians by (engine, workload); the engines take turns within each workload."""
-    jobs = dict.fromkeys([("radixkv", "machine"), *(("radixkv", row.workload) for row in rows)])
-    if with_peer:
-        jobs |= dict.fromkeys(("sglang", row.peer[0]) for row in rows if row.peer)
-    order = sorted(jobs, key=lambda job: ["machine", *(row.workload for row in ROWS)].index(job[1]))
-    runs: dict[tuple[str, str], list[dict[str, float]]] = {job: [] for job in order}
-    for round_ in range(rounds):
-        for job in order:
-            print(f"\rround {round_ + 1} of {rounds}: {job[0]} {job[1]:24}", end="", file=sys.stderr, flush=True)
-            runs[job].append(in_fresh_process(*job, quick))
-    print(f"\r{'':60}\r", end="", file=sys.stderr)
-    return {job: {k: statistics.median(run[k] for run in all_) for k in all_[0]} for job, all_ in runs.items()}
+class Runs:
+    """Medians over fresh processes, the engines in turn within each workload; measured when first asked for."""
+
+    def __init__(self, rounds: int, quick: bool) -> None:
+        self.rounds, self.quick = rounds, quick
+        self.engines = ("radixkv", "sglang") if sglang_core.available() else ("radixkv",)
+        self.medians: dict[tuple[str, str], dict[str, float]] = {}
+
+    def of(self, engine: str, workload: str) -> dict[str, float] | None:
+        """What `engine` did in `workload`; None where it did not take part."""
+        if ("radixkv", workload) not in self.medians:
+            self._measure(workload, self.engines if workload in COMPARED else ("radixkv",))
+        return self.medians.get((engine, workload))
+
+    def _measure(self, workload: str, engines: tuple[str, ...]) -> None:
+        runs: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
+        for round_ in range(self.rounds):
+            for engine in engines:
+                note = f"\r{workload}: {engine}, round {round_ + 1} of {self.rounds}"
+                print(f"{note:60}\r", end="", file=sys.stderr, flush=True)
+                runs[engine].append(in_fresh_process(engine, workload, self.quick))
+        print(f"\r{'':60}\r", end="", file=sys.stderr, flush=True)
+        for engine, all_ in runs.items():
+            self.medians[engine, workload] = {key: statistics.median(run[key] for run in all_) for key in all_[0]}
 
 
 def verdict(row: Row, ours: float, theirs: float | None) -> str:
@@ -148,22 +160,22 @@ def verdict(row: Row, ours: float, theirs: float | None) -> str:
     return f"bar {row.bar}: {'met' if met else 'MISSED'}"
 
 
-def report(rows: list[Row], medians: dict[tuple[str, str], dict[str, float]]) -> list[dict[str, Any]]:
+def report(rows: list[Row], runs: Runs) -> list[dict[str, Any]]:
+    """Measure and print row by row."""
     print(f"{'':36}{'radixkv':>12}{'SGLang Rust':>14}{'we are':>16}")
     lines = []
     for row in rows:
-        ours = medians["radixkv", row.workload][row.metric]
-        peer = medians.get(("sglang", row.peer[0])) if row.peer else None
-        theirs = peer[row.peer[1]] if peer and row.peer else None
+        own = runs.of("radixkv", row.workload)
+        peer = runs.of("sglang", row.peer[0]) if row.peer else None
+        assert own is not None
+        ours, theirs = own[row.metric], peer[row.peer[1]] if peer and row.peer else None
         gain = None if not theirs else ours / theirs if row.metric == "turns_per_s" else theirs / ours
         word = "bigger" if "bytes" in row.metric else "slower"
         standing = "" if gain is None else f"{gain:.2f}x better" if gain >= 1 else f"{1 / gain:.2f}x {word}"
         shown = "-" if theirs is None else f"{theirs:,.6g}"
         judged = verdict(row, ours, theirs)
-        print(f"{row.label:36}{ours:>12,.6g}{shown:>14}{standing:>16}  {judged}")
-        lines.append(
-            {"row": row.label.strip(), "workload": row.workload, "ours": ours, "theirs": theirs, "bar": judged}
-        )
+        print(f"{row.label:36}{ours:>12,.6g}{shown:>14}{standing:>16}  {judged}".rstrip(), flush=True)
+        lines.append({"row": row.label.strip(), "of": row.workload, "ours": ours, "theirs": theirs, "bar": judged})
     return lines
 
 
@@ -198,11 +210,11 @@ def main() -> None:
     only = tuple((chosen.only or "").split(","))
     rows = [row for row in ROWS if row.workload.startswith(only)]
     rounds = chosen.rounds or (1 if chosen.quick else 3)
-    medians = collect(rows, rounds, chosen.quick, sglang_core.available())
-    lines = report(rows, medians)
-    call = medians["radixkv", "machine"]["ns"]
+    runs = Runs(rounds, chosen.quick)
+    lines = report(rows, runs)
+    call = (runs.of("radixkv", "machine") or {})["ns"]
     print(f"an empty Python call costs {call} ns here and now; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    hits = check_hits(medians)
+    hits = check_hits(runs.medians)
     if not sglang_core.available():
         print(sglang_core.HOW)
     machine = {"call_ns": call, "python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()}
