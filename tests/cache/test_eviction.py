@@ -115,18 +115,19 @@ class TestLru:
         assert goes_first(cache, texts) == [1, 0]
 
     def test_a_trunk_is_as_young_as_the_branch_it_lost(self) -> None:
-        """The branch went under a high demand, just after use; its trunk must not go before an older text."""
         cache = PrefixCache(12, 4, "lru")
         trunk, other = prompt(1, 8), prompt(2, 8)
         publish(cache, trunk + [50] * 4)
+        publish(cache, trunk + [60] * 4)
+        cache.demote(trunk + [50] * 4)
+        flood(cache, 12 - 3)
+        assert cached(cache, trunk + [60] * 4) == 12  # the trunk and one branch, used before the other text
         publish(cache, other)
         publish(cache, trunk + [60] * 4, hint=Hint(done=True))
-        # order of leaves now: the done branch, the old branch, `other`, and the trunk with the age of its last use
         flood(cache, 12 - 4)
-        assert cached(cache, trunk) == 8
+        assert cached(cache, trunk + [60] * 4) == 8  # the done branch went, out of turn
         flood(cache, 12 - 2)
-        assert cached(cache, other) == 0
-        assert cached(cache, trunk) == 8
+        assert (cached(cache, trunk), cached(cache, other)) == (8, 0)
 
 
 @dataclass

@@ -156,6 +156,27 @@ class TestManyPlans:
         world.verify()
         world.wind_down()
 
+    def test_hold_a_source_that_nobody_else_holds_any_more(self) -> None:
+        """A fork copies a block that was never published; its parent is gone before the copy runs."""
+        world = World(6, 8)
+        parent = world.open(None, [])
+        world.extend(parent, [1, 2, 3])
+        world.step(publish=False)
+        twin = world.fork(parent)
+        assert twin is not None
+        world.extend(parent, [4])
+        world.extend(twin, [5])
+        assert twin.plan is not None
+        [(source, _)] = twin.plan.copies
+        world.close(parent)
+        flood = world.open("flood", [])
+        assert world.extend(flood, [0] * 8 * world.available())
+        assert source not in flood.table
+        world.execute([flood])
+        world.step()
+        world.verify()
+        world.wind_down()
+
     def test_let_go_of_their_sources_when_committed(self) -> None:
         cache = PrefixCache(8, block_size=8)
         publish(cache, [1, 2, 3, 4])
