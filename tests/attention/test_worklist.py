@@ -124,6 +124,7 @@ def test_a_previous_list_of_another_batch_is_noticed(
         ([[0, 1, 2, 3], [0, 1]], [7, 4], [1, 1]),  # one has grown by what the other lost
         ([[0, 1, 2], [0, 1, 3]], [6, 3], [1, 1]),  # truncated
         ([[0, 1, 2], [0, 1, 3]], [6, 6], [1, 0]),  # one sits out
+        ([[0, 1, 2], [0, 1, 3]], [6, 6], [0, 0]),  # all of a shared run's readers sit out
         ([[0, 1, 2]], [6], [1]),  # one has left
     ],
 )
