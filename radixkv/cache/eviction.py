@@ -70,7 +70,11 @@ class EvictionIndex:
 
     def removed(self, node: Entry) -> None:
         """It is no unlocked leaf any more."""
-        self._order.remove(node.place)
+        order = self._order
+        if order[0] is node.place:  # most often the victim: no bisection
+            order.pop(0)
+        else:
+            order.remove(node.place)
         node.place = None
 
     def inherited(self, parent: Entry, child: Entry) -> None:

@@ -173,6 +173,12 @@ class RadixTree:
             self.observer.inserted(cast(int, node.id), _number(parent.id), node.start, len(raw) // WIDTH)
         return node
 
+    def lengthen(self, node: Node, raw: bytes | bytearray) -> None:
+        """Move the end of a leaf down within its last block. Amortised O(new tokens)."""
+        node.key += raw
+        if self.observer is not None:
+            self.observer.grown(cast(int, node.id), len(raw) // WIDTH)
+
     def grow(self, node: Node, raw: bytes | bytearray, blocks: array[int]) -> None:
         """Move the end of a leaf down in place; `blocks` starts with the one behind its last full block.
 
@@ -180,12 +186,10 @@ class RadixTree:
         """
         old = node.blocks.pop() if node.end % self.pool.block_size else -1
         node.blocks += blocks
-        node.key += raw
+        self.lengthen(node, raw)
         if old >= 0 and old != blocks[0]:  # the holder wrote behind a copy
             self._lower_tip(old, node)
             self.release(old)
-        if self.observer is not None:
-            self.observer.grown(cast(int, node.id), len(raw) // WIDTH)
 
     def merge(self, upper: Node) -> None:
         """Undo a split that nobody needs: a node that no one holds itself and its only child become one."""
@@ -223,6 +227,14 @@ class RadixTree:
         tip = self.pool.release(block, idle=idle)
         if tip is not None:
             self.repoint(tip)
+
+    def release_run(self, blocks: array[int]) -> None:
+        """A sequence lets go of a run of its own blocks, of which only the last can be part-filled."""
+        if self.pool.shared.keys().isdisjoint(blocks):
+            self.pool.give_back(blocks)
+        else:
+            for block in reversed(blocks):
+                self.release(block)
 
     def repoint(self, node: Node) -> None:
         """Free the last block of a node that ends inside it, if only copies live on below: point it to one of those.

@@ -220,7 +220,7 @@ class Sequence:
             sole = node.locks == 1 and node.holders == 1 and not node.children and node.parent is not None
             owned = sole and part > 0 and node.blocks[-1] == table[first]
             if owned and first == self.length // size:  # all within the part-filled block that both own
-                tree.grow(node, self._tail, table[first:])
+                tree.lengthen(node, self._tail)
             else:
                 if sole:
                     tree.grow(node, self._tail, table[first:])
@@ -276,9 +276,9 @@ class Sequence:
         del self._tail[:matched]
         theirs = tree.table(node)
         full = at // size
-        for j in range(self._own, full):
-            mine, self._table[j] = self._table[j], theirs[j]
-            tree.release(mine)
+        mine = self._table[self._own : full]
+        self._table[self._own : full] = theirs[self._own : full]
+        tree.release_run(mine)
         self._own = full
         tree.unhold(held)
         tree.merge(held)
@@ -321,10 +321,10 @@ class Sequence:
 
     def _release_own(self, start: int) -> None:
         """Give up our references to table[start:], last block first."""
-        table, tree = self._table, self._cache._tree
-        for block in reversed(table[start:]):
-            tree.release(block)
-        del table[start:]
+        own = self._table[start:]
+        del self._table[start:]
+        if own:
+            self._cache._tree.release_run(own)
 
     def _refuse_closed(self) -> None:
         if self.closed:
@@ -339,9 +339,9 @@ class Sequence:
 def _slots(table: array[int], start: int, end: int, pool: BlockPool) -> npt.NDArray[np.int64]:
     """Flat slots of the tokens [start, end)."""
     size = pool.block_size
-    first, offset = divmod(start, size)
     if end - start == 1:
-        return np.array((table[-1] * size + offset,), np.int64)
+        return np.array((table[-1] * size + start % size,), np.int64)
+    first, offset = divmod(start, size)
     blocks = table[first:]
     if pool.is_run(blocks):
         base = blocks[0] * size + offset if blocks else 0
