@@ -1,23 +1,23 @@
 """Everything that radixkv raises on purpose.
 
-    RadixKVError
-    ├── InvalidInput (ValueError)      an argument is out of range; the message says what is allowed
-    │   ├── InvalidTokens              token ids that are no ints, negative or >= 2**31; or an empty prompt
-    │   ├── PromptTooLong              longer than the model's context or than the whole pool
-    │   └── UnknownPolicy              no eviction policy of that name
-    ├── CacheError
-    │   ├── OutOfBlocks                free + evictable blocks do not suffice; nothing has changed
-    │   ├── PlanPending                the sequence's last plan was neither committed nor voided
-    │   ├── SequenceClosed             the sequence (or pin) was closed before
-    │   └── PinBudgetExceeded          pinning this would hold more of the pool than the budget allows
-    ├── UnsupportedModel               the model cannot be run exactly; the message says why
-    ├── EngineError
-    │   ├── EngineClosed               the engine was closed before or during the call
-    │   ├── RequestCancelled           `.result()` of a request that was cancelled
-    │   └── RequestFailed              an exception inside a step; `__cause__` holds it
-    └── ChatError
-        ├── SessionClosed              the chat session was closed before
-        └── ContextOverflow            the conversation no longer fits the model's context
+RadixKVError
+├── InvalidInput (ValueError)      an argument is out of range; the message says what is allowed
+│   ├── InvalidTokens              token ids that are no ints, negative or >= 2**31; or an empty prompt
+│   ├── PromptTooLong              longer than the model's context or than the whole pool
+│   └── UnknownPolicy              no eviction policy of that name
+├── CacheError
+│   ├── OutOfBlocks                free + evictable blocks do not suffice; nothing has changed
+│   ├── PlanPending                the sequence's last plan was neither committed nor voided
+│   ├── SequenceClosed             the sequence (or pin) was closed before
+│   └── PinBudgetExceeded          pinning this would hold more of the pool than the budget allows
+├── UnsupportedModel               the model cannot be run exactly; the message says why
+├── EngineError
+│   ├── EngineClosed               the engine was closed before or during the call
+│   ├── RequestCancelled           `.result()` of a request that was cancelled
+│   └── RequestFailed              an exception inside a step; `__cause__` holds it
+└── ChatError
+    ├── SessionClosed              the chat session was closed before
+    └── ContextOverflow            the conversation no longer fits the model's context
 """
 
 

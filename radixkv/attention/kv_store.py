@@ -68,7 +68,7 @@ class KVStore:
     def _allocate(self, kv_heads: int, dim: int) -> Tensor:
         """Zeroes, seen as [kv_heads, blocks, block_size, dim]."""
         if self.device.type == "cpu":
-            # numpy's zeros are calloc's: the system maps a page when it is first written. torch's touch them all at once.
+            # numpy's zeros are calloc's: a page is mapped when it is first written; torch's touch them all at once.
             shape = (kv_heads, self.num_blocks, self.block_size, dim)
             flat = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8))
             return flat.view(self.dtype).view(shape)

@@ -160,7 +160,7 @@ def _verdict(played: Played, different: list[int]) -> Panel:
         return Panel.fit(f"{text}\nThis is a bug: please report it.", border_style="bold red")
     tokens = sum(len(reply.token_ids) for reply in replies)
     right = sum(each.right for each in said)
-    text = f"All {len(replies)} replies ({tokens:,} tokens) are equal with and without the cache, token by token."
+    text = f"All {len(replies)} replies ({tokens:,} tokens) are the same without the cache, token by token."
     return Panel.fit(f"{text}\n{right} of {len(said)} answers are right.", border_style="green")
 
 

@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     they are raised.
     """
     arguments = _parser().parse_args(argv)
+    debug = "debug" in arguments  # suppressed unless given, so that it may stand before the command or behind it
     try:
         return int(import_module(arguments.module).run(arguments))
     except KeyboardInterrupt:
@@ -33,12 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (RadixKVError, OSError) as error:
-        if arguments.debug:
+        if debug:
             raise
         print(f"radixkv: {error}", file=sys.stderr)
         return MISUSED if isinstance(error, ValueError) else FAILED
     except Exception as error:
-        if arguments.debug:
+        if debug:
             raise
         print(f"radixkv: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
         return FAILED
@@ -53,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
         parents=[common],
     )
     parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
-    parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_chat(commands, common)
     _add_demo(commands, common)

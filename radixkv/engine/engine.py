@@ -34,6 +34,7 @@ from radixkv.models.sampler import SamplingParams
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
 
+ATTENTION = "torch"  # the backend that computes attention
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -80,6 +81,7 @@ class RequestEngine:
         eviction: str = "lru",
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
+        attention: str = "auto",
         max_sequences: int = 64,
         max_batch_tokens: int = 2048,
         prefill_chunk: int = 512,
@@ -93,7 +95,8 @@ class RequestEngine:
         `kv_memory` is "auto" (on a CPU a quarter of the free memory, at most 4 GiB; on a GPU what is left at 90% of the
         card), bytes, or a size such as "512MB"; `num_blocks` overrides it. `eviction` is one of lru, fifo, lfu, slru.
         A step runs at most `max_batch_tokens` tokens of at most `max_sequences` sequences, and at most `prefill_chunk`
-        of one prompt. `prefix_cache=False` computes every prompt in full and shares nothing, for comparisons.
+        of one prompt. `attention` is "auto" or "torch", which is all there is yet. `prefix_cache=False` computes every
+        prompt in full and shares nothing, for comparisons.
         `seed` is the root of the seeds of requests that bring none.
         Raises UnsupportedModel or InvalidInput.
         """
@@ -101,6 +104,8 @@ class RequestEngine:
         from radixkv.models.runner import Runner
 
         limits = Limits(max_sequences, max_batch_tokens, prefill_chunk)
+        if attention not in ("auto", ATTENTION):
+            raise InvalidInput(f"attention={attention!r}: allowed are 'auto' and {ATTENTION!r}")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = load(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
@@ -276,6 +281,7 @@ class RequestEngine:
             model=model.name,
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
+            attention=ATTENTION,
             max_length=model.max_length,
             kv_bytes=self._bytes_per_block * core.cache.num_blocks,
             uptime_s=time.perf_counter() - self._loaded_at,

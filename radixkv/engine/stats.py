@@ -32,6 +32,7 @@ class EngineStats:
     model: str
     device: str
     dtype: str
+    attention: str
     max_length: int
     kv_bytes: int
     uptime_s: float

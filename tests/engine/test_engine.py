@@ -530,3 +530,13 @@ def test_bad_limits_are_refused():
     for limits in ({"max_sequences": 0}, {"prefill_chunk": 0}, {"max_sequences": 10, "max_batch_tokens": 9}):
         with pytest.raises(InvalidInput, match="at least"):
             make_engine(**limits)
+
+
+def test_attention_is_named_and_an_unknown_one_is_refused():
+    from radixkv import Engine
+
+    with pytest.raises(InvalidInput, match="attention='quick'"):
+        Engine.load("tiny", attention="quick")
+    engine, _ = make_engine()
+    with engine:
+        assert engine.stats().attention == "torch"
