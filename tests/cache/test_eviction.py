@@ -107,6 +107,16 @@ class TestLru:
         first.close()
         assert goes_first(cache, texts) == [1, 2, 3, 0]
 
+    def test_counts_the_open_as_use_even_of_what_is_given_up_at_once(self) -> None:
+        cache = PrefixCache(8, 4, "lru")
+        texts = [prompt(i, 8) for i in range(4)]
+        for text in texts:
+            publish(cache, text)
+        seq = cache.open(texts[0])
+        seq.truncate(0)
+        seq.close()
+        assert goes_first(cache, texts) == [1, 2, 3, 0]
+
     def test_is_the_default(self) -> None:
         cache = PrefixCache(4, 4)
         texts = [prompt(i, 8) for i in range(2)]
@@ -204,15 +214,36 @@ class TestLfu:
         assert goes_first(cache, texts) == [1, 3, 0, 2]
 
     def test_a_trunk_has_the_hits_of_the_branch_it_lost(self) -> None:
-        cache = PrefixCache(8, 4, "lfu")
+        cache = PrefixCache(12, 4, "lfu")
         trunk, other = prompt(1, 8), prompt(2, 8)
+        publish(cache, trunk + [50] * 4)
+        for _ in range(5):
+            publish(cache, trunk + [60] * 4)
         for _ in range(4):
-            publish(cache, trunk + [50] * 4)
-        publish(cache, other)
-        publish(cache, other)
-        flood(cache, 8 - 3)
-        assert cached(cache, other) == 0
-        assert cached(cache, trunk) == 8
+            publish(cache, other)
+        cache.demote(trunk + [50] * 4)
+        flood(cache, 12 - 5)
+        cache.demote(trunk + [60] * 4, start=8)
+        flood(cache, 12 - 4)
+        assert (cached(cache, trunk + [60] * 4), cached(cache, other)) == (8, 8)  # both branches went, out of turn
+        flood(cache, 12 - 2)
+        assert (cached(cache, trunk), cached(cache, other)) == (8, 0)
+
+    def test_a_text_keeps_its_hits_when_it_grows_under_two_readers(self) -> None:
+        cache = PrefixCache(12, 4, "lfu")
+        text, other = prompt(1, 8), prompt(2, 12)
+        for _ in range(5):
+            publish(cache, text)
+        for _ in range(3):
+            publish(cache, other)
+        readers = [cache.open(text), cache.open(text)]
+        for reader in readers:
+            reader.extend([5] * 4)
+            reader.commit()
+        for reader in readers:
+            reader.close()
+        flood(cache, 12 - 3)
+        assert (cached(cache, text + [5] * 4), cached(cache, other)) == (12, 0)
 
 
 class TestSlru:

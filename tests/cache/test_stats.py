@@ -77,6 +77,21 @@ class TestRegret:
             publish(cache, prompt(1, 12))
         assert cache.stats().regret_tokens == 12
 
+    def test_is_counted_once_though_nobody_computes_it_again(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 12))
+        squeeze(cache)
+        for _ in range(3):
+            cache.open(prompt(1, 12)).close()
+        assert cache.stats().regret_tokens == 12
+
+    def test_is_only_what_a_limit_would_have_let_through(self) -> None:
+        cache = PrefixCache(8, 4)
+        publish(cache, prompt(1, 12))
+        squeeze(cache)
+        cache.open(prompt(1, 12), limit=5).close()
+        assert cache.stats().regret_tokens == 5
+
     def test_is_only_what_matches(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, prompt(1, 12))
