@@ -138,6 +138,18 @@ def test_a_namespace_that_went_and_came_keeps_its_memory_to_itself() -> None:
     assert cache.explain(prompt(1, 12), "a").reason in {"evicted", "never_seen"}
 
 
+def test_clear_forgets_what_was_evicted_too() -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, prompt(1, 12))
+    squeeze(cache)
+    assert cache.stats().ghosts > 0
+    cache.clear()
+    assert cache.stats().ghosts == 0
+    assert cache.explain(prompt(1, 12)).reason == "never_seen"
+    publish(cache, prompt(1, 12))
+    assert cache.stats().regret_tokens == 0
+
+
 def test_ghosts_are_bounded() -> None:
     """What was evicted long ago is forgotten: the memory does not grow with everything that ever was."""
     cache = PrefixCache(16, 4)
