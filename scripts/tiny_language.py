@@ -508,15 +508,17 @@ def short_conversation(rng: random.Random, tools: float) -> Conversation:
     return converse(talk, skills, rng.randint(3, 8))
 
 
-def shop_conversation(rng: random.Random, most: int) -> Conversation:
-    """An agent with a manual of at most `most` products, and its customer; most have tools."""
+def shop_conversation(rng: random.Random, most: int, lookups: int) -> Conversation:
+    """An agent with a manual of at most `most` products, and its customer; most have tools. The more `lookups`, the
+    more questions are about a product.
+    """
     talk = Conversation(rng, bot=rng.choice(BOTS), style=rng.choice(list(STYLES)) if rng.random() < 0.2 else "")
     if most > 8 or rng.random() < 0.3:
         talk.tools = rng.sample(list(TOOLS.values()), 4 if rng.random() < 0.7 else rng.randint(1, 3))
     talk.system(open_shop(talk, most))
-    skills: list[Skill] = (
-        [ask_product] * 4 + [ask_manual] * 3 + [small_talk, tell, recall] + (WITH_TOOLS if talk.tools else [])
-    )
+    skills: list[Skill] = [ask_product] * 4 * lookups + [ask_manual] * 3 + [small_talk, tell, recall]
+    if talk.tools:
+        skills += WITH_TOOLS + [stock, order] * 2 * (lookups - 1)
     return converse(talk, skills, rng.randint(5, 9))
 
 

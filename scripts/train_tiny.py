@@ -88,13 +88,18 @@ class Mix:
     manual: float
     long: float
     tools: float
+    lookups: int = 1
 
     def draw(self, rng: random.Random) -> Conversation:
         """One conversation."""
         kind = rng.random()
         if kind < self.long:
-            return shop_conversation(rng, 40)
-        return shop_conversation(rng, 8) if kind < self.long + self.manual else short_conversation(rng, self.tools)
+            return shop_conversation(rng, 40, self.lookups)
+        return (
+            shop_conversation(rng, 8, self.lookups)
+            if kind < self.long + self.manual
+            else short_conversation(rng, self.tools)
+        )
 
 
 ALL_KINDS = Mix(manual=0.25, long=0.35, tools=0.25)
@@ -105,9 +110,9 @@ def growing(progress: float) -> Mix:
     return Mix(0.25 * ramp(progress, 0.1, 0.3), 0.35 * ramp(progress, 0.2, 0.6), 0.25)
 
 
-def continued(progress: float) -> Mix:
-    """The mix of a training that goes on from a model: more of what is learned last, tools and manuals."""
-    return Mix(0.3, 0.3, 0.4)
+def looking_up(progress: float) -> Mix:
+    """The mix of a training that goes on from a model: mostly products, which come last; at its end all kinds."""
+    return Mix(0.6, 0.1, 0.3, lookups=3) if progress < 0.6 else Mix(0.3, 0.3, 0.4, lookups=2)
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -310,7 +315,12 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int, mix: Callable[[float], Mix]
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    steps: int,
+    seed: int,
+    mix: Callable[[float], Mix],
+    rate: float = 1.0,
 ) -> float:
     """Train for `steps` steps; returns the mean loss of the last fifty (nats per assistant token). Prints progress."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -322,12 +332,12 @@ def train(
     model.train()
     began, seen, losses = time.monotonic(), 0, []
     for step, (ids, weights) in enumerate(batches(tokenizer, random.Random(seed), steps, mix)):
-        rate = min(1.0, (step + 1) / 30) * max(0.02, 1 - step / steps)
+        now = rate * min(1.0, (step + 1) / 30) * max(0.02, 1 - step / steps)
         loss, on_answers = losses_of(model, ids, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vectors, 1.0)
         for optimizer, full in zip(optimizers, (MATRIX_RATE, VECTOR_RATE), strict=True):
-            optimizer.param_groups[0]["lr"] = full * rate
+            optimizer.param_groups[0]["lr"] = full * now
             optimizer.step()
             optimizer.zero_grad()
         seen += ids.numel()
@@ -414,6 +424,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="go on from this model, on more tools")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--rate", type=float, default=1.0, help="multiplies the learning rates")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--evaluate", action="store_true", help="do not train; print exact answers per skill")
@@ -425,7 +436,14 @@ def main() -> int:
         tokenizer = load_tokenizer(arguments.start) if arguments.start else train_tokenizer(arguments.seed)
         model = load_model(arguments.start) if arguments.start else build_model(tokenizer)
         print(f"{len(tokenizer)} tokens in the vocabulary, {model.num_parameters() / 1e6:.2f}M parameters", flush=True)
-        loss = train(model, tokenizer, arguments.steps, arguments.seed, continued if arguments.start else growing)
+        loss = train(
+            model,
+            tokenizer,
+            arguments.steps,
+            arguments.seed,
+            looking_up if arguments.start else growing,
+            arguments.rate,
+        )
         print(f"final loss {loss:.4f}", flush=True)
         save(model, tokenizer, arguments.out)
     # Loaded back, for the weights were rounded to bfloat16: what is evaluated is what is used.
