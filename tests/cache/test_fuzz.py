@@ -48,12 +48,13 @@ class Story:
             (4, self.ask),
             (1, self.pin),
             (2, self.release),
+            (2, self.demote),
         ]
 
     def run(self, operations: int) -> None:
         weights = [weight for weight, _ in self.verbs]
         for number, (_, verb) in enumerate(self.rng.choices(self.verbs, weights, k=operations), 1):
-            if verb in (self.open, self.ask, self.pin, self.release) or self.world.live:
+            if verb in (self.open, self.ask, self.pin, self.release, self.demote) or self.world.live:
                 verb()
             if number % STRIDE == 0:
                 self.world.verify()
@@ -128,6 +129,10 @@ class Story:
 
     def pin(self) -> None:
         self.world.pin(self.namespace(), self.rng.choice(self.said), self.rng.choice((None, 0.5, 3.5)))
+
+    def demote(self) -> None:
+        said = self.rng.choice(self.said)
+        self.world.demote(self.namespace(), said, self.rng.randrange(len(said) + 1))
 
     def release(self) -> None:
         self.world.wait(1)

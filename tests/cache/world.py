@@ -341,6 +341,14 @@ class World:
         pinned.pin.release()
         self.pins.remove(pinned)
 
+    def demote(self, namespace: Hashable, prompt: Sequence[int], start: int) -> None:
+        """Change who goes next, and nothing else that can be seen."""
+        before, hit = self.cache.stats(), self.match(namespace, prompt).length
+        self.cache.demote(self.shaped(prompt), namespace, start)
+        after = self.cache.stats()
+        assert (after.free_blocks, after.cached_blocks) == (before.free_blocks, before.cached_blocks)
+        assert self.match(namespace, prompt).length == hit
+
     def clear(self) -> None:
         self.cache.stats()
         self.cache.clear()
