@@ -36,7 +36,7 @@ class Ghost:
         self.next = following  # the owner below which what followed this run hangs
         self.time = time
         self.pressure = pressure
-        self.regretted = False  # counted once
+        self.regretted = 0  # tokens of it that were counted, each once
 
 
 class Ghosts:
@@ -76,10 +76,10 @@ class Ghosts:
             self._bytes -= len(runs.popitem(last=False)[1].key)
 
     def follow(self, owner: Owner, position: int, raw: bytes) -> list[tuple[Ghost, int]]:
-        """The ghosts along `raw[position:]` below `owner`, each with its tokens that match. O(tokens compared)."""
+        """The ghosts along `raw`, which follows `position` tokens below `owner`, each with its tokens that match."""
         found: list[tuple[Ghost, int]] = []
-        at = position * WIDTH
-        while ghost := self._runs.get((owner, at // WIDTH, raw[at : at + WIDTH])):
+        at = 0
+        while ghost := self._runs.get((owner, position + at // WIDTH, raw[at : at + WIDTH])):
             matched = common_prefix(raw, at, ghost.key)
             found.append((ghost, matched // WIDTH))
             at += matched
@@ -88,15 +88,28 @@ class Ghosts:
             owner = ghost.next
         return found
 
+    def adopt(self, owner: Owner, position: int, raw: bytes, mark: Owner) -> Owner:
+        """`raw`, which hung there, is published again: the owner of what followed it, `mark` if nothing is known."""
+        if (owner, position, raw[:WIDTH]) not in self._runs:
+            return mark
+        found = self.follow(owner, position, raw)
+        ghost, matched = found[-1]
+        if sum(tokens for _, tokens in found) * WIDTH < len(raw):
+            return mark
+        rest = ghost.key[matched * WIDTH :]
+        if not rest:
+            return ghost.next
+        self.add(mark, position + len(raw) // WIDTH, Ghost(rest, ghost.next, ghost.time, ghost.pressure))
+        return mark
+
     def regret(self, owner: Owner, position: int, raw: bytes) -> int:
-        """Tokens of `raw` after `position` that would hit, had they not been evicted; each ghost counts once."""
-        if (owner, position, raw[position * WIDTH : (position + 1) * WIDTH]) not in self._runs:
+        """Tokens of `raw`, behind `position`, that would hit had they not been evicted; each counts once."""
+        if (owner, position, raw[:WIDTH]) not in self._runs:
             return 0
         wanted = 0
         for ghost, matched in self.follow(owner, position, raw):
-            if not ghost.regretted:
-                wanted += matched
-                ghost.regretted = True
+            wanted += max(0, matched - ghost.regretted)
+            ghost.regretted = max(ghost.regretted, matched)
         return wanted
 
 

@@ -24,6 +24,7 @@ class Node:
         "id",
         "key",
         "locks",
+        "mark",
         "mixed",
         "parent",
         "place",
@@ -34,6 +35,7 @@ class Node:
 
     def __init__(self, id: Owner, parent: Node | None, start: int, key: bytearray, blocks: array[int]) -> None:
         self.id = id
+        self.mark = id  # the owner of the ghosts that hang here; between two changes of it the node only grows
         self.parent = parent
         self.start = start
         self.key = key

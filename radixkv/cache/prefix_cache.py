@@ -39,8 +39,9 @@ class PrefixCache:
     """A prefix cache over `num_blocks` blocks of `block_size` tokens.
 
     `eviction` is one of lru, fifo, lfu, slru; `clock` (seconds) dates evictions and pins; `observer` is told of every
-    change; pins may hold at most `pin_budget` of the pool. Idea: RadixAttention (Zheng et al. 2024) over the block
-    tables and copy-on-write of PagedAttention (Kwon et al. 2023).
+    change; pins may hold at most `pin_budget` of the pool. A namespace is None or anything hashable, and two are the
+    same if they are equal. Idea: RadixAttention (Zheng et al. 2024) over the block tables and copy-on-write of
+    PagedAttention (Kwon et al. 2023).
 
     >>> cache = PrefixCache(num_blocks=8, block_size=4)
     >>> first = cache.open([1, 2, 3, 4, 5, 6])
@@ -120,7 +121,7 @@ class PrefixCache:
         length = found if limit is None else min(found, limit)
         if length < found or found >= asked:
             return Explanation(asked, found, length, "limit" if length < found else "full")
-        ghosts = self._ghosts.follow(("root", namespace) if node is None else node.id, found, raw)
+        ghosts = self._ghosts.follow(("root", namespace) if node is None else node.mark, found, raw[matched:])
         if ghosts:
             first = ghosts[0][0]
             gone = sum(tokens for _, tokens in ghosts)
@@ -178,7 +179,7 @@ class PrefixCache:
         counters.query_tokens += asked
         counters.hit_tokens += length
         if matched < len(key):
-            counters.regret_tokens += self._ghosts.regret(node.id, length, key)
+            counters.regret_tokens += self._ghosts.regret(node.mark, length, key[matched:])
         if length < node.end:
             node = tree.split(node, length - node.start)
         sequence = self._sequence(node, length, tree.table(node))

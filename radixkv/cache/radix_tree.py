@@ -161,6 +161,7 @@ class RadixTree:
     def append(self, parent: Node, raw: bytes | bytearray, blocks: array[int]) -> Node:
         """A new leaf below `parent`, whose holder moves down to it; the caller sees to the blocks' owners."""
         node = Node(self._next_id(), parent, parent.end, bytearray(raw), blocks)
+        node.mark = self.ghosts.adopt(parent.mark, node.start, bytes(raw), node.mark)
         if not parent.children:
             parent.children = {}
         parent.children[bytes(raw[:WIDTH])] = node
@@ -204,6 +205,7 @@ class RadixTree:
         node.start, node.parent = upper.start, upper.parent
         node.mixed |= upper.mixed
         node.hits += upper.hits
+        node.priority = max(node.priority, upper.priority)
         upper.parent.children[bytes(node.key[:WIDTH])] = node
         self.nodes -= 1
         self._retip(upper.boundary(), upper, node)
@@ -301,7 +303,8 @@ class RadixTree:
         del node.blocks[keep:]
         del node.key[(end - node.start) * WIDTH :]
         freed = self._free(node, cut)
-        self.ghosts.add(node.id, end, Ghost(run, node.id, now, pressure))
+        old, node.mark = node.mark, self._next_id()
+        self.ghosts.add(node.mark, end, Ghost(run, old, now, pressure))
         if self.observer is not None:
             self.observer.trimmed(cast(int, node.id), len(run) // WIDTH, freed, False)
         return len(run) // WIDTH
@@ -311,7 +314,7 @@ class RadixTree:
         parent = cast(Node, node.parent)
         self.index.removed(node)
         tokens = len(node.key) // WIDTH
-        self.ghosts.add(parent.id, node.start, Ghost(node.key, node.id, now, pressure))
+        self.ghosts.add(parent.mark, node.start, Ghost(node.key, node.mark, now, pressure))
         freed = self.drop(node)
         if self.observer is not None:
             self.observer.trimmed(cast(int, node.id), tokens, freed, True)

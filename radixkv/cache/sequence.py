@@ -45,6 +45,10 @@ class Hint:
     returns_in: float | None = None  # seconds until it is expected back: for policies that learn
     priority: int = 0  # higher stays longer
 
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int:
+            raise InvalidInput(f"Hint(priority={self.priority!r}): allowed is an int")
+
 
 class Sequence:
     """Holds a cached prefix and grows it. Made by PrefixCache.open and by fork; release it with close (or `with`)."""
@@ -189,6 +193,8 @@ class Sequence:
         """
         if self.closed:
             return
+        if hint is not None and not isinstance(hint, Hint):
+            raise InvalidInput(f"close({hint!r}): allowed is a Hint, or None")
         self.closed = True
         cache, node = self._cache, self._node
         if self._planned is not None:
@@ -231,9 +237,9 @@ class Sequence:
                 if not sole:
                     self._settle_above(node)
                 node.mixed |= self._forked
-            if self.priority > node.priority:
-                node.priority = self.priority
             self._tail = bytearray()
+        if self.priority > self._node.priority:
+            self._node.priority = self.priority
         self._forked = False
 
     def _hand_over(self, node: Node, first: int, owned: bool) -> None:

@@ -439,3 +439,26 @@ class TestDemote:
             cache.check()
         assert cached(cache, prompt(1, 8)) == 8
         assert cache.stats().namespaces == 1
+
+
+def test_a_publisher_gives_its_priority_to_what_another_published_first() -> None:
+    cache = PrefixCache(8, 1)
+    shared, rest = [1, 2], [3, 4]
+    with cache.open(shared) as first:
+        first.extend(shared)
+        first.commit()
+    dear, cheap = cache.open(shared, priority=5), cache.open(shared)
+    for sequence in (dear, cheap):
+        sequence.extend(rest)
+    cheap.commit()
+    dear.commit()
+    dear.close()
+    cheap.close()
+    with cache.open([7, 8, 9, 10]) as other:
+        other.extend([7, 8, 9, 10])
+        other.commit()
+    with cache.open([11]) as pressure:
+        pressure.extend([11])
+    assert cache.match([*shared, *rest]).length == 4
+    assert cache.match([7, 8, 9, 10]).length == 3
+    cache.check()

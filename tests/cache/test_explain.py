@@ -175,3 +175,56 @@ def test_is_frozen() -> None:
     told = PrefixCache(8, 4).explain([1])
     with pytest.raises(FrozenInstanceError):
         told.reason = "full"  # type: ignore[misc]
+
+
+def tell(cache: PrefixCache, tokens: list[int]) -> None:
+    with cache.open(tokens) as sequence:
+        sequence.extend(tokens[sequence.length :])
+        sequence.commit()
+
+
+def evict_for(cache: PrefixCache, blocks: int) -> None:
+    """Evict until `blocks` are free."""
+    with cache.open([]) as sequence:
+        sequence.extend([99] * (blocks * cache.block_size))
+
+
+class TestGhostsTellTheTruth:
+    """What hangs behind an evicted text must not be told of another text that took its place."""
+
+    def test_of_a_node_that_grew_another_way(self) -> None:
+        cache = PrefixCache(8, 1)
+        tell(cache, [1, 2, 3, 4, 5, 6])
+        evict_for(cache, 3)  # 6 went
+        evict_for(cache, 5)  # 4 and 5 went
+        with cache.open([1, 2, 3]) as sequence:
+            sequence.extend([7, 8])
+            sequence.commit()
+        assert cache.explain([1, 2, 3, 7, 8, 6]).reason == "never_seen"
+        assert cache.explain([1, 2, 3, 4, 5, 6]).evicted_tokens == 3
+
+    def test_of_a_text_that_came_back_in_part(self) -> None:
+        cache = PrefixCache(8, 1)
+        tell(cache, [1, 2, 3, 4, 5, 6])
+        evict_for(cache, 8)
+        tell(cache, [1, 2, 3])
+        told = cache.explain([1, 2, 3, 4, 5, 6])
+        assert (told.reason, told.evicted_tokens) == ("evicted", 3)
+
+    def test_of_a_text_that_came_back_up_to_where_it_was_trimmed(self) -> None:
+        cache = PrefixCache(8, 1)
+        tell(cache, [1, 2, 3, 4])
+        evict_for(cache, 6)
+        evict_for(cache, 8)
+        tell(cache, [1, 2])
+        assert cache.explain([1, 2, 3, 4]).evicted_tokens == 2
+
+    def test_each_evicted_token_is_regretted_once(self) -> None:
+        cache = PrefixCache(8, 1)
+        tell(cache, [1, 2, 3, 4, 5, 6])
+        evict_for(cache, 8)
+        cache.open([1, 9]).close()
+        assert cache.stats().regret_tokens == 1
+        cache.open([1, 2, 3, 4, 5, 6]).close()
+        cache.open([1, 2, 3, 4, 5, 6]).close()
+        assert cache.stats().regret_tokens == 6

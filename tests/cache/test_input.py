@@ -190,3 +190,20 @@ class TestNamespaces:
             with pytest.raises((InvalidInput, TypeError)):
                 verb([1, 2, 3], [])  # type: ignore[arg-type]
         assert freeze(cache) == before
+
+
+@pytest.mark.parametrize("hint", [True, {"done": True}, "done"])
+def test_a_wrong_hint_leaves_the_sequence_open(hint: object) -> None:
+    cache = PrefixCache(4, 4)
+    sequence = cache.open([1])
+    with pytest.raises(InvalidInput, match="Hint"):
+        sequence.close(hint)  # type: ignore[arg-type]
+    assert not sequence.closed
+    sequence.close()
+    cache.check()
+    assert cache.stats().held_blocks == 0
+
+
+def test_a_hint_checks_its_priority() -> None:
+    with pytest.raises(InvalidInput, match="priority"):
+        Hint(priority="high")  # type: ignore[arg-type]
