@@ -90,6 +90,12 @@ class Mix:
     tools: float
     lookups: int = 1
 
+    @classmethod
+    def parse(cls, text: str) -> "Mix":
+        """A mix from its four numbers, as `0.25,0.35,0.25,1`."""
+        manual, long, tools, lookups = text.split(",")
+        return cls(float(manual), float(long), float(tools), int(lookups))
+
     def draw(self, rng: random.Random) -> Conversation:
         """One conversation."""
         kind = rng.random()
@@ -108,11 +114,6 @@ ALL_KINDS = Mix(manual=0.25, long=0.35, tools=0.25)
 def growing(progress: float) -> Mix:
     """The mix of a training from nothing: everyday talk first, then small manuals, then large ones."""
     return Mix(0.25 * ramp(progress, 0.1, 0.3), 0.35 * ramp(progress, 0.2, 0.6), 0.25)
-
-
-def looking_up(progress: float) -> Mix:
-    """The mix of a training that goes on from a model: mostly products, which come last; at its end all kinds."""
-    return Mix(0.6, 0.1, 0.3, lookups=3) if progress < 0.6 else Mix(0.3, 0.3, 0.4, lookups=2)
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -392,6 +393,15 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     (out / "model.safetensors").chmod(0o644)
 
 
+@torch.no_grad()
+def averaged(folders: list[Path]) -> LlamaForCausalLM:
+    """The model whose weights are the mean of others', which went on from one another: it makes fewer mistakes."""
+    mean, *others = (load_model(folder) for folder in folders)
+    for parameter, *same in zip(*(model.parameters() for model in (mean, *others)), strict=True):
+        parameter.copy_(torch.stack([parameter, *same]).mean(0))
+    return mean
+
+
 def load_model(folder: Path) -> LlamaForCausalLM:
     """A model that was saved, in float32."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -424,15 +434,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="go on from this model, on more tools")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--mix", type=Mix.parse, default=ALL_KINDS, help="with --start: MANUAL,LONG,TOOLS,LOOKUPS")
     parser.add_argument("--rate", type=float, default=1.0, help="multiplies the learning rates")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--average", type=Path, nargs="+", metavar="FOLDER", help="do not train; average these models")
     parser.add_argument("--evaluate", action="store_true", help="do not train; print exact answers per skill")
     parser.add_argument("--conversations", type=int, default=300, help="held-out conversations of the evaluation")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
-    if not arguments.evaluate:
+    if arguments.average:
+        save(averaged(arguments.average), load_tokenizer(arguments.average[0]), arguments.out)
+    elif not arguments.evaluate:
         tokenizer = load_tokenizer(arguments.start) if arguments.start else train_tokenizer(arguments.seed)
         model = load_model(arguments.start) if arguments.start else build_model(tokenizer)
         print(f"{len(tokenizer)} tokens in the vocabulary, {model.num_parameters() / 1e6:.2f}M parameters", flush=True)
@@ -441,7 +455,7 @@ def main() -> int:
             tokenizer,
             arguments.steps,
             arguments.seed,
-            looking_up if arguments.start else growing,
+            (lambda progress: arguments.mix) if arguments.start else growing,
             arguments.rate,
         )
         print(f"final loss {loss:.4f}", flush=True)

@@ -79,12 +79,12 @@ TOOLS = [
 
 CUSTOMERS = (
     Customer("Ada", (
-        Line("How much is the kettle?", "The kettle costs 24 coins."),
-        Line("How many kettles are in stock?", "There are 14 kettles in stock."),
-        Line("I want to order 3 kettles.", "Order 243 is placed: 3 kettles for 72 coins."),
+        Line("How much is the camera?", "The camera costs 55 coins."),
+        Line("How many cameras are in stock?", "There are 14 cameras in stock."),
+        Line("I want to order 3 cameras.", "Order 553 is placed: 3 cameras for 165 coins."),
     )),
     Customer("Ben", (
-        Line("On which shelf is the lantern?", "The lantern is on shelf C."),
+        Line("How much is the drum?", "The drum costs 39 coins."),
         Line("What is the weather in Lisbon?", "It is sunny in Lisbon, at 24 degrees."),
         Line("When do you close?", "We close at 18."),
     )),
@@ -102,9 +102,9 @@ CUSTOMERS = (
         Line("Who is the manager?", "The manager is Hugo."),
     )),
     Customer("Eva", (
-        Line("Do you sell lamps?", "Yes, we sell lamps for 12 coins."),
-        Line("Please order 5 lamps.", "Order 125 is placed: 5 lamps for 60 coins."),
-        Line("Where is the lamp?", "The lamp is on shelf C."),
+        Line("Do you sell umbrellas?", "Yes, we sell umbrellas for 13 coins."),
+        Line("Please order 5 umbrellas.", "Order 135 is placed: 5 umbrellas for 65 coins."),
+        Line("Thank you!", "You are welcome!"),
     )),
     Customer("Finn", (
         Line("My name is Finn.", "Nice to meet you, Finn!"),
@@ -117,14 +117,14 @@ CUSTOMERS = (
         Line("How long is the warranty?", "The warranty is 2 years."),
     )),
     Customer("Hugo", (
-        Line("What does the umbrella cost?", "The umbrella costs 13 coins."),
+        Line("What does the kite cost?", "The kite costs 11 coins."),
         Line("How is the weather in Paris?", "It is rainy in Paris, at 11 degrees."),
-        Line("Please order 2 umbrellas.", "Order 132 is placed: 2 umbrellas for 26 coins."),
+        Line("Please order 2 kites.", "Order 112 is placed: 2 kites for 22 coins."),
     )),
 )  # fmt: skip
 
 _WEATHER = {"Lisbon": ("sunny", 24), "Oslo": ("snowy", 2), "Lima": ("foggy", 17), "Paris": ("rainy", 11)}
-_STOCK = {"kettle": 14, "tent": 7}
+_STOCK = {"camera": 14, "tent": 7}
 
 
 def use_tool(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_an_agent_calls_its_tools_and_answers_from_the_results(model, tokenizer,
         messages.append({"role": "user", "content": line.says})
         text = reply(model, tokenizer, messages, script.TOOLS)
         while "<tool_call>" in text:
-            calls = [json.loads(call.removesuffix("</tool_call>").strip()) for call in text.split("<tool_call>")[1:]]
+            calls = [json.loads(call.split("</tool_call>")[0]) for call in text.split("<tool_call>")[1:]]
             messages.append({"role": "assistant", "content": "", "tool_calls": [{"function": call} for call in calls]})
             messages += [
                 {"role": "tool", "content": json.dumps(script.use_tool(call["name"], call["arguments"]))}

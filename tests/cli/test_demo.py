@@ -38,7 +38,7 @@ def test_it_shows_what_was_said_and_called(played):
     _, out, _ = played
     assert "What do you know about me?" in out
     assert "Your name is Nora. You live in Oslo." in out
-    assert "place_order(item='kettle', quantity=3)" in out
+    assert "place_order(item='camera', quantity=3)" in out
 
 
 def test_it_is_plain_text_where_no_terminal_is(played):

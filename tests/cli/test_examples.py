@@ -10,7 +10,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMISED = {
-    "chat.py": ["Your boat is green.", "Your name is Nora. You live in Oslo.", "You have not told me about your boat."],
+    "chat.py": ["Your boat is green.", "Your name is Nora. You live in Oslo.", "Your boat is red."],
     "forked_agents.py": [f"There are {count} {item}s in stock." for item, count in (("lamp", 4), ("rope", 31))],
     "cache_alone.py": ["7 of 10 tokens are cached", "hit rate 35%"],
 }
