@@ -8,7 +8,7 @@ node with its words and the blocks that hold them, and the pool below. Nothing i
 
 from __future__ import annotations
 
-import sys
+import argparse
 from html import escape
 from pathlib import Path
 
@@ -65,6 +65,7 @@ class Listener:
         if gone:
             del self.nodes[node]
 
+    def rooted(self, *_: object) -> None: ...
     def opened(self, *_: object) -> None: ...
     def forked(self, *_: object) -> None: ...
     def closed(self, *_: object) -> None: ...
@@ -209,7 +210,9 @@ def draw() -> str:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/images/tree.svg")
+    parser = argparse.ArgumentParser(description="Draw conversations that share a pool, from a real cache's state.")
+    parser.add_argument("target", nargs="?", type=Path, default=Path("docs/images/tree.svg"))
+    target = parser.parse_args().target
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(draw())
     print(f"drew {target}")

@@ -43,7 +43,7 @@ class EvictionIndex:
     __slots__ = ("_order", "_rank", "_tick", "policy")
 
     def __init__(self, policy: str) -> None:
-        if policy not in POLICIES:
+        if not isinstance(policy, str) or policy not in POLICIES:
             raise UnknownPolicy(f"eviction={policy!r}: allowed are {', '.join(sorted(POLICIES))}")
         self.policy = policy
         self._rank: Rank | None = None if policy == "lru" else POLICIES[policy]

@@ -33,9 +33,9 @@ class Node:
         "tick",
     )
 
-    def __init__(self, id: Owner, parent: Node | None, start: int, key: bytearray, blocks: array[int]) -> None:
+    def __init__(self, id: int, parent: Node | None, start: int, key: bytearray, blocks: array[int]) -> None:
         self.id = id
-        self.mark = id  # the owner of the ghosts that hang here; between two changes of it the node only grows
+        self.mark: Owner = id  # the owner of the ghosts that hang here; between two changes of it the node only grows
         self.parent = parent
         self.start = start
         self.key = key

@@ -9,7 +9,7 @@ from typing import Protocol
 class Observer(Protocol):
     """Called synchronously, after the fact, with plain numbers; node ids are never used twice.
 
-    It must not call the cache.
+    It must not call the cache, and must not raise.
     """
 
     def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int) -> None:
@@ -21,8 +21,11 @@ class Observer(Protocol):
     def closed(self, sequence: int, length: int) -> None:
         """A sequence of `length` committed tokens was closed."""
 
+    def rooted(self, node: int, namespace: Hashable) -> None:
+        """A namespace has its root now; it goes, unannounced, when nothing is left below and nobody holds it."""
+
     def inserted(self, node: int, parent: int, start: int, tokens: int) -> None:
-        """A node was published that covers tokens [start, start + tokens) below `parent`, 0 for a root."""
+        """A node was published that covers tokens [start, start + tokens) below `parent`."""
 
     def grown(self, node: int, tokens: int) -> None:
         """The node's end moved down by `tokens`."""

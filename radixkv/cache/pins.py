@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from math import inf
 from types import TracebackType
 
 from radixkv.cache.node import Node
@@ -57,11 +58,14 @@ class Pins:
         self._clock = clock
         self._budget = budget
         self._pins: dict[Pin, Node] = {}
+        self._next_expiry = inf  # no pin expires before
 
     def add(self, node: Node, length: int, complete: bool, blocks: int, ttl: float | None) -> Pin:
         """Hold `node`."""
         pin = Pin(self, node, length, complete, blocks, None if ttl is None else self._clock() + ttl)
         self._pins[pin] = node
+        if pin.expires is not None:
+            self._next_expiry = min(self._next_expiry, pin.expires)
         self._tree.hold(node)
         return pin
 
@@ -72,11 +76,11 @@ class Pins:
         self._tree.unhold(node)
 
     def expire(self) -> None:
-        """Release the pins whose time is over. O(pins)."""
-        if self._pins:
-            now = self._clock()
+        """Release the pins whose time is over. O(1) while there are none, else O(pins)."""
+        if self._next_expiry < inf and self._next_expiry <= (now := self._clock()):
             for pin in [pin for pin in self._pins if pin.expires is not None and pin.expires <= now]:
                 pin.release()
+            self._next_expiry = min((pin.expires for pin in self._pins if pin.expires is not None), default=inf)
 
     def nodes(self) -> list[Node]:
         """The nodes that pins hold, one entry a pin."""

@@ -21,10 +21,10 @@ from radixkv.cache.ghosts import Ghosts, Pressure
 from radixkv.cache.node import Node
 from radixkv.cache.observer import Observer
 from radixkv.cache.pins import Pin, Pins
-from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.radix_tree import RadixTree, root_mark
 from radixkv.cache.sequence import Hint, Sequence
 from radixkv.cache.stats import CacheStats, Counters
-from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, refuse_negative
+from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.errors import InvalidInput, OutOfBlocks
 
 
@@ -69,6 +69,7 @@ class PrefixCache:
         _check_positive("block_size", block_size)
         if not _is_number(pin_budget) or not 0 <= pin_budget <= 1:
             raise InvalidInput(f"pin_budget={pin_budget!r}: allowed is a part of the pool, 0.0 to 1.0")
+        num_blocks, block_size = int(num_blocks), int(block_size)
         self.block_size = block_size
         self._pool = BlockPool(num_blocks, block_size)
         self._index = EvictionIndex(eviction)
@@ -121,7 +122,7 @@ class PrefixCache:
         length = found if limit is None else min(found, limit)
         if length < found or found >= asked:
             return Explanation(asked, found, length, "limit" if length < found else "full")
-        ghosts = self._ghosts.follow(("root", namespace) if node is None else node.mark, found, raw[matched:])
+        ghosts = self._ghosts.follow(root_mark(namespace) if node is None else node.mark, found, raw[matched:])
         if ghosts:
             first = ghosts[0][0]
             gone = sum(tokens for _, tokens in ghosts)
@@ -167,7 +168,7 @@ class PrefixCache:
             _check_limit(limit)
             key = raw[: limit * WIDTH]
         if type(priority) is not int:
-            _check_int("priority", priority)
+            check_int("priority", priority)
         tree = self._tree
         root = self._root(namespace)
         node, matched = (root, 0) if root is None else tree.match(root, key)
@@ -218,13 +219,13 @@ class PrefixCache:
         nobody holds, hits or branches off there; a later open undoes it.
         """
         raw = as_bytes(tokens)
-        _check_int("start", start)
+        check_int("start", start)
         root = self._root(namespace)
         node, matched = (root, 0) if root is None else self._tree.match(root, raw)
         refuse_negative(raw, matched)
         if node is None or node.locks or node.children:
             return
-        if matched == len(raw) == node.end * WIDTH and start < node.end:
+        if matched == node.end * WIDTH and start < node.end:
             if start > node.start:
                 self._tree.split(node, start - node.start)
             self._demote(node, start)
@@ -238,23 +239,18 @@ class PrefixCache:
             tokens = leaf.end - leaf.start
             freed = self._tree.drop(leaf)
             if self._observer is not None:
-                assert isinstance(leaf.id, int)
                 self._observer.trimmed(leaf.id, tokens, freed, True)
 
     # ---- what sequences ask of the cache
 
     def _use(self, node: Node, priority: int) -> None:
-        """A sequence was opened at the end of `node`: hold it; recency, hits and demotion follow."""
+        """A sequence was opened at the end of `node`: hold it; recency and hits follow."""
         self._tree.hold(node)
         if node.parent is not None:
             self._index.touched(node)
             node.hits += 1
             if priority > node.priority:
                 node.priority = priority
-            up: Node | None = node
-            while up is not None and up.demoted:
-                up.demoted = False
-                up = up.parent
 
     def _share_last(self, node: Node, length: int) -> None:
         """A sequence that ends where `node` ends references the last block, if that is part-filled."""
@@ -282,8 +278,8 @@ class PrefixCache:
             if hint is not None and hint.priority > node.priority:
                 node.priority = hint.priority
         self._tree.unhold(node)
-        if hint is not None and hint.done:
-            self._demote(node)
+        if hint is not None and hint.done and (sequence.cached_length < node.end or node.hits <= 1):
+            self._demote(node)  # not what others published or hit
         if self._observer is not None:
             self._observer.closed(sequence.id, sequence.length)
 
@@ -343,19 +339,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
-def _check_int(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidInput(f"{name}={value!r}: allowed is an int")
-
-
 def _check_positive(name: str, value: int) -> None:
-    _check_int(name, value)
+    check_int(name, value)
     if value < 1:
         raise InvalidInput(f"{name}={value}: allowed is an int of at least 1")
 
 
 def _check_limit(limit: int | None) -> None:
     if limit is not None:
-        _check_int("limit", limit)
+        check_int("limit", limit)
         if limit < 0:
             raise InvalidInput(f"limit={limit}: allowed is an int of at least 0, or None for no limit")

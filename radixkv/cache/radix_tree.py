@@ -91,14 +91,21 @@ class RadixTree:
         """The namespace's root, made if need be; `unlock` and `trim` remove it when nothing is left below."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Node(("root", namespace), None, 0, bytearray(), array("i"))
+            root = self.roots[namespace] = Node(self._next_id(), None, 0, bytearray(), array("i"))
+            root.mark = root_mark(namespace)
+            if self.observer is not None:
+                self.observer.rooted(root.id, namespace)
         return root
 
     def hold(self, node: Node) -> None:
         """One more holder: the node's path cannot be evicted. O(nodes that become locked)."""
         node.holders += 1
-        child: Node | None = None
         up: Node | None = node
+        while up is not None and up.demoted:  # whoever comes back to a finished tail wants it again
+            up.demoted = False
+            up = up.parent
+        child: Node | None = None
+        up = node
         while up is not None:
             up.locks += 1
             if up.locks > 1:
@@ -153,7 +160,7 @@ class RadixTree:
             self._share(upper.blocks[-1], node, idle=not node.locks)
         self.nodes += 1
         if self.observer is not None:
-            self.observer.split(cast(int, node.id), cast(int, upper.id), tokens)
+            self.observer.split(node.id, upper.id, tokens)
         return upper
 
     # ---- publishing
@@ -171,14 +178,14 @@ class RadixTree:
         node.born = node.tick
         self.nodes += 1
         if self.observer is not None:
-            self.observer.inserted(cast(int, node.id), _number(parent.id), node.start, len(raw) // WIDTH)
+            self.observer.inserted(node.id, parent.id, node.start, len(raw) // WIDTH)
         return node
 
     def lengthen(self, node: Node, raw: bytes | bytearray) -> None:
         """Move the end of a leaf down within its last block. Amortised O(new tokens)."""
         node.key += raw
         if self.observer is not None:
-            self.observer.grown(cast(int, node.id), len(raw) // WIDTH)
+            self.observer.grown(node.id, len(raw) // WIDTH)
 
     def grow(self, node: Node, raw: bytes | bytearray, blocks: array[int]) -> None:
         """Move the end of a leaf down in place; `blocks` starts with the one behind its last full block.
@@ -213,7 +220,7 @@ class RadixTree:
             self._lower_tip(block, upper)
             self.release(block, idle=not upper.locks)
         if self.observer is not None:
-            self.observer.merged(cast(int, node.id), cast(int, upper.id))
+            self.observer.merged(node.id, upper.id)
 
     # ---- blocks that two nodes share
 
@@ -306,7 +313,7 @@ class RadixTree:
         old, node.mark = node.mark, self._next_id()
         self.ghosts.add(node.mark, end, Ghost(run, old, now, pressure))
         if self.observer is not None:
-            self.observer.trimmed(cast(int, node.id), len(run) // WIDTH, freed, False)
+            self.observer.trimmed(node.id, len(run) // WIDTH, freed, False)
         return len(run) // WIDTH
 
     def _remove(self, node: Node, now: float, pressure: Pressure) -> int:
@@ -317,7 +324,7 @@ class RadixTree:
         self.ghosts.add(parent.mark, node.start, Ghost(node.key, node.mark, now, pressure))
         freed = self.drop(node)
         if self.observer is not None:
-            self.observer.trimmed(cast(int, node.id), tokens, freed, True)
+            self.observer.trimmed(node.id, tokens, freed, True)
         return tokens
 
     def drop(self, node: Node) -> int:
@@ -362,11 +369,16 @@ class RadixTree:
 
     def _drop_if_empty(self, root: Node) -> None:
         if not root.locks and not root.children:
-            del self.roots[cast(tuple[str, Hashable], root.id)[1]]
+            del self.roots[cast(tuple[str, Hashable], root.mark)[1]]
 
     def _next_id(self) -> int:
         self._ids += 1
         return self._ids
+
+
+def root_mark(namespace: Hashable) -> Owner:
+    """What owns the ghosts that hang at a namespace's root: the same when the root is made anew."""
+    return ("root", namespace)
 
 
 def _heir(node: Node, *, locked: bool) -> Node | None:
@@ -374,8 +386,3 @@ def _heir(node: Node, *, locked: bool) -> Node | None:
     if locked and node.locks == node.holders:  # no child is locked
         return None
     return next((child for child in reversed(node.children.values()) if child.locks or not locked), None)
-
-
-def _number(owner: Owner) -> int:
-    """A root has no number of its own: listeners see it as 0."""
-    return owner if isinstance(owner, int) else 0

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.node import Node
-from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, refuse_negative
+from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.errors import InvalidInput, PlanPending, SequenceClosed
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ class Hint:
     priority: int = 0  # higher stays longer
 
     def __post_init__(self) -> None:
-        if type(self.priority) is not int:
-            raise InvalidInput(f"Hint(priority={self.priority!r}): allowed is an int")
+        check_int("priority", self.priority)
 
 
 class Sequence:
@@ -162,7 +161,8 @@ class Sequence:
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on; what was published stays in the tree. O(blocks dropped + depth)."""
         self._refuse_pending()
-        if not isinstance(length, (int, np.integer)) or not 0 <= length <= self.length:
+        check_int("length", length)
+        if not 0 <= length <= self.length:
             raise InvalidInput(f"truncate({length!r}): allowed are 0..{self.length}, the tokens committed")
         if length == self.length:
             return

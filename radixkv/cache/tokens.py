@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.errors import InvalidTokens
+from radixkv.errors import InvalidInput, InvalidTokens
 
 WIDTH = 4  # bytes a token
 Tokens: TypeAlias = "SequenceOf[int] | array[int] | npt.NDArray[np.integer[Any]]"
@@ -45,6 +45,12 @@ def refuse_negative(raw: bytes, start: int = 0) -> None:
         ids = np.frombuffer(raw, _INT32)
         at = int(np.argmax(ids < 0))
         raise InvalidTokens(f"token {at} is {ids[at]}: {_ALLOWED}")
+
+
+def check_int(name: str, value: object) -> None:
+    """Raise InvalidInput unless `value` is an int (of Python or of numpy, but no bool)."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidInput(f"{name}={value!r}: allowed is an int")
 
 
 def _from_array(tokens: npt.NDArray[Any]) -> bytes:

@@ -462,3 +462,57 @@ def test_a_publisher_gives_its_priority_to_what_another_published_first() -> Non
     assert cache.match([*shared, *rest]).length == 4
     assert cache.match([7, 8, 9, 10]).length == 3
     cache.check()
+
+
+def test_demote_reaches_a_branch_that_was_partly_evicted() -> None:
+    cache = PrefixCache(20, 1)
+    dead, dear = [50, *range(60, 69)], list(range(1, 11))
+    for text in (dead, dear):
+        with cache.open(text) as sequence:
+            sequence.extend(text)
+            sequence.commit()
+    with cache.open([], "flood") as flood:
+        flood.extend([0] * 3)
+    cache.open(dead[:7]).close()  # warmer than the other now
+    cache.demote(dead)
+    with cache.open([], "flood") as flood:
+        flood.extend([0] * 6)
+    assert (cache.match(dear).length, cache.match(dead).length) == (10, 4)
+
+
+def test_whoever_comes_back_to_a_finished_tail_keeps_it() -> None:
+    cache = PrefixCache(12, 1)
+    start, tail, older = [1, 2], [3, 4, 5], [9, 9, 9]
+
+    def publish(tokens: list[int], hint: Hint | None = None) -> None:
+        sequence = cache.open(tokens)
+        sequence.extend(tokens[sequence.length :])
+        sequence.commit()
+        sequence.close(hint)
+
+    publish(start)
+    follower = cache.open([*start, *tail], limit=2)
+    publish([*start, *tail], Hint(done=True))
+    publish(older)
+    follower.extend(tail)
+    follower.commit()
+    follower.close()
+    with cache.open([], "flood") as flood:
+        flood.extend([0] * 7)
+    assert cache.match([*start, *tail]).length == 5
+    assert cache.match(older).length == 0
+    cache.check()
+
+
+def test_done_says_nothing_of_what_others_published_and_hit() -> None:
+    cache = PrefixCache(8, 1)
+    shared, other = [1, 2, 3], [7, 8, 9]
+    for text in (other, shared):
+        with cache.open(text) as sequence:
+            sequence.extend(text)
+            sequence.commit()
+    cache.open(shared).close()
+    cache.open(shared).close(Hint(done=True))
+    with cache.open([], "flood") as flood:
+        flood.extend([0] * 3)
+    assert (cache.match(shared).length, cache.match(other).length) == (3, 2)

@@ -144,6 +144,8 @@ class Listener:
     """Keeps a picture of the tree from what it is told alone."""
 
     def __init__(self) -> None:
+        self.roots: dict[int, Hashable] = {}
+        self.parents: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
         self.sequences: dict[int, Hashable] = {}
         self.heard: list[tuple[object, ...]] = []
@@ -162,9 +164,15 @@ class Listener:
         del self.sequences[sequence]
         self.heard.append(("closed", length))
 
+    def rooted(self, node: int, namespace: Hashable) -> None:
+        assert node not in self.roots
+        self.roots[node] = namespace
+
     def inserted(self, node: int, parent: int, start: int, tokens: int) -> None:
         assert node not in self.tokens
+        assert parent in self.tokens or parent in self.roots
         assert tokens > 0
+        self.parents[node] = parent
         self.tokens[node] = tokens
         self.heard.append(("inserted", start, tokens))
 
@@ -177,22 +185,29 @@ class Listener:
         assert 0 < tokens < self.tokens[node]
         self.tokens[upper] = tokens
         self.tokens[node] -= tokens
+        self.parents[upper], self.parents[node] = self.parents[node], upper
         self.heard.append(("split", tokens))
 
     def merged(self, node: int, upper: int) -> None:
         self.tokens[node] += self.tokens.pop(upper)
+        self.parents[node] = self.parents.pop(upper)
         self.heard.append(("merged",))
 
     def trimmed(self, node: int, tokens: int, blocks: int, gone: bool) -> None:
         self.tokens[node] -= tokens
         assert gone == (self.tokens[node] == 0)
         if gone:
-            del self.tokens[node]
+            del self.tokens[node], self.parents[node]
         self.heard.append(("trimmed", tokens, blocks, gone))
 
     def copied(self, sequence: int, source: int, target: int) -> None:
         assert source != target
         self.heard.append(("copied", source, target))
+
+    def namespace(self, node: int) -> Hashable:
+        while node not in self.roots:
+            node = self.parents[node]
+        return self.roots[node]
 
     def names(self) -> list[object]:
         return [event[0] for event in self.heard]
@@ -212,6 +227,14 @@ class TestObserver:
         ear.heard.clear()
         squeeze(cache)
         assert sum(int(str(event[1])) for event in ear.heard if event[0] == "trimmed") == 11
+
+    def test_knows_whose_tree_a_node_is_in(self) -> None:
+        ear = Listener()
+        cache = PrefixCache(16, 4, observer=ear)
+        for namespace in ("a", "b", "a"):
+            publish(cache, prompt(1, 10), namespace)
+            publish(cache, prompt(1, 5) + prompt(2, 5), namespace)
+        assert sorted(str(ear.namespace(node)) for node in ear.tokens) == ["a"] * 3 + ["b"] * 3
 
     def test_hears_a_leaf_grow(self) -> None:
         ear = Listener()

@@ -356,7 +356,10 @@ class World:
         assert self.cache.evictable_blocks == 0
 
     def drain(self) -> None:
-        """Take every block that is said to be there, and not one more: this evicts all that nobody holds."""
+        """Take every block that is said to be there, and not one more.
+
+        This evicts all that nobody holds, but for tails inside held blocks: to evict those would free nothing.
+        """
         flood, taken = self.open("flood", []), 0
         first = self.available()
         while available := self.available():
@@ -366,7 +369,14 @@ class World:
             taken += available
         stranded = len(self.live) - 1 + len(self.pins)
         assert first <= taken <= first + stranded
-        self.forget_what_nobody_holds()
+        held, said, self.texts = self.held_texts(), self.texts, self.held_texts()
+        for namespace, texts in said.items():
+            for text in leaves(texts):
+                kept = held.get(namespace, Texts()).longest_prefix(text)
+                left = self.cache.match(text, namespace).length
+                assert kept <= left <= -(-kept // self.block_size) * self.block_size
+                if left > kept:
+                    self.texts[namespace].add(text[:left])
         self.close(flood)
         assert self.cache.free_blocks == taken
 
