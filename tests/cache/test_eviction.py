@@ -516,3 +516,28 @@ def test_done_says_nothing_of_what_others_published_and_hit() -> None:
     with cache.open([], "flood") as flood:
         flood.extend([0] * 3)
     assert (cache.match(shared).length, cache.match(other).length) == (3, 2)
+
+
+def test_slru_protects_after_the_second_hit() -> None:
+    cache = PrefixCache(6, 1, "slru")
+    for text in ([1, 1], [2, 2], [3, 3]):
+        with cache.open(text) as sequence:
+            sequence.extend(text)
+            sequence.commit()
+    for text in ([1, 1], [1, 1], [2, 2]):
+        cache.open(text).close()
+    with cache.open([], "flood") as flood:
+        flood.extend([0] * 4)
+    assert [cache.match(text).length for text in ([1, 1], [2, 2], [3, 3])] == [2, 0, 0]
+
+
+def test_releasing_a_pin_is_a_use() -> None:
+    cache = PrefixCache(4, 1)
+    for text in ([1, 1], [2, 2]):
+        with cache.open(text) as sequence:
+            sequence.extend(text)
+            sequence.commit()
+    cache.pin([1, 1]).release()
+    with cache.open([], "flood") as flood:
+        flood.extend([0] * 2)
+    assert [cache.match(text).length for text in ([1, 1], [2, 2])] == [2, 0]

@@ -228,3 +228,22 @@ class TestGhostsTellTheTruth:
         cache.open([1, 2, 3, 4, 5, 6]).close()
         cache.open([1, 2, 3, 4, 5, 6]).close()
         assert cache.stats().regret_tokens == 6
+
+    def test_the_same_text_evicted_again_and_again_is_remembered_once(self) -> None:
+        cache = PrefixCache(8, 1)
+        for _ in range(200):
+            tell(cache, [1, 2, 3, 4, 5, 6])
+            evict_for(cache, 8)
+        assert cache.stats().ghosts == 1
+        tell(cache, [7, 8])
+        evict_for(cache, 8)
+        assert cache.stats().ghosts == 2
+        assert cache.explain([1, 2, 3, 4, 5, 6]).evicted_tokens == 6
+
+    def test_behind_a_token_that_differs_nothing_was_evicted(self) -> None:
+        cache = PrefixCache(8, 1)
+        tell(cache, [1, 2, 3, 4, 5, 6])
+        evict_for(cache, 3)  # 6
+        evict_for(cache, 8)  # and the rest
+        assert cache.explain([1, 2, 3, 4, 5, 6]).evicted_tokens == 6
+        assert cache.explain([1, 2, 9, 6]).evicted_tokens == 2

@@ -248,3 +248,35 @@ class TestOutOfBlocks:
         assert len(seq.extend([5] * 16).slots) == 16
         assert cached(cache, prompt(1, 16)) == 0
         assert cache.stats().evicted_blocks == 4
+
+
+def test_a_fork_may_share_any_block_of_a_node_also_after_a_merge() -> None:
+    cache = PrefixCache(40, 2)
+    first = cache.open([])
+    first.extend([1, 2])
+    first.commit()
+    first.extend([3] * 8)
+    first.commit(publish=False)
+    twin = first.fork()
+    first.commit()
+    other = cache.open([1, 2] + [3] * 8)
+    for sequence in (other, first):
+        sequence.extend([5] * 4)
+    for sequence in (other, first):
+        sequence.commit()
+        cache.check()
+    for sequence in (first, other, twin):
+        sequence.close()
+        cache.check()
+    assert cache.stats().held_blocks == 0
+
+
+def test_a_shorter_sequence_has_no_more_cached_tokens_than_tokens() -> None:
+    cache = PrefixCache(8, 4)
+    with cache.open(range(10)) as sequence:
+        sequence.extend(range(10))
+        sequence.commit()
+    with cache.open(range(10)) as again:
+        assert again.cached_length == 10
+        again.truncate(3)
+        assert (again.length, again.cached_length) == (3, 3)
