@@ -9,10 +9,10 @@ help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(READY): pyproject.toml
-	@echo "Installing radixkv and what it needs into $(VENV): a minute or two, once."
+	@echo "Installing radixkv and what it needs (torch is the largest) into $(VENV): some minutes, once."
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "radixkv needs Python 3.11 or later, this is %d.%d: call make PYTHON=python3.12, say" % v[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 demo: $(READY)   ## conversations and branches share one pool, on the bundled model

@@ -29,8 +29,9 @@ class Explanation:
             case "limit":
                 return f"{head}: {self.matched} match, held back by limit={self.length}."
             case "evicted":
-                ago = f"{self.evicted_ago:.1f} s ago ({self.pressure})"
-                return f"{head}: the next {self.evicted_tokens} were evicted {ago}."
+                return (
+                    f"{head}: the next {self.evicted_tokens} were evicted {self.evicted_ago:.1f} s ago {self.pressure}."
+                )
             case "diverged":
                 return f"{head}: at token {self.diverged_at} the prompt diverges from what is cached."
             case "never_seen":

@@ -23,7 +23,7 @@ class Pressure(NamedTuple):
     free: int
 
     def __str__(self) -> str:
-        return f"blocks wanted: {self.wanted}, free then: {self.free}"
+        return f"to make room for {self.wanted} block{'s' * (self.wanted != 1)} when {self.free} were free"
 
 
 class Ghost:

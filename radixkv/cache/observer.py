@@ -22,7 +22,10 @@ class Observer(Protocol):
         """A sequence of `length` committed tokens was closed."""
 
     def rooted(self, node: int, namespace: Hashable) -> None:
-        """A namespace has its root now; it goes, unannounced, when nothing is left below and nobody holds it."""
+        """A namespace has its root now."""
+
+    def uprooted(self, node: int) -> None:
+        """Nothing is left below a root, and nobody holds it: it is gone."""
 
     def inserted(self, node: int, parent: int, start: int, tokens: int) -> None:
         """A node was published that covers tokens [start, start + tokens) below `parent`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterator
-from typing import cast
+from typing import TypeVar, cast
 
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.eviction import EvictionIndex
@@ -23,6 +23,8 @@ from radixkv.cache.ghosts import Ghost, Ghosts, Owner, Pressure, common_prefix
 from radixkv.cache.node import NO_CHILDREN, Node
 from radixkv.cache.observer import Observer
 from radixkv.cache.tokens import WIDTH
+
+Run = TypeVar("Run", bytearray, "array[int]")
 
 
 class RadixTree:
@@ -57,22 +59,22 @@ class RadixTree:
                 return child, at + common_prefix(raw, at, key)
         return node, at
 
-    def path(self, node: Node) -> list[Node]:
-        """The nodes from below the root to `node`."""
+    def path(self, node: Node, above: Node | None = None) -> list[Node]:
+        """The nodes from below the root, or below `above`, to `node`."""
         nodes = []
         up = node
-        while up.parent is not None:
+        while up.parent is not None and up is not above:
             nodes.append(up)
             up = up.parent
         nodes.reverse()
         return nodes
 
-    def table(self, node: Node) -> array[int]:
-        """The block table of the whole path to the end of `node`."""
+    def table(self, node: Node, above: Node | None = None) -> array[int]:
+        """The block table of the path to the end of `node`; behind `above`, from its part-filled last block on."""
         size = self.pool.block_size
         table = array("i")
-        for each in self.path(node):
-            if each.start % size:
+        for each in self.path(node, above):
+            if each.start % size and table:
                 table.pop()
             table += each.blocks
         return table
@@ -207,15 +209,15 @@ class RadixTree:
         block = -1
         if upper.end % self.pool.block_size:
             block = upper.blocks.pop()
-        node.key[:0] = upper.key
-        node.blocks = upper.blocks + node.blocks
+        shared = array("i", upper.boundary())
+        node.key, node.blocks = _joined(upper.key, node.key), _joined(upper.blocks, node.blocks)
         node.start, node.parent = upper.start, upper.parent
         node.mixed |= upper.mixed
         node.hits += upper.hits
         node.priority = max(node.priority, upper.priority)
         upper.parent.children[bytes(node.key[:WIDTH])] = node
         self.nodes -= 1
-        self._retip(upper.boundary(), upper, node)
+        self._retip(shared, upper, node)
         if block >= 0:
             self._lower_tip(block, upper)
             self.release(block, idle=not upper.locks)
@@ -369,11 +371,22 @@ class RadixTree:
 
     def _drop_if_empty(self, root: Node) -> None:
         if not root.locks and not root.children:
+            if self.observer is not None:
+                self.observer.uprooted(root.id)
             del self.roots[cast(tuple[str, Hashable], root.mark)[1]]
 
     def _next_id(self) -> int:
         self._ids += 1
         return self._ids
+
+
+def _joined(head: Run, tail: Run) -> Run:
+    """Both in one, by moving the shorter: two who decode the same behind a long prompt merge with every token."""
+    if len(tail) < len(head):
+        head += tail
+        return head
+    tail[:0] = head
+    return tail
 
 
 def root_mark(namespace: Hashable) -> Owner:

@@ -159,7 +159,10 @@ class Sequence:
         return twin
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on; what was published stays in the tree. O(blocks dropped + depth)."""
+        """Forget the tokens from `length` on; what was published stays in the tree. O(blocks dropped + depth).
+
+        Behind a cut inside a block that published tokens share, the next `extend` takes a copy, so one more block.
+        """
         self._refuse_pending()
         check_int("length", length)
         if not 0 <= length <= self.length:
@@ -280,10 +283,10 @@ class Sequence:
         tree.hold(node)
         self._node = node
         del self._tail[:matched]
-        theirs = tree.table(node)
+        theirs = tree.table(node, held)
         full = at // size
         mine = self._table[self._own : full]
-        self._table[self._own : full] = theirs[self._own : full]
+        self._table[self._own : full] = theirs[: full - self._own]
         tree.release_run(mine)
         self._own = full
         tree.unhold(held)

@@ -168,6 +168,9 @@ class Listener:
         assert node not in self.roots
         self.roots[node] = namespace
 
+    def uprooted(self, node: int) -> None:
+        del self.roots[node]
+
     def inserted(self, node: int, parent: int, start: int, tokens: int) -> None:
         assert node not in self.tokens
         assert parent in self.tokens or parent in self.roots
