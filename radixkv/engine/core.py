@@ -7,7 +7,8 @@ one caller at a time, in practice the engine's thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,12 +17,12 @@ import torch
 
 from radixkv.cache import PrefixCache
 from radixkv.engine.prompts import TokenIds
-from radixkv.engine.request import Request, Stream
+from radixkv.engine.request import Request, Stream, failure
 from radixkv.engine.scheduler import Limits, Scheduler, Work
 from radixkv.engine.stats import Counters
-from radixkv.errors import EngineError, RequestCancelled, RequestFailed
+from radixkv.errors import EngineError, InvalidInput, RequestCancelled
 from radixkv.models.runner import Chunk
-from radixkv.models.sampler import SampleRow, sample
+from radixkv.models.sampler import SampleRow, TokenLogprobs, sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,13 +59,25 @@ class Core:
         self.scheduler.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request that has not ended; what it computed stays cached."""
+        """End a request that has not ended; what it computed stays cached. Between two steps only."""
+        if not request.outlet.ended:
+            for stream in request.streams:
+                self._publish(stream)
         self._end(request, RequestCancelled("the request was cancelled"))
 
     def end_all(self, error: EngineError) -> None:
-        """End every request, waiting or running."""
+        """End every request, waiting or running. Raises nothing: nobody is to wait for ever."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self._end(request, error)
+            try:
+                self._end(request, error)
+            except Exception:
+                _log.exception("what a request held could not be freed")
+
+    def close(self, error: EngineError) -> None:
+        """End every request and let go of the pool and the cache; nothing may be called behind it."""
+        self.end_all(error)
+        self.scheduler.close()
+        del self.runner, self.cache
 
     def demote(self, tokens: TokenIds, keep: int, namespace: Hashable) -> None:
         """Put what is cached of `tokens` from position `keep` on, and shared with nothing else, first in line to go."""
@@ -98,7 +111,8 @@ class Core:
             each.stream.sequence.commit(publish=self._reuse and not each.stream.request.publish_late)
         self._sample(self._rows(work), logits)
         for each in work:
-            self._settle(each.stream.request)
+            with self._alone(each.stream.request):
+                self._settle(each.stream.request)
 
     # ---- commit
 
@@ -116,11 +130,12 @@ class Core:
             request = each.stream.request
             if not each.samples:
                 continue
-            if len(request.streams) < request.width:
+            if len(request.streams) == request.width:
+                rows.append((row, each.stream))
+                continue
+            with self._alone(request):
                 request.fork()
                 rows.extend((row, stream) for stream in request.streams)
-            else:
-                rows.append((row, each.stream))
         return rows
 
     def _sample(self, rows: list[tuple[int, Stream]], logits: Tensor) -> None:
@@ -129,9 +144,16 @@ class Core:
         index = torch.tensor([row for row, _ in rows], device=logits.device)
         sampled = sample(logits.index_select(0, index), [_sample_row(stream) for _, stream in rows])
         logprobs = sampled.logprobs or [None] * len(rows)
-        self.counters.output_tokens += len(rows)
-        for (_, stream), token, entry in zip(rows, sampled.tokens, logprobs, strict=True):
-            stream.request.outlet.put(stream.accept(token, entry))
+        for row, (_, stream) in enumerate(rows):
+            if not stream.request.outlet.ended:  # another stream of it failed
+                with self._alone(stream.request):
+                    self._accept(stream, sampled.tokens[row], logprobs[row], row in sampled.broken)
+
+    def _accept(self, stream: Stream, token: int, logprobs: TokenLogprobs | None, broken: bool) -> None:
+        if broken:
+            raise InvalidInput("the logits have no finite maximum: NaN, or nothing allowed")
+        self.counters.output_tokens += 1
+        stream.request.outlet.put(stream.accept(token, logprobs))
 
     def _settle(self, request: Request) -> None:
         """Close the streams that ended, and the request with its last one."""
@@ -140,35 +162,48 @@ class Core:
         if not request.max_tokens and not request.streams[0].prefilling:
             request.streams[0].finish_reason = "length"  # only the prompt was asked for
         for stream in request.streams:
-            if stream.finish_reason is not None and not stream.sequence.closed:
-                stream.sequence.commit(publish=self._reuse)
+            if stream.finish_reason is not None:
+                self._publish(stream)
                 stream.close()
         if not request.live:
             self.scheduler.remove(request)
             self.counters.finished += 1
             request.outlet.finish(request.completion())
 
+    def _publish(self, stream: Stream) -> None:
+        """Publish what `publish_late` kept back; there is no plan under way."""
+        if not stream.sequence.closed:
+            stream.sequence.commit(publish=self._reuse)
+
     # ---- ends
 
+    @contextmanager
+    def _alone(self, request: Request) -> Iterator[None]:
+        """What raises in here ends `request`, and no other."""
+        try:
+            yield
+        except Exception as error:
+            _log.exception("a request failed")
+            self._end(request, failure(error))
+
     def _fail(self, work: list[Work], error: Exception) -> None:
-        """End the requests of a step that raised; all of them if it raised before there was a plan for all."""
+        """End the requests of a step that raised; all that run if it raised before there was a plan for all."""
         _log.exception("a step of %d chunks failed", len(work))
-        requests = [each.stream.request for each in work] or [
-            *self.scheduler.running,
-            *list(self.scheduler.waiting)[:1],
-        ]
-        for request in requests:
-            failure = RequestFailed(f"a step of this request raised {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._end(request, failure)
+        running = (
+            self.scheduler.running or list(self.scheduler.waiting)[:1]
+        )  # never none: a step must not raise for ever
+        for request in [each.stream.request for each in work] or list(running):
+            self._end(request, failure(error))
 
     def _end(self, request: Request, error: Exception) -> None:
         if request.outlet.ended:
             return
-        self.scheduler.remove(request)
-        self.counters.cancelled += isinstance(error, RequestCancelled)
-        self.counters.failed += not isinstance(error, RequestCancelled)
-        request.outlet.fail(error)
+        try:
+            self.scheduler.remove(request)
+        finally:
+            self.counters.cancelled += isinstance(error, RequestCancelled)
+            self.counters.failed += not isinstance(error, RequestCancelled)
+            request.outlet.fail(error)
 
 
 def _chunk(work: Work) -> Chunk:

@@ -29,7 +29,7 @@ from radixkv.engine.stats import EngineStats
 from radixkv.engine.warmed import Warmed
 from radixkv.engine.worker import Worker
 from radixkv.errors import EngineClosed, InvalidInput, PromptTooLong
-from radixkv.models.sampler import SamplingParams
+from radixkv.models.sampling_params import SamplingParams, checked_params, is_int
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
@@ -61,9 +61,10 @@ class RequestEngine:
         self._worker = Worker(
             core.step,
             lambda: core.busy,
-            lambda: core.end_all(EngineClosed("the engine was closed while the request ran")),
+            lambda: core.close(EngineClosed("the engine was closed while the request ran")),
         )
         self._bytes_per_block = bytes_per_block
+        self._pool_tokens = cache.num_blocks * cache.block_size
         self._loaded_at = time.perf_counter()
         self._seed = seed
         self._numbers = itertools.count(1)
@@ -174,6 +175,7 @@ class RequestEngine:
     def probe(self, prompt: Prompt, *, namespace: Hashable = None) -> Explanation:
         """How much of a prompt is cached now, and why not more; changes nothing, not even recency."""
         ids = self._encode(prompt, reply=False)
+        _check_namespace(namespace)
         return self._worker.ask(lambda: self._core.cache.explain(ids, namespace))
 
     def demote(self, prompt: Prompt, *, keep: int = 0, namespace: Hashable = None) -> None:
@@ -182,6 +184,9 @@ class RequestEngine:
         What is cached there and shared with nothing else is the first to be evicted; asking for it again undoes that.
         """
         ids = self._encode(prompt, reply=False)
+        _check_namespace(namespace)
+        if not is_int(keep) or keep < 0:
+            raise InvalidInput(f"keep is how many tokens to leave alone, an int >= 0; got {keep!r}")
         self._worker.post(lambda: self._core.demote(ids, keep, namespace))
 
     def stats(self) -> EngineStats:
@@ -190,10 +195,10 @@ class RequestEngine:
 
     def clear_cache(self) -> None:
         """Drop every cached prefix that nobody holds."""
-        self._worker.ask(self._core.cache.clear)
+        self._worker.ask(lambda: self._core.cache.clear())
 
     def close(self) -> None:
-        """End what still runs with EngineClosed and stop; may be called twice."""
+        """End what still runs with EngineClosed, stop, and free the pool; the model stays. May be called twice."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -216,8 +221,7 @@ class RequestEngine:
     @property
     def context_limit(self) -> int:
         """Tokens that prompt and reply may have together: what the model allows, or what the pool holds."""
-        cache = self._core.cache
-        return min(self._model.max_length, cache.num_blocks * cache.block_size)
+        return min(self._model.max_length, self._pool_tokens)
 
     # ---- inside
 
@@ -228,10 +232,11 @@ class RequestEngine:
         self, prompt: Prompt, params: SamplingParams | None, namespace: Hashable, priority: int, *, sample: bool = True
     ) -> Request:
         ids = self._encode(prompt, reply=True)
-        params = params or SamplingParams()
+        params = checked_params(params)
         self._check(params)
-        if not isinstance(namespace, Hashable):
-            raise InvalidInput(f"a namespace must be hashable (a string, say), and {type(namespace).__name__} is not")
+        _check_namespace(namespace)
+        if not is_int(priority):
+            raise InvalidInput(f"priority must be an int, got {priority!r}")
         request = Request(
             prompt=ids,
             params=params,
@@ -254,14 +259,15 @@ class RequestEngine:
                 raise InvalidInput(
                     f"{name} names token {max(ids)}, this model's vocabulary is 0..{self._model.vocab_size - 1}"
                 )
+        if params.min_tokens and len(_stop_ids(params, self._model.stop_token_ids)) >= self._model.vocab_size:
+            raise InvalidInput("every token is a stop token, so that min_tokens leaves nothing to draw")
 
     def _room_behind(self, ids: TokenIds) -> int:
-        cache, longest = self._core.cache, self._model.max_length
         room = self.context_limit - len(ids)
         if room < 1:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens and leaves no room for a reply: the model takes {longest} tokens, "
-                f"the pool holds {cache.num_blocks * cache.block_size}"
+                f"the prompt has {len(ids)} tokens and leaves no room for a reply: the model takes "
+                f"{self._model.max_length} tokens, the pool holds {self._pool_tokens}"
             )
         return room
 
@@ -292,6 +298,15 @@ class RequestEngine:
         )
 
 
+def _check_namespace(namespace: object) -> None:
+    try:
+        hash(namespace)
+    except Exception as error:  # a tuple may hold what is not hashable, and a class of the caller's may raise anything
+        raise InvalidInput(
+            f"a namespace must be hashable (a string, say), and {type(namespace).__name__} is not: {error}"
+        ) from error
+
+
 def _stop_ids(params: SamplingParams, of_model: frozenset[int]) -> frozenset[int]:
     own = frozenset(params.stop_token_ids)
     return own if params.ignore_eos else own | of_model
@@ -300,6 +315,8 @@ def _stop_ids(params: SamplingParams, of_model: frozenset[int]) -> frozenset[int
 def _per_prompt(params: Params, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence):
+        return [checked_params(params)] * count
     if len(params) != count:
         raise InvalidInput(f"{len(params)} sampling params for {count} prompts: pass one for all, or one for each")
     return list(params)

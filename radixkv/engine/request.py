@@ -17,6 +17,7 @@ from radixkv.engine.handle import Outlet
 from radixkv.engine.outputs import Chunk, Completion, FinishReason, Usage
 from radixkv.engine.prompts import TokenIds
 from radixkv.engine.text_stream import TextStream
+from radixkv.errors import RequestFailed
 
 if TYPE_CHECKING:
     from radixkv.models.sampler import SamplingParams, TokenLogprobs
@@ -65,7 +66,7 @@ class Request:
         return [stream for stream in self.streams if stream.finish_reason is None]
 
     def start(self, sequence: Sequence) -> None:
-        """Begin with one stream, which computes the prompt for all."""
+        """Begin with one stream, which computes the prompt for all. If this raises, `sequence` stays the caller's."""
         assert not self.streams
         self.streams.append(Stream(self, 0, sequence))
 
@@ -73,7 +74,12 @@ class Request:
         """Give every further stream its own sequence, once the prompt is computed and committed. O(blocks) a stream."""
         first = self.streams[0]
         for index in range(1, self.width):
-            self.streams.append(Stream(self, index, first.sequence.fork()))
+            sequence = first.sequence.fork()
+            try:
+                self.streams.append(Stream(self, index, sequence))
+            except BaseException:
+                sequence.close()
+                raise
 
     def completion(self) -> Completion:
         """What all streams produced; they have finished."""
@@ -168,6 +174,13 @@ class Stream:
             ttft_s=first - start,
             total_s=self.finished_at - start,
         )
+
+
+def failure(error: Exception) -> RequestFailed:
+    """What a caller gets whose request raised `error` on the engine's thread."""
+    failed = RequestFailed(f"a step of this request raised {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
 
 
 def derive_seed(seed: int, number: int) -> int:

@@ -10,6 +10,7 @@ was evictable there is no longer counted) and then waits at the door until the r
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -19,8 +20,11 @@ import numpy as np
 
 from radixkv.cache import Pin, PrefixCache, Sequence, WritePlan
 from radixkv.engine.prompts import TokenIds, common_prefix
-from radixkv.engine.request import Request, Stream
+from radixkv.engine.request import Request, Stream, failure
 from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong
+from radixkv.models.sampling_params import is_int
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class Limits:
     def __post_init__(self) -> None:
         """Refuse what could never run."""
         for name in ("max_sequences", "max_batch_tokens", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(f"{name} must be at least 1, got {getattr(self, name)}")
+            if not is_int(getattr(self, name)) or getattr(self, name) < 1:
+                raise InvalidInput(f"{name} must be an int, at least 1, got {getattr(self, name)!r}")
         if self.max_batch_tokens < self.max_sequences:
             raise InvalidInput(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}): "
@@ -72,6 +76,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._cache = cache
+        self._num_blocks, self._block_size = cache.num_blocks, cache.block_size
         self._refuse = refuse
         self._reuse = reuse
         self._door: Sequence | None = None  # the sequence of waiting[0], once it is open
@@ -81,14 +86,14 @@ class Scheduler:
 
         Reads nothing that changes, so any thread may ask.
         """
-        need, blocks, width = self._need(request, 0), self._cache.num_blocks, request.width
+        need, blocks, width = self._need(request, 0), self._num_blocks, request.width
         if width > self.limits.max_sequences:
             raise InvalidInput(f"n={width} streams exceed max_sequences={self.limits.max_sequences}")
         if need > blocks:
             streams = f" in each of {width} streams" if width > 1 else ""
             raise PromptTooLong(
                 f"a prompt of {len(request.prompt)} tokens and up to {request.max_tokens} new ones{streams} takes "
-                f"{need} blocks of {self._cache.block_size} tokens, and the pool has {blocks}: shorten the prompt, "
+                f"{need} blocks of {self._block_size} tokens, and the pool has {blocks}: shorten the prompt, "
                 "lower max_tokens or n, or load the engine with more kv_memory"
             )
 
@@ -102,6 +107,10 @@ class Scheduler:
             self.waiting.remove(request)
         for stream in request.streams:
             stream.close()
+
+    def close(self) -> None:
+        """Let go of the cache; from now on only `check_fits` may be called."""
+        del self._cache
 
     def pin(self, tokens: TokenIds, namespace: Hashable = None, ttl: float | None = None) -> Pin:
         """Pin a cached prefix, unless that takes blocks which the running requests were promised.
@@ -149,18 +158,28 @@ class Scheduler:
         """The head of the queue, now running; None if there is none or it must wait."""
         while self.waiting:
             request = self.waiting[0]
-            if sum(map(_streams, self.running)) + request.width > self.limits.max_sequences:
-                return None
-            if self._door is None and (self._worth_waiting(request) or not self._may_open(request)):
-                return None
-            if self._door is None:
-                self._door = self._open(request)
-            if self._room_for(request, self._door):
-                return self._let_in(request)
-            if self.running:
-                return None
-            self._refuse(request, self._pinned_out(request))
+            try:
+                if not self._at_door(request):
+                    return None
+                if self._enters(request):
+                    return request
+                if self.running:
+                    return None
+                self._refuse(request, self._pinned_out(request))
+            except Exception as error:  # whatever it is about this one, the others go on
+                _log.exception("a request could not be admitted")
+                self._refuse(request, failure(error))
         return None
+
+    def _at_door(self, request: Request) -> bool:
+        """Whether the head of the queue has its sequence open, or may open it now."""
+        if sum(map(_streams, self.running)) + request.width > self.limits.max_sequences:
+            return False
+        if self._door is None:
+            if self._worth_waiting(request) or not self._may_open(request):
+                return False
+            self._door = self._open(request)
+        return True
 
     def _open(self, request: Request) -> Sequence:
         # A full repeat computes one token again: its logits are needed, and a step has no empty chunks.
@@ -175,7 +194,7 @@ class Scheduler:
         cached = self._cache.match(request.prompt, request.namespace).length
         for each in ahead:
             shared = common_prefix(each.prompt, request.prompt)
-            if shared > each.streams[0].sequence.length and shared - cached >= 2 * self._cache.block_size:
+            if shared > each.streams[0].sequence.length and shared - cached >= 2 * self._block_size:
                 return True
         return False
 
@@ -200,21 +219,23 @@ class Scheduler:
         request.publish_late = True
         if self._available() < self._need(request, sequence.length):
             # A hit that ends inside a block costs a copy of that block: give the tokens in it up.
-            sequence.truncate(sequence.length - sequence.length % self._cache.block_size)
+            sequence.truncate(sequence.length - sequence.length % self._block_size)
         return self._available() >= self._need(request, sequence.length)
 
-    def _let_in(self, request: Request) -> Request:
-        sequence, self._door = self._door, None
-        assert sequence is not None
-        self.waiting.popleft()
-        request.start(sequence)
-        self.running.append(request)
-        return request
+    def _enters(self, request: Request) -> bool:
+        """Let the head of the queue in if there is room. Until it runs, the door holds its sequence."""
+        assert self._door is not None
+        if not self._room_for(request, self._door):
+            return False
+        request.start(self._door)
+        self._door = None
+        self.running.append(self.waiting.popleft())
+        return True
 
     def _pinned_out(self, request: Request) -> PromptTooLong:
         """Why a request that fits the pool must be refused all the same: nothing runs, so pins hold the rest."""
         return PromptTooLong(
-            f"the request takes {self._need(request, 0)} blocks; of the pool's {self._cache.num_blocks}, "
+            f"the request takes {self._need(request, 0)} blocks; of the pool's {self._num_blocks}, "
             f"{self._cache.stats().pinned_blocks} are pinned: release pins, or load the engine with more kv_memory"
         )
 
@@ -238,7 +259,7 @@ class Scheduler:
     def _outstanding(self, request: Request) -> int:
         if not request.forked:
             return self._need(request, request.streams[0].sequence.length)
-        size = self._cache.block_size
+        size = self._block_size
         return sum(_blocks(request.computed_length, size) - s.sequence.length // size for s in request.live)
 
     def _need(self, request: Request, length: int) -> int:
@@ -246,7 +267,7 @@ class Scheduler:
 
         A part-filled last block counts: whoever writes behind somebody else's tokens takes a copy. So does each fork.
         """
-        size = self._cache.block_size
+        size = self._block_size
         total = _blocks(request.computed_length, size)
         return total - length // size + (request.width - 1) * (total - len(request.prompt) // size)
 

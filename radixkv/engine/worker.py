@@ -54,9 +54,21 @@ class Worker:
             self._thread.join()
 
     def _loop(self) -> None:
-        while self._read_inbox():
-            self._step()
-        self._finish()
+        try:
+            while self._read_inbox():
+                self._step()
+        except BaseException:  # it must not: but better a closed engine than callers who wait for ever
+            _log.exception("a step raised: the engine closes")
+        with self._gate:
+            self._closed = True
+        self._empty_inbox()
+        _guarded(self._finish)
+
+    def _empty_inbox(self) -> None:
+        """Run what was posted before the end."""
+        while not self._inbox.empty():
+            if (call := self._inbox.get()) is not None:
+                _guarded(call)
 
     def _read_inbox(self) -> bool:
         """Run what was posted; waits for something to be posted while there is no work. False at the end."""
@@ -67,10 +79,14 @@ class Worker:
                 return True
             if call is None:
                 return False
-            try:
-                call()
-            except Exception:  # one bad call must not take the thread, and everybody's requests, with it
-                _log.exception("a call posted to the engine's thread raised")
+            _guarded(call)
+
+
+def _guarded(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:  # one bad call must not take the thread, and everybody's requests, with it
+        _log.exception("a call posted to the engine's thread raised")
 
 
 def _answer(future: Future[Result], call: Callable[[], Result]) -> None:

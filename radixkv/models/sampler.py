@@ -28,6 +28,7 @@ _FIRST_CANDIDATES = 64  # how many of the likeliest tokens are looked at first w
 _WIDEN = 8
 _PAGE = 256  # tokens that are weighed together when nothing is cut off
 _BELOW_ONE = 1 - 2**-50
+_FLOAT = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,22 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The tokens drawn, one per row; log probabilities for the rows that asked, None if no row did."""
+    """The tokens drawn, one per row; log probabilities for the rows that asked, None if no row did.
+
+    Rows in `broken` had no finite maximum (NaN, or nothing allowed): their tokens mean nothing.
+    """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None
+    broken: frozenset[int] = frozenset()
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
     """Draw one token from each row of logits [len(rows), vocab]; `logits` is left as it is.
 
-    Raises InvalidInput if the numbers of rows differ or a row's maximum is not finite. A batch of greedy rows costs one
-    argmax; top-k costs one partial sort; penalties cost the length of the row's history.
+    A row that cannot be drawn from is named in `broken` and changes nothing for the others. Raises InvalidInput if the
+    numbers of rows differ. A batch of greedy rows costs one argmax; top-k costs one partial sort; penalties cost the
+    length of the row's history.
     """
     if logits.ndim != 2 or logits.shape[0] != len(rows):
         raise InvalidInput(f"logits of shape {tuple(logits.shape)} do not fit {len(rows)} rows")
@@ -75,24 +81,20 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         return Sampled([], None)
     adjusted = adjust(logits, rows)
     best, tokens = adjusted.max(dim=-1)
-    broken = ~torch.isfinite(best)
-    if bool(broken.any()):
-        raise InvalidInput(
-            f"the logits of row {int(broken.nonzero()[0])} have no finite maximum: NaN, or nothing allowed"
-        )
+    broken = frozenset((~torch.isfinite(best)).nonzero()[:, 0].tolist())
     drawn: list[int] = tokens.tolist()
-    for plan, members in _plans(rows, logits.shape[1]).items():
+    for plan, members in _plans(rows, logits.shape[1], broken).items():
         for index, token in zip(members, _draw(adjusted, best, rows, members, plan), strict=True):
             drawn[index] = token
-    return Sampled(drawn, _logprobs(logits, rows, drawn))
+    return Sampled(drawn, _logprobs(logits, rows, drawn), broken)
 
 
-def _plans(rows: Sequence[SampleRow], vocab: int) -> dict[int, list[int]]:
+def _plans(rows: Sequence[SampleRow], vocab: int, broken: frozenset[int]) -> dict[int, list[int]]:
     """Random rows by how many candidates each looks at first, which depends on the row alone; 0: all, unsorted."""
     plans: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         params = row.params
-        if params.greedy:
+        if params.greedy or index in broken:
             continue
         if params.top_k > 0:
             # One more than k shows whether the k-th has equals; powers of two put similar rows into one sort.
@@ -128,7 +130,8 @@ class _Dice:
 
     def __init__(self, logits: Tensor, best: Tensor, params: list[SamplingParams], uniform: Tensor) -> None:
         self.logits, self.best, self.params, self.uniform = logits, best, params, uniform
-        self.temperature = self._column([p.temperature for p in params]).float()
+        # What float32 has no number for would make 0/0 or inf/inf.
+        self.temperature = self._column([p.temperature for p in params]).clamp(_FLOAT.tiny, _FLOAT.max).float()
 
     def _column(self, numbers: Sequence[float]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=self.logits.device)[:, None]
@@ -180,7 +183,7 @@ class _Dice:
     def _threshold(self, values: Tensor, weights: Tensor) -> Tensor:
         """The smallest value [rows, 1] that all three filters keep, among candidates sorted from the likeliest."""
         last = values.shape[1] - 1
-        top_k = self._column([max(p.top_k, 0) for p in self.params])
+        top_k = self._column([min(max(p.top_k, 0), self.logits.shape[1]) for p in self.params])
         top_p = self._column([p.top_p for p in self.params])
         min_p = self._column([p.min_p for p in self.params])
         kth = values.gather(1, (top_k.long() - 1).clamp(0, last)).masked_fill(top_k == 0, -torch.inf)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from radixkv.errors import InvalidInput
 
@@ -29,7 +29,7 @@ class SamplingParams:
     top_k                keep the k most likely tokens (and what ties with the last); 0 or -1: all, 1: greedy
     top_p                of these, keep the fewest that hold this much probability, 0 < top_p <= 1
     min_p                drop what is less likely than min_p times the likeliest, 0 <= min_p <= 1
-    repetition_penalty   divides positive and multiplies negative logits of all tokens seen, prompt included, > 0
+    repetition_penalty   divides positive and multiplies negative logits of all tokens seen, prompt included, 0.01..100
     presence_penalty     subtracted once from the logits of tokens that the reply has, -2..2
     frequency_penalty    subtracted for each time that the reply has them, -2..2
     logit_bias           token id -> what is added to its logit, -100..100
@@ -63,7 +63,7 @@ class SamplingParams:
         """Check every field, and take copies of what the caller could change later."""
         self._check_lengths()
         self._check_shaping()
-        if self.seed is not None and not _is_int(self.seed):
+        if self.seed is not None and not is_int(self.seed):
             raise InvalidInput(f"seed must be an int or None, not {self.seed!r}")
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
@@ -86,18 +86,18 @@ class SamplingParams:
 
     def _check_lengths(self) -> None:
         for name, low in (("max_tokens", 1), ("n", 1), ("min_tokens", 0), ("top_k", -1)):
-            if not _is_int(getattr(self, name)) or getattr(self, name) < low:
+            if not is_int(getattr(self, name)) or getattr(self, name) < low:
                 raise InvalidInput(f"{name} must be an int >= {low}, not {getattr(self, name)!r}")
         if self.min_tokens > self.max_tokens:
             raise InvalidInput(f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})")
-        if self.logprobs is not None and not (_is_int(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS):
+        if self.logprobs is not None and not (is_int(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS):
             raise InvalidInput(f"logprobs must be None or an int from 0 to {MOST_LOGPROBS}, not {self.logprobs!r}")
 
     def _check_shaping(self) -> None:
         self._check_number("temperature", 0.0, math.inf)
         self._check_number("top_p", 0.0, 1.0, above=True)
         self._check_number("min_p", 0.0, 1.0)
-        self._check_number("repetition_penalty", 0.0, math.inf, above=True)
+        self._check_number("repetition_penalty", 0.01, 100.0)
         self._check_number("presence_penalty", -2.0, 2.0)
         self._check_number("frequency_penalty", -2.0, 2.0)
 
@@ -109,12 +109,25 @@ class SamplingParams:
             raise InvalidInput(f"{name} must be a number {sign} {low:g}{limit}, not {value!r}")
 
 
-def _is_int(value: object) -> bool:
+def checked_params(params: object) -> SamplingParams:
+    """`params` themselves, the defaults for None; raises InvalidInput for anything else."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InvalidInput(f"params must be SamplingParams(...) or None, got {type(params).__name__}")
+    return params
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether this is an int, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 def _bias(bias: object) -> dict[int, float]:
@@ -124,7 +137,7 @@ def _bias(bias: object) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise InvalidInput(f"logit_bias must map token ids to numbers, not be a {type(bias).__name__}")
     for token, value in bias.items():
-        if not _is_int(token) or token < 0 or not _is_number(value) or not -100 <= value <= 100:
+        if not is_int(token) or token < 0 or not _is_number(value) or not -100 <= value <= 100:
             raise InvalidInput(f"logit_bias must map token ids to numbers from -100 to 100, not {token!r} to {value!r}")
     return dict(bias)
 
@@ -143,6 +156,6 @@ def _stop_ids(ids: object) -> tuple[int, ...]:
         return ()
     if isinstance(ids, str) or not isinstance(ids, Sequence | set | frozenset):
         raise InvalidInput(f"stop_token_ids must be a list of token ids, not {ids!r}")
-    if not all(_is_int(token) and token >= 0 for token in ids):
+    if not all(is_int(token) and token >= 0 for token in ids):
         raise InvalidInput(f"stop_token_ids must be ints >= 0, not {ids!r}")
     return tuple(ids)

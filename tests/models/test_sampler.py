@@ -179,9 +179,16 @@ def test_a_seed_and_a_position_name_a_draw() -> None:
 
 def test_extreme_temperatures_and_logits() -> None:
     logits = torch.tensor([[1e4, -1e4, 9.9e3, 0.0]])
-    for temperature in (1e-40, 1e-3, 1e30):
-        [token] = sample(logits, [SampleRow(SamplingParams(temperature=temperature), 3, 3)]).tokens
-        assert token == 0 or temperature == 1e30
+    for temperature in (5e-324, 1e-46, 1e-40, 1e-3, 1e30, 1e300):
+        for top_k in (0, 3, 10**30, 10**400):
+            [token] = sample(logits, [SampleRow(SamplingParams(temperature=temperature, top_k=top_k), 3, 3)]).tokens
+            assert token == 0 or temperature >= 1e30
+
+
+def test_a_top_k_beyond_all_integers_cuts_nothing() -> None:
+    logits = torch.zeros(1, 200)
+    rows = [SampleRow(SamplingParams(top_k=10**30), 0, i) for i in range(60)]
+    assert len(set(sample(logits.expand(60, -1), rows).tokens)) > 30
 
 
 def test_minus_infinity_is_never_drawn() -> None:
@@ -240,11 +247,14 @@ def test_greedy_rows_cost_one_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_broken_logits_are_named(value: float) -> None:
+def test_broken_logits_are_named_and_break_no_other_row(value: float) -> None:
     logits = logits_for(3, 0)
     logits[1, 5] = value
-    with pytest.raises(InvalidInput, match="row 1"):
-        sample(logits, [SampleRow(SamplingParams(), 0, 0)] * 3)
+    rows = [SampleRow(SamplingParams(top_k=top_k), 0, 0) for top_k in (0, 5, 0)]
+    found = sample(logits, rows)
+    assert found.broken == {1}
+    for row in (0, 2):
+        assert found.tokens[row] == sample(logits[row : row + 1], [rows[row]]).tokens[0]
 
 
 def test_rows_must_match_and_may_be_none() -> None:

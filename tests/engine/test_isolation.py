@@ -1,0 +1,216 @@
+"""What one caller passes, or one request runs into, ends that request at most: its neighbours never feel it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv import SamplingParams
+from radixkv.engine import Limits
+from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, RequestFailed
+from radixkv.models.runner import Chunk
+from tests.engine.fakes import VOCAB, FakeModel, check, greedy_reply, make_engine
+
+LONG = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+
+
+class Hateful:
+    """Hashable, but comparing it raises."""
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("do not compare me")
+
+
+class Letters:
+    """A tokenizer that cannot decode 9, 48, as a slow one cannot what stands behind its own vocabulary."""
+
+    chat_template = None
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [1]
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        if ids[:2] == [9, 48]:
+            raise IndexError("piece id is out of range")
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"priority": "high"},
+        {"priority": None},
+        {"priority": 1.5},
+        {"priority": True},
+        {"namespace": ([],)},
+        {"params": {"temperature": 0}},
+        {"params": {}},
+        {"params": LONG.but(min_tokens=3, stop_token_ids=range(VOCAB))},
+    ],
+)
+def test_what_is_wrong_with_a_request_is_said_to_its_caller_at_once(wrong: dict[str, Any]) -> None:
+    engine, _ = make_engine()
+    with engine:
+        with pytest.raises(InvalidInput):
+            engine.submit([1, 2, 3], **wrong)
+        assert engine.stats().requests == 0
+
+
+@pytest.mark.parametrize("params", [3, "x", [{"temperature": 0}]])
+def test_generate_takes_sampling_params_or_a_list_of_them(params: Any) -> None:
+    engine, _ = make_engine()
+    with engine, pytest.raises(InvalidInput):
+        engine.generate([[1, 2]], params)
+
+
+def test_namespaces_and_lengths_are_checked_wherever_they_are_passed() -> None:
+    engine, _ = make_engine()
+    unhashable: Any = ([],)
+    with engine:
+        for verb in (engine.probe, engine.warm, engine.demote):
+            with pytest.raises(InvalidInput, match="hashable"):
+                verb([1, 2, 3], namespace=unhashable)
+        for keep in (-1, "x", 1.5):
+            with pytest.raises(InvalidInput, match="keep"):
+                engine.demote([1, 2, 3], keep=keep)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", ["8", None, 1.5, True])
+def test_limits_are_ints(limit: Any) -> None:
+    with pytest.raises(InvalidInput, match="prefill_chunk"):
+        Limits(prefill_chunk=limit)
+
+
+def _beside(bad: dict[str, Any], model: FakeModel | None = None, prompt: list[int] | None = None) -> None:
+    """Submit what fails on the engine's thread between two that must not feel it."""
+    engine, runner = make_engine(model=model)
+    runner.gate = threading.Semaphore(0)
+    with engine:
+        good = [engine.submit([i, 2, 3], LONG) for i in range(2)]
+        runner.gate.release(2)
+        next(iter(good[0]))
+        worse = engine.submit(prompt or [9, 9], **bad)
+        late = engine.submit([7, 2, 3], LONG)
+        runner.gate.release(1000)
+        with pytest.raises(RequestFailed) as caught:
+            worse.result(timeout=10)
+        assert caught.value.__cause__ is not None
+        for handle, first in zip([*good, late], (0, 1, 7), strict=True):
+            assert list(handle.result(timeout=10).token_ids) == greedy_reply([first, 2, 3], 30)
+        check(engine)
+        assert engine.stats().failed == 1
+
+
+def test_a_request_that_cannot_be_admitted_fails_alone() -> None:
+    _beside({"params": LONG, "namespace": Hateful()})
+
+
+def test_a_prompt_whose_text_cannot_be_decoded_fails_alone() -> None:
+    _beside({"params": LONG}, FakeModel(tokenizer=Letters()), prompt=[9, 48])
+
+
+def test_a_stream_that_cannot_be_forked_fails_alone() -> None:
+    _beside({"params": LONG.but(n=3, seed=10**5000)})  # no derived seed: Python does not print ints of that length
+
+
+def test_a_sampled_token_that_cannot_be_decoded_fails_alone() -> None:
+    engine, _ = make_engine(model=FakeModel(tokenizer=Letters()), brain=lambda ids: 48 if ids[0] == 9 else 5)
+    with engine:
+        done = [engine.submit([first], LONG) for first in (1, 9, 2)]
+        with pytest.raises(RequestFailed, match="out of range"):
+            done[1].result(timeout=10)
+        assert [done[i].result(timeout=10).token_ids for i in (0, 2)] == [(5,) * 30] * 2
+        check(engine)
+
+
+def test_a_row_without_a_finite_logit_fails_alone() -> None:
+    engine, runner = make_engine()
+    whole = runner._logits
+
+    def logits(chunk: Chunk) -> np.ndarray:
+        first = runner.tokens[runner._slot(chunk, 0)]
+        return whole(chunk) * (float("nan") if first == 9 else 1)
+
+    runner._logits = logits  # type: ignore[method-assign]
+    with engine:
+        handles = [engine.submit([first, 2, 3], LONG.but(n=n)) for first, n in ((1, 1), (9, 1), (9, 2), (3, 1))]
+        for bad in handles[1:3]:
+            with pytest.raises(RequestFailed, match="no finite maximum"):
+                bad.result(timeout=10)
+        for handle, first in ((handles[0], 1), (handles[3], 3)):
+            assert list(handle.result(timeout=10).token_ids) == greedy_reply([first, 2, 3], 30)
+        check(engine)
+        assert engine.stats().failed == 2
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1e-46}, {"temperature": 1e39}, {"top_k": 10**30}])
+def test_extreme_sampling_params_are_served_beside_others(params: dict[str, Any]) -> None:
+    engine, _ = make_engine()
+    with engine:
+        extreme = SamplingParams(max_tokens=5, ignore_eos=True, **{"top_k": 5, **params})
+        done = engine.generate([[1, 2], [3, 4]], [extreme, LONG])
+        assert [len(each.token_ids) for each in done] == [5, 30]
+
+
+def test_what_a_cancelled_request_that_filled_the_pool_computed_stays_cached() -> None:
+    engine, runner = make_engine(num_blocks=4, block_size=4)
+    runner.gate = threading.Semaphore(0)
+    with engine:
+        prompt = list(range(10))
+        handle = engine.submit(prompt, LONG.but(max_tokens=6))
+        runner.gate.release(1)
+        next(iter(handle))
+        handle.cancel()
+        runner.gate.release(100)
+        with pytest.raises(RequestCancelled):
+            handle.result(timeout=10)
+        assert engine.probe(prompt).matched == 10
+        check(engine)
+
+
+def test_closing_frees_the_pool() -> None:
+    engine, runner = make_engine()
+    pool = weakref.ref(runner)
+    cache = weakref.ref(engine._core.cache)
+    limit = engine.context_limit
+    running = engine.submit([1, 2, 3], LONG)
+    del runner
+    engine.close()
+    gc.collect()
+    assert (pool(), cache()) == (None, None)
+    assert running.done
+    assert engine.context_limit == limit
+    for verb in (engine.submit, engine.probe, engine.warm, engine.demote):
+        with pytest.raises(EngineClosed):
+            verb([1, 2, 3])
+    for ask in (engine.stats, engine.clear_cache):
+        with pytest.raises(EngineClosed):
+            ask()
+
+
+def test_a_fault_of_the_pool_itself_hangs_nobody() -> None:
+    def broken(*ignored: object) -> None:
+        raise AssertionError("the pool is broken")
+
+    engine, runner = make_engine()
+    runner.gate = threading.Semaphore(0)
+    handles = [engine.submit([i, 2, 3], LONG) for i in range(3)]
+    runner.gate.release(1)
+    next(iter(handles[0]))
+    engine._core.scheduler.remove = broken  # type: ignore[method-assign]
+    runner.run = broken  # type: ignore[method-assign,assignment]
+    runner.gate.release(100)
+    for handle in handles:
+        with pytest.raises((RequestFailed, EngineClosed)):
+            handle.result(timeout=10)
+    with pytest.raises(EngineClosed):
+        engine.stats()
+    engine.close()
