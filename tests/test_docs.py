@@ -23,9 +23,9 @@ def names(pages: list[Path]) -> list[str]:
     return [str(page.relative_to(ROOT)) for page in pages]
 
 
-def python(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=300, check=False)
 
 
 WITH_PYTHON = [page for page in PAGES if snippets(page, "python")]
@@ -44,11 +44,11 @@ def test_the_readme_has_snippets_of_both_kinds() -> None:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=names(WITH_PYTHON))
-def test_python_snippets_run(page: Path) -> None:
-    """All of a page's snippets in one fresh interpreter, in order, with no network."""
+def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
+    """All of a page's snippets in one fresh interpreter, in order, with no network, in a folder that they may write to."""
     code = "\n".join(snippets(page, "python"))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = python("-c", code, env=environment)
+    done = python("-c", code, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
