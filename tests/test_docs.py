@@ -45,7 +45,7 @@ def test_the_readme_has_snippets_of_both_kinds() -> None:
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=names(WITH_PYTHON))
 def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
-    """All of a page's snippets in one fresh interpreter, in order, with no network, in a folder that they may write to."""
+    """All of a page's snippets in one fresh interpreter, in order, offline, in a folder that they may write to."""
     code = "\n".join(snippets(page, "python"))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = python("-c", code, cwd=tmp_path, env=environment)
