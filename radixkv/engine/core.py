@@ -106,15 +106,24 @@ class Core:
         return self.runner.run([_chunk(each) for each in work], copies)
 
     def _commit(self, work: list[Work], logits: Tensor) -> None:
-        for each in work:
-            self._count(each)
-            each.stream.sequence.commit(publish=self._reuse and not each.stream.request.publish_late)
+        sound = torch.isfinite(logits.amax(dim=1)).tolist()
+        for each, is_sound in zip(work, sound, strict=True):
+            if not each.stream.request.outlet.ended:  # another stream of it failed
+                with self._alone(each.stream.request):
+                    self._commit_one(each, is_sound)
         self._sample(self._rows(work), logits)
         for each in work:
             with self._alone(each.stream.request):
                 self._settle(each.stream.request)
 
     # ---- commit
+
+    def _commit_one(self, work: Work, is_sound: bool) -> None:
+        """Keep what a chunk computed, and publish it; never the KV of a forward that gave no numbers."""
+        if not is_sound:
+            raise InvalidInput("the model's logits have no finite maximum: it computed NaN or infinity")
+        self._count(work)
+        work.stream.sequence.commit(publish=self._reuse and not work.stream.request.publish_late)
 
     def _count(self, work: Work) -> None:
         counters, stream = self.counters, work.stream
@@ -128,7 +137,7 @@ class Core:
         rows: list[tuple[int, Stream]] = []
         for row, each in enumerate(work):
             request = each.stream.request
-            if not each.samples:
+            if not each.samples or request.outlet.ended:
                 continue
             if len(request.streams) == request.width:
                 rows.append((row, each.stream))
@@ -151,7 +160,7 @@ class Core:
 
     def _accept(self, stream: Stream, token: int, logprobs: TokenLogprobs | None, broken: bool) -> None:
         if broken:
-            raise InvalidInput("the logits have no finite maximum: NaN, or nothing allowed")
+            raise InvalidInput("the logits have no finite maximum: the sampling parameters leave nothing to draw")
         self.counters.output_tokens += 1
         stream.request.outlet.put(stream.accept(token, logprobs))
 
