@@ -15,6 +15,7 @@ from radixkv.chat.messages import Message
 from radixkv.chat.session import ChatSession, HistoryMode, Overflow
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import RequestEngine
+from radixkv.engine.prompts import is_chat
 from radixkv.errors import InvalidInput
 
 
@@ -46,6 +47,8 @@ class Engine(RequestEngine):
             raise InvalidInput(
                 f"the system prompt must be a text, got {type(system).__name__}: pass messages=[...] instead"
             )
+        if not is_chat(messages) and messages:
+            raise InvalidInput(f"messages must be a list of dicts with role and content, got {messages!r}")
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         template = ChatTemplate(self.model.tokenizer, self.model.stop_token_ids, tools)
         return ChatSession(

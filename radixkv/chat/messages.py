@@ -99,6 +99,8 @@ def split_tool_calls(text: str, turn: int) -> tuple[str, tuple[ToolCall, ...]]:
 
 def tool_messages(results: Sequence[ToolResult], calls: Sequence[ToolCall]) -> list[Message]:
     """The tool turns that answer `calls`, in their order; raises InvalidInput unless each is answered once."""
+    if not isinstance(results, Sequence) or not all(isinstance(result, ToolResult) for result in results):
+        raise InvalidInput(f"results must be a list of ToolResult, got {results!r}")
     if not calls:
         raise InvalidInput("the last reply made no tool call, so there is nothing to answer: use send()")
     asked, answered = [call.id for call in calls], [result.call_id for result in results]
@@ -115,7 +117,7 @@ def _parse_call(block: str, call_id: str) -> ToolCall | None:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         valid = isinstance(call["name"], str) and isinstance(arguments, dict)
         return ToolCall(call_id, call["name"], arguments) if valid else None
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError):  # the last: nested too deep
         return None
 
 

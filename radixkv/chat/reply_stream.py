@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from radixkv.chat.messages import Message, Reply
 from radixkv.engine import Chunk, Handle
 from radixkv.errors import RequestCancelled
+from radixkv.models.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from radixkv.chat.session import ChatSession, Turn
@@ -21,13 +22,19 @@ class ReplyStream:
     """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole."""
 
     def __init__(
-        self, session: ChatSession, handle: Handle, turns: list[Turn], prompt: array[int], new: Sequence[Message]
+        self,
+        session: ChatSession,
+        handle: Handle,
+        turns: list[Turn],
+        prompt: array[int],
+        new: Sequence[Message],
+        params: SamplingParams,
     ) -> None:
         """Follow `handle`; at its end the session has `turns` and this one."""
         self._session = session
         self._handle = handle
         self._reply: Reply | None = None
-        self.turns, self.prompt, self.new = turns, prompt, new
+        self.turns, self.prompt, self.new, self.params = turns, prompt, new, params
 
     def __iter__(self) -> Iterator[Chunk]:
         """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""

@@ -21,8 +21,8 @@ from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, split_th
 from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import Completion
-from radixkv.errors import ContextOverflow, InvalidInput, SessionClosed
-from radixkv.models.sampler import SamplingParams
+from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, SessionClosed
+from radixkv.models.sampling_params import SamplingParams, checked_params, is_int
 
 if TYPE_CHECKING:
     from radixkv.engine import RequestEngine
@@ -115,15 +115,15 @@ class ChatSession:
     def fork(self, n: int = 1) -> list[ChatSession]:
         """`n` more sessions with this history; all share its cached prefix. O(tokens) each, no KV is copied."""
         self._settle()
-        if n < 1:
-            raise InvalidInput(f"fork makes at least 1 session, got n={n}")
+        if not is_int(n) or n < 1:
+            raise InvalidInput(f"fork makes at least 1 session, got n={n!r}")
         return [self._twin() for _ in range(n)]
 
     def rewind(self, turns: int = 1) -> None:
         """Forget the last turns; what the cache holds of them is the first to be evicted."""
         self._settle()
-        if not 1 <= turns <= len(self._turns):
-            raise InvalidInput(f"rewind takes 1..{len(self._turns)} turns of this session, got {turns}")
+        if not is_int(turns) or not 1 <= turns <= len(self._turns):
+            raise InvalidInput(f"rewind takes 1..{len(self._turns)} turns of this session, got {turns!r}")
         dead = self._ids
         self._cut(len(self._turns) - turns)
         self._demote(dead)
@@ -134,8 +134,8 @@ class ChatSession:
         The old branch is the first to be evicted. If the new reply fails, the history is what it was.
         """
         self._settle()
-        if not 0 <= turn < len(self._turns):
-            raise InvalidInput(f"this session has turns 0..{len(self._turns) - 1}, got {turn}")
+        if not is_int(turn) or not 0 <= turn < len(self._turns):
+            raise InvalidInput(f"this session has turns 0..{len(self._turns) - 1}, got {turn!r}")
         if self._turns[turn].messages[0]["role"] != "user":
             raise InvalidInput(f"turn {turn} answers tool calls, only what a user said can be edited")
         turns, dead = self._turns, self._ids
@@ -199,7 +199,7 @@ class ChatSession:
 
     def _ask(self, new: list[Message], answers: Sequence[ToolCall], params: SamplingParams | None) -> ReplyStream:
         self._settle()
-        params = params or SamplingParams()
+        params = checked_params(params)
         if params.n != 1:
             raise InvalidInput(f"a conversation has one reply a turn, got n={params.n}: fork the session instead")
         turns = self._turns
@@ -208,7 +208,7 @@ class ChatSession:
             turns, prompt = self._dropped(new, prompt, params)
         self._check_room(prompt)
         handle = self._engine.submit(prompt, params, namespace=self._namespace)
-        self._open_stream = ReplyStream(self, handle, turns, prompt, new)
+        self._open_stream = ReplyStream(self, handle, turns, prompt, new, params)
         return self._open_stream
 
     def _prompt(self, turns: list[Turn], new: Sequence[Message], answers: Sequence[ToolCall]) -> array[int]:
@@ -251,7 +251,7 @@ class ChatSession:
 
     def _record(self, stream: ReplyStream, completion: Completion) -> Reply:
         """The turn is complete: it becomes part of the history."""
-        reply = self._reply(completion, len(stream.turns))
+        reply = self._reply(completion, len(stream.turns), stream.params)
         message: Message = {"role": "assistant", "content": reply.text}
         if reply.tool_calls:
             message["tool_calls"] = [call.as_message() for call in reply.tool_calls]
@@ -261,8 +261,8 @@ class ChatSession:
         self._open_stream = None
         return reply
 
-    def _reply(self, completion: Completion, turn: int) -> Reply:
-        thinking, text = split_thinking(self._template.said_text(completion.token_ids))
+    def _reply(self, completion: Completion, turn: int, params: SamplingParams) -> Reply:
+        thinking, text = split_thinking(self._said(completion, params))
         text, calls = split_tool_calls(text, turn)
         if not thinking and not calls:
             text = completion.text  # without control tokens and stop strings
@@ -275,6 +275,17 @@ class ChatSession:
             thinking=thinking,
             logprobs=completion.logprobs,
         )
+
+    def _said(self, completion: Completion, params: SamplingParams) -> str:
+        """The text with control tokens, up to the stop string if one ended it."""
+        ids = completion.token_ids
+        text = self._template.said_text(ids)
+        if completion.finish_reason != "stop" or ids[-1] in self._template.stop_ids | {*params.stop_token_ids}:
+            return text
+        # Up to the last token but one of the minimum, a stop string is text as any other.
+        start = len(self._template.said_text(ids[: max(params.min_tokens - 1, 0)]))
+        found = [at for stop in params.stop if (at := text.find(stop, start)) >= 0]
+        return text[: min(found, default=len(text))]
 
     # ---- state
 
@@ -314,7 +325,10 @@ class ChatSession:
         if keep is None:
             keep = next((at for at, (a, b) in enumerate(zip(dead, self._ids, strict=False)) if a != b), len(self._ids))
         if len(dead) > keep:
-            self._engine.demote(dead, keep=keep, namespace=self._namespace)
+            try:
+                self._engine.demote(dead, keep=keep, namespace=self._namespace)
+            except EngineClosed:
+                return  # a hint about a pool that is gone
 
     def _settle(self) -> None:
         """Every verb begins here: closed sessions refuse, a stream that was left is undone."""

@@ -18,7 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from radixkv.chat.messages import THINK_END, THINK_START, Message, ToolCall
-from radixkv.errors import ChatError
+from radixkv.engine.prompts import checked_text
+from radixkv.errors import ChatError, InvalidInput
 
 # Put inside a control token's text, so that it is encoded in two halves and stays text. A Unicode noncharacter, so
 # never part of a text.
@@ -36,14 +37,14 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         date: str | None = None,
     ) -> None:
-        """Raises ChatError for a model without a chat template."""
+        """Raises ChatError for a model without a chat template, InvalidInput for tools that JSON cannot hold."""
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             raise ChatError(
                 "this model has no chat template, so it cannot hold a conversation: use generate() or submit()"
             )
         self._tokenizer = tokenizer
-        self._stop_ids = stop_ids
-        self.tools = json.loads(json.dumps(list(tools))) if tools else None
+        self.stop_ids = stop_ids
+        self.tools = _json_copy(tools) if tools else None
         self.date = date or datetime.date.today().strftime("%d %b %Y")
 
     # ---- the three ways to a prompt
@@ -59,7 +60,7 @@ class ChatTemplate:
         template has it there too; it is closed with the template's if it was cut short.
         """
         tail = self._behind_reply(new, answers)
-        last = ids[-1] if ids and ids[-1] in self._stop_ids else None
+        last = ids[-1] if ids and ids[-1] in self.stop_ids else None
         if last is None:
             return ids + self._encode(tail)
         emitted = self._text([last])
@@ -107,7 +108,7 @@ class ChatTemplate:
         return self._text(self._without_stop(ids))
 
     def _without_stop(self, ids: Sequence[int]) -> Sequence[int]:
-        return ids[:-1] if ids and ids[-1] in self._stop_ids else ids
+        return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
 
     def _thinking_length(self, ids: Sequence[int]) -> int:
         """Tokens of the thinking, its closing tag and the white space behind it; 0 without thinking."""
@@ -145,7 +146,7 @@ class ChatTemplate:
 
     def _from_stop(self, tail: str) -> str:
         """Skip what closes the dummy tool call: the reply brought its own."""
-        found = [at for at in (tail.find(self._text([stop])) for stop in self._stop_ids) if at >= 0]
+        found = [at for at in (tail.find(self._text([stop])) for stop in self.stop_ids) if at >= 0]
         if not found:
             raise ChatError("the chat template does not end a tool call with a stop token: use history='template'")
         return tail[min(found) :]
@@ -187,11 +188,18 @@ class ChatTemplate:
     def _encode(self, text: str) -> array[int]:
         ids = array("i")
         for piece in text.split(_BREAK):
-            ids.extend(self._tokenizer.encode(piece, add_special_tokens=False) if piece else ())
+            ids.extend(self._tokenizer.encode(checked_text(piece), add_special_tokens=False) if piece else ())
         return ids
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _json_copy(tools: Sequence[Any]) -> list[Any]:
+    try:
+        return list(json.loads(json.dumps(list(tools))))
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"tools must be a list of JSON schemas: {error}") from error
 
 
 def _sentinel(messages: Sequence[Message], name: str) -> str:

@@ -25,7 +25,7 @@ def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int, *, reply: boo
     Raises InvalidTokens (empty, not ints, outside the vocabulary) or InvalidInput (text without a tokenizer).
     """
     if isinstance(prompt, str):
-        ids: Any = _need(tokenizer, "text").encode(prompt)
+        ids: Any = _need(tokenizer, "text").encode(checked_text(prompt))
     elif is_chat(prompt):
         ids = encode_chat(prompt, tokenizer, reply=reply)
     else:
@@ -44,7 +44,16 @@ def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[in
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInput("this tokenizer has no chat template: pass text or token ids instead of chat messages")
     text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=reply, tokenize=False)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return list(tokenizer.encode(checked_text(text), add_special_tokens=False))
+
+
+def checked_text(text: str) -> str:
+    """The text itself; raises InvalidInput if it has half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"this text is no valid Unicode: {error}") from error
+    return text
 
 
 def checked_ids(ids: Any, vocab_size: int) -> TokenIds:

@@ -439,3 +439,76 @@ def test_bad_input_has_named_errors():
         chat.send("x")
         with pytest.raises(ChatError, match="no third turn"):
             engine.chat(messages=[{"role": "user", "content": "x"}] * 4).send("y")
+
+
+def test_verbs_on_a_closed_engine_keep_the_history_or_do_their_work():
+    engine = chat_engine()
+    with engine.chat() as chat:
+        for text in ("a", "b", "c"):
+            chat.send(text)
+        engine.close()
+        for call in (lambda: chat.send("d"), lambda: chat.edit(0, "d")):
+            with pytest.raises(EngineClosed):
+                call()
+            assert chat.turns == 3
+        chat.rewind()  # demoting is only a hint
+        assert chat.turns == 2
+        assert [message["content"] for message in chat.history] == ["a", "You said a!", "b", "You said b!"]
+        [twin] = chat.fork()
+        twin.close()
+    assert chat.closed
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        ("<think>hm</think>Yes. END of story", "Yes. "),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call> So END tail', "So"),
+        ("<think>the END is far</think>Yes.", "<think>the "),
+    ],
+)
+def test_a_stop_string_is_never_part_of_a_reply_with_thinking_or_tool_calls(reply, text):
+    with chat_engine(lambda _: reply) as engine, engine.chat(history="append") as chat:
+        got = chat.send("x", SamplingParams(stop=["of", "END"], temperature=0))
+        assert (got.text, got.finish_reason) == (text, "stop")
+        assert chat.history[-1]["content"] == text
+
+
+def test_a_stop_string_before_the_minimum_stays():
+    with chat_engine(lambda _: "<think>END</think>END yes END no") as engine, engine.chat(history="append") as chat:
+        got = chat.send("x", SamplingParams(stop="END", min_tokens=24, temperature=0))
+        assert (got.thinking, got.text, got.finish_reason) == ("END", "END yes ", "stop")
+
+
+@pytest.mark.parametrize("nested", ["[" * 5000, '{"name": "f", "arguments": "' + "[" * 5000 + '"}'])
+def test_a_call_nested_too_deep_to_read_stays_text(nested):
+    with chat_engine(lambda _: f"<tool_call>{nested}</tool_call>") as engine, engine.chat() as chat:
+        reply = chat.send("x", SamplingParams(max_tokens=7000, temperature=0))
+        assert reply.tool_calls == ()
+        assert chat.turns == 1
+
+
+def test_what_is_wrong_with_a_call_is_named_and_changes_nothing():
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    with chat_engine(lambda _: call) as engine, engine.chat() as chat:
+        chat.send("x")
+        calls = [
+            lambda: chat.send("x", {"temperature": 0}),
+            lambda: chat.send("x", {}),
+            lambda: chat.send("\ud800"),
+            *(lambda n=n: chat.fork(n) for n in ("2", 1.5, True, 0)),
+            *(lambda n=n: chat.rewind(n) for n in ("1", 1.0, None, 0)),
+            *(lambda n=n: chat.edit(n, "x") for n in ("0", 0.0, None, -1)),
+            lambda: chat.tool_results(["x"]),
+            lambda: chat.tool_results(None),
+            lambda: engine.chat(messages=["hi"]),
+            lambda: engine.chat(messages=3),
+            lambda: engine.chat(tools=5),
+            lambda: engine.chat(tools=[print]),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidInput):
+                call()
+        assert chat.turns == 1
+        assert engine.stats().requests == 1
+        assert chat.tool_results([ToolResult("call_0_0", 1)]).tool_calls

@@ -14,6 +14,7 @@ from radixkv import SamplingParams
 from radixkv.engine import Limits
 from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, RequestFailed
 from radixkv.models.runner import Chunk
+from tests.chat.worlds import chat_engine
 from tests.engine.fakes import VOCAB, FakeModel, check, greedy_reply, make_engine
 
 LONG = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -214,3 +215,27 @@ def test_a_fault_of_the_pool_itself_hangs_nobody() -> None:
     with pytest.raises(EngineClosed):
         engine.stats()
     engine.close()
+
+
+def test_what_a_broken_forward_wrote_is_never_published() -> None:
+    engine, runner = make_engine(prefill_chunk=8)
+    whole, broken = runner._logits, [True]
+    runner._logits = lambda chunk: whole(chunk) * (float("nan") if broken[0] else 1)  # type: ignore[method-assign]
+    prompt = list(range(20))
+    with engine:
+        for n in (1, 2):
+            with pytest.raises(RequestFailed, match="no finite maximum"):
+                engine.submit(prompt, LONG.but(n=n)).result(timeout=10)
+        assert engine.probe(prompt).matched == 0
+        broken[0] = False
+        assert list(engine.submit(prompt, LONG).result(timeout=10).token_ids) == greedy_reply(prompt, 30)
+        check(engine)
+
+
+def test_text_that_is_no_unicode_is_refused_by_name() -> None:
+    with chat_engine() as engine:
+        for verb in (engine.submit, engine.probe, engine.warm):
+            with pytest.raises(InvalidInput, match="Unicode"):
+                verb("a \ud800 b")
+            with pytest.raises(InvalidInput, match="Unicode"):
+                verb([{"role": "user", "content": "\udcff"}])
