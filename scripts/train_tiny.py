@@ -8,7 +8,7 @@
 Knows how text becomes tokens and how the model learns; the language itself, and its answers, are in `tiny_language.py`.
 Deterministic for a seed, a number of steps and a version of torch. Every conversation is a row of its own, from
 position 0, as it is in use; the loss is over assistant turns, and a little over the rest. Matrices learn by Muon
-(orthogonalised momentum), embeddings and norms by AdamW: at this size that needs about half of AdamW's steps.
+(orthogonalised momentum), embeddings and norms by AdamW.
 """
 
 import argparse
