@@ -506,9 +506,9 @@ def test_what_is_wrong_with_a_call_is_named_and_changes_nothing():
             lambda: engine.chat(tools=5),
             lambda: engine.chat(tools=[print]),
         ]
-        for call in calls:
+        for wrong in calls:
             with pytest.raises(InvalidInput):
-                call()
+                wrong()
         assert chat.turns == 1
         assert engine.stats().requests == 1
         assert chat.tool_results([ToolResult("call_0_0", 1)]).tool_calls
