@@ -24,7 +24,7 @@ from radixkv.engine.outputs import Completion
 from radixkv.engine.prompts import Prompt, TokenIds
 from radixkv.engine.request import Request, derive_seed
 from radixkv.engine.scheduler import Limits
-from radixkv.engine.sizing import blocks_for
+from radixkv.engine.sizing import blocks_for, check_free
 from radixkv.engine.stats import EngineStats
 from radixkv.engine.warmed import Warmed
 from radixkv.engine.worker import Worker
@@ -105,6 +105,7 @@ class RequestEngine:
         from radixkv.models.runner import Runner
 
         limits = Limits(max_sequences, max_batch_tokens, prefill_chunk)
+        _check_sizes(num_blocks, block_size, seed)
         if attention not in ("auto", ATTENTION):
             raise InvalidInput(f"attention={attention!r}: allowed are 'auto' and {ATTENTION!r}")
         if device == "auto":
@@ -113,6 +114,7 @@ class RequestEngine:
         bytes_per_block = _bytes_per_block(loaded, block_size)
         if num_blocks is None:
             num_blocks = blocks_for(kv_memory, bytes_per_block, device)
+        check_free(num_blocks * bytes_per_block, loaded.device.type)
         cache = PrefixCache(num_blocks, block_size, eviction)
         runner = Runner(loaded, num_blocks, block_size)
         return cls(loaded, runner, cache, limits, bytes_per_block=bytes_per_block, prefix_cache=prefix_cache, seed=seed)
@@ -296,6 +298,14 @@ class RequestEngine:
             cache=core.cache.stats(),
             **asdict(core.counters),
         )
+
+
+def _check_sizes(num_blocks: object, block_size: object, seed: object) -> None:
+    for name, value in (("num_blocks", 1 if num_blocks is None else num_blocks), ("block_size", block_size)):
+        if not is_int(value) or value < 1:
+            raise InvalidInput(f"{name} must be an int, at least 1, got {value!r}")
+    if not is_int(seed):
+        raise InvalidInput(f"seed must be an int, got {seed!r}")
 
 
 def _check_namespace(namespace: object) -> None:

@@ -39,11 +39,18 @@ def blocks_for(kv_memory: str | int, bytes_per_block: int, device: str) -> int:
     return memory // bytes_per_block
 
 
+def check_free(memory: int, device: str) -> None:
+    """Raise InvalidInput if a pool of `memory` bytes is more than a CPU has free; a GPU says so itself."""
+    if device == "cpu" and memory > (free := free_memory()):
+        raise InvalidInput(f"a KV pool of {memory} bytes does not fit: {free} bytes are free here")
+
+
 def _automatic(device: str) -> int:
     """On a CPU a quarter of the free memory, at most 4 GiB; on a GPU what is left at 90% of the card."""
     if device.startswith("cuda"):
         import torch
 
+        torch.cuda.empty_cache()  # what torch keeps of a pool that was freed is free for this one
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1 - _GPU_SHARE) * total))
     return min(free_memory() // _CPU_SHARE, _CPU_MOST)
@@ -69,7 +76,18 @@ def _left_in_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            return max(0, int((folder / limit).read_text()) - int((folder / used).read_text()))
+            return max(0, int((folder / limit).read_text()) - int((folder / used).read_text()) + _files(folder, used))
         except (OSError, ValueError):  # no such version of control groups, or "max": no limit
             continue
     return 2**63
+
+
+def _files(folder: Path, used: str) -> int:
+    """Bytes of files that the control group's `used` counts, and that Linux gives up when memory is asked for."""
+    try:
+        lines = (folder / used).with_name("memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    stat = dict(line.split() for line in lines)
+    prefix = "total_" if "total_inactive_file" in stat else ""  # version 1: with the groups below this one
+    return sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))

@@ -25,8 +25,9 @@ class Counters:
 class EngineStats:
     """One moment of an engine: `waiting` and `running` requests now, everything else since it was loaded.
 
-    Prompt and cached tokens are counted once a request, at admission; computed tokens when their step was committed;
-    output tokens when they were sampled. `cache` has the pool's own counters and gauges.
+    Prompt and cached tokens are counted once a request, when its first step is committed; computed tokens when their
+    step is; output tokens when they were sampled. `cache` has the pool's own counters and gauges, which also count
+    requests that ended before their first step.
     """
 
     model: str
