@@ -11,10 +11,12 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixkv.chat.messages import ToolCall
+from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.session import ChatSession, Turn
 from radixkv.chat.template import ChatTemplate
+from radixkv.engine.prompts import checked_ids
 from radixkv.errors import InvalidInput
+from radixkv.models.sampling_params import is_int
 
 if TYPE_CHECKING:
     from radixkv.engine import RequestEngine
@@ -42,11 +44,9 @@ def resume(engine: RequestEngine, path: str | os.PathLike[str]) -> ChatSession:
         raise InvalidInput(
             f"{path} was saved with the model {saved['model']!r}, this engine runs {engine.model.name!r}"
         )
-    if max(saved["token_ids"], default=0) >= engine.model.vocab_size:
-        raise InvalidInput(f"{path} has token ids outside this model's vocabulary of {engine.model.vocab_size}")
     try:
         return _from_json(engine, saved)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InvalidInput(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -100,16 +100,30 @@ def _from_json(engine: RequestEngine, saved: dict[str, Any]) -> ChatSession:
     session = ChatSession(
         engine,
         template,
-        saved["opening"],
+        [_message(message) for message in saved["opening"]],
         namespace=saved["namespace"],
         history=saved["history"],
         overflow=saved["overflow"],
     )
-    session._turns = [_turn_from_json(turn) for turn in saved["turns"]]
-    session._ids = array("i", saved["token_ids"])
+    session._ids = _ids(saved["token_ids"], model.vocab_size)
+    session._turns = [_turn_from_json(turn, len(session._ids), model.vocab_size) for turn in saved["turns"]]
     return session
 
 
-def _turn_from_json(saved: dict[str, Any]) -> Turn:
+def _turn_from_json(saved: dict[str, Any], length: int, vocab_size: int) -> Turn:
     calls = tuple(ToolCall(**call) for call in saved["tool_calls"])
-    return Turn(tuple(saved["messages"]), tuple(saved["reply_ids"]), saved["reply"], calls, saved["end"])
+    messages = tuple(_message(message) for message in saved["messages"])
+    end = saved["end"]
+    if not messages or (end is not None and not (is_int(end) and 0 <= end <= length)):
+        raise ValueError(f"a turn of {len(messages)} messages that ends at {end!r}")
+    return Turn(messages, tuple(_ids(saved["reply_ids"], vocab_size)), _message(saved["reply"]), calls, end)
+
+
+def _message(saved: Any) -> Message:
+    if not isinstance(saved, dict) or not isinstance(saved.get("role"), str):
+        raise ValueError(f"{saved!r} is no message")
+    return saved
+
+
+def _ids(saved: Any, vocab_size: int) -> array[int]:
+    return array("i", checked_ids(saved, vocab_size).tobytes()) if saved != [] else array("i")

@@ -129,7 +129,7 @@ class Repl:
                 self._console.out(chunk.text, end="", highlight=False)
                 self._console.file.flush()
             self._console.print()
-            self._note(_cost(stream.reply))
+            self._note(_cost(stream.reply, self._engine.context_limit))
         except KeyboardInterrupt:
             stream.close()
             self._console.print()
@@ -161,9 +161,14 @@ class Repl:
         if not text.strip():
             raise WrongCommandError("type /edit N TEXT: the exchange's number, and what to say in it instead")
         turn = _number(number, "exchange", self.session.turns) - 1
-        reply = self.session.edit(turn, text.strip(), self._params)
+        try:
+            reply = self.session.edit(turn, text.strip(), self._params)
+        except KeyboardInterrupt:
+            self._console.print()
+            self._note("stopped; everything is as it was.")
+            return
         self._console.out(reply.text, highlight=False)
-        self._note(_cost(reply))
+        self._note(_cost(reply, self._engine.context_limit))
 
     def _stats(self, rest: str) -> None:
         stats = self._engine.stats()
@@ -196,8 +201,10 @@ def _number(text: str, name: str, most: int) -> int:
     return int(text)
 
 
-def _cost(reply: Reply) -> str:
+def _cost(reply: Reply, context_limit: int) -> str:
     usage = reply.usage
-    ended = ", cut at --max-tokens" if reply.finish_reason == "length" else ""
+    full = usage.prompt_tokens + usage.output_tokens >= context_limit
+    cut = ", cut: the context is full" if full else ", cut at --max-tokens"
+    ended = cut if reply.finish_reason == "length" else ""
     found = f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens from the cache"
     return f"{found}, first token after {usage.ttft_s * 1000:.0f} ms{ended}"

@@ -512,3 +512,44 @@ def test_what_is_wrong_with_a_call_is_named_and_changes_nothing():
         assert chat.turns == 1
         assert engine.stats().requests == 1
         assert chat.tool_results([ToolResult("call_0_0", 1)]).tool_calls
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"token_ids": value} for value in ("abc", [1, "x"], None, [-5], [2**40], {"a": 1})),
+        *({"opening": value} for value in (None, "x", [1], [{}])),
+        *({"turns": value} for value in (None, [1])),
+        {"tools": 5},
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
+    _refused(tmp_path, lambda saved: saved.update(damage))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"reply_ids": value} for value in ([99999], [-1], "x")),
+        *({"end": value} for value in ("x", 10**6, -3)),
+        *({"reply": value} for value in ("x", {})),
+        *({"messages": value} for value in ([], ["x"], "x")),
+        *({"tool_calls": value} for value in ([{"a": 1}], None)),
+    ],
+)
+def test_a_damaged_turn_is_refused_by_name(tmp_path, damage):
+    _refused(tmp_path, lambda saved: saved["turns"][0].update(damage))
+
+
+def _refused(tmp_path, change) -> None:
+    path = tmp_path / "chat.json"
+    with chat_engine() as engine:
+        chat = engine.chat("Be kind.")
+        chat.send("one")
+        chat.save(path)
+        assert engine.resume(path).history == chat.history
+        saved = json.loads(path.read_text())
+        change(saved)
+        path.write_text(json.dumps(saved))
+        with pytest.raises(InvalidInput, match=r"chat\.json"):
+            engine.resume(path)

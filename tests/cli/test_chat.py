@@ -146,3 +146,31 @@ def test_ctrl_c_while_typing_does_not_leave(engine, monkeypatch):
     Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=120)).loop()
     assert "/quit leaves" in out.getvalue()
     assert "Hello! How can I help you today?" in out.getvalue()
+
+
+def test_ctrl_c_during_an_edit_leaves_everything_as_it_was(engine, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n/edit 1 My name is Nora.\nWhat is my name?\n"))
+    out = io.StringIO()
+    repl = Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=120))
+
+    def interrupted(*ignored: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(repl.session, "edit", interrupted)
+    repl.loop()
+    assert "stopped; everything is as it was." in out.getvalue()
+    assert repl.session.turns == 2
+
+
+def test_what_is_no_unicode_is_said_and_the_talk_goes_on(typed):
+    out = typed("\udcff", "Hello!")
+    assert "no valid Unicode" in out
+    assert "Hello! How can I help you today?" in out
+
+
+def test_a_reply_that_fills_the_context_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n"))
+    out = io.StringIO()
+    with Engine.load("tiny", num_blocks=1) as small:
+        Repl(small, small.chat(), SamplingParams(temperature=0), Console(file=out, width=120)).loop()
+    assert "cut: the context is full" in out.getvalue()
