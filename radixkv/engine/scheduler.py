@@ -220,6 +220,9 @@ class Scheduler:
         if self._available() < self._need(request, sequence.length):
             # A hit that ends inside a block costs a copy of that block: give the tokens in it up.
             sequence.truncate(sequence.length - sequence.length % self._block_size)
+        if self._available() < self._need(request, sequence.length):
+            # Part-filled blocks on the way to the hit are held beside it: give all of it up.
+            sequence.truncate(0)
         return self._available() >= self._need(request, sequence.length)
 
     def _enters(self, request: Request) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import weakref
 from typing import Any
@@ -239,3 +240,19 @@ def test_text_that_is_no_unicode_is_refused_by_name() -> None:
                 verb("a \ud800 b")
             with pytest.raises(InvalidInput, match="Unicode"):
                 verb([{"role": "user", "content": "\udcff"}])
+
+
+def test_one_user_of_a_small_pool_is_never_refused_what_fits_it() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        size, blocks = rng.choice([2, 3, 4, 16]), rng.choice([4, 5, 7])
+        base = rng.choices(range(48), k=size * blocks)
+        engine, _ = make_engine(blocks, size)
+        with engine:
+            for _ in range(14):
+                prompt = base[: rng.randint(1, len(base) - 1)]
+                if rng.random() < 0.5:
+                    prompt = [*prompt[: rng.randint(0, len(prompt) - 1)], *rng.choices(range(48), k=2)][: len(base) - 1]
+                done = engine.submit(prompt, LONG.but(max_tokens=rng.randint(1, len(base)))).result(timeout=10)
+                assert list(done.token_ids) == greedy_reply(prompt, len(done.token_ids))
+            check(engine)
