@@ -18,13 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from radixkv.chat.messages import THINK_END, THINK_START, Message, ToolCall
-from radixkv.engine.prompts import checked_text
+from radixkv.engine.guard import Guard
 from radixkv.errors import ChatError, InvalidInput
-
-# Put inside a control token's text, so that it is encoded in two halves and stays text. A Unicode noncharacter, so
-# never part of a text.
-_BREAK = "\ufdd0"
-_UNTRUSTED = frozenset({"user", "tool"})
 
 
 class ChatTemplate:
@@ -43,6 +38,7 @@ class ChatTemplate:
                 "this model has no chat template, so it cannot hold a conversation: use generate() or submit()"
             )
         self._tokenizer = tokenizer
+        self._guard = Guard(tokenizer)
         self.stop_ids = stop_ids
         self.tools = _json_copy(tools) if tools else None
         self.date = date or datetime.date.today().strftime("%d %b %Y")
@@ -152,7 +148,7 @@ class ChatTemplate:
         return tail[min(found) :]
 
     def _render(self, messages: Sequence[Message]) -> str:
-        guarded = [self._guarded(message) for message in messages]
+        guarded = [self._guard.message(message) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 guarded, tools=self.tools, add_generation_prompt=True, tokenize=False, date_string=self.date
@@ -161,35 +157,8 @@ class ChatTemplate:
             raise ChatError(f"the model's chat template refuses this conversation: {error}") from error
         return str(text)
 
-    def _guarded(self, message: Message) -> Message:
-        """The message with control tokens broken up, if it comes from outside: nobody writes another's turns."""
-        if message.get("role") not in _UNTRUSTED:
-            return message
-        return {**message, "content": self._break_up(message.get("content"))}
-
-    def _break_up(self, content: Any) -> Any:
-        if isinstance(content, str):
-            content = content.replace(_BREAK, "")
-            for control in self._controls:
-                content = content.replace(control, control[0] + _BREAK + control[1:])
-            return content
-        if isinstance(content, list):
-            return [{**part, "text": self._break_up(part["text"])} if "text" in part else part for part in content]
-        return content
-
-    @cached_property
-    def _controls(self) -> list[str]:
-        """Texts of all control tokens, longest first."""
-        tokenizer = self._tokenizer
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        special = {str(token) for token in tokenizer.all_special_tokens} | {t.content for t in added if t.special}
-        return sorted((text for text in special if len(text) > 1), key=lambda text: (-len(text), text))
-
     def _encode(self, text: str) -> array[int]:
-        ids = array("i")
-        for piece in text.split(_BREAK):
-            ids.extend(self._tokenizer.encode(checked_text(piece), add_special_tokens=False) if piece else ())
-        return ids
+        return array("i", self._guard.encode(text))
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

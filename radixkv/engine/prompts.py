@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.engine.guard import Guard, Message, checked_text
 from radixkv.errors import InvalidInput, InvalidTokens
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
-Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer[Any]] | Sequence[Message]
 
 
@@ -39,21 +39,16 @@ def is_chat(prompt: object) -> bool:
 
 
 def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[int]:
-    """Render messages through the tokenizer's chat template and encode them, control tokens included."""
+    """Render messages through the tokenizer's chat template and encode them.
+
+    Control tokens are the template's only: those that a user or a tool spells stay text.
+    """
     tokenizer = _need(tokenizer, "chat messages")
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInput("this tokenizer has no chat template: pass text or token ids instead of chat messages")
-    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=reply, tokenize=False)
-    return list(tokenizer.encode(checked_text(text), add_special_tokens=False))
-
-
-def checked_text(text: str) -> str:
-    """The text itself; raises InvalidInput if it has half of a surrogate pair, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInput(f"this text is no valid Unicode: {error}") from error
-    return text
+    guard = Guard(tokenizer)
+    guarded = [guard.message(message) for message in messages]
+    return guard.encode(tokenizer.apply_chat_template(guarded, add_generation_prompt=reply, tokenize=False))
 
 
 def checked_ids(ids: Any, vocab_size: int) -> TokenIds:
