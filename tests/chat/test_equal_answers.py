@@ -87,7 +87,6 @@ def test_answers_are_equal_under_pressure(folder):
 TINY = Path(__file__).parents[2] / "radixkv" / "assets" / "tiny"
 
 
-@pytest.mark.skipif(not (TINY / "model.safetensors").exists(), reason="the bundled model is not in this checkout")
 def test_the_bundled_model_answers_alike_with_and_without_a_cache():
     torch.set_num_threads(1)
     tools = [
