@@ -40,7 +40,7 @@ POLICIES: dict[str, Rank] = {
 class EvictionIndex:
     """The unlocked leaves, coldest first, by (priority, demoted first, the policy's rank, recency)."""
 
-    __slots__ = ("_order", "_rank", "_tick", "policy")
+    __slots__ = ("_coldest", "_order", "_rank", "_tick", "policy")
 
     def __init__(self, policy: str) -> None:
         if not isinstance(policy, str) or policy not in POLICIES:
@@ -49,6 +49,7 @@ class EvictionIndex:
         self._rank: Rank | None = None if policy == "lru" else POLICIES[policy]
         self._order: SortedList = SortedList()
         self._tick = 0
+        self._coldest: Entry | None = None  # the first of the order, if `victim` was asked since the last insertion
 
     def __len__(self) -> int:
         return len(self._order)
@@ -66,15 +67,16 @@ class EvictionIndex:
         """It became an unlocked leaf."""
         rank = 0 if self._rank is None else self._rank(node)
         node.place = (node.priority, not node.demoted, rank, node.tick, node)
+        self._coldest = None
         self._order.add(node.place)
 
     def removed(self, node: Entry) -> None:
         """It is no unlocked leaf any more."""
-        order = self._order
-        if order[0] is node.place:  # most often the victim: no bisection
-            order.pop(0)
+        if node is self._coldest:  # named by `victim` just now: no bisection
+            self._coldest = None
+            self._order.pop(0)
         else:
-            order.remove(node.place)
+            self._order.remove(node.place)
         node.place = None
 
     def inherited(self, parent: Entry, child: Entry) -> None:
@@ -84,5 +86,6 @@ class EvictionIndex:
 
     def victim(self) -> Entry:
         """The leaf that goes next; the index must not be empty."""
-        node: Entry = self._order[0][4]
+        node: Entry = next(iter(self._order))[4]
+        self._coldest = node
         return node

@@ -345,7 +345,7 @@ class RadixTree:
             if tip is not None:
                 self.repoint(tip)
         else:
-            self._free(node, blocks[:])
+            self._free(node, blocks)
         self.nodes -= 1
         if not parent.children:
             parent.children = NO_CHILDREN
