@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import radixkv
 from radixkv import errors
 
 ROOT = Path(__file__).parent.parent
@@ -43,18 +42,6 @@ def test_importing_radixkv_imports_nothing_heavy() -> None:
 def test_importing_the_cache_imports_numpy_and_sortedcontainers_only() -> None:
     ours = imported_by("import radixkv.cache") - imported_by("pass") - set(sys.stdlib_module_names)
     assert ours == {"radixkv", "numpy", "sortedcontainers"}
-
-
-def test_every_public_name_can_be_imported_and_they_are_sorted() -> None:
-    assert list(radixkv.__all__) == sorted(radixkv.__all__)
-    for name in radixkv.__all__:
-        assert getattr(radixkv, name) is not None
-    assert set(radixkv.__all__) <= set(dir(radixkv))
-
-
-def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="nonsense"):
-        radixkv.nonsense  # noqa: B018
 
 
 def test_the_public_names_of_the_cache() -> None:

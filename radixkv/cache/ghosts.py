@@ -1,8 +1,9 @@
 """Bounded memory of what was evicted: it serves explain and regret (and, later, eviction that learns).
 
 Knows token runs, where they hung and when they went. Knows no block. A ghost hangs where its tokens used to follow:
-below (owner, position, first token), where the owner is the id of a node, living or itself a ghost, so that chains of
-ghosts can be followed by comparing tokens, never hashes. Oldest ghosts are forgotten first; adding one is O(1).
+below (owner, position, first token). The owner is a node's mark, which names one text: a trimmed node gets a new mark
+and its ghost keeps the old one, so that chains of ghosts are followed by comparing tokens, never hashes, and nothing is
+told of a text that took another's place. Oldest ghosts are forgotten first; adding one is O(1).
 """
 
 from __future__ import annotations
