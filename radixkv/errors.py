@@ -14,6 +14,7 @@ RadixKVError
 ├── EngineError
 │   ├── EngineClosed               the engine was closed before or during the call
 │   ├── RequestCancelled           `.result()` of a request that was cancelled
+│   ├── RequestTimedOut            the request's own timeout ended it
 │   └── RequestFailed              an exception inside a step; `__cause__` holds it
 └── ChatError
     ├── SessionClosed              the chat session was closed before
@@ -75,6 +76,10 @@ class EngineClosed(EngineError):
 
 class RequestCancelled(EngineError):
     """The request was cancelled before it finished."""
+
+
+class RequestTimedOut(EngineError):
+    """The request did not finish within the timeout that it was submitted with."""
 
 
 class RequestFailed(EngineError):
