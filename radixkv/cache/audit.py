@@ -52,6 +52,9 @@ def _check_shape(cache: PrefixCache, nodes: list[Node]) -> None:
 def _check_locks(cache: PrefixCache, nodes: list[Node]) -> None:
     holders = Counter(id(sequence._node) for sequence in cache._open.values())
     holders.update(id(node) for node in cache._pins.nodes())
+    wanted = [sequence._node for sequence in cache._open.values() if sequence.purpose != "audit"]
+    for node in wanted + cache._pins.nodes():
+        assert not node.demoted, f"node {node.id}: somebody wants it, but it is first to go"
     for node in nodes:
         assert node.holders == holders[id(node)], (
             f"node {node.id}: {node.holders} holders, recounted {holders[id(node)]}"

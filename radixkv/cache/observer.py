@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
+from radixkv.cache.sequence import Purpose
+
 
 class Observer(Protocol):
     """Called synchronously, after the fact, with plain numbers; node ids are never used twice.
@@ -12,8 +14,8 @@ class Observer(Protocol):
     It must not call the cache, and must not raise.
     """
 
-    def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int) -> None:
-        """A sequence was opened: `hit` of `asked` tokens were cached."""
+    def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
+        """A sequence was opened: `hit` of `asked` tokens were cached; only a "request" counts in the stats."""
 
     def forked(self, sequence: int, parent: int) -> None:
         """A sequence was forked off another."""

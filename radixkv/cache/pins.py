@@ -67,6 +67,7 @@ class Pins:
         if pin.expires is not None:
             self._next_expiry = min(self._next_expiry, pin.expires)
         self._tree.hold(node)
+        self._tree.want(node)
         return pin
 
     def remove(self, pin: Pin, node: Node) -> None:

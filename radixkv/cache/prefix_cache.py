@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,12 @@ from radixkv.cache.node import Node
 from radixkv.cache.observer import Observer
 from radixkv.cache.pins import Pin, Pins
 from radixkv.cache.radix_tree import RadixTree, root_mark
-from radixkv.cache.sequence import Hint, Sequence
+from radixkv.cache.sequence import Hint, Purpose, Sequence
 from radixkv.cache.stats import CacheStats, Counters
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.errors import InvalidInput, OutOfBlocks
+
+_PURPOSES = get_args(Purpose)
 
 
 class Match(NamedTuple):
@@ -157,9 +159,20 @@ class PrefixCache:
 
     # ---- holding
 
-    def open(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None, priority: int = 0) -> Sequence:
+    def open(
+        self,
+        tokens: Tokens,
+        namespace: Hashable = None,
+        limit: int | None = None,
+        priority: int = 0,
+        *,
+        purpose: Purpose = "request",
+    ) -> Sequence:
         """A sequence that holds the longest cached prefix of `tokens`, at most `limit` of them; extend it by the rest.
 
+        A "request" counts as a query, and what it finds as hits. A "resume" is a request that comes back after it was
+        preempted: it was counted before. An "audit" looks at what is cached: it does not count, it publishes nothing,
+        and recency, priorities and hints stay as they are, when it is closed, too.
         Costs a match, a table of the path's blocks and, where the prefix ends inside a node, a split.
         """
         raw = as_bytes(tokens)
@@ -169,6 +182,8 @@ class PrefixCache:
             key = raw[: limit * WIDTH]
         if type(priority) is not int:
             check_int("priority", priority)
+        if purpose not in _PURPOSES:
+            raise InvalidInput(f"purpose={purpose!r}: allowed are {', '.join(_PURPOSES)}")
         tree = self._tree
         root = self._root(namespace)
         node, matched = (root, 0) if root is None else tree.match(root, key)
@@ -176,19 +191,20 @@ class PrefixCache:
         if node is None:
             node = tree.root(namespace)
         length, asked = matched // WIDTH, len(raw) // WIDTH
-        counters = self._counters
-        counters.query_tokens += asked
-        counters.hit_tokens += length
-        if matched < len(key):
-            counters.regret_tokens += self._ghosts.regret(node.mark, length, key[matched:])
+        if purpose == "request":
+            counters = self._counters
+            counters.query_tokens += asked
+            counters.hit_tokens += length
+            if matched < len(key):
+                counters.regret_tokens += self._ghosts.regret(node.mark, length, key[matched:])
         if length < node.end:
             node = tree.split(node, length - node.start)
         sequence = self._sequence(node, length, tree.table(node))
-        sequence.namespace, sequence.priority = namespace, priority
-        self._use(node, priority)
+        sequence.namespace, sequence.priority, sequence.purpose = namespace, priority, purpose
+        self._use(node, priority, purpose)
         self._share_last(node, length)
         if self._observer is not None:
-            self._observer.opened(sequence.id, namespace, asked, length)
+            self._observer.opened(sequence.id, namespace, asked, length, purpose)
         return sequence
 
     def pin(self, tokens: Tokens, namespace: Hashable = None, ttl: float | None = None) -> Pin:
@@ -243,12 +259,14 @@ class PrefixCache:
 
     # ---- what sequences ask of the cache
 
-    def _use(self, node: Node, priority: int) -> None:
-        """A sequence was opened at the end of `node`: hold it; recency and hits follow."""
+    def _use(self, node: Node, priority: int, purpose: Purpose) -> None:
+        """A sequence was opened at the end of `node`: hold it; recency and hits follow, but for an audit."""
         self._tree.hold(node)
-        if node.parent is not None:
+        if node.parent is not None and purpose != "audit":
+            if node.demoted:
+                self._tree.want(node)
             self._index.touched(node)
-            node.hits += 1
+            node.hits += purpose == "request"
             if priority > node.priority:
                 node.priority = priority
 
@@ -273,7 +291,9 @@ class PrefixCache:
         """The last step of Sequence.close: recency, hints, and the lock."""
         del self._open[sequence.id]
         self._counters.closed_sequences += 1
-        if node.parent is not None:
+        if sequence.purpose == "audit":
+            hint = None
+        elif node.parent is not None:
             self._index.touched(node)
             if hint is not None and hint.priority > node.priority:
                 node.priority = hint.priority

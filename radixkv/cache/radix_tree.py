@@ -102,12 +102,8 @@ class RadixTree:
     def hold(self, node: Node) -> None:
         """One more holder: the node's path cannot be evicted. O(nodes that become locked)."""
         node.holders += 1
-        up: Node | None = node
-        while up is not None and up.demoted:  # whoever comes back to a finished tail wants it again
-            up.demoted = False
-            up = up.parent
         child: Node | None = None
-        up = node
+        up: Node | None = node
         while up is not None:
             up.locks += 1
             if up.locks > 1:
@@ -118,6 +114,13 @@ class RadixTree:
             child, up = up, up.parent
         if up is not None and child is not None and child.start % self.pool.block_size:
             self.repoint(up)
+
+    def want(self, node: Node) -> None:
+        """Whoever holds it comes back to a finished tail: it is not first to go any more. O(nodes demoted)."""
+        up: Node | None = node
+        while up is not None and up.demoted:
+            up.demoted = False
+            up = up.parent
 
     def unhold(self, node: Node) -> None:
         """One holder less."""

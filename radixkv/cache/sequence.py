@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from radixkv.cache.prefix_cache import PrefixCache
+
+# What a sequence is opened for: a request; a request that comes back after it was preempted; a look at what is cached.
+Purpose = Literal["request", "resume", "audit"]
 
 
 class WritePlan(NamedTuple):
@@ -67,6 +70,7 @@ class Sequence:
         "length",
         "namespace",
         "priority",
+        "purpose",
     )
 
     def __init__(self, cache: PrefixCache, id: int, node: Node, length: int, table: array[int]) -> None:
@@ -83,6 +87,7 @@ class Sequence:
         self.cached_length = length  # tokens found in the cache when it was opened
         self.namespace: Hashable = None
         self.priority = 0
+        self.purpose: Purpose = "request"
         self.closed = False
 
     # ---- reading
@@ -127,7 +132,7 @@ class Sequence:
     def commit(self, publish: bool = True) -> None:
         """The plan was executed: its tokens count, and with `publish` others can match them. O(new tokens).
 
-        Without a plan it publishes what was not yet published.
+        Without a plan it publishes what was not yet published. What an audit commits is never published.
         """
         raw = self._planned
         if raw:
@@ -140,7 +145,7 @@ class Sequence:
         elif raw is None:
             self._refuse_closed()
         self._planned = None
-        if publish and self._tail:
+        if publish and self._tail and self.purpose != "audit":
             self._publish()
 
     def fork(self) -> Sequence:
@@ -150,7 +155,8 @@ class Sequence:
         twin = cache._sequence(self._node, self.length, self._table[:])
         cache._tree.hold(self._node)
         twin._own, twin._tail = self._own, self._tail[:]
-        twin.cached_length, twin.namespace, twin.priority = self.cached_length, self.namespace, self.priority
+        twin.cached_length, twin.namespace = self.cached_length, self.namespace
+        twin.priority, twin.purpose = self.priority, self.purpose
         for block in self._table[self._own :]:
             cache._pool.share(block, idle=False, sole_idle=False, tip=None)
         if self._tail:
@@ -281,6 +287,7 @@ class Sequence:
         if at < node.end:
             node = tree.split(node, at - node.start)
         tree.hold(node)
+        tree.want(node)
         self._node = node
         del self._tail[:matched]
         theirs = tree.table(node, held)

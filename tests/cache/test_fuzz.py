@@ -10,10 +10,12 @@ from collections.abc import Callable
 import pytest
 
 from radixkv.cache import Hint
+from radixkv.cache.sequence import Purpose
 from tests.cache.world import Tracked, World
 
 OPERATIONS = 1_000_000 if os.environ.get("RADIXKV_LONG") == "1" else 100_000
 STRIDE = 50  # operations from one full check to the next; tables are compared whenever an operation reads them
+PURPOSES: tuple[Purpose, ...] = ("request", "request", "request", "request", "resume", "audit")
 PROOFS = 0.05  # the share of refusals and questions after which the whole state is compared
 POOLS = [
     # block size, blocks, policy, longest suffix, sequences open at a time
@@ -95,7 +97,8 @@ class Story:
         said = self.prompt()
         limit = self.rng.choice((None, None, len(said) - 1, self.rng.randrange(len(said) + 1)))
         limit = limit if limit is None else max(0, limit)
-        opened = self.world.open(self.namespace(), said, limit, self.rng.choice((0, 0, 0, 1, -1)))
+        purpose = self.rng.choice(PURPOSES)
+        opened = self.world.open(self.namespace(), said, limit, self.rng.choice((0, 0, 0, 1, -1)), purpose)
         self.world.extend(opened, said[opened.seq.length :])
 
     def extend(self) -> None:

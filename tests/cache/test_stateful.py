@@ -11,11 +11,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixkv.cache import Hint
+from radixkv.cache.sequence import Purpose
 from tests.cache.world import Tracked, World
 
 LONG = os.environ.get("RADIXKV_LONG") == "1"
 POLICIES = ("lru", "fifo", "lfu", "slru")
 NAMESPACES = (None, "a", "b")
+PURPOSES: tuple[Purpose, ...] = ("request", "request", "resume", "audit")
 
 sizes = st.sampled_from((1, 2, 3, 16))
 pick = st.integers(0, 15)
@@ -50,12 +52,17 @@ class Verbs(RuleBasedStateMachine):
         return bool(self.world.live)
 
     @rule(
-        which=pick, cut=st.integers(0, 60), suffix=suffixes, space=st.sampled_from(NAMESPACES), back=st.integers(0, 3)
+        which=pick,
+        cut=st.integers(0, 60),
+        suffix=suffixes,
+        space=st.sampled_from(NAMESPACES),
+        back=st.integers(0, 3),
+        purpose=st.sampled_from(PURPOSES),
     )
-    def open(self, which: int, cut: int, suffix: list[int], space: str | None, back: int) -> None:
+    def open(self, which: int, cut: int, suffix: list[int], space: str | None, back: int, purpose: Purpose) -> None:
         said = self.prompt(which, cut, suffix)
         limit = None if back == 0 else max(0, len(said) - back)
-        self.world.open(space, said, limit)
+        self.world.open(space, said, limit, purpose=purpose)
 
     @rule(
         which=pick, cut=st.integers(0, 60), suffix=suffixes, space=st.sampled_from(NAMESPACES), how=st.integers(-1, 2)

@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from radixkv.cache import CacheStats, PrefixCache
+from radixkv.cache.sequence import Purpose
 from radixkv.errors import OutOfBlocks
 from tests.cache.test_pins import squeeze
 from tests.cache.verbs import cached, held, prompt, publish
@@ -150,10 +151,10 @@ class Listener:
         self.sequences: dict[int, Hashable] = {}
         self.heard: list[tuple[object, ...]] = []
 
-    def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int) -> None:
+    def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
         assert sequence not in self.sequences
         self.sequences[sequence] = namespace
-        self.heard.append(("opened", namespace, asked, hit))
+        self.heard.append(("opened", namespace, asked, hit, purpose))
 
     def forked(self, sequence: int, parent: int) -> None:
         assert sequence not in self.sequences
@@ -221,15 +222,23 @@ class TestObserver:
         ear = Listener()
         cache = PrefixCache(16, 4, observer=ear)
         publish(cache, prompt(1, 10), "a")
-        assert ear.heard == [("opened", "a", 10, 0), ("inserted", 0, 10), ("closed", 10)]
+        assert ear.heard == [("opened", "a", 10, 0, "request"), ("inserted", 0, 10), ("closed", 10)]
         ear.heard.clear()
         publish(cache, [*prompt(1, 6), 50], "a")
         assert set(ear.names()[:2]) == {"opened", "split"}
         assert ear.names()[2:] == ["copied", "inserted", "closed"]
-        assert {("opened", "a", 7, 6), ("split", 6), ("inserted", 6, 1)} < set(ear.heard)
+        assert {("opened", "a", 7, 6, "request"), ("split", 6), ("inserted", 6, 1)} < set(ear.heard)
         ear.heard.clear()
         squeeze(cache)
         assert sum(int(str(event[1])) for event in ear.heard if event[0] == "trimmed") == 11
+
+    def test_hears_what_a_sequence_is_for(self) -> None:
+        ear = Listener()
+        cache = PrefixCache(16, 4, observer=ear)
+        cache.open([1], purpose="resume").close()
+        cache.open([1, 2], purpose="audit").fork()
+        told = [event for event in ear.heard if event[0] == "opened"]
+        assert told == [("opened", None, 1, 0, "resume"), ("opened", None, 2, 0, "audit")]
 
     def test_knows_whose_tree_a_node_is_in(self) -> None:
         ear = Listener()

@@ -14,6 +14,7 @@ import pytest
 
 from radixkv.cache import CacheStats, Hint, Match, Pin, PrefixCache, WritePlan
 from radixkv.cache import Sequence as CacheSequence
+from radixkv.cache.sequence import Purpose
 from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PlanPending, SequenceClosed
 from tests.cache.freeze import freeze
 from tests.cache.naive import Pool, Texts, Work, kv
@@ -38,6 +39,7 @@ class Tracked:
     tokens: list[int]
     published: int
     table: list[int]
+    purpose: Purpose = "request"
     plan: WritePlan | None = None
     planned: list[int] = field(default_factory=list)
     executed: bool = False
@@ -160,18 +162,28 @@ class World:
 
     # Verbs
 
-    def open(self, namespace: Hashable, prompt: Sequence[int], limit: int | None = None, priority: int = 0) -> Tracked:
+    def open(
+        self,
+        namespace: Hashable,
+        prompt: Sequence[int],
+        limit: int | None = None,
+        priority: int = 0,
+        purpose: Purpose = "request",
+    ) -> Tracked:
         before = self.cache.stats()
         hit = self.match(namespace, prompt).length
         hit = hit if limit is None else min(hit, limit)
-        seq = self.cache.open(self.shaped(prompt), namespace, limit, priority)
-        opened = Tracked(seq, namespace, list(prompt[:hit]), hit, seq.block_table.tolist())
+        seq = self.cache.open(self.shaped(prompt), namespace, limit, priority, purpose=purpose)
+        opened = Tracked(seq, namespace, list(prompt[:hit]), hit, seq.block_table.tolist(), purpose)
         self.live.append(opened)
         assert seq.length == seq.cached_length == hit
         assert seq.namespace == namespace
         after = self.cache.stats()
-        assert after.query_tokens - before.query_tokens == len(prompt)
-        assert after.hit_tokens - before.hit_tokens == hit
+        counts = purpose == "request"
+        assert after.query_tokens - before.query_tokens == counts * len(prompt)
+        assert after.hit_tokens - before.hit_tokens == counts * hit
+        assert counts or after.regret_tokens == before.regret_tokens
+        assert after.opened_sequences - before.opened_sequences == 1
         assert after.evicted_blocks == before.evicted_blocks
         assert after.free_blocks >= before.free_blocks
         self.assert_sequence(opened)
@@ -263,7 +275,7 @@ class World:
         one.seq.commit(publish)
         one.tokens += one.planned
         one.plan, one.planned, one.executed, one.table = None, [], False, one.seq.block_table.tolist()
-        if publish:
+        if publish and one.purpose != "audit":
             one.published = len(one.tokens)
             self.texts.setdefault(one.namespace, Texts()).add(one.tokens)
             self.private.difference_update(one.table)
@@ -284,10 +296,10 @@ class World:
             self.assert_refused(PlanPending, one.seq.fork)
             return None
         before = self.cache.stats()
-        twin = Tracked(one.seq.fork(), one.namespace, list(one.tokens), one.published, list(one.table))
+        twin = Tracked(one.seq.fork(), one.namespace, list(one.tokens), one.published, list(one.table), one.purpose)
         self.live.append(twin)
         assert twin.seq.cached_length == one.seq.cached_length
-        assert twin.seq.namespace == one.namespace
+        assert (twin.seq.namespace, twin.seq.purpose) == (one.namespace, one.purpose)
         assert twin.seq.block_table.tolist() == one.table
         assert self.cache.free_blocks == before.free_blocks
         self.assert_sequence(twin)
