@@ -35,6 +35,7 @@ class Match(NamedTuple):
 
     length: int  # tokens
     blocks: npt.NDArray[np.int32]  # [ceil(length / block_size)]; they are safe to read only while somebody holds them
+    idle_blocks: int  # of its path, those that nobody holds: by at most so many free + evictable fall when it is opened
 
 
 class PrefixCache:
@@ -108,10 +109,10 @@ class PrefixCache:
         node, matched = (root, 0) if root is None else self._tree.match(root, raw)
         refuse_negative(raw, matched)
         if node is None:
-            return Match(0, np.empty(0, np.int32))
+            return Match(0, np.empty(0, np.int32), 0)
         length = matched // WIDTH
-        blocks = self._tree.table(node)
-        return Match(length, np.array(blocks, np.int32)[: -(-length // self.block_size)])
+        blocks = np.array(self._tree.table(node), np.int32)[: -(-length // self.block_size)]
+        return Match(length, blocks, self._tree.idle_blocks(node, length))
 
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
         """What `open` would find now, and why it stops there. Costs a match and a walk along the ghosts."""

@@ -173,6 +173,7 @@ class World:
         before = self.cache.stats()
         hit = self.match(namespace, prompt).length
         hit = hit if limit is None else min(hit, limit)
+        found = self.match(namespace, prompt[:hit])
         seq = self.cache.open(self.shaped(prompt), namespace, limit, priority, purpose=purpose)
         opened = Tracked(seq, namespace, list(prompt[:hit]), hit, seq.block_table.tolist(), purpose)
         self.live.append(opened)
@@ -185,7 +186,9 @@ class World:
         assert counts or after.regret_tokens == before.regret_tokens
         assert after.opened_sequences - before.opened_sequences == 1
         assert after.evicted_blocks == before.evicted_blocks
-        assert after.free_blocks >= before.free_blocks
+        freed = after.free_blocks - before.free_blocks  # a branch's block that the new lock made redundant
+        assert before.cached_blocks - after.cached_blocks == found.idle_blocks
+        assert 0 <= freed <= 1
         self.assert_sequence(opened)
         return opened
 
