@@ -47,8 +47,12 @@ class KVStore:
         *,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
+        always_gather: bool = False,
     ) -> None:
-        """Allocate; raises InvalidInput for no layers, no blocks, no slots, or a dtype that is no float."""
+        """Allocate; raises InvalidInput for no layers, no blocks, no slots, or a dtype that is no float.
+
+        With `always_gather` no keys are read where they lie, so that where they lie changes no bit of a result.
+        """
         if not layers or num_blocks < 1 or block_size < 1:
             raise InvalidInput(
                 f"a store needs a layer, a block and a slot, not {len(layers)}, {num_blocks}, {block_size}"
@@ -60,6 +64,7 @@ class KVStore:
         self.block_size = block_size
         self.device = torch.device(device)
         self.dtype = dtype
+        self.reads_in_place = self.runs_are_views and not always_gather
         with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
             self.keys = [self._allocate(layer.kv_heads, layer.key_dim) for layer in layers]
             self.values = [self._allocate(layer.kv_heads, layer.value_dim) for layer in layers]
@@ -100,7 +105,7 @@ class KVStore:
 
     @property
     def runs_are_views(self) -> bool:
-        """Whether adjacent blocks can be read in place, as `slots` shows them."""
+        """Whether adjacent blocks are adjacent slots, as `slots` shows them, so that they can be read in place."""
         return self.device.type == "cpu"
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:

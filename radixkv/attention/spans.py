@@ -29,7 +29,7 @@ class Span:
         offset, count = int(work.block_offset[item]), -(-(skip + self.tokens) // work.block_size)
         blocks = work.block_ids[offset : offset + count].astype(np.int64)
         self.slot: int | None = None
-        if store.runs_are_views and int(blocks[-1] - blocks[0]) == count - 1 and bool((np.diff(blocks) == 1).all()):
+        if store.reads_in_place and int(blocks[-1] - blocks[0]) == count - 1 and bool((np.diff(blocks) == 1).all()):
             self.slot = int(blocks[0]) * work.block_size + skip
         else:
             self.regions = store.regions(blocks, kv_heads)

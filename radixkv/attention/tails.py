@@ -40,7 +40,7 @@ class _View:
 class Layout:
     """How the tails of a work list lie in the pool: long runs of adjacent blocks as views, the rest to be gathered."""
 
-    def __init__(self, work: WorkList, items: Int, runs_are_views: bool) -> None:
+    def __init__(self, work: WorkList, items: Int, reads_in_place: bool) -> None:
         self.block_size = work.block_size
         self.skip = work.kv_start[items].astype(np.int64) % work.block_size  # slots before the first key
         self.end = self.skip + work.tokens[items]
@@ -50,7 +50,7 @@ class Layout:
         self.blocks = work.block_ids[np.repeat(work.block_offset[items], counts) + self.ordinal].astype(np.int64)
         self.first_slot = self.blocks[np.cumsum(counts) - counts] * work.block_size + self.skip
         self.views: list[list[_View]] = [[] for _ in items]
-        gathered = self._find_views() if runs_are_views else np.ones(len(self.blocks), dtype=np.bool_)
+        gathered = self._find_views() if reads_in_place else np.ones(len(self.blocks), dtype=np.bool_)
         self.tail, self.ordinal, self.blocks = self.tail[gathered], self.ordinal[gathered], self.blocks[gathered]
         self.gathered = np.bincount(self.tail, minlength=len(items))  # [tails] blocks to gather
         self.viewed = np.array([sum(view.tokens for view in views) for views in self.views], dtype=np.int64)

@@ -67,7 +67,7 @@ class Plan:
             self.operations.append(Span(work, item, store, kv_heads))
             order.append(np.arange(work.row_offset[item], work.row_offset[item] + work.rows[item]))
         tails = np.flatnonzero(single)
-        layout = Layout(work, tails, store.runs_are_views)
+        layout = Layout(work, tails, store.reads_in_place)
         for batch in layout.batches():
             places = work.row_offset[tails[batch]].astype(np.int64)
             rows = work.row_ids[places].astype(np.int64)

@@ -23,6 +23,9 @@ Int = NDArray[np.int64]
 WORTH = 256
 """Reads that a shared run must save to be an item of its own, in tokens: below, the item costs more than it saves."""
 
+NEVER = 1 << 62
+"""`worth` of a run that is never shared: each sequence then reads alone, and the same, whoever else is there."""
+
 BAND = 256
 """Query rows of a chunk that are laid out together under a window: more wastes masks, fewer wastes calls."""
 

@@ -25,37 +25,59 @@ from radixkv_kernels.work_list import WorkList
 class Chunk:
     """Tokens [start, start + n) of one sequence, which this step computes and stores; a decode is a chunk of one.
 
-    `slots` says where the n tokens' KV goes, `block_table` covers everything from token 0 to the chunk's end.
+    `slots` says where the n tokens' KV goes, `block_table` covers everything from token 0 to the chunk's end. A chunk
+    that is `alone` gets a forward of its own: a matrix product of other height may round its rows differently.
     """
 
     tokens: NDArray[np.int32]
     start: int
     slots: NDArray[np.int64]
     block_table: NDArray[np.int32]
+    alone: bool = False
 
 
 class Runner:
     """One model over one pool; `store` is the pool. Not for two threads at once."""
 
-    def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int = 16) -> None:
-        """Allocate the pool: num_blocks * store.bytes_per_block bytes."""
+    def __init__(
+        self, loaded: LoadedModel, num_blocks: int, block_size: int = 16, *, deterministic: bool = False
+    ) -> None:
+        """Allocate the pool: num_blocks * store.bytes_per_block bytes.
+
+        If `deterministic`, the bits of a forward depend on the tokens, starts and lengths of its chunks alone: not on
+        where the blocks lie, nor on whether two chunks share some. Costs the gathering of all keys that are read.
+        """
         self.loaded = loaded
         self.store = KVStore(
-            [layer.shape for layer in loaded.layers], num_blocks, block_size, device=loaded.device, dtype=loaded.dtype
+            [layer.shape for layer in loaded.layers],
+            num_blocks,
+            block_size,
+            device=loaded.device,
+            dtype=loaded.dtype,
+            always_gather=deterministic,
         )
+        self._worth = worklist.NEVER if deterministic else worklist.WORTH
         self._windows = tuple({layer.window: None for layer in loaded.layers})
         self._previous: WorkList | None = None
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """Execute one step, copies first, then one forward of all chunks; return float logits [len(chunks), vocab].
+        """Execute one step, copies first, then all chunks in one forward; return float logits [len(chunks), vocab].
 
         Row i belongs to the last token of chunk i. Chunks may be of any mix of lengths, may share blocks that earlier
         steps have written, and write to slots of their own. Beside the pool this takes the activations of T = all
         tokens of the step (some T * hidden * 10 numbers, widest in the MLP) and len(chunks) * vocab logits: never
-        T * vocab, and never T * T scores.
+        T * vocab, and never T * T scores. A chunk that is `alone` takes one forward more.
         """
         self.store.copy(copies)
+        groups = _groups(chunks)
+        if len(groups) == 1:
+            return self._forward(chunks)
+        logits = torch.cat([self._forward([chunks[index] for index in group]) for group in groups])
+        return logits[np.argsort(np.concatenate(groups))]
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """All chunks in one forward."""
         batch = _Batch(chunks, self.loaded.device)
         step = _Step(self.store, self.loaded.layers, batch.slots, self._plan(chunks))
         with handled_by(step):
@@ -78,9 +100,22 @@ class Runner:
         work = {}
         for window in self._windows:
             self._previous = work[window] = worklist.build(
-                tables, kv_lengths, query_lengths, window, self._previous, block_size=self.store.block_size
+                tables,
+                kv_lengths,
+                query_lengths,
+                window,
+                self._previous,
+                block_size=self.store.block_size,
+                worth=self._worth,
             )
         return work
+
+
+def _groups(chunks: Sequence[Chunk]) -> list[list[int]]:
+    """Indices of the chunks that run in one forward: each that is alone, then all the others."""
+    alone = [[index] for index, chunk in enumerate(chunks) if chunk.alone]
+    others = [index for index, chunk in enumerate(chunks) if not chunk.alone]
+    return [*alone, others] if others else alone
 
 
 class _Batch:

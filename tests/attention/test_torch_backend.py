@@ -133,3 +133,21 @@ def test_a_query_laid_out_as_models_do_is_read_right() -> None:
     work = worklist.build(batch.tables, batch.kv_lengths, batch.query_lengths, block_size=16)
     output = torch_backend.attend(batch.store, 0, models, work, scale=0.4)
     torch.testing.assert_close(output, batch.truth(scale=0.4), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_where_the_blocks_lie_changes_no_bit_if_all_are_gathered(window: int | None) -> None:
+    """Decodes and chunks over runs of blocks, then over the same KV elsewhere; each sequence on its own."""
+    shape, tables, kv, queries = LayerShape(2, 8, 8), [[*range(20)], [*range(20, 45)]], [307, 400], [1, 130]
+    query = torch.randn(6, 131, 8)
+    outputs = []
+    for order in ([*range(60)], [*range(12), *range(59, 11, -1)]):  # a run, then blocks that are none
+        store = KVStore([shape], 60, 16, always_gather=True)
+        moved = [[order[block] for block in table] for table in tables]
+        generator = torch.Generator().manual_seed(1)
+        for block in order:
+            for pool in (store.keys[0], store.values[0]):
+                pool[:, block] = torch.randn(2, 16, 8, generator=generator)
+        work = worklist.build(moved, kv, queries, window, block_size=16, worth=worklist.NEVER)
+        outputs.append(torch_backend.attend(store, 0, query, work, scale=0.4))
+    assert torch.equal(outputs[0], outputs[1])
