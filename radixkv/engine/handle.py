@@ -1,31 +1,57 @@
 """The caller's end of a request, and the mailbox between it and the engine's thread.
 
-Knows: how chunks and the final result cross threads without anybody polling. Knows no scheduling and no model.
+Knows: how chunks and the final result cross threads without anybody polling, and when a reader has fallen behind. Knows
+no scheduling and no model.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 from radixkv.engine.outputs import Chunk, Completion
 from radixkv.errors import RequestCancelled
 
+MAX_UNREAD = 64  # chunks of one stream; a few seconds of decoding on a CPU
+_log = logging.getLogger(__name__)
+
 
 class Outlet:
-    """A one-way mailbox: the engine's thread puts chunks in and ends it once; a caller's thread takes them out."""
+    """A one-way mailbox: the engine's thread puts chunks in and ends it once; callers' threads take them out.
 
-    def __init__(self) -> None:
+    It is `lagging` from when somebody iterates and has `max_unread` chunks unread until at most half of them are, the
+    iteration ends, or somebody waits for the result, who needs no chunk read. `on_drained` is then called, by whichever
+    thread it was that caught up; it must not raise.
+    """
+
+    def __init__(self, max_unread: int = MAX_UNREAD) -> None:
         """Start empty and open."""
+        self.on_drained: Callable[[], None] | None = None
+        self._max_unread = max_unread
         self._chunks: SimpleQueue[Chunk | None] = SimpleQueue()
         self._ended = threading.Event()
         self._result: Completion | None = None
         self._error: Exception | None = None
+        # For the five below. Reentrant: a forgotten iterator leaves whenever garbage is collected, here also.
+        self._lock = threading.RLock()
+        self._readers = 0
+        self._waiters = 0
+        self._lagging = False
+        self._chunk_listeners: list[Callable[[], None]] = []
+        self._end_listeners: list[Callable[[], None]] = []
+
+    # ---- the engine's side
 
     def put(self, chunk: Chunk) -> None:
-        """Hand one chunk over."""
+        """Hand one chunk over. Takes no lock while the reader keeps up."""
         self._chunks.put(chunk)
+        if self._readers and not self._lagging and self._chunks.qsize() >= self._max_unread:
+            self._fall_behind()
+        if self._chunk_listeners:
+            self._tell()
 
     def finish(self, completion: Completion) -> None:
         """End with a result."""
@@ -40,29 +66,106 @@ class Outlet:
         self._result, self._error = completion, error
         self._ended.set()
         self._chunks.put(None)
+        self._tell()
+
+    @property
+    def lagging(self) -> bool:
+        """Whether the engine had better compute nothing more for this one now."""
+        return self._lagging and not self._ended.is_set()
+
+    # ---- the callers' side
 
     @property
     def ended(self) -> bool:
         """Whether there is a result or an error."""
         return self._ended.is_set()
 
-    def next_chunk(self) -> Chunk | None:
-        """Wait for the next chunk; None at the end. Raises the request's error, cancellation excepted."""
-        chunk = self._chunks.get()
+    def next_chunk(self, *, block: bool = True) -> Chunk | None:
+        """The next chunk, None at the end; waits for it, or raises queue.Empty without `block`.
+
+        Raises the request's error, cancellation excepted.
+        """
+        chunk = self._chunks.get(block)
         if chunk is None:
             self._chunks.put(None)  # whoever asks again sees the end again
             if self._error is not None and not isinstance(self._error, RequestCancelled):
                 raise self._error
+        elif self._lagging:
+            self._catch_up()
         return chunk
 
     def wait(self, timeout: float | None = None) -> Completion:
         """Wait for the result; raises the request's error, or TimeoutError."""
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"the request did not finish within {timeout} s; it still runs: cancel() ends it")
+        with self.waiting():
+            if not self._ended.wait(timeout):
+                raise TimeoutError(f"the request did not finish within {timeout} s; it still runs: cancel() ends it")
         if self._error is not None:
             raise self._error
         assert self._result is not None
         return self._result
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While somebody takes chunks one by one, unread ones count."""
+        with self._lock:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= 1
+            self._catch_up()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While somebody waits for the end, unread chunks do not count: holding the engine up could hold him up."""
+        with self._lock:
+            self._waiters += 1
+        self._catch_up()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiters -= 1
+
+    def listen(self, callback: Callable[[], None], *, end: bool = False) -> None:
+        """Have `callback` called once there is a chunk, or the end, to take; with `end`, not before the end.
+
+        It is called once, at once or on the engine's thread, which it must not hold up. If it raises, that is logged.
+        """
+        with self._lock:
+            (self._end_listeners if end else self._chunk_listeners).append(callback)
+        if self._ended.is_set() or not (end or self._chunks.empty()):
+            self._tell()
+
+    # ---- inside
+
+    def _keeps_up(self) -> bool:
+        return not self._readers or self._waiters > 0 or self._chunks.qsize() <= self._max_unread // 2
+
+    def _fall_behind(self) -> None:
+        with self._lock:
+            self._lagging = True  # first, then look again: who takes a chunk between the two sees it, and looks too
+            self._lagging = not self._keeps_up()
+
+    def _catch_up(self) -> None:
+        with self._lock:
+            drained = self._lagging and self._keeps_up()
+            if drained:
+                self._lagging = False
+        if drained and self.on_drained is not None and not self._ended.is_set():
+            self.on_drained()
+
+    def _tell(self) -> None:
+        with self._lock:
+            told, self._chunk_listeners = self._chunk_listeners, []
+            if self._ended.is_set():
+                told, self._end_listeners = told + self._end_listeners, []
+        for callback in told:
+            try:
+                callback()
+            except Exception:  # a listener's trouble is its own
+                _log.exception("a listener raised")
 
 
 class Handle:
@@ -76,15 +179,17 @@ class Handle:
     def __iter__(self) -> Iterator[Chunk]:
         """Yield chunks in the order of the engine's steps; blocks between them.
 
-        A cancelled request just ends. Raises RequestFailed or EngineClosed. Each chunk is handed out once.
+        A cancelled request just ends. Each chunk is handed out once. The engine waits for an iterator that falls far
+        behind; leaving the loop lets the request run on, unread. Raises RequestFailed, RequestTimedOut or EngineClosed.
         """
-        while (chunk := self._outlet.next_chunk()) is not None:
-            yield chunk
+        with self._outlet.reading():
+            while (chunk := self._outlet.next_chunk()) is not None:
+                yield chunk
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the completion, `timeout` seconds at most; may be called often, and beside iteration.
 
-        Raises RequestCancelled, RequestFailed, EngineClosed or TimeoutError.
+        Raises RequestCancelled, RequestTimedOut, RequestFailed, EngineClosed; or TimeoutError, and the request runs on.
         """
         return self._outlet.wait(timeout)
 
@@ -95,5 +200,5 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether the request finished, failed or was cancelled."""
+        """Whether the request finished, failed, ran out of time or was cancelled."""
         return self._outlet.ended
