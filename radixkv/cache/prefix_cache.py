@@ -22,6 +22,7 @@ from radixkv.cache.node import Node
 from radixkv.cache.observer import Observer
 from radixkv.cache.pins import Pin, Pins
 from radixkv.cache.radix_tree import RadixTree, root_mark
+from radixkv.cache.room import idle_blocks
 from radixkv.cache.sequence import Hint, Purpose, Sequence
 from radixkv.cache.stats import CacheStats, Counters
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
@@ -111,8 +112,10 @@ class PrefixCache:
         if node is None:
             return Match(0, np.empty(0, np.int32), 0)
         length = matched // WIDTH
-        blocks = np.array(self._tree.table(node), np.int32)[: -(-length // self.block_size)]
-        return Match(length, blocks, self._tree.idle_blocks(node, length))
+        path = self._tree.path(node)
+        blocks = self._tree.joined(path)
+        del blocks[-(-length // self.block_size) :]
+        return Match(length, np.frombuffer(blocks, np.int32), idle_blocks(self._pool, path, length))
 
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
         """What `open` would find now, and why it stops there. Costs a match and a walk along the ghosts."""

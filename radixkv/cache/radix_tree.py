@@ -71,35 +71,17 @@ class RadixTree:
 
     def table(self, node: Node, above: Node | None = None) -> array[int]:
         """The block table of the path to the end of `node`; behind `above`, from its part-filled last block on."""
+        return self.joined(self.path(node, above))
+
+    def joined(self, path: list[Node]) -> array[int]:
+        """The block table of consecutive nodes."""
         size = self.pool.block_size
         table = array("i")
-        for each in self.path(node, above):
+        for each in path:
             if each.start % size and table:
                 table.pop()
             table += each.blocks
         return table
-
-    def idle_blocks(self, node: Node, end: int) -> int:
-        """Blocks that nobody holds of the path to `end`, in `node` or where it ends: copies above each other both count.
-
-        O(depth), but for what forks share.
-        """
-        shared, size = self.pool.shared, self.pool.block_size
-        idle, twice = 0, set()
-        blocks = node.blocks[: -(-end // size) - node.start // size]
-        up = node
-        while up.parent is not None and not up.locks:
-            idle += len(blocks)
-            if shared:
-                for block in blocks if up.mixed or len(blocks) < 3 else (blocks[0], blocks[-1]):
-                    entry = shared.get(block)
-                    if entry is not None:
-                        idle -= 1
-                        if entry.idle == entry.owners:
-                            twice.add(block)
-            up = up.parent
-            blocks = up.blocks
-        return idle + len(twice)
 
     def walk(self) -> Iterator[Node]:
         """All nodes, roots included, in no promised order."""

@@ -4,7 +4,7 @@ import pytest
 
 from radixkv.cache import PrefixCache
 from tests.cache.test_eviction import flood
-from tests.cache.verbs import cached, held, prompt, publish
+from tests.cache.verbs import cached, prompt, publish
 
 
 def room(cache: PrefixCache) -> int:
