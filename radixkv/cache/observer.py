@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
-from radixkv.cache.sequence import Purpose
+from radixkv.cache.purpose import Purpose
 
 
 class Observer(Protocol):

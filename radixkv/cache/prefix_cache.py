@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,13 @@ from radixkv.cache.ghosts import Ghosts, Pressure
 from radixkv.cache.node import Node
 from radixkv.cache.observer import Observer
 from radixkv.cache.pins import Pin, Pins
+from radixkv.cache.purpose import PURPOSES, Purpose
 from radixkv.cache.radix_tree import RadixTree, root_mark
 from radixkv.cache.room import idle_blocks
-from radixkv.cache.sequence import Hint, Purpose, Sequence
+from radixkv.cache.sequence import Hint, Sequence
 from radixkv.cache.stats import CacheStats, Counters
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.errors import InvalidInput, OutOfBlocks
-
-_PURPOSES = get_args(Purpose)
 
 
 class Match(NamedTuple):
@@ -186,8 +185,8 @@ class PrefixCache:
             key = raw[: limit * WIDTH]
         if type(priority) is not int:
             check_int("priority", priority)
-        if purpose not in _PURPOSES:
-            raise InvalidInput(f"purpose={purpose!r}: allowed are {', '.join(_PURPOSES)}")
+        if purpose not in PURPOSES:
+            raise InvalidInput(f"purpose={purpose!r}: allowed are {', '.join(PURPOSES)}")
         tree = self._tree
         root = self._root(namespace)
         node, matched = (root, 0) if root is None else tree.match(root, key)

@@ -1,6 +1,6 @@
-"""What opening a prefix takes of the room. Reads nodes and the pool's books, and changes nothing.
+"""What opening a prefix takes of the room, and what closing a sequence may lose. Reads, and changes nothing.
 
-Knows who is locked and which blocks are shared. Knows no sequence and no token.
+Knows which nodes are locked and which blocks are shared. Knows no sequence.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from bisect import bisect_left
 
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.node import Node
+from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.tokens import WIDTH
 
 
 def idle_blocks(pool: BlockPool, path: list[Node], end: int) -> int:
@@ -24,6 +26,23 @@ def idle_blocks(pool: BlockPool, path: list[Node], end: int) -> int:
     blocks = last - idle[0].start // size
     seams = [node for node in idle if node.start % size or node.mixed]
     return blocks + _more_at(seams, idle[0], last, pool) if seams else blocks
+
+
+def held_by_others(tree: RadixTree, node: Node, raw: bytes | bytearray) -> int:
+    """Up to where somebody besides one holder of `node` holds its path, and the unpublished `raw` behind it.
+
+    O(depth) + O(bytes of `raw`).
+    """
+    if raw and node.children:
+        below, matched = tree.match(node, bytes(raw))
+        while below is not node and below.parent is not None:
+            if below.locks:
+                return min(below.end, node.end + matched // WIDTH)
+            below = below.parent
+    up = node
+    while up.locks == 1 and up.parent is not None:
+        up = up.parent
+    return up.end
 
 
 def _more_at(seams: list[Node], top: Node, last: int, pool: BlockPool) -> int:

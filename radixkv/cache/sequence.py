@@ -12,13 +12,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.node import Node
+from radixkv.cache.purpose import Purpose
+from radixkv.cache.room import held_by_others
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.errors import InvalidInput, PlanPending, SequenceClosed
 
@@ -26,9 +28,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from radixkv.cache.prefix_cache import PrefixCache
-
-# What a sequence is opened for: a request; a request that comes back after it was preempted; a look at what is cached.
-Purpose = Literal["request", "resume", "audit"]
 
 
 class WritePlan(NamedTuple):
@@ -98,6 +97,16 @@ class Sequence:
         self._refuse_closed()
         raw = bytearray().join([node.key for node in self._cache._tree.path(self._node)])
         return np.frombuffer(raw + self._tail, np.int32)
+
+    @property
+    def unshared_length(self) -> int:
+        """Committed tokens that no other open sequence and no pin holds, so that they may be lost when it is closed.
+
+        What a fork holds, too, but nobody published counts: whoever comes back cannot find it. O(depth), and a match of
+        what is not published.
+        """
+        self._refuse_closed()
+        return self.length - held_by_others(self._cache._tree, self._node, self._tail)
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:

@@ -1,10 +1,13 @@
 """What a prompt takes of the room when it is opened, and what a sequence's end would cost."""
 
+import random
+
 import pytest
 
 from radixkv.cache import PrefixCache
+from radixkv.errors import SequenceClosed
 from tests.cache.test_eviction import flood
-from tests.cache.verbs import cached, prompt, publish
+from tests.cache.verbs import cached, held, prompt, publish
 
 
 def room(cache: PrefixCache) -> int:
@@ -73,8 +76,8 @@ class TestIdleBlocks:
         twin = first.fork()
         first.commit()
         first.close()
-        assert cache.match(prompt(1, 10)).idle_blocks == 0
-        assert falls(cache, prompt(1, 10)) == 0
+        assert [cache.match(prompt(1, length)).idle_blocks for length in (1, 4, 5, 10)] == [0, 0, 0, 0]
+        assert falls(cache, prompt(1, 5)) == 0
         twin.close()
 
     def test_may_be_one_more_than_the_room_falls(self) -> None:
@@ -87,3 +90,111 @@ class TestIdleBlocks:
         assert (cached(cache, [1, 2, 3, 4]), cached(cache, [1, 2, 3, 9, 9])) == (3, 4)
         assert cache.match([1, 2, 3, 9]).idle_blocks == 1
         assert falls(cache, [1, 2, 3, 9]) == 0
+
+
+class TestUnsharedLength:
+    def test_is_all_that_nobody_else_holds(self) -> None:
+        cache = PrefixCache(16, 4)
+        publish(cache, prompt(1, 10))
+        one = held(cache, prompt(1, 14))
+        assert one.unshared_length == 14
+        cache.check()
+
+    def test_ends_where_another_ends(self) -> None:
+        cache = PrefixCache(16, 4)
+        one = held(cache, prompt(1, 14))
+        for length in (3, 4, 9):
+            cache.open(prompt(1, length))
+            assert one.unshared_length == 14 - length
+        cache.open([*prompt(1, 11), 99])
+        assert one.unshared_length == 3
+
+    def test_is_nothing_where_another_is_further(self) -> None:
+        cache = PrefixCache(16, 4)
+        one, other = held(cache, prompt(1, 6)), held(cache, prompt(1, 14))
+        assert (one.unshared_length, other.unshared_length) == (0, 8)
+        one.close()
+        assert other.unshared_length == 14
+
+    def test_ends_where_another_branches_off_inside_a_block(self) -> None:
+        cache = PrefixCache(16, 4)
+        one, other = held(cache, prompt(1, 14)), held(cache, [*prompt(1, 6), 77, 78])
+        assert (one.unshared_length, other.unshared_length) == (8, 2)
+
+    def test_ends_where_a_pin_ends(self) -> None:
+        cache = PrefixCache(16, 4)
+        one = held(cache, prompt(1, 14))
+        pin = cache.pin(prompt(1, 9))
+        assert one.unshared_length == 5
+        pin.release()
+        assert one.unshared_length == 14
+
+    def test_of_twins_that_share_all_is_nothing(self) -> None:
+        cache = PrefixCache(16, 4)
+        one = held(cache, prompt(1, 10))
+        twin = one.fork()
+        assert (one.unshared_length, twin.unshared_length) == (0, 0)
+        one.extend([5, 6, 7])
+        one.commit()
+        assert (one.unshared_length, twin.unshared_length) == (3, 0)
+
+    def test_of_twins_whose_tail_nobody_published_is_that_tail(self) -> None:
+        """The other holds the same KV, but whoever comes back cannot find it."""
+        cache = PrefixCache(16, 4)
+        one = held(cache, prompt(1, 10))
+        one.extend([5, 6, 7])
+        one.commit(publish=False)
+        twin = one.fork()
+        assert (one.unshared_length, twin.unshared_length) == (3, 3)
+        one.commit()
+        assert (one.unshared_length, twin.unshared_length) == (3, 0)
+        twin.close()
+        assert one.unshared_length == 13
+
+    def test_is_only_what_is_committed(self) -> None:
+        cache = PrefixCache(16, 4)
+        one = held(cache, prompt(1, 10))
+        one.extend([5, 6, 7])
+        assert one.unshared_length == 10
+
+    def test_counts_no_cached_text_that_nobody_holds(self) -> None:
+        cache = PrefixCache(16, 4)
+        one = cache.open(prompt(1, 8))
+        one.extend(prompt(1, 8))
+        one.commit(publish=False)
+        other = held(cache, prompt(1, 6))
+        assert one.unshared_length == 2
+        other.close()
+        assert one.unshared_length == 8
+
+    def test_of_a_closed_sequence_is_refused(self) -> None:
+        one = PrefixCache(16, 4).open([])
+        assert one.unshared_length == 0
+        one.close()
+        with pytest.raises(SequenceClosed):
+            _ = one.unshared_length
+
+    @pytest.mark.parametrize("size", [1, 3, 4])
+    def test_is_what_is_lost_when_it_is_closed_and_the_rest_is_evicted(self, size: int) -> None:
+        lost = 0
+        for seed in range(60):
+            rng = random.Random(seed)
+            cache = PrefixCache(120, size)
+            some = []
+            for _ in range(5):
+                text = [rng.randrange(2) for _ in range(rng.randrange(4))] + [1] * rng.randrange(12)
+                some.append(cache.open(text))
+                some[-1].extend(text[some[-1].length :])
+                some[-1].commit(publish=rng.random() < 0.8)
+                if rng.random() < 0.3:
+                    some.append(some[-1].fork())
+            cache.pin([1] * rng.randrange(8))
+            one = rng.choice(some)
+            tokens, unshared = one.tokens, one.unshared_length
+            one.close()
+            flood(cache, room(cache))
+            left = cache.match(tokens).length
+            # what shares a block with held tokens may stay: to evict it would free nothing
+            assert len(tokens) - unshared <= left < len(tokens) - unshared + size
+            lost += unshared
+        assert lost > 60

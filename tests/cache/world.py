@@ -14,7 +14,7 @@ import pytest
 
 from radixkv.cache import CacheStats, Hint, Match, Pin, PrefixCache, WritePlan
 from radixkv.cache import Sequence as CacheSequence
-from radixkv.cache.sequence import Purpose
+from radixkv.cache.purpose import Purpose
 from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PlanPending, SequenceClosed
 from tests.cache.freeze import freeze
 from tests.cache.naive import Pool, Texts, Work, kv
@@ -96,6 +96,13 @@ class World:
             if self.now < pinned.expires:
                 held.setdefault(pinned.namespace, Texts()).add(pinned.tokens)
         return held
+
+    def shared_length(self, one: Tracked) -> int:
+        """How much of a sequence's text others protect from eviction."""
+        others = [other.tokens[: other.published] for other in self.live if other.namespace == one.namespace]
+        others.remove(one.tokens[: one.published])
+        others += [each.tokens for each in self.pins if each.namespace == one.namespace and self.now < each.expires]
+        return max((common(one.tokens, text) for text in others), default=0)
 
     def bounds(self, namespace: Hashable, prompt: Sequence[int]) -> tuple[int, int]:
         """The least and the most that a prompt can hit."""
@@ -435,6 +442,7 @@ class World:
         assert seq.tokens.dtype == seq.block_table.dtype == np.int32
         assert seq.tokens.tolist() == one.tokens
         assert seq.block_table.tolist() == one.table, "a block table changed under its owner's feet"
+        assert seq.unshared_length == len(one.tokens) - self.shared_length(one)
         if one.readable:
             self.assert_content(one.namespace, one.tokens, seq.block_table)
 
@@ -487,6 +495,14 @@ class World:
         self.assert_gauges()
         for one in self.live:
             self.assert_sequence(one)
+
+
+def common(left: list[int], right: list[int]) -> int:
+    """How many leading tokens two texts share."""
+    shared = min(len(left), len(right))
+    if left[:shared] == right[:shared]:
+        return shared
+    return next(i for i in range(shared) if left[i] != right[i])
 
 
 def leaves(texts: Texts) -> list[list[int]]:
