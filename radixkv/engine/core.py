@@ -6,28 +6,34 @@ one caller at a time, in practice the engine's thread.
 
 from __future__ import annotations
 
+import heapq
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from radixkv.cache import PrefixCache
+from radixkv.engine.limits import Limits
 from radixkv.engine.prompts import TokenIds
 from radixkv.engine.request import Request, Stream, failure
-from radixkv.engine.scheduler import Limits, Scheduler, Work
+from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
-from radixkv.errors import EngineError, InvalidInput, RequestCancelled
+from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.runner import Chunk
-from radixkv.models.sampler import SampleRow, TokenLogprobs, sample
+from radixkv.models.sampler import Sampled, SampleRow, TokenLogprobs, sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _log = logging.getLogger(__name__)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Row = tuple[int, Stream]
 
 
 class Forward(Protocol):
@@ -45,24 +51,37 @@ class Core:
         """Own `cache` and `runner` from now on. Without `reuse` nothing is looked up in the cache or published."""
         self.cache = cache
         self.runner = runner
-        self.scheduler = Scheduler(cache, limits, self._end, reuse=reuse)
         self.counters = Counters()
+        self.scheduler = Scheduler(cache, limits, self.counters, self._end, reuse=reuse)
         self._reuse = reuse
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; those that ended are passed over
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do."""
+        """Whether there is a request that has not ended."""
         return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def idle_for(self) -> float | None:
+        """Seconds for which a step would have nothing to do: 0.0 for none, None until somebody calls.
+
+        Only requests that nobody reads, and deadlines, let the engine rest while it is busy.
+        """
+        if any(not each.outlet.lagging for each in chain(self.scheduler.running, self.scheduler.waiting)):
+            return 0.0
+        if self.busy and self._deadlines:
+            return max(self._deadlines[0][0] - time.perf_counter(), 0.0)
+        return None
 
     def add(self, request: Request) -> None:
         """Queue a request that fits the pool: see `Scheduler.check_fits`."""
-        self.scheduler.waiting.append(request)
+        self.scheduler.add(request)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
     def cancel(self, request: Request) -> None:
         """End a request that has not ended; what it computed stays cached. Between two steps only."""
         if not request.outlet.ended:
-            for stream in request.streams:
-                self._publish(stream)
+            self._publish_all(request)
         self._end(request, RequestCancelled("the request was cancelled"))
 
     def end_all(self, error: EngineError) -> None:
@@ -87,23 +106,46 @@ class Core:
     # ---- one step
 
     def step(self) -> None:
-        """Schedule, run, commit. An exception ends the requests of this step and nothing else."""
+        """Schedule, run, commit. An exception ends the requests that caused it, if that can be told, and no other."""
         work: list[Work] = []
         try:
+            self._expire()
             work = self._schedule()
-            if work:
-                logits = self._run(work)
-                self._commit(work, logits)
+            for part, logits in self._run(work):
+                self._commit(part, logits)
         except Exception as error:
             self._fail(work, error)
+
+    def _expire(self) -> None:
+        """End the requests whose time is over."""
+        while self._deadlines and (self._deadlines[0][0] <= time.perf_counter() or self._deadlines[0][2].outlet.ended):
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.outlet.ended:
+                waited = time.perf_counter() - request.submitted
+                self._publish_all(request)
+                self._end(request, RequestTimedOut(f"the request did not finish in time: {waited:.3g} s have passed"))
 
     def _schedule(self) -> list[Work]:
         return self.scheduler.schedule()
 
-    def _run(self, work: list[Work]) -> Tensor:
+    def _run(self, work: list[Work]) -> list[tuple[list[Work], Tensor]]:
+        """The logits of all work, as a rule in one piece.
+
+        If the forward raises, each half is tried alone, and so on: what ran writes the same again, so only a request
+        that fails by itself fails, and what was too much for the memory at once gets through in parts.
+        """
+        if not work:
+            return []
         self.counters.steps += 1
-        copies = list(chain.from_iterable(each.plan.copies for each in work))
-        return self.runner.run([_chunk(each) for each in work], copies)
+        chunks = [(each, _chunk(each)) for each in work]
+        parts = _halving(chunks, self._forward, _of_chunk, self._end)
+        return [([each for each, _ in part], logits) for part, logits in parts]
+
+    def _forward(self, items: list[tuple[Work, Chunk]]) -> Tensor:
+        copies = list(chain.from_iterable(each.plan.copies for each, _ in items))
+        return self.runner.run([chunk for _, chunk in items], copies)
+
+    # ---- commit
 
     def _commit(self, work: list[Work], logits: Tensor) -> None:
         sound = torch.isfinite(logits.amax(dim=1)).tolist()
@@ -116,8 +158,6 @@ class Core:
             with self._alone(each.stream.request):
                 self._settle(each.stream.request)
 
-    # ---- commit
-
     def _commit_one(self, work: Work, is_sound: bool) -> None:
         """Keep what a chunk computed, and publish it; never the KV of a forward that gave no numbers."""
         if not is_sound:
@@ -127,14 +167,17 @@ class Core:
 
     def _count(self, work: Work) -> None:
         counters, stream = self.counters, work.stream
-        counters.computed_tokens += len(work.tokens)
-        if work.start == stream.cached_tokens and stream.index == 0:  # its first chunk
+        new = stream.computed(work.start, len(work.tokens))
+        counters.computed_tokens += new
+        counters.recomputed_tokens += len(work.tokens) - new
+        counters.cached_tokens += stream.take_hits()
+        if not stream.request.counted:
+            stream.request.counted = True
             counters.prompt_tokens += len(stream.request.prompt)
-            counters.cached_tokens += stream.cached_tokens
 
-    def _rows(self, work: list[Work]) -> list[tuple[int, Stream]]:
+    def _rows(self, work: list[Work]) -> list[Row]:
         """Row of the logits and stream, for all that sample; forks requests that have just computed their prompt."""
-        rows: list[tuple[int, Stream]] = []
+        rows: list[Row] = []
         for row, each in enumerate(work):
             request = each.stream.request
             if not each.samples or request.outlet.ended:
@@ -147,16 +190,21 @@ class Core:
                 rows.extend((row, stream) for stream in request.streams)
         return rows
 
-    def _sample(self, rows: list[tuple[int, Stream]], logits: Tensor) -> None:
+    def _sample(self, rows: list[Row], logits: Tensor) -> None:
+        """Draw a token for each row, all at once; if that raises, in halves."""
+
+        def draw(part: list[Row]) -> Sampled:
+            index = torch.tensor([row for row, _ in part], device=logits.device)
+            return sample(logits.index_select(0, index), [_sample_row(stream) for _, stream in part])
+
         if not rows:
             return
-        index = torch.tensor([row for row, _ in rows], device=logits.device)
-        sampled = sample(logits.index_select(0, index), [_sample_row(stream) for _, stream in rows])
-        logprobs = sampled.logprobs or [None] * len(rows)
-        for row, (_, stream) in enumerate(rows):
-            if not stream.request.outlet.ended:  # another stream of it failed
-                with self._alone(stream.request):
-                    self._accept(stream, sampled.tokens[row], logprobs[row], row in sampled.broken)
+        for part, sampled in _halving(rows, draw, _of_row, self._end):
+            logprobs = sampled.logprobs or [None] * len(part)
+            for place, (_, stream) in enumerate(part):
+                if not stream.request.outlet.ended:  # another stream of it failed
+                    with self._alone(stream.request):
+                        self._accept(stream, sampled.tokens[place], logprobs[place], place in sampled.broken)
 
     def _accept(self, stream: Stream, token: int, logprobs: TokenLogprobs | None, broken: bool) -> None:
         if broken:
@@ -176,13 +224,17 @@ class Core:
                 stream.close()
         if not request.live:
             self.scheduler.remove(request)
-            self.counters.finished += 1
             request.outlet.finish(request.completion())
+            self.counters.finished += 1
 
     def _publish(self, stream: Stream) -> None:
         """Publish what `publish_late` kept back; there is no plan under way."""
         if not stream.sequence.closed:
             stream.sequence.commit(publish=self._reuse)
+
+    def _publish_all(self, request: Request) -> None:
+        for stream in request.streams:
+            self._publish(stream)
 
     # ---- ends
 
@@ -198,9 +250,8 @@ class Core:
     def _fail(self, work: list[Work], error: Exception) -> None:
         """End the requests of a step that raised; all that run if it raised before there was a plan for all."""
         _log.exception("a step of %d chunks failed", len(work))
-        running = (
-            self.scheduler.running or list(self.scheduler.waiting)[:1]
-        )  # never none: a step must not raise for ever
+        # Never none: a step must not raise for ever.
+        running = self.scheduler.running or list(self.scheduler.waiting)[:1]
         for request in [each.stream.request for each in work] or list(running):
             self._end(request, failure(error))
 
@@ -212,7 +263,43 @@ class Core:
         finally:
             self.counters.cancelled += isinstance(error, RequestCancelled)
             self.counters.failed += not isinstance(error, RequestCancelled)
+            self.counters.timed_out += isinstance(error, RequestTimedOut)
             request.outlet.fail(error)
+
+
+def _halving(
+    items: list[Item],
+    call: Callable[[list[Item]], Result],
+    owner: Callable[[Item], Request],
+    end: Callable[[Request, Exception], None],
+) -> list[tuple[list[Item], Result]]:
+    """`call` on all items; if it raises, on each half alone, and so on; `end` ends the owner of one that raises alone.
+
+    Items of a request that has ended meanwhile are left out. Costs 2 log n calls of falling size for each that fails.
+    """
+    items = [item for item in items if not owner(item).outlet.ended]
+    if not items:
+        return []
+    try:
+        return [(items, call(items))]
+    except Exception as error:
+        problem = error
+    if len(items) == 1:
+        _log.error("a request failed", exc_info=problem)
+        end(owner(items[0]), failure(problem))
+        return []
+    _log.warning("a step of %d parts raised %r: trying its halves", len(items), problem)
+    del problem  # with its frames go the tensors that they hold: out-of-memory may be why we are here
+    middle = len(items) // 2
+    return _halving(items[:middle], call, owner, end) + _halving(items[middle:], call, owner, end)
+
+
+def _of_chunk(item: tuple[Work, Chunk]) -> Request:
+    return item[0].stream.request
+
+
+def _of_row(row: Row) -> Request:
+    return row[1].request
 
 
 def _chunk(work: Work) -> Chunk:

@@ -21,6 +21,8 @@ class Usage:
     `cached_tokens + computed_tokens` is every token that the stream holds KV for: the prompt and what was sampled,
     without the last sampled token, which nobody had to compute. Streams 1..n-1 of a request fork behind the prompt, so
     the whole prompt counts as cached for them. Times are measured from `submit`.
+    `preemptions` is how often the request gave way to others, `recomputed_tokens` what that cost: tokens that were
+    computed again, and are not in `computed_tokens` a second time.
     """
 
     prompt_tokens: int
@@ -29,6 +31,8 @@ class Usage:
     output_tokens: int
     ttft_s: float
     total_s: float
+    preemptions: int = 0
+    recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from radixkv.cache import Sequence
 from radixkv.engine.handle import Outlet
 from radixkv.engine.outputs import Chunk, Completion, FinishReason, Usage
@@ -20,6 +22,7 @@ from radixkv.engine.text_stream import TextStream
 from radixkv.errors import RequestFailed
 
 if TYPE_CHECKING:
+    from radixkv.engine.coalescing import Parked
     from radixkv.models.sampler import SamplingParams, TokenLogprobs
 
 
@@ -28,8 +31,13 @@ class Request:
     """One submitted prompt: waiting while it has no streams, running until all of them finished.
 
     `max_tokens` is what the context leaves of `params.max_tokens`; 0 computes the prompt and samples nothing.
-    `stop_ids` end a stream when they are sampled. `seed` is the first stream's.
-    `publish_late` keeps what is computed to itself until a stream ends, which takes no block beyond its own.
+    `stop_ids` end a stream when they are sampled. `seed` is the first stream's. `deadline` is in seconds of
+    time.perf_counter.
+
+    What the scheduler notes: `number` is its arrival and `admitted` its last admission, counted from 1; `overtaken`
+    how many later ones came in before it; `parked` whom it waits for. `guaranteed` says that all that it may take was
+    promised to it, `publish_late` that it keeps what it computes to itself until a stream ends, which takes no block
+    beyond its own. `counted` says that its prompt is in the engine's counters.
     """
 
     prompt: TokenIds
@@ -40,10 +48,29 @@ class Request:
     tokenizer: Any | None = None
     namespace: Hashable = None
     priority: int = 0
-    publish_late: bool = False
+    deadline: float | None = None
     outlet: Outlet = field(default_factory=Outlet)
     submitted: float = field(default_factory=time.perf_counter)
     streams: list[Stream] = field(default_factory=list)
+    number: int = 0
+    admitted: int = 0
+    overtaken: int = 0
+    preemptions: int = 0
+    parked: Parked | None = None
+    waited_enough: bool = False
+    guaranteed: bool = False
+    publish_late: bool = False
+    counted: bool = False
+
+    @property
+    def rank(self) -> tuple[int, bool, int]:
+        """Who goes first: a higher priority, then who ran before, then who came first."""
+        return -self.priority, not self.preemptions, self.number
+
+    @property
+    def may_run(self) -> bool:
+        """Whether it could use its place: it does not wait for a neighbour, and its caller reads what it gets."""
+        return (self.parked is None or self.waited_enough) and not self.outlet.lagging
 
     @property
     def computed_length(self) -> int:
@@ -56,19 +83,34 @@ class Request:
         return self.params.n if self.max_tokens else 1
 
     @property
-    def forked(self) -> bool:
-        """Whether every stream has its own sequence: from the prompt's end on."""
-        return len(self.streams) == self.width and self.streams[0].sequence.length >= len(self.prompt)
-
-    @property
     def live(self) -> list[Stream]:
         """The streams that have not finished."""
         return [stream for stream in self.streams if stream.finish_reason is None]
 
+    @property
+    def asleep(self) -> list[Stream]:
+        """After a preemption: the streams that wait for the first one to bring the prompt back."""
+        return [stream for stream in self.live if not stream.awake]
+
+    @property
+    def streams_left(self) -> int:
+        """How many streams have not finished, those included that are not forked yet."""
+        return self.width - len(self.streams) + len(self.live)
+
+    @property
+    def known(self) -> TokenIds:
+        """The tokens that the first stream needs KV for before it can sample: int32[n], the prompt at least."""
+        return np.array(self.live[0].tokens, np.int32) if self.streams else self.prompt
+
     def start(self, sequence: Sequence) -> None:
-        """Begin with one stream, which computes the prompt for all. If this raises, `sequence` stays the caller's."""
-        assert not self.streams
-        self.streams.append(Stream(self, 0, sequence))
+        """Begin, or go on, with one stream, which computes the prompt for all.
+
+        If this raises, `sequence` stays the caller's.
+        """
+        if self.streams:
+            self.live[0].wake(sequence)
+        else:
+            self.streams.append(Stream(self, 0, sequence))
 
     def fork(self) -> None:
         """Give every further stream its own sequence, once the prompt is computed and committed. O(blocks) a stream."""
@@ -105,7 +147,9 @@ class Stream:
         self.finish_reason: FinishReason | None = None
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
-        self._computed = 0
+        self.reached = sequence.length  # tokens that were computed or hit at least once
+        self._uncounted_hits = sequence.length if index == 0 else 0
+        self.recomputed_tokens = 0
 
     @property
     def pending(self) -> int:
@@ -113,9 +157,14 @@ class Stream:
         return len(self.tokens) - self.sequence.length
 
     @property
+    def awake(self) -> bool:
+        """Whether it has a sequence; between a preemption and its return it has none."""
+        return not self.sequence.closed
+
+    @property
     def prefilling(self) -> bool:
-        """Whether the prompt is not computed yet."""
-        return self.sequence.length < len(self.request.prompt)
+        """Whether the prompt, or what a preemption cost, is not computed yet."""
+        return self.sequence.length < len(self.request.prompt) or self.pending > 1
 
     @property
     def output_length(self) -> int:
@@ -148,12 +197,32 @@ class Stream:
         self.finish_reason = reason
         return self.text.flush()
 
+    def wake(self, sequence: Sequence) -> None:
+        """Go on, after a preemption, on a sequence that holds what is still cached."""
+        assert not self.awake
+        self.sequence = sequence
+        gained = max(sequence.length - self.reached, 0)  # somebody else computed what we would have
+        self.cached_tokens += gained
+        self._uncounted_hits += gained
+        self.reached += gained
+
+    def computed(self, start: int, count: int) -> int:
+        """Note that [start, start + count) were computed; returns how many of them for the first time."""
+        new = min(max(start + count - self.reached, 0), count)
+        self.reached += new
+        self.recomputed_tokens += count - new
+        return new
+
+    def take_hits(self) -> int:
+        """Cached tokens that the engine has not counted yet."""
+        hits, self._uncounted_hits = self._uncounted_hits, 0
+        return hits
+
     def close(self) -> None:
         """Let go of the blocks; what is published stays cached. May be called twice."""
-        if not self.sequence.closed:
-            self._computed = self.sequence.length - self.cached_tokens
+        if self.finished_at is None:
             self.finished_at = time.perf_counter()
-            self.sequence.close()
+        self.sequence.close()
 
     def completion(self) -> Completion:
         """What this stream produced; it has finished and is closed."""
@@ -169,10 +238,12 @@ class Stream:
         return Usage(
             prompt_tokens=len(self.request.prompt),
             cached_tokens=self.cached_tokens,
-            computed_tokens=self._computed,
+            computed_tokens=self.reached - self.cached_tokens,
             output_tokens=output_tokens,
             ttft_s=first - start,
             total_s=self.finished_at - start,
+            preemptions=self.request.preemptions,
+            recomputed_tokens=self.recomputed_tokens,
         )
 
 

@@ -1,53 +1,45 @@
-"""Which tokens the next step computes: decodes first, then chunks of prompts, then newcomers in order of arrival.
+"""Which tokens the next step computes: decodes first, then chunks of prompts, then newcomers.
 
 Knows: the waiting queue, the running requests and how many blocks each may still take. Knows no tensor and no thread.
 
-Admission promises that a running request never runs out of blocks. A request is admitted when the free and evictable
-blocks, less what the running ones may still take, cover all that it may take: its prompt and max_tokens. The request
-at the head of the queue opens its sequence first (its hit is counted once, and is held from then on, so that what
-was evictable there is no longer counted) and then waits at the door until the rest fits.
+A step has a budget of tokens. Every running stream decodes one of them (iteration-level batching: Orca, OSDI 2022);
+what is left goes to chunks of prompts (Sarathi-Serve, OSDI 2024), so that a long prompt lengthens a step by a chunk and
+never stalls the others; what is still left lets newcomers in.
+
+Who waits holds nothing. A request comes in when what it is sure to take fits the free and evictable blocks, less what
+the running ones were promised. Streams grow beyond that; when blocks run out, somebody is preempted (PagedAttention,
+SOSP 2023): its sequences are closed, its published prefix stays in the tree until it is evicted, and it waits again, in
+front of whoever came later. See `demand` for what is promised, `preemption` for who gives way, `waiting` for who goes
+first, `coalescing` for who stays at the door although there is room.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from bisect import insort
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import numpy as np
 
-from radixkv.cache import Pin, PrefixCache, Sequence, WritePlan
-from radixkv.engine.prompts import TokenIds, common_prefix
+from radixkv.cache import Match, Pin, PrefixCache, Sequence, WritePlan
+from radixkv.cache.purpose import Purpose
+from radixkv.engine.coalescing import Coalescing
+from radixkv.engine.demand import still_to_take, to_spare
+from radixkv.engine.limits import Limits
+from radixkv.engine.preemption import victim
+from radixkv.engine.prompts import TokenIds
 from radixkv.engine.request import Request, Stream, failure
-from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong
-from radixkv.models.sampling_params import is_int
+from radixkv.engine.stats import Counters
+from radixkv.engine.waiting import Waiting
+from radixkv.errors import InvalidInput, OutOfBlocks, PinBudgetExceeded, PromptTooLong
 
 _log = logging.getLogger(__name__)
+_NOTHING = Match(0, np.empty(0, np.int32), 0)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How much runs at once: streams, tokens a step, and tokens of one prompt a step."""
-
-    max_sequences: int = 64
-    max_batch_tokens: int = 2048
-    prefill_chunk: int = 512
-
-    def __post_init__(self) -> None:
-        """Refuse what could never run."""
-        for name in ("max_sequences", "max_batch_tokens", "prefill_chunk"):
-            if not is_int(getattr(self, name)) or getattr(self, name) < 1:
-                raise InvalidInput(f"{name} must be an int, at least 1, got {getattr(self, name)!r}")
-        if self.max_batch_tokens < self.max_sequences:
-            raise InvalidInput(
-                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}): "
-                "every running sequence decodes one token a step"
-            )
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Work:
     """What one stream computes in this step: `tokens` from position `start` on, into the slots of `plan`."""
 
@@ -66,218 +58,282 @@ class Scheduler:
     """The queue at the door and the requests inside."""
 
     def __init__(
-        self, cache: PrefixCache, limits: Limits, refuse: Callable[[Request, Exception], None], *, reuse: bool = True
+        self,
+        cache: PrefixCache,
+        limits: Limits,
+        counters: Counters,
+        end: Callable[[Request, Exception], None],
+        *,
+        reuse: bool = True,
     ) -> None:
         """Schedule onto `cache`; without `reuse` no request looks for a cached prefix.
 
-        `refuse` ends a request that waits but can never be admitted; it must `remove` it.
+        `end` ends a request that can never be admitted, or raised while it was looked at; it must `remove` it.
         """
         self.limits = limits
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting = Waiting(limits, self._cached)
+        self.running: list[Request] = []  # by rank
         self._cache = cache
         self._num_blocks, self._block_size = cache.num_blocks, cache.block_size
-        self._refuse = refuse
+        self._counters = counters
+        self._end = end
         self._reuse = reuse
-        self._door: Sequence | None = None  # the sequence of waiting[0], once it is open
+        self._coalescing = Coalescing(limits.prefill_chunk, worth=2 * cache.block_size)
+        self._planned: dict[Stream, Work] = {}  # of the step that is being scheduled
+        self._budget = 0
+        self._arrivals = 0
+        self._admissions = 0
 
-    def check_fits(self, request: Request) -> None:
-        """Raise PromptTooLong, with the numbers, if even an empty pool could not hold the request.
+    # ---- who is here
 
-        Reads nothing that changes, so any thread may ask.
-        """
-        need, blocks, width = self._need(request, 0), self._num_blocks, request.width
-        if width > self.limits.max_sequences:
-            raise InvalidInput(f"n={width} streams exceed max_sequences={self.limits.max_sequences}")
-        if need > blocks:
-            streams = f" in each of {width} streams" if width > 1 else ""
-            raise PromptTooLong(
-                f"a prompt of {len(request.prompt)} tokens and up to {request.max_tokens} new ones{streams} takes "
-                f"{need} blocks of {self._block_size} tokens, and the pool has {blocks}: shorten the prompt, "
-                "lower max_tokens or n, or load the engine with more kv_memory"
-            )
+    def add(self, request: Request) -> None:
+        """Queue a request that `check_fits`."""
+        self._arrivals += 1
+        request.number = self._arrivals
+        self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out, waiting or running, and free what it holds."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
-            if request is self.waiting[0]:
-                self._close_door()
             self.waiting.remove(request)
         for stream in request.streams:
+            self._unplan(stream)
             stream.close()
+
+    def check_fits(self, request: Request) -> None:
+        """Raise PromptTooLong, with the numbers, if even an empty pool could not hold the request.
+
+        Reads nothing that changes, so any thread may ask.
+        """
+        need, width = still_to_take(request, self._block_size, 0, most=True), request.width
+        if width > self.limits.max_sequences:
+            raise InvalidInput(f"n={width} streams exceed max_sequences={self.limits.max_sequences}")
+        if need > self._num_blocks:
+            streams = f" in each of {width} streams" if width > 1 else ""
+            raise PromptTooLong(
+                f"a prompt of {len(request.prompt)} tokens and up to {request.max_tokens} new ones{streams} takes "
+                f"{need} blocks of {self._block_size} tokens, and the pool has {self._num_blocks}: shorten the prompt, "
+                "lower max_tokens or n, or load the engine with more kv_memory"
+            )
+
+    def pin(self, tokens: TokenIds, namespace: Hashable = None, ttl: float | None = None) -> Pin:
+        """Pin a cached prefix, unless a request that runs, or was preempted, could then not finish.
+
+        Raises PinBudgetExceeded, and then nothing has changed.
+        """
+        pin = self._cache.pin(tokens, namespace, ttl)
+        begun = [(each, None) for each in self.running] + [(each, 0) for each in self.waiting if each.preemptions]
+        most = [still_to_take(each, self._block_size, at, most=True) + to_spare(each) for each, at in begun]
+        if self._available() < max([self._promised(), *most]):
+            pin.release()
+            raise PinBudgetExceeded(
+                f"the {len(begun)} requests under way may still need the {pin.blocks} blocks of this pin: try again "
+                "when fewer run, or load the engine with more kv_memory"
+            )
+        return pin
 
     def close(self) -> None:
         """Let go of the cache; from now on only `check_fits` may be called."""
         del self._cache
 
-    def pin(self, tokens: TokenIds, namespace: Hashable = None, ttl: float | None = None) -> Pin:
-        """Pin a cached prefix, unless that takes blocks which the running requests were promised.
-
-        Raises PinBudgetExceeded, and then nothing has changed.
-        """
-        pin = self._cache.pin(tokens, namespace, ttl)
-        if self._available() < self._reserved():
-            pin.release()
-            raise PinBudgetExceeded(
-                f"the {len(self.running)} running requests may still need the {pin.blocks} blocks of this pin: try "
-                "again when fewer run, or load the engine with more kv_memory"
-            )
-        return pin
-
     # ---- schedule
 
     def schedule(self) -> list[Work]:
         """Plan the next step: at most max_batch_tokens tokens, one chunk a stream. Raises nothing that is expected."""
-        budget = self.limits.max_batch_tokens
-        work = []
+        self._planned = {}
+        self._budget = self.limits.max_batch_tokens
+        self._coalescing.next_step()
+        for each in list(self.running):
+            if each.asleep:
+                self._guarded(each, self._wake_others)
         for stream in self._in_order():
-            if budget:
-                work.append(self._plan(stream, budget))
-                budget -= len(work[-1].tokens)
-        while budget and (request := self._admit()) is not None:
-            work.append(self._plan(request.streams[0], budget))
-            budget -= len(work[-1].tokens)
+            self._plan(stream)
+        while self._budget and (request := self._admit()) is not None:
+            newcomer = request.live[0]
+            self._plan(newcomer)
+            if not newcomer.awake:
+                break  # it had to give way at once
+        work, self._planned = list(self._planned.values()), {}
         return work
 
-    def _in_order(self) -> Iterator[Stream]:
-        live = [stream for request in self.running for stream in request.live]
-        yield from (stream for stream in live if not stream.prefilling)
-        yield from (stream for stream in live if stream.prefilling)
+    def _in_order(self) -> list[Stream]:
+        live = [s for request in self.running if not request.outlet.lagging for s in request.live if s.awake]
+        return [s for s in live if not s.prefilling] + [s for s in live if s.prefilling]
 
-    def _plan(self, stream: Stream, budget: int) -> Work:
-        start = stream.sequence.length
-        length = min(stream.pending, self.limits.prefill_chunk, budget)
-        tokens = stream.tokens[start : start + length]
-        return Work(stream, start, tokens, stream.sequence.extend(tokens))
+    def _plan(self, stream: Stream) -> None:
+        """Plan a stream's chunk, unless there is no budget left or the stream must give way itself."""
+        while self._budget and stream.awake:
+            try:
+                start, count = stream.sequence.length, self._chunk(stream)
+                tokens = stream.tokens[start : start + count]
+                self._planned[stream] = Work(stream, start, tokens, stream.sequence.extend(tokens))
+                self._budget -= count
+                return
+            except OutOfBlocks:
+                self.preempt(victim(self.running, self.limits.victim))
+            except Exception as error:  # whatever it is about this one, the others go on
+                self._fail(stream.request, error)
+
+    def _chunk(self, stream: Stream) -> int:
+        count = stream.pending
+        if count == 1:
+            return 1
+        if stream.request.asleep:  # the others begin where the prompt ends
+            count = len(stream.request.prompt) - stream.sequence.length
+        return min(count, self.limits.prefill_chunk, self._budget)
+
+    def _unplan(self, stream: Stream) -> None:
+        work = self._planned.pop(stream, None)
+        if work is not None:
+            self._budget += len(work.tokens)
+
+    # ---- preempt
+
+    def preempt(self, request: Request) -> None:
+        """Free all that a running request holds; it waits for its return, in front of who came later."""
+        for stream in request.live:
+            if stream.awake:
+                if self._reuse and stream not in self._planned:
+                    stream.sequence.commit()  # what `publish_late` kept back
+                self._unplan(stream)
+                stream.sequence.close()
+        self.running.remove(request)
+        request.preemptions += 1
+        request.guaranteed, request.publish_late = True, False
+        self._counters.preemptions += 1
+        self.waiting.add(request)
+
+    def _wake_others(self, request: Request) -> None:
+        """The prompt is back: the other streams of a preempted request go on from what is left of theirs."""
+        lead = next(stream for stream in request.live if stream.awake)
+        if lead.sequence.length < len(request.prompt):
+            return
+        for stream in request.asleep:
+            if self._reuse and not request.publish_late:
+                stream.wake(self._open(request, np.array(stream.tokens, np.int32)))
+            else:
+                twin = lead.sequence.fork()
+                twin.truncate(len(request.prompt))
+                stream.wake(twin)
 
     # ---- admit
 
     def _admit(self) -> Request | None:
-        """The head of the queue, now running; None if there is none or it must wait."""
-        while self.waiting:
-            request = self.waiting[0]
+        """The first that may come in, now running; None if there is none, or the first that could must wait."""
+        for request in self.waiting.ranked():
+            if request.outlet.lagging or self._coalescing.still_waits(request):
+                continue
             try:
-                if not self._at_door(request):
-                    return None
-                if self._enters(request):
-                    return request
-                if self.running:
-                    return None
-                self._refuse(request, self._pinned_out(request))
+                match = self._match(request)
+                if not self._coalescing.begins_to_wait(request, self.running, match.length):
+                    return self._let_in(request, match)
             except Exception as error:  # whatever it is about this one, the others go on
-                _log.exception("a request could not be admitted")
-                self._refuse(request, failure(error))
+                self._fail(request, error)
+                return None
         return None
 
-    def _at_door(self, request: Request) -> bool:
-        """Whether the head of the queue has its sequence open, or may open it now."""
-        if sum(map(_streams, self.running)) + request.width > self.limits.max_sequences:
-            return False
-        if self._door is None:
-            if self._worth_waiting(request) or not self._may_open(request):
-                return False
-            self._door = self._open(request)
-        return True
+    def _let_in(self, request: Request, match: Match) -> Request | None:
+        while not (fits := self._fits(request, match)) and (paused := self._paused()) is not None:
+            self.preempt(paused)
+        if self.running:
+            return self._enter(request, self._open(request, request.known)) if fits else None
+        return self._let_in_alone(request)
 
-    def _open(self, request: Request) -> Sequence:
+    def _fits(self, request: Request, match: Match) -> bool:
+        if sum(each.streams_left for each in self.running) + request.streams_left > self.limits.max_sequences:
+            return False
+        need = match.idle_blocks + still_to_take(request, self._block_size, match.length) + to_spare(request)
+        return self._available() - self._promised() >= need
+
+    def _paused(self) -> Request | None:
+        """A running request that nobody reads: it gives way to whoever is wanted now."""
+        paused = [request for request in self.running if request.outlet.lagging]
+        return victim(paused, self.limits.victim) if paused else None
+
+    def _let_in_alone(self, request: Request) -> Request | None:
+        """Nobody runs: whoever comes now must be able to finish, if need be without a block to spare."""
+        sequence = self._open(request, request.known)
+        if self._lacks(request, sequence, to_spare(request)):
+            request.guaranteed = request.publish_late = True
+            if self._lacks(request, sequence):
+                # A hit that ends inside a block costs a copy of that block: give the tokens in it up.
+                sequence.truncate(sequence.length - sequence.length % self._block_size)
+            if self._lacks(request, sequence):
+                # Part-filled blocks on the way to the hit are held beside it: give all of it up.
+                sequence.truncate(0)
+            if self._lacks(request, sequence):
+                sequence.close()
+                self._end(request, self._pinned_out(request))
+                return None
+        return self._enter(request, sequence)
+
+    def _lacks(self, request: Request, sequence: Sequence, spare: int = 0) -> bool:
+        need = still_to_take(request, self._block_size, sequence.length, most=True)
+        return self._available() < need + spare
+
+    def _enter(self, request: Request, sequence: Sequence) -> Request:
+        try:
+            request.start(sequence)
+        except BaseException:
+            sequence.close()
+            raise
+        self.waiting.remove(request)
+        insort(self.running, request, key=lambda each: each.rank)
+        self._admissions += 1
+        request.admitted = self._admissions
+        self.waiting.overtaken_by(request)
+        if request.parked is not None:
+            gained = sequence.length - request.parked.cached
+            self._counters.coalesced_requests += gained > 0
+            self._counters.coalesced_tokens += max(gained, 0)
+            request.parked = None
+        self._wake_others(request)
+        return request
+
+    def _open(self, request: Request, tokens: TokenIds) -> Sequence:
         # A full repeat computes one token again: its logits are needed, and a step has no empty chunks.
-        limit = len(request.prompt) - 1 if self._reuse else 0
-        return self._cache.open(request.prompt, request.namespace, limit=limit, priority=request.priority)
+        limit = len(tokens) - 1 if self._reuse else 0
+        purpose: Purpose = "resume" if request.streams else "request"
+        return self._cache.open(tokens, request.namespace, limit, request.priority, purpose=purpose)
 
-    def _worth_waiting(self, request: Request) -> bool:
-        """Whether a running prompt is about to compute a prefix of this one, which is then a hit instead."""
-        ahead = [each for each in self.running if each.namespace == request.namespace and each.streams[0].prefilling]
-        if not ahead or not self._reuse:
-            return False
-        cached = self._cache.match(request.prompt, request.namespace).length
-        for each in ahead:
-            shared = common_prefix(each.prompt, request.prompt)
-            if shared > each.streams[0].sequence.length and shared - cached >= 2 * self._block_size:
-                return True
-        return False
+    def _match(self, request: Request) -> Match:
+        """What `_open` would find; changes nothing."""
+        return self._cache.match(request.known[:-1], request.namespace) if self._reuse else _NOTHING
 
-    def _may_open(self, request: Request) -> bool:
-        """Whether the running requests keep what was promised to them if the hit is held too."""
-        if not self.running:
-            return True
-        spare = self._available() - self._reserved()
-        blocks = self._cache.match(request.prompt, request.namespace).blocks
-        if spare >= len(blocks):
-            return True
-        held = np.concatenate([stream.sequence.block_table for each in self.running for stream in each.live])
-        return spare >= int(np.isin(blocks, held, invert=True).sum())
-
-    def _room_for(self, request: Request, sequence: Sequence) -> bool:
-        if self._available() - self._reserved() >= self._need(request, sequence.length) + request.width:
-            return True
-        return not self.running and self._room_alone(request, sequence)
-
-    def _room_alone(self, request: Request, sequence: Sequence) -> bool:
-        """Whether a request that is alone, and fills the pool nearly or quite, can do without blocks to spare."""
-        request.publish_late = True
-        if self._available() < self._need(request, sequence.length):
-            # A hit that ends inside a block costs a copy of that block: give the tokens in it up.
-            sequence.truncate(sequence.length - sequence.length % self._block_size)
-        if self._available() < self._need(request, sequence.length):
-            # Part-filled blocks on the way to the hit are held beside it: give all of it up.
-            sequence.truncate(0)
-        return self._available() >= self._need(request, sequence.length)
-
-    def _enters(self, request: Request) -> bool:
-        """Let the head of the queue in if there is room. Until it runs, the door holds its sequence."""
-        assert self._door is not None
-        if not self._room_for(request, self._door):
-            return False
-        request.start(self._door)
-        self._door = None
-        self.running.append(self.waiting.popleft())
-        return True
+    def _cached(self, request: Request) -> int:
+        """Tokens that a request would hit, for its rank; whoever cannot be looked up fails alone, at the door."""
+        try:
+            return self._match(request).length
+        except Exception:
+            return 0
 
     def _pinned_out(self, request: Request) -> PromptTooLong:
         """Why a request that fits the pool must be refused all the same: nothing runs, so pins hold the rest."""
         return PromptTooLong(
-            f"the request takes {self._need(request, 0)} blocks; of the pool's {self._num_blocks}, "
-            f"{self._cache.stats().pinned_blocks} are pinned: release pins, or load the engine with more kv_memory"
+            f"the request takes {still_to_take(request, self._block_size, 0, most=True)} blocks; of the pool's "
+            f"{self._num_blocks}, {self._cache.stats().pinned_blocks} are pinned: release pins, or load the engine "
+            "with more kv_memory"
         )
-
-    def _close_door(self) -> None:
-        if self._door is not None:
-            self._door.close()
-            self._door = None
 
     # ---- blocks
 
     def _available(self) -> int:
         return self._cache.free_blocks + self._cache.evictable_blocks
 
-    def _reserved(self) -> int:
-        """What the running requests may still take, with one spare block a stream.
+    def _promised(self) -> int:
+        """What the running requests were told that they may still take."""
+        return sum(still_to_take(request, self._block_size) + to_spare(request) for request in self.running)
 
-        Publishing tokens that the tree has by then holds the tree's copy of the part-filled last block as well.
-        """
-        return sum(self._outstanding(request) + len(request.live) for request in self.running)
+    # ---- faults
 
-    def _outstanding(self, request: Request) -> int:
-        if not request.forked:
-            return self._need(request, request.streams[0].sequence.length)
-        size = self._block_size
-        return sum(_blocks(request.computed_length, size) - s.sequence.length // size for s in request.live)
+    def _guarded(self, request: Request, call: Callable[[Request], None]) -> None:
+        try:
+            call(request)
+        except Exception as error:
+            self._fail(request, error)
 
-    def _need(self, request: Request, length: int) -> int:
-        """Blocks that a request may still take when `length` tokens of its prompt are there.
-
-        A part-filled last block counts: whoever writes behind somebody else's tokens takes a copy. So does each fork.
-        """
-        size = self._block_size
-        total = _blocks(request.computed_length, size)
-        return total - length // size + (request.width - 1) * (total - len(request.prompt) // size)
-
-
-def _streams(request: Request) -> int:
-    return len(request.live) if request.forked else request.width
-
-
-def _blocks(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
+    def _fail(self, request: Request, error: Exception) -> None:
+        _log.exception("a request could not be scheduled")
+        self._end(request, failure(error))

@@ -19,6 +19,13 @@ class Counters:
     cached_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    coalesced_requests: int = 0
+    coalesced_tokens: int = 0
+    timed_out: int = 0
+    audited_blocks: int = 0
+    differing_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,10 @@ class EngineStats:
     """One moment of an engine: `waiting` and `running` requests now, everything else since it was loaded.
 
     Prompt and cached tokens are counted once a request, when its first step is committed; computed tokens when their
-    step is; output tokens when they were sampled. `cache` has the pool's own counters and gauges, which also count
+    step is; output tokens when they were sampled. `preemptions` counts requests that gave way when blocks ran out (they
+    are waiting then), `recomputed_tokens` what was computed again for them, which is not in `computed_tokens` twice.
+    `coalesced_requests` waited for a neighbour to compute their prefix and found `coalesced_tokens` more in the cache.
+    `failed` includes those that `timed_out`. `cache` has the pool's own counters and gauges, which also count
     requests that ended before their first step.
     """
 
@@ -47,6 +57,13 @@ class EngineStats:
     cached_tokens: int
     computed_tokens: int
     output_tokens: int
+    preemptions: int
+    recomputed_tokens: int
+    coalesced_requests: int
+    coalesced_tokens: int
+    timed_out: int
+    audited_blocks: int
+    differing_blocks: int
     cache: CacheStats
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +29,11 @@ def chain(before: int, token: int) -> int:
     return ((before ^ token) * MIX + ADD) % 2**64
 
 
+@functools.lru_cache(maxsize=10_000)
 def logits_of(history: int, vocab: int = VOCAB) -> np.ndarray:
-    return np.random.default_rng(history).standard_normal(vocab).astype(np.float32) * 2
+    logits = np.random.default_rng(history).standard_normal(vocab).astype(np.float32) * 2
+    logits.flags.writeable = False
+    return logits
 
 
 def greedy_reply(prompt: Sequence[int], count: int, vocab: int = VOCAB) -> list[int]:
@@ -109,7 +113,8 @@ class FakeRunner:
             self.state[slot], self.tokens[slot] = state, token
 
     def _logits(self, chunk: Chunk) -> np.ndarray:
-        slots = [self._slot(chunk, position) for position in range(chunk.start + len(chunk.tokens))]
+        positions = np.arange(chunk.start + len(chunk.tokens))
+        slots = chunk.block_table[positions // self.size] * self.size + positions % self.size
         states, tokens = self.state[slots], self.tokens[slots]
         before = np.concatenate([np.zeros(1, np.uint64), states[:-1]])
         expected = (before ^ tokens.astype(np.uint64)) * np.uint64(MIX) + np.uint64(ADD)

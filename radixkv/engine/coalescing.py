@@ -1,0 +1,74 @@
+"""Waiting for a neighbour to compute what one would else compute oneself.
+
+Knows prompts, and which running ones are not computed yet. Knows no blocks and no order.
+
+Sixteen agents that start together with one system prompt would compute it sixteen times: none finds it cached, as none
+has written it. So a request stays at the door while a running prompt is about to compute a prefix of its own, and hits
+it then. The wait is bounded: twice the steps that the shared part takes, and a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from radixkv.engine.prompts import common_prefix
+from radixkv.engine.request import Request
+
+_SLACK = 8  # steps: others may keep a leader from its chunk for a few
+
+
+@dataclass(frozen=True)
+class Parked:
+    """Behind whom a request waits, for how many tokens, until which step, and what was cached when it began."""
+
+    leader: Request
+    shared: int
+    until: int
+    cached: int
+
+
+class Coalescing:
+    """Who waits for whom. One comparison of two prompts for each that begins to wait, then O(1) a step."""
+
+    def __init__(self, prefill_chunk: int, worth: int) -> None:
+        """Let nobody wait for less than `worth` tokens; a leader computes at most `prefill_chunk` a step."""
+        self._chunk, self._worth = prefill_chunk, worth
+        self._step = 0
+
+    def next_step(self) -> None:
+        """Count the steps that bound every wait."""
+        self._step += 1
+
+    def still_waits(self, request: Request) -> bool:
+        """Whether a parked request stays where it is."""
+        parked = request.parked
+        position = _ahead(parked.leader) if parked is not None and not request.waited_enough else None
+        if parked is None or position is None or position >= parked.shared:
+            return False
+        request.waited_enough = self._step > parked.until
+        return not request.waited_enough
+
+    def begins_to_wait(self, request: Request, running: Iterable[Request], cached: int) -> bool:
+        """Park a request, of which `cached` tokens are cached, if a running prompt is about to compute more of it."""
+        if request.waited_enough:
+            return False
+        for leader in running:
+            position = _ahead(leader)
+            if position is None or leader.namespace != request.namespace:
+                continue
+            shared = common_prefix(leader.prompt, request.prompt)
+            if shared > position and shared - cached >= self._worth:
+                steps = -(-(shared - position) // self._chunk)
+                before = cached if request.parked is None else request.parked.cached
+                request.parked = Parked(leader, shared, self._step + 2 * steps + _SLACK, before)
+                return True
+        return False
+
+
+def _ahead(leader: Request) -> int | None:
+    """How many tokens of its prompt a request has computed; None if it computes none of it now."""
+    stream = next((each for each in leader.live if each.awake), None)
+    if stream is None or leader.outlet.lagging or stream.sequence.length >= len(leader.prompt):
+        return None
+    return stream.sequence.length

@@ -1,0 +1,467 @@
+"""Who runs when: the core without its thread, step by step, on the fake model that notices a wrong block."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv import SamplingParams
+from radixkv.cache import PrefixCache
+from radixkv.engine import Limits
+from radixkv.engine.core import Core
+from radixkv.engine.request import Request
+from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestFailed
+from tests.engine.fakes import FakeRunner, greedy_reply
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(49), k=length)
+
+
+@dataclass
+class World:
+    """A core over a fake model; `step` checks every invariant of the cache, and that no block is lost."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    limits: Limits = field(default_factory=Limits)
+    reuse: bool = True
+
+    def __post_init__(self) -> None:
+        self.cache = PrefixCache(self.num_blocks, self.block_size)
+        self.runner = FakeRunner(self.num_blocks, self.block_size)
+        self.core = Core(self.cache, self.runner, self.limits, reuse=self.reuse)
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
+        ids = np.array(prompt, np.int32)
+        request = Request(ids, params, params.max_tokens, frozenset(params.stop_token_ids), params.seed or 0, **more)
+        self.core.scheduler.check_fits(request)
+        self.core.add(request)
+        return request
+
+    def step(self) -> list[tuple[int, int]]:
+        """(start, tokens) of each chunk."""
+        before = len(self.runner.steps)
+        self.core.step()
+        self.cache.check()
+        return self.runner.steps[before] if len(self.runner.steps) > before else []
+
+    def finish(self, most: int = 10_000) -> int:
+        """Step until nothing is left; returns the number of steps."""
+        for steps in range(most):
+            if not self.core.busy:
+                stats = self.cache.stats()
+                assert stats.sequences == 0 and stats.held_blocks == stats.pinned_blocks
+                return steps
+            self.step()
+        raise AssertionError(f"not finished after {most} steps")
+
+
+def answer(request: Request) -> list[int]:
+    return list(request.outlet.wait(0).token_ids)
+
+
+def is_right(request: Request) -> bool:
+    return answer(request) == greedy_reply(request.prompt.tolist(), request.max_tokens)
+
+
+# ---- budget
+
+
+@pytest.mark.parametrize("chunk", [16, 100, 512])
+def test_a_long_prompt_never_keeps_a_running_stream_from_its_token(chunk: int) -> None:
+    world = World(2048, 4, Limits(max_sequences=16, max_batch_tokens=chunk + 16, prefill_chunk=chunk))
+    streams = [world.submit(tokens(5, i), GREEDY.but(max_tokens=300)) for i in range(8)]
+    while any(len(s.live[0].tokens) < 10 if s.streams else True for s in streams):
+        world.step()
+    long = world.submit(tokens(3000, 9))
+    steps = 0
+    while not long.outlet.ended:
+        chunks = world.step()
+        assert len([1 for _, n in chunks if n == 1]) >= 8
+        assert sum(n for _, n in chunks) <= chunk + 16
+        steps += 1
+    assert steps == -(-3000 // chunk) + 5
+    world.finish()
+    assert all(map(is_right, [*streams, long]))
+
+
+def test_what_decodes_leave_goes_to_prompts_by_rank() -> None:
+    world = World(limits=Limits(max_sequences=4, max_batch_tokens=20, prefill_chunk=12))
+    world.submit(tokens(30, 1))
+    second = world.submit(tokens(30, 2), priority=1)
+    assert world.step() == [(0, 12), (0, 8)]
+    assert second.streams[0].sequence.length == 12
+    assert world.step() == [(12, 12), (8, 8)]
+
+
+# ---- admission
+
+
+def test_what_can_never_fit_is_refused_at_once_with_the_numbers() -> None:
+    world = World(10, 4)
+    with pytest.raises(PromptTooLong, match="takes 11 blocks of 4 tokens, and the pool has 10"):
+        world.submit(tokens(36), GREEDY.but(max_tokens=8))
+    with pytest.raises(PromptTooLong, match="in each of 3 streams"):
+        world.submit(tokens(8), GREEDY.but(max_tokens=12, n=3))
+    assert not world.core.busy
+
+
+def test_nobody_comes_in_who_could_not_compute_the_prompt() -> None:
+    world = World(20, 4, Limits(prefill_chunk=4))
+    first = world.submit(tokens(40, 1))  # promised 10 blocks and a spare one
+    second = world.submit(tokens(40, 2))
+    world.step()
+    assert world.core.scheduler.running == [first]
+    world.finish()
+    assert is_right(first) and is_right(second)
+    assert not world.core.counters.preemptions
+
+
+def test_what_waits_holds_nothing_and_its_hit_counts_once() -> None:
+    world = World(20, 4)
+    prompt = tokens(30, 1)
+    world.submit(prompt)
+    world.finish()
+    big = world.submit(tokens(60, 2), GREEDY.but(max_tokens=10))
+    again = world.submit(prompt)
+    world.step()
+    assert world.core.scheduler.running == [big]
+    assert world.cache.stats().sequences == 1
+    world.finish()
+    assert is_right(again)
+    assert world.core.counters.prompt_tokens == 30 + 60 + 30
+    assert world.cache.stats().query_tokens == 120
+
+
+# ---- coalescing
+
+
+@pytest.mark.parametrize("chunk", [128, 512, 2048, 8192])
+def test_sixteen_equal_prompts_of_8k_are_computed_once(chunk: int) -> None:
+    world = World(2048, 16, Limits(max_batch_tokens=9000, prefill_chunk=chunk))
+    prompt = tokens(8192)
+    requests = [world.submit(prompt, GREEDY.but(max_tokens=2)) for _ in range(16)]
+    world.finish()
+    assert len({tuple(answer(each)) for each in requests}) == 1 and is_right(requests[0])
+    counters = world.core.counters
+    assert counters.computed_tokens == 8192 + 15 + 16  # a repeat computes its last token; and each sampled one
+    assert (counters.coalesced_requests, counters.coalesced_tokens) == (15, 15 * 8191)
+    # 512 blocks of the prompt, and one for what each stream adds behind it
+    assert world.num_blocks - world.cache.stats().free_blocks <= 512 + 16
+
+
+def test_those_that_wait_for_a_neighbour_let_others_pass() -> None:
+    world = World(256, 4, Limits(prefill_chunk=8))
+    shared = tokens(100)
+    leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
+    other = world.submit(tokens(5, 7))
+    world.step()
+    assert world.core.scheduler.running == [leader, other]
+    world.finish()
+    assert follower.streams[0].cached_tokens == 100
+    assert all(map(is_right, (leader, follower, other)))
+
+
+def test_nobody_waits_for_a_leader_that_is_gone() -> None:
+    world = World(256, 4, Limits(prefill_chunk=8))
+    shared = tokens(100)
+    leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
+    world.step()
+    world.step()
+    assert world.core.scheduler.running == [leader]
+    world.core.cancel(leader)
+    world.step()
+    assert world.core.scheduler.running == [follower]
+    assert follower.streams[0].cached_tokens == 16
+    world.finish()
+    assert is_right(follower)
+
+
+def test_the_wait_for_a_neighbour_is_bounded() -> None:
+    world = World(256, 4, Limits(max_sequences=4, max_batch_tokens=4, prefill_chunk=4))
+    decoding = [world.submit(tokens(1, i), GREEDY.but(max_tokens=300)) for i in range(3)]
+    world.step()
+    shared = tokens(20, 9)
+    leader = world.submit([*shared, 1], GREEDY.but(max_tokens=1))
+    world.step()
+    world.core.cancel(decoding[0])
+    follower = world.submit([*shared, 2], GREEDY.but(max_tokens=1))
+    waited = 0
+    while not follower.streams:  # a leader with two tokens a step, where four were hoped for
+        world.step()
+        waited += 1
+    assert waited <= 2 * 5 + 8 + 1
+    world.finish()
+    assert is_right(leader) and is_right(follower)
+
+
+def test_other_namespaces_and_short_prefixes_are_not_waited_for() -> None:
+    world = World(256, 4, Limits(prefill_chunk=8))
+    shared = tokens(100)
+    requests = [world.submit(shared), world.submit(shared, namespace="b"), world.submit([*shared[:7], 48, 48])]
+    world.step()
+    assert world.core.scheduler.running == requests
+
+
+# ---- order
+
+
+def _long_and_cold(max_overtakes: int, hits: int, **limits: Any) -> tuple[World, Request, list[Request]]:
+    """A cold request, and a stream of later ones that all hit a long cached prefix."""
+    world = World(512, 4, Limits(max_sequences=1, order="longest-prefix", max_overtakes=max_overtakes, **limits))
+    warm = tokens(40, 1)
+    world.submit(warm, GREEDY.but(max_tokens=1))
+    world.finish()
+    cold = world.submit(tokens(30, 2), GREEDY.but(max_tokens=1))
+    hot = [world.submit([*warm, i], GREEDY.but(max_tokens=1)) for i in range(hits)]
+    return world, cold, hot
+
+
+def _ended_before(world: World, request: Request, others: list[Request]) -> int:
+    while not request.outlet.ended:
+        world.step()
+    return sum(other.outlet.ended for other in others)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 5, 32])
+def test_longest_prefix_first_never_starves_beyond_its_bound(bound: int) -> None:
+    world, cold, hot = _long_and_cold(bound, 50)
+    assert _ended_before(world, cold, hot) == bound
+    world.finish()
+    assert all(map(is_right, [cold, *hot]))
+
+
+def test_an_endless_stream_of_hits_does_not_starve_a_cold_request() -> None:
+    world, cold, hot = _long_and_cold(8, 1)
+    warm = hot[0].prompt.tolist()[:-1]
+    for i in range(100):
+        if cold.outlet.ended:
+            break
+        hot.append(world.submit([*warm, i % 49], GREEDY.but(max_tokens=1)))
+        world.step()
+    assert cold.outlet.ended and len(hot) <= 8 + 3
+
+
+def test_first_come_first_served_by_default() -> None:
+    world = World(512, 4, Limits(max_sequences=1))
+    requests = [world.submit(tokens(10 + i, i % 3), GREEDY.but(max_tokens=1)) for i in range(12)]
+    order = []
+    while world.core.busy:
+        world.step()
+        order += [each for each in requests if each.outlet.ended and each not in order]
+    assert order == requests
+
+
+@pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
+def test_priority_goes_before_either_order(order: str) -> None:
+    world = World(512, 4, Limits(max_sequences=1, order=order))
+    warm = tokens(40, 1)
+    world.submit(warm, GREEDY.but(max_tokens=1))
+    world.finish()
+    low = [world.submit([*warm, i], GREEDY.but(max_tokens=1)) for i in range(3)]
+    high = [world.submit(tokens(10, 7 + i), GREEDY.but(max_tokens=1), priority=2) for i in range(2)]
+    high.append(world.submit([*warm, 9], GREEDY.but(max_tokens=1), priority=2))
+    ended: list[Request] = []
+    while world.core.busy:
+        world.step()
+        ended += [each for each in [*low, *high] if each.outlet.ended and each not in ended]
+    expected = high if order == "fcfs" else [high[2], *high[:2]]
+    assert ended == [*expected, *low]
+
+
+@pytest.mark.parametrize("wrong", [{"order": "sjf"}, {"victim": "random"}, {"max_overtakes": -1}, {"order": None}])
+def test_unknown_orders_and_victims_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=next(iter(wrong))):
+        Limits(**wrong)
+
+
+# ---- preemption
+
+
+@pytest.mark.parametrize("victim", ["cheapest", "last"])
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
+def test_answers_are_unchanged_by_preemption_in_pools_too_small(victim: str, reuse: bool, order: str) -> None:
+    preemptions = 0
+    for seed in range(6):
+        rng = random.Random(seed)
+        size = rng.choice([1, 2, 4, 16])
+        limits = Limits(8, 64, rng.choice([4, 16, 64]), victim=victim, order=order)
+        world = World(-(-130 // size), size, limits, reuse=reuse)
+        base = tokens(40, seed)
+        requests = [
+            world.submit([*base[: rng.randint(0, 40)], *tokens(rng.randint(1, 12), 100 + i)], GREEDY.but(max_tokens=40))
+            for i in range(10)
+        ]
+        world.finish()
+        assert all(map(is_right, requests))
+        assert all(each.preemptions <= 1 for each in requests)
+        counters = world.core.counters
+        preemptions += counters.preemptions
+        assert counters.preemptions == sum(each.preemptions for each in requests)
+        usages = [each.outlet.wait(0).usage for each in requests]
+        assert counters.recomputed_tokens == sum(usage.recomputed_tokens for usage in usages)
+        assert counters.computed_tokens == sum(usage.computed_tokens for usage in usages)
+        assert all(u.cached_tokens + u.computed_tokens == u.prompt_tokens + u.output_tokens - 1 for u in usages)
+    assert preemptions > 10
+
+
+def test_only_what_was_evicted_is_computed_again() -> None:
+    world = World(24, 4)
+    a = world.submit(tokens(30, 1), GREEDY.but(max_tokens=40))
+    b = world.submit(tokens(20, 2), GREEDY.but(max_tokens=40))
+    while not b.preemptions and not a.preemptions:
+        world.step()
+    victim, other = (b, a) if b.preemptions else (a, b)
+    reached, kept = victim.streams[0].reached, world.cache.match(victim.known).length
+    assert 8 < kept < reached  # its beginning is still in the tree
+    world.core.cancel(other)
+    world.finish()
+    assert is_right(victim)
+    assert victim.outlet.wait(0).usage.recomputed_tokens == reached - kept
+
+
+def test_the_victim_has_the_lowest_priority_then_costs_least() -> None:
+    def first_victim(prompts: list[list[int]], priorities: list[int], victim: str = "cheapest") -> int:
+        world = World(20, 4, Limits(victim=victim))
+        requests = [
+            world.submit(prompt, GREEDY.but(max_tokens=30), priority=priority)
+            for prompt, priority in zip(prompts, priorities, strict=True)
+        ]
+        while not world.core.counters.preemptions:
+            world.step()
+        return next(i for i, each in enumerate(requests) if each.preemptions)
+
+    long, short, middle = tokens(24, 1), tokens(6, 2), tokens(12, 3)
+    assert first_victim([long, short, middle], [0, 0, 0]) == 1
+    assert first_victim([short, long, middle], [0, 0, 0]) == 0
+    assert first_victim([short, long, middle], [1, 0, 1]) == 1
+    assert first_victim([short, long, middle], [0, 0, 0], victim="last") == 2
+
+
+def test_shared_tokens_cost_nothing_to_bring_back() -> None:
+    world = World(24, 4)
+    shared = tokens(28, 1)
+    a = world.submit([*shared, 1], GREEDY.but(max_tokens=30))
+    b = world.submit([*shared, 2], GREEDY.but(max_tokens=30))
+    own = world.submit(tokens(14, 3), GREEDY.but(max_tokens=30))
+    while not world.core.counters.preemptions:
+        world.step()
+    assert (a.preemptions or b.preemptions) and not own.preemptions  # 29 tokens, of which 28 are a neighbour's, too
+    world.finish()
+    assert all(map(is_right, (a, b, own)))
+
+
+def test_pins_never_take_what_a_request_under_way_may_need() -> None:
+    world = World(24, 4)
+    pinned = tokens(24, 1)
+    world.submit(pinned, GREEDY.but(max_tokens=1))
+    world.finish()
+    running = world.submit(tokens(40, 2), GREEDY.but(max_tokens=40))
+    world.step()
+    with pytest.raises(PinBudgetExceeded, match="under way"):
+        world.core.scheduler.pin(np.array(pinned, np.int32))
+    world.finish()
+    assert is_right(running)
+
+
+def test_who_cannot_fit_because_of_pins_is_refused_not_kept_waiting() -> None:
+    world = World(16, 4)
+    pinned = tokens(32, 1)
+    world.submit(pinned, GREEDY.but(max_tokens=1))
+    world.finish()
+    pin = world.core.scheduler.pin(np.array(pinned, np.int32))
+    request = world.submit(tokens(40, 2))
+    world.finish()
+    with pytest.raises(PromptTooLong, match="8 are pinned"):
+        request.outlet.wait(0)
+    pin.release()
+    again = world.submit(tokens(40, 2))
+    world.finish()
+    assert is_right(again)
+
+
+# ---- parallel sampling
+
+
+@pytest.mark.parametrize("prompt_length", [1, 15, 16, 17, 40])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_eight_samples_hold_the_prompt_once(prompt_length: int, size: int) -> None:
+    prompt = tokens(prompt_length)
+    for seed in range(1000):  # streams that begin alike would share more
+        world = World(400, size)
+        request = world.submit(prompt, SamplingParams(max_tokens=20, n=8, seed=seed, temperature=9, ignore_eos=True))
+        world.step()
+        if len({stream.tokens[-1] for stream in request.streams}) == 8:
+            break
+    for new in range(1, 19):
+        world.step()
+        # The prompt's full blocks once; each stream's own part begins in a copy of the prompt's part-filled block.
+        full, part = divmod(prompt_length, size)
+        assert world.cache.stats().held_blocks == full + 8 * -(-(part + new) // size)
+    world.finish()
+    done = request.outlet.wait(0)
+    assert len({tuple(stream.tokens) for stream in request.streams}) == 8  # each has a seed of its own
+    assert done.usage.computed_tokens == prompt_length + 19
+    assert all(each.usage.cached_tokens == prompt_length for each in done.alternatives)
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_samples_come_back_from_a_preemption_as_they_were(reuse: bool) -> None:
+    params = SamplingParams(max_tokens=24, n=3, seed=5, ignore_eos=True)
+    preempted = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        prompt = tokens(rng.randint(1, 30), seed)
+        roomy = World(400, 4, reuse=reuse)
+        expected = roomy.submit(prompt, params)
+        roomy.finish()
+        world = World(30, 4, Limits(16, 64, rng.choice([3, 8, 32]), victim="last"), reuse=reuse)
+        others = [world.submit(tokens(rng.randint(1, 20), 50 + i), GREEDY.but(max_tokens=40)) for i in range(3)]
+        request = world.submit(prompt, params)
+        world.finish()
+        assert [s.tokens for s in request.streams] == [s.tokens for s in expected.streams]
+        assert all(map(is_right, others))
+        preempted += request.preemptions
+    assert preempted > 3
+
+
+# ---- faults
+
+
+def test_only_who_raises_alone_fails() -> None:
+    world = World(256, 4)
+
+    def fault(chunks: Any) -> None:
+        if any(8 in chunk.tokens.tolist() for chunk in chunks if chunk.start == 0):
+            raise RuntimeError("cannot compute eight")
+
+    world.runner.fault = fault
+    good = [world.submit([1, i]) for i in range(8)]
+    bad = world.submit([2, 8])
+    good += [world.submit([3, i]) for i in range(8)]
+    world.finish()
+    assert all(map(is_right, good))
+    with pytest.raises(RequestFailed, match="cannot compute eight"):
+        bad.outlet.wait(0)
+
+
+def test_what_is_too_much_for_the_memory_at_once_is_computed_in_parts() -> None:
+    world = World(256, 4)
+
+    def fault(chunks: Any) -> None:
+        if sum(len(chunk.tokens) for chunk in chunks) > 20:
+            raise MemoryError("too many tokens at once")
+
+    world.runner.fault = fault
+    requests = [world.submit(tokens(10, i)) for i in range(8)]
+    world.finish()
+    assert all(map(is_right, requests))
