@@ -18,6 +18,7 @@ from radixkv.attention import torch_backend, worklist
 from radixkv.attention.kv_store import KVStore
 from radixkv.models.hook import AttentionCall, handled_by
 from radixkv.models.loaded import LayerSpec, LoadedModel
+from radixkv.models.recheck import Recheck, compare
 from radixkv_kernels.work_list import WorkList
 
 
@@ -40,22 +41,31 @@ class Runner:
     """One model over one pool; `store` is the pool. Not for two threads at once."""
 
     def __init__(
-        self, loaded: LoadedModel, num_blocks: int, block_size: int = 16, *, deterministic: bool = False
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        deterministic: bool = False,
+        recheck_tokens: int = 0,
     ) -> None:
-        """Allocate the pool: num_blocks * store.bytes_per_block bytes.
+        """Allocate the pool: num_blocks * store.bytes_per_block bytes, and blocks beside it for `recheck_tokens`.
 
         If `deterministic`, the bits of a forward depend on the tokens, starts and lengths of its chunks alone: not on
         where the blocks lie, nor on whether two chunks share some. Costs the gathering of all keys that are read.
         """
         self.loaded = loaded
+        self.recheck_tokens = recheck_tokens
+        self._beside = num_blocks  # the first of the blocks that no cache knows, for `recheck`
         self.store = KVStore(
             [layer.shape for layer in loaded.layers],
-            num_blocks,
+            num_blocks + -(-recheck_tokens // block_size) + bool(recheck_tokens),
             block_size,
             device=loaded.device,
             dtype=loaded.dtype,
             always_gather=deterministic,
         )
+        self._deterministic = deterministic
         self._worth = worklist.NEVER if deterministic else worklist.WORTH
         self._windows = tuple({layer.window: None for layer in loaded.layers})
         self._previous: WorkList | None = None
@@ -87,6 +97,26 @@ class Runner:
         step.finish()
         logits: Tensor = output.logits[0]
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def recheck(self, tokens: NDArray[np.int32], start: int, block_table: NDArray[np.int32]) -> Recheck:
+        """Compute the KV of the cached tokens [start, end) again, behind what is cached of [0, start), and compare.
+
+        `tokens` [end] and `block_table` describe the whole path; start is a multiple of `recheck_tokens`, and at most
+        so many lie behind it. Writes to the blocks beside the pool only. A deterministic runner computes a full chunk,
+        as the cached KV was computed, and compares bits: what stands behind a row changes none of its bits. Costs one
+        forward of these tokens.
+        """
+        assert start % self.recheck_tokens == 0 and 0 < len(tokens) - start <= self.recheck_tokens
+        size, count = self.store.block_size, len(tokens) - start
+        first, offset = divmod(start, size)
+        copies = [(int(block_table[first]), self._beside)] if offset else []
+        new = tokens[start:]
+        if self._deterministic:
+            new = np.concatenate([new, np.zeros(self.recheck_tokens - count, dtype=np.int32)])
+        beside = np.arange(self._beside, self._beside - (-(offset + len(new)) // size), dtype=np.int32)
+        slots = self._beside * size + offset + np.arange(len(new))
+        self.run([Chunk(new, start, slots, np.concatenate([block_table[:first], beside]), alone=True)], copies)
+        return compare(self.store, block_table[first:], beside, offset, count, exact=self._deterministic)
 
     def _plan(self, chunks: Sequence[Chunk]) -> dict[int | None, WorkList]:
         """Work out, for each distinct window, which query reads which block; once per step, for all layers.

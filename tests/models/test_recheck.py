@@ -1,0 +1,162 @@
+"""KV that is computed again comes out as before unless somebody changed it, and then the first change is found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.models import adapter
+from radixkv.models.loaded import LoadedModel
+from radixkv.models.recheck import TOLERANCE, Recheck
+from radixkv.models.runner import Chunk, Runner
+
+BLOCKS, SIZE = 40, 4
+_LOADED: dict[tuple[str, torch.dtype], LoadedModel] = {}
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.fixture
+def load(build: Callable[..., Any]) -> Callable[[str, torch.dtype], LoadedModel]:
+    def loaded(family: str, dtype: torch.dtype) -> LoadedModel:
+        key = family, dtype
+        if key not in _LOADED:
+            _LOADED[key] = adapter.load(build(*key))
+        return _LOADED[key]
+
+    return loaded
+
+
+class Path:
+    """One prompt in a pool, computed in chunks of any length, or on the grid if the runner is deterministic."""
+
+    def __init__(self, loaded: LoadedModel, grid: int, length: int, *, exact: bool, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        self.grid = grid
+        self.runner = Runner(loaded, BLOCKS, SIZE, deterministic=exact, recheck_tokens=grid)
+        self.tokens = np.array([self.rng.randrange(3, 97) for _ in range(length)], dtype=np.int32)
+        self.table = np.array(self.rng.sample(range(BLOCKS), -(-length // SIZE)), dtype=np.int32)
+        start = 0
+        while start < length:
+            count = grid if exact else self.rng.choice([1, 2, 3, 17, 40])
+            end = min(start + count, length)
+            places = np.arange(start, end)
+            slots = self.table[places // SIZE].astype(np.int64) * SIZE + places % SIZE
+            chunk = Chunk(self.tokens[start:end], start, slots, self.table[: -(-end // SIZE)], alone=exact)
+            self.runner.run([chunk])
+            start = end
+
+    def recheck(self, start: int, end: int | None = None) -> Recheck:
+        end = min(start + self.grid, len(self.tokens)) if end is None else end
+        return self.runner.recheck(self.tokens[:end], start, self.table[: -(-end // SIZE)])
+
+    def all(self) -> list[Recheck]:
+        return [self.recheck(start) for start in range(0, len(self.tokens), self.grid)]
+
+    @contextmanager
+    def changed(self, layer: int, part: str, position: int, by: float) -> Iterator[None]:
+        """One number of the pool moved by so many root mean squares of its head."""
+        pool = (self.runner.store.keys if part == "key" else self.runner.store.values)[layer]
+        key, value = self.runner.store.gather(layer, self.table, len(self.tokens))
+        scale = float((key if part == "key" else value)[-1].double().square().mean().sqrt())
+        place = (-1, int(self.table[position // SIZE]), position % SIZE, 3)
+        before = pool[place].clone()
+        pool[place] += by * scale
+        yield
+        pool[place] = before
+
+
+@pytest.mark.parametrize("grid", [24, 30])
+def test_healthy_kv_passes_however_it_was_computed(
+    load: Callable[..., LoadedModel], family: str, dtype: torch.dtype, grid: int
+) -> None:
+    for seed in range(2):
+        results = Path(load(family, dtype), grid, 101, exact=False, seed=seed).all()
+        assert [result.positions for result in results] == [()] * len(results)
+        assert max(result.worst for result in results) < TOLERANCE[dtype] / 4
+
+
+@pytest.mark.parametrize("grid", [24, 30])
+def test_a_deterministic_runner_computes_the_same_bits_again(
+    load: Callable[..., LoadedModel], family: str, dtype: torch.dtype, grid: int
+) -> None:
+    path = Path(load(family, dtype), grid, 4 * grid, exact=True)
+    assert [result.worst for result in path.all()] == [0.0] * 4
+    assert path.recheck(grid, end=2 * grid - 7).worst == 0.0  # of a chunk whose end was evicted
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_change_is_found_where_it_is(
+    load: Callable[..., LoadedModel], dtype: torch.dtype, layer: int, part: str
+) -> None:
+    path = Path(load("llama", dtype), 24, 101, exact=False)
+    for position in (0, 23, 24, 50, 100):
+        with path.changed(layer, part, position, 3 * TOLERANCE[dtype]):
+            found = path.recheck(position // 24 * 24)
+            assert found.positions == (position % 24,)
+            assert (found.layer, found.part) == (layer, part)
+            assert TOLERANCE[dtype] < found.worst < 10 * TOLERANCE[dtype]
+        assert not path.recheck(position // 24 * 24).positions
+
+
+def test_a_change_above_shows_below_too_but_not_before(load: Callable[..., LoadedModel]) -> None:
+    path = Path(load("llama", torch.float32), 24, 101, exact=False)
+    with path.changed(0, "value", 30, 5.0):
+        first, *_ = (start for start, result in zip(range(0, 101, 24), path.all(), strict=True) if result.positions)
+        assert first == 24
+        assert path.recheck(72).positions
+        assert path.recheck(72).layer == 1  # layer 0 sees no other token's values
+
+
+def test_of_two_changes_the_first_is_named(load: Callable[..., LoadedModel]) -> None:
+    path = Path(load("llama", torch.float32), 24, 101, exact=False)
+    with path.changed(1, "key", 28, 5.0), path.changed(0, "value", 40, 5.0):
+        found = path.recheck(24)
+    assert (found.positions, found.layer, found.part) == ((4, 16), 1, "key")
+
+
+def test_a_deterministic_runner_finds_the_smallest_change_there_is(
+    load: Callable[..., LoadedModel], dtype: torch.dtype
+) -> None:
+    path = Path(load("qwen3", dtype), 24, 96, exact=True)
+    pool = path.runner.store.values[1]
+    place = (0, int(path.table[10]), 2, 5)
+    before = pool[place].clone()
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    pool.view(bits)[place] += 1  # the next number that the dtype has
+    assert path.recheck(24).positions == (42 - 24,)
+    pool[place] = before
+    assert path.recheck(24).worst == 0.0
+
+
+def test_no_number_is_a_difference(load: Callable[..., LoadedModel], dtype: torch.dtype) -> None:
+    path = Path(load("llama", dtype), 24, 101, exact=False)
+    with path.changed(1, "key", 50, torch.nan):
+        assert path.recheck(48).positions == (2,)
+        assert path.recheck(48).worst == torch.inf
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_nothing_that_is_cached_is_written(load: Callable[..., LoadedModel], exact: bool) -> None:
+    path = Path(load("mistral", torch.float32), 30, 90, exact=exact)
+    pools = [*path.runner.store.keys, *path.runner.store.values]
+    before = [pool[:, :BLOCKS].clone() for pool in pools]
+    path.all()
+    assert all(torch.equal(pool[:, :BLOCKS], old) for pool, old in zip(pools, before, strict=True))
+
+
+def test_a_change_within_the_tolerance_is_none(load: Callable[..., LoadedModel], dtype: torch.dtype) -> None:
+    path = Path(load("llama", dtype), 24, 48, exact=False)
+    with path.changed(1, "value", 5, TOLERANCE[dtype] / 3):
+        assert not path.recheck(0).positions
