@@ -10,8 +10,8 @@ handle.py, outputs.py, text_stream.py, prompts.py, sizing.py, stats.py, warmed.p
 
 from radixkv.engine.engine import RequestEngine
 from radixkv.engine.handle import Handle
+from radixkv.engine.limits import Limits
 from radixkv.engine.outputs import Chunk, Completion, Usage
-from radixkv.engine.scheduler import Limits
 from radixkv.engine.stats import EngineStats
 from radixkv.engine.warmed import Warmed
 

@@ -28,11 +28,14 @@ class Warmed:
         return self._pin.length if self._pin is not None else 0
 
     def release(self) -> None:
-        """Let the prompt be evicted again; may be called twice, and after the engine was closed."""
+        """Let the prompt be evicted again, from the next step boundary on, without waiting for it.
+
+        May be called twice, and after the engine was closed.
+        """
         if self._pin is not None:
             pin, self._pin = self._pin, None
             try:
-                self._worker.ask(pin.release)
+                self._worker.post(pin.release)
             except EngineClosed:
                 return  # its pool is gone
 

@@ -1,6 +1,6 @@
 """The engine's thread: runs steps while there is work, and what others ask of it between two steps.
 
-Knows: one thread and its inbox. Knows nothing of what it runs.
+Knows: one thread, its inbox, and the two ways to end. Knows nothing of what it runs.
 """
 
 from __future__ import annotations
@@ -19,39 +19,87 @@ Result = TypeVar("Result")
 
 
 class Worker:
-    """Calls `step` again and again while `busy`, `finish` once at the end, and posted calls in between, in order."""
+    """Calls `step` whenever `idle_for` allows, posted calls in between, in order, and `finish` once at the end.
 
-    def __init__(self, step: Callable[[], None], busy: Callable[[], bool], finish: Callable[[], None]) -> None:
+    `idle_for` says how long a step would find nothing to do, unless something is posted: 0.0 is not at all, None for
+    ever. `busy` says whether what was begun has not ended yet, which a graceful end waits for.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], None],
+        idle_for: Callable[[], float | None],
+        busy: Callable[[], bool],
+        finish: Callable[[], None],
+    ) -> None:
         """Start the thread; it ends with `close`."""
-        self._step, self._busy, self._finish = step, busy, finish
+        self._step, self._idle_for, self._busy, self._finish = step, idle_for, busy, finish
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._gate = threading.Lock()  # nothing is posted behind the end
+        # Nothing is posted behind the end. Reentrant: garbage that is collected in here may post, too.
+        self._gate = threading.RLock()
         self._closed = False
+        self._draining = False
+        self._drained = threading.Event()
         # A daemon: whoever forgets to close an engine can still leave Python.
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._thread.start()
 
-    def post(self, call: Callable[[], None]) -> None:
-        """Have `call` run at the next step boundary; it must not raise. Raises EngineClosed behind the end."""
+    def post(self, call: Callable[[], None], *, begins: bool = False) -> None:
+        """Have `call` run at the next step boundary; it must not raise.
+
+        Raises EngineClosed behind the end; if it `begins` something new, also while the worker finishes what is there.
+        """
         with self._gate:
-            if self._closed:
+            if self._closed or (begins and self._draining):
                 raise EngineClosed("the engine was closed: load a new one")
             self._inbox.put(call)
 
-    def ask(self, call: Callable[[], Result]) -> Result:
-        """Run `call` at the next step boundary and wait for what it returns or raises."""
+    def wake(self) -> None:
+        """Have the thread look again whether there is something to do; behind the end there is not."""
+        with self._gate:
+            if not self._closed:
+                self._inbox.put(_nothing)
+
+    def call(self, call: Callable[[], Result]) -> Future[Result]:
+        """As `ask`, without waiting: the future gets what `call` returns or raises; a cancelled one is skipped."""
         future: Future[Result] = Future()
         self.post(lambda: _answer(future, call))
-        return future.result()
+        return future
 
-    def close(self) -> None:
-        """Let the current step end, answer what was posted before, then stop. May be called twice."""
+    def ask(self, call: Callable[[], Result]) -> Result:
+        """Run `call` at the next step boundary and wait for what it returns or raises."""
+        return self.call(call).result()
+
+    # ---- the end
+
+    def close(self, drain: bool = False, timeout: float | None = None) -> None:
+        """Stop behind the current step, answer what was posted before, and wait for that. May be called twice.
+
+        With `drain` first let what was begun come to its end, for at most `timeout` seconds; nothing new begins.
+        Whatever interrupts that wait (Ctrl-C) makes it an immediate end, and is passed on.
+        """
+        try:
+            if drain and threading.current_thread() is not self._thread:
+                self._drain(timeout)
+        finally:
+            self.stop()
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+
+    def stop(self) -> None:
+        """As `close`, without waiting for the thread; ends somebody else's draining, too."""
         with self._gate:
             if not self._closed:
                 self._closed = True
                 self._inbox.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+
+    def _drain(self, timeout: float | None) -> None:
+        with self._gate:
+            self._draining = True
+        self.wake()
+        self._drained.wait(timeout)
+
+    # ---- the thread
 
     def _loop(self) -> None:
         try:
@@ -61,6 +109,7 @@ class Worker:
             _log.exception("a step raised: the engine closes")
         with self._gate:
             self._closed = True
+        self._drained.set()
         self._empty_inbox()
         _guarded(self._finish)
 
@@ -71,15 +120,23 @@ class Worker:
                 _guarded(call)
 
     def _read_inbox(self) -> bool:
-        """Run what was posted; waits for something to be posted while there is no work. False at the end."""
+        """Run what was posted; waits while a step would find nothing to do. False at the end."""
         while True:
+            if self._draining and self._inbox.empty() and not self._busy():
+                self._drained.set()
+            idle = self._idle_for()
             try:
-                call = self._inbox.get(block=not self._busy())
+                call = self._inbox.get(idle is None or idle > 0, idle)
             except Empty:
                 return True
             if call is None:
                 return False
             _guarded(call)
+            del call  # while the thread waits it must not keep alive what the last call knew: the engine, say
+
+
+def _nothing() -> None:
+    """What is posted only to wake the thread."""
 
 
 def _guarded(call: Callable[[], None]) -> None:
@@ -90,6 +147,8 @@ def _guarded(call: Callable[[], None]) -> None:
 
 
 def _answer(future: Future[Result], call: Callable[[], Result]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(call())
     except BaseException as error:

@@ -1,11 +1,48 @@
+"""The thread alone: order, waiting, and its two ends."""
+
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 
 import pytest
 
 from radixkv.engine.worker import Worker
 from radixkv.errors import EngineClosed
+
+
+def idle_worker(finish: Callable[[], None] = lambda: None) -> Worker:
+    return Worker(lambda: None, lambda: None, lambda: False, finish)
+
+
+class Countdown:
+    """Work of so many steps, each of which waits to be let through."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+        self.gate, self.began = threading.Semaphore(0), threading.Semaphore(0)
+        self.ended_with: int | None = None
+        self.worker = Worker(self.step, lambda: 0.0 if self.left else None, lambda: self.left > 0, self.finish)
+
+    def step(self) -> None:
+        self.began.release()
+        self.gate.acquire()
+        self.left -= 1
+
+    def finish(self) -> None:
+        self.ended_with = self.left
+
+
+def closing(worker: Worker, **how: float | bool | None) -> threading.Thread:
+    thread = threading.Thread(target=lambda: worker.close(**how))  # type: ignore[arg-type]
+    thread.start()
+    return thread
+
+
+def joined(thread: threading.Thread) -> bool:
+    thread.join(timeout=10)
+    return not thread.is_alive()
 
 
 def test_calls_run_in_order_between_steps_and_errors_come_back():
@@ -17,7 +54,10 @@ def test_calls_run_in_order_between_steps_and_errors_come_back():
         if seen.count("step") == 3:
             stepped.set()
 
-    worker = Worker(step, lambda: "go" in seen and not stepped.is_set(), lambda: seen.append("end"))
+    def busy() -> bool:
+        return "go" in seen and not stepped.is_set()
+
+    worker = Worker(step, lambda: 0.0 if busy() else None, busy, lambda: seen.append("end"))
     worker.post(lambda: seen.append("go"))
     with pytest.raises(ZeroDivisionError):
         worker.ask(lambda: 1 // 0)
@@ -29,7 +69,7 @@ def test_calls_run_in_order_between_steps_and_errors_come_back():
 
 
 def test_a_posted_call_that_raises_does_not_take_the_thread(caplog):
-    worker = Worker(lambda: None, lambda: False, lambda: None)
+    worker = idle_worker()
     worker.post(lambda: 1 // 0)
     assert worker.ask(lambda: 7) == 7
     assert "posted" in caplog.text
@@ -38,8 +78,144 @@ def test_a_posted_call_that_raises_does_not_take_the_thread(caplog):
 
 def test_an_idle_worker_waits_without_stepping():
     steps: list[int] = []
-    worker = Worker(lambda: steps.append(1), lambda: False, lambda: None)
+    worker = Worker(lambda: steps.append(1), lambda: None, lambda: False, lambda: None)
     answered = [worker.ask(threading.get_ident) for _ in range(3)]
     worker.close()
     assert steps == []
     assert set(answered) == {worker._thread.ident}
+
+
+def test_a_worker_with_a_deadline_ahead_steps_when_it_is_over_and_answers_meanwhile():
+    left = [3600.0, 0.001, 0.0]  # what is asked of it is answered while an hour is left
+    stepped = threading.Event()
+
+    def idle_for() -> float | None:
+        return left[0] if left else None
+
+    def step() -> None:
+        left.pop(0)
+        stepped.set()
+
+    worker = Worker(step, idle_for, lambda: bool(left), lambda: None)
+    assert worker.ask(lambda: left.pop(0)) == 3600.0  # then a millisecond passes by itself, and then there is work
+    assert stepped.wait(timeout=10)
+    worker.close()
+    assert len(left) <= 1
+
+
+def test_a_call_that_is_given_up_before_its_turn_is_skipped():
+    task, ran = Countdown(1), []
+    assert task.began.acquire(timeout=10)
+    given_up = task.worker.call(lambda: ran.append("given up"))
+    kept = task.worker.call(lambda: ran.append("kept"))
+    assert given_up.cancel()
+    task.gate.release()
+    kept.result(timeout=10)
+    task.worker.close()
+    assert ran == ["kept"]
+
+
+def test_closing_ends_behind_the_current_step():
+    task = Countdown(3)
+    assert task.began.acquire(timeout=10)
+    thread = closing(task.worker)
+    while not task.worker._closed:
+        assert thread.is_alive()
+    task.gate.release(3)
+    assert joined(thread)
+    assert task.ended_with == 2
+
+
+def test_draining_finishes_what_is_there_begins_nothing_and_answers_meanwhile():
+    task = Countdown(3)
+    assert task.began.acquire(timeout=10)
+    thread = closing(task.worker, drain=True)
+    while not task.worker._draining:
+        assert thread.is_alive()
+    with pytest.raises(EngineClosed):
+        task.worker.post(lambda: None, begins=True)
+    answer = task.worker.call(lambda: task.left)
+    task.gate.release(3)
+    assert joined(thread)
+    assert answer.result(timeout=10) == 2
+    assert task.ended_with == 0
+
+
+def test_what_began_before_the_draining_is_finished_too():
+    task = Countdown(1)
+    assert task.began.acquire(timeout=10)
+    task.worker.post(lambda: setattr(task, "left", 2), begins=True)  # still in the inbox when the step ends
+    thread = closing(task.worker, drain=True)
+    task.gate.release(10)
+    assert joined(thread)
+    assert task.ended_with == 0
+
+
+def test_draining_an_idle_worker_just_ends_it():
+    ended: list[int] = []
+    worker = idle_worker(lambda: ended.append(1))
+    assert joined(closing(worker, drain=True))
+    worker.close(drain=True)
+    assert ended == [1]
+
+
+def test_draining_stops_when_its_time_is_over():
+    left = [True]
+    worker = Worker(lambda: None, lambda: None, lambda: left[0], lambda: None)  # busy, with nothing to do: paused
+    assert joined(closing(worker, drain=True, timeout=0.01))
+    assert worker._closed
+
+
+def test_an_immediate_end_ends_somebody_elses_draining():
+    worker = Worker(lambda: None, lambda: None, lambda: True, lambda: None)
+    draining = closing(worker, drain=True)
+    worker.close()
+    assert joined(draining)
+
+
+def test_what_interrupts_the_draining_makes_it_an_immediate_end(monkeypatch):
+    task = Countdown(3)
+    assert task.began.acquire(timeout=10)
+
+    def interrupted(timeout: float | None = None) -> bool:
+        task.gate.release(3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(task.worker._drained, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        task.worker.close(drain=True)
+    assert not task.worker._thread.is_alive()
+    assert task.ended_with is not None
+
+
+def test_draining_from_the_workers_own_thread_does_not_wait_for_itself():
+    worker = idle_worker()
+    worker.post(lambda: worker.close(drain=True))
+    assert joined(worker._thread)
+
+
+def test_a_step_that_raises_closes_the_worker_and_ends_a_draining():
+    def step() -> None:
+        raise RuntimeError("it must not")
+
+    started = threading.Event()
+    worker = Worker(step, lambda: 0.0 if started.is_set() else None, lambda: True, lambda: None)
+    draining = closing(worker, drain=True)
+    worker.post(started.set)
+    assert joined(draining)
+    with pytest.raises(EngineClosed):
+        worker.post(lambda: None)
+
+
+def test_a_waiting_worker_keeps_nothing_of_its_last_call_alive():
+    class Engine:
+        def stats(self) -> int:
+            return 1
+
+    worker, engine = idle_worker(), Engine()
+    gone = threading.Event()
+    weakref.finalize(engine, gone.set)
+    worker.ask(engine.stats)
+    del engine
+    assert gone.wait(timeout=10)
+    worker.close()
