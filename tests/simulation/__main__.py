@@ -1,0 +1,71 @@
+"""Replays simulated lives of the engine by their seeds. From the root of the checkout:
+
+    .venv/bin/python -m tests.simulation --seed 123 --verbose    one life, told step by step
+    .venv/bin/python -m tests.simulation --seed 123 --shrink     the least that still fails
+    .venv/bin/python -m tests.simulation --seeds 0 1000          many lives; names the seeds that fail
+
+Exits 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import traceback
+from collections import Counter
+
+import torch
+
+from tests.simulation.draw import draw
+from tests.simulation.shrink import shrink
+from tests.simulation.world import World
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, help="one life")
+    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "END"), help="many lives")
+    parser.add_argument("--verbose", action="store_true", help="tell every step")
+    parser.add_argument("--shrink", action="store_true", help="drop what the failure does not need")
+    chosen = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # the engine logs every injected fault
+    torch.set_num_threads(1)
+    if chosen.seed is not None:
+        return replay(chosen.seed, chosen.verbose, chosen.shrink)
+    return survey(range(*(chosen.seeds or (0, 200))))
+
+
+def replay(seed: int, verbose: bool, smaller: bool) -> int:
+    """Tell one life."""
+    scenario = draw(seed)
+    if smaller:
+        scenario = shrink(scenario)
+    print(scenario)
+    try:
+        World(scenario, verbose=verbose).run()
+    except Exception:
+        traceback.print_exc()
+        return 1
+    print("all is well")
+    return 0
+
+
+def survey(seeds: range) -> int:
+    """Live many lives; one line for each that fails."""
+    failed, began, seen = 0, time.perf_counter(), Counter[str]()
+    for seed in seeds:
+        try:
+            seen += World(draw(seed)).run().sights()
+        except Exception as error:
+            failed += 1
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            print(f"--seed {seed}: {type(error).__name__} in {where.name}: {str(error)[:150]}")
+    print(", ".join(f"{name} {count}" for name, count in sorted(seen.items())))
+    print(f"{failed} of {len(seeds)} failed, {time.perf_counter() - began:.1f} s")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""A scenario from a seed: the same seed gives the same one for ever.
+
+Knows: which mixtures hurt. Prompts form trees (cuts of earlier prompts, earlier answers, few letters), pools are small,
+and some worlds have one kind of trouble only, so that it is not always the same trouble that shows first.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+from dataclasses import replace
+
+from radixkv.engine.limits import Limits
+from radixkv.models.sampler import SamplingParams
+from tests.simulation.model import VOCAB
+from tests.simulation.oracle import Reply, replies
+from tests.simulation.scenario import Ask, Fault, Flaw, Forgetting, Ids, Pinning, Scenario, Unhashable
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    return _Draw(seed).scenario()
+
+
+class _Draw:
+    def __init__(self, seed: int) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        rng = self.rng
+        self.block_size = rng.choice((1, 2, 3, 4, 4, 8, 16))
+        self.letters = rng.choice((1, 2, 3, VOCAB))
+        # In a crowd many short prompts come together and say much: all are let in, and then blocks run out.
+        self.crowd = rng.random() < 0.4
+        self.longest = 8 if self.crowd else rng.choice((6, 20, 20, 60))
+        self.most_new = rng.choice((16, 30)) if self.crowd else rng.choice((3, 8, 16))
+        self.namespaces: tuple[Hashable, ...] = (None, "tenant", 7)[: rng.choice((1, 1, 1, 2, 3))]
+        self.priorities = rng.choice(((0,), (0,), (0,), (0, 1), (-1, 0, 5)))
+        self.widest = rng.choice((1, 1, 2, 4))
+        # How often each trouble comes to a request; most worlds know some of them only.
+        self.chance = {
+            trouble: rng.choice((0, 0, often))
+            for trouble, often in (
+                ("cancel", 0.3),
+                ("cancel_in", 0.3),
+                ("timeout", 0.4),
+                ("lag", 0.5),
+                ("flaw", 0.25),
+                ("sampled", 0.5),
+                ("warm", 0.15),
+            )
+        }
+
+    def scenario(self) -> Scenario:
+        rng = self.rng
+        asks = self._asks(rng.choice((4, 8, 12, 20)))
+        last = max(ask.at for ask in asks)
+        return Scenario(
+            seed=self.seed,
+            num_blocks=self._pool(asks),
+            block_size=self.block_size,
+            limits=self._limits(),
+            asks=tuple(asks),
+            policy=rng.choice(("lru", "lru", "fifo", "lfu", "slru")),
+            reuse=rng.random() < 0.9,
+            pinnings=tuple(self._pinning(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 0, 1, 2)))),
+            forgettings=tuple(self._forgetting(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 1, 3)))),
+            faults=tuple(self._fault(last) for _ in range(rng.choice((0, 0, 1, 4)))),
+        )
+
+    def _pool(self, asks: list[Ask]) -> int:
+        """Enough for most of the requests alone, seldom for many at once."""
+        sizes = sorted(
+            max(ask.params.n, 1) * -(-(len(ask.prompt) + max(ask.max_tokens - 1, 0)) // self.block_size) for ask in asks
+        )
+        alone = self.rng.choice((sizes[-1], sizes[-1], sizes[-2]))
+        return int(alone * self.rng.choice((1, 1.2, 1.5) if self.crowd else (1, 1, 1.5, 2, 4))) + self.rng.choice(
+            (0, 1, 2)
+        )
+
+    def _limits(self) -> Limits:
+        rng = self.rng
+        streams = max(
+            rng.choice((4, 8, 16) if self.crowd else (1, 2, 4, 8, 16)), self.widest - rng.choice((0, 0, 0, 1))
+        )
+        return Limits(
+            max_sequences=streams,
+            max_batch_tokens=streams + rng.choice((0, 1, 3, 10, 30, 100)),
+            prefill_chunk=rng.choice((1, 2, 5, 8, 16, 64)),
+            order=rng.choice(("fcfs", "longest-prefix")),
+            max_overtakes=rng.choice((0, 1, 3, 32)),
+            victim=rng.choice(("cheapest", "last")),
+        )
+
+    # ---- requests
+
+    def _asks(self, count: int) -> list[Ask]:
+        asks: list[Ask] = []
+        at, gap = 0, self.rng.choice((0, 1, 2) if self.crowd else (0, 1, 3, 8))
+        for number in range(count):
+            at += self.rng.choice((0, 0, 0, gap, 2 * gap))
+            asks.append(self._ask(number, at, asks))
+        return asks
+
+    def _ask(self, number: int, at: int, before: list[Ask]) -> Ask:
+        rng = self.rng
+        new = 0 if self._happens("warm") else rng.randint(self.most_new // 2 if self.crowd else 1, self.most_new)
+        ask = Ask(
+            number=number,
+            at=at,
+            prompt=self._prompt(before),
+            params=self._params(max(new, 1)),
+            max_tokens=new,
+            stop_ids=frozenset(rng.sample(range(VOCAB), rng.choice((0, 0, 1)))),
+            seed=rng.randrange(1000),
+            namespace=rng.choice(self.namespaces),
+            priority=rng.choice(self.priorities),
+        )
+        return self._troubled(ask)
+
+    def _prompt(self, before: list[Ask]) -> Ids:
+        """A new text, an earlier one again, a branch off one, or the next turn behind an answer."""
+        rng = self.rng
+        kind = rng.choice(("new", "again", "branch", "branch", "turn")) if before else "new"
+        if kind == "new":
+            return self._letters(rng.randint(1, self.longest))
+        base = rng.choice(before)
+        if kind == "again":
+            return base.prompt
+        if kind == "turn":
+            answer = rng.choice(answers_of(base)).tokens
+            return (*base.prompt, *answer, *self._letters(rng.randint(1, 6)))[: 2 * self.longest]
+        return (*base.prompt[: rng.randint(0, len(base.prompt))], *self._letters(rng.randint(1, 8)))
+
+    def _letters(self, count: int) -> Ids:
+        return tuple(self.rng.randrange(self.letters) for _ in range(count))
+
+    def _params(self, new: int) -> SamplingParams:
+        rng = self.rng
+        if not self._happens("sampled"):
+            return SamplingParams(max_tokens=new, temperature=0, n=rng.choice((1, 1, self.widest)))
+        return SamplingParams(
+            max_tokens=new,
+            min_tokens=rng.choice((0, 0, new // 2)),
+            temperature=rng.choice((0.7, 1.0)),
+            top_k=rng.choice((0, 0, 5)),
+            presence_penalty=rng.choice((0, 0, 1.5)),
+            n=rng.choice((1, self.widest)),
+        )
+
+    def _troubled(self, ask: Ask) -> Ask:
+        rng = self.rng
+        if self._happens("cancel"):
+            ask = replace(ask, cancel=ask.at + rng.choice((0, 1, 2, 5, 10, 20)))
+        if self._happens("cancel_in"):
+            ask = replace(ask, cancel_in=rng.choice(("waiting", "prefill", "decode", "preempted", "paused")))
+        if self._happens("timeout"):
+            ask = replace(ask, timeout=float(rng.choice((0.5, 2, 5, 10, 30))))
+        if self._happens("lag"):
+            begins = sorted(ask.at + rng.randint(0, 20) for _ in range(rng.choice((1, 2))))
+            ask = replace(
+                ask,
+                lags=tuple((begin, begin + rng.choice((1, 3, 10, 40))) for begin in begins),
+                flickers=rng.random() < 0.3,
+            )
+        if self._happens("flaw"):
+            ask = replace(ask, flaw=self._flaw(ask))
+            if ask.flaw and ask.flaw.kind == "namespace":
+                ask = replace(ask, namespace=Unhashable())
+        return ask
+
+    def _flaw(self, ask: Ask) -> Flaw:
+        rng = self.rng
+        kind = rng.choice(("forward", "forward", "memory", "nan", "put", "finish", "namespace"))
+        at = rng.randrange(len(ask.prompt) + ask.max_tokens) if kind in ("forward", "memory") else rng.randrange(3)
+        return Flaw(kind, at)
+
+    # ---- what else happens
+
+    def _pinning(self, ask: Ask, last: int) -> Pinning:
+        at = self.rng.randint(0, last + 20)
+        ttl = self.rng.choice((None, None, 4.0, 20.0))
+        return Pinning(at, ask.prompt, self.rng.choice(self.namespaces), at + self.rng.choice((1, 10, 40)), ttl)
+
+    def _forgetting(self, ask: Ask, last: int) -> Forgetting:
+        at = self.rng.randint(0, last + 20)
+        if self.rng.random() < 0.5:
+            return Forgetting(at)
+        return Forgetting(at, ask.prompt, self.rng.randrange(len(ask.prompt)), self.rng.choice(self.namespaces))
+
+    def _fault(self, last: int) -> Fault:
+        rng = self.rng
+        at = rng.randint(0, last + 20)
+        kind = rng.choice(("forward", "forward", "memory", "sampler", "clock"))
+        return Fault(at, kind, part=rng.randrange(3), size=rng.choice((1, 2, 5, 20)))
+
+    def _happens(self, trouble: str) -> bool:
+        return self.rng.random() < self.chance[trouble]
+
+
+def answers_of(ask: Ask) -> tuple[Reply, ...]:
+    """What each stream of a request must say."""
+    return replies(ask.prompt, ask.params, ask.max_tokens, ask.stop_ids, ask.seed)

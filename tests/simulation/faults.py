@@ -1,0 +1,92 @@
+"""Breaks forwards and the sampler on cue, and remembers whom each exception could have been about.
+
+Knows: the scenario's flaws and faults, and whose chunk or row is whose. Knows no scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from radixkv.models.runner import Chunk
+from radixkv.models.sampler import Sampled, SampleRow, sample
+from tests.simulation.scenario import Ask, Fault, Sabotage, Scenario
+
+MEMORY_LASTS = 3  # steps
+MEMORY_ERRORS = (torch.OutOfMemoryError, RuntimeError)  # what a GPU and what a CPU raises
+
+
+@dataclass
+class Faults:
+    """`chunk_of` and `row_of` say whose a chunk or a row is; `now` tells the step."""
+
+    scenario: Scenario
+    now: Callable[[], int]
+    chunk_of: Callable[[Chunk], Ask]
+    row_of: Callable[[SampleRow], Ask]
+    blamed: dict[int, tuple[Exception, set[int]]] = field(default_factory=dict)  # by id, so that the ids stay taken
+    fired: set[Fault] = field(default_factory=set)
+    began: dict[Fault, int] = field(default_factory=dict)
+
+    # ---- where the engine meets them
+
+    def in_forward(self, chunks: Sequence[Chunk], part: int) -> None:
+        """Raise what is due at this part of a run."""
+        asks = [self.chunk_of(chunk) for chunk in chunks]
+        for chunk, ask in zip(chunks, asks, strict=True):
+            if self._is_flawed(ask, chunk) and part == ask.number % 3:
+                self._raise(ask.flaw.kind if ask.flaw else "", asks, f"request {ask.number} cannot be computed")
+        for fault in self._due("forward"):
+            if part == fault.part:
+                self.fired.add(fault)
+                self._raise("forward", asks, f"a fault of the forward at step {fault.at}")
+        for fault in self._due("memory"):
+            size = sum(len(chunk.tokens) for chunk in chunks)
+            if size > fault.size and part == 1:
+                self._raise("memory", asks, f"no memory for {size} tokens at once")
+
+    def is_sick(self, chunk: Chunk) -> bool:
+        """Whether the logits of this chunk are no numbers."""
+        ask = self.chunk_of(chunk)
+        end = chunk.start + len(chunk.tokens)
+        return ask.flaw is not None and ask.flaw.kind == "nan" and end >= len(ask.prompt) + ask.flaw.at
+
+    def sampler(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
+        """The sampler, but for faults."""
+        for fault in self._due("sampler"):
+            self.fired.add(fault)
+            self._raise("sampler", [self.row_of(row) for row in rows], f"a fault of the sampler at step {fault.at}")
+        return sample(logits, rows)
+
+    # ---- afterwards
+
+    def explains(self, error: BaseException | None, ask: Ask) -> bool:
+        """Whether an exception of ours, raised when this request was there alone, is what failed it."""
+        found, asks = self.blamed.get(id(error), (None, set[int]()))
+        return found is error and asks == {ask.number}
+
+    def of(self, ask: Ask) -> bool:
+        """Whether this request alone ever made a run or the sampler raise."""
+        return any(asks == {ask.number} for _, asks in self.blamed.values())
+
+    # ---- inside
+
+    def _is_flawed(self, ask: Ask, chunk: Chunk) -> bool:
+        flaw = ask.flaw
+        return flaw is not None and flaw.kind in ("forward", "memory") and chunk.start + len(chunk.tokens) > flaw.at
+
+    def _due(self, kind: str) -> list[Fault]:
+        now = self.now()
+        due = [fault for fault in self.scenario.faults if fault.kind == kind and fault.at <= now]
+        if kind == "memory":  # it lasts; the others come once
+            return [fault for fault in due if now < self.began.setdefault(fault, now) + MEMORY_LASTS]
+        return [fault for fault in due if fault not in self.fired]
+
+    def _raise(self, kind: str, asks: list[Ask], text: str) -> None:
+        error: Exception = Sabotage(text)
+        if kind == "memory":
+            error = MEMORY_ERRORS[self.now() % 2](f"DefaultCPUAllocator: can't allocate memory: {text}")
+        self.blamed[id(error)] = (error, {ask.number for ask in asks})
+        raise error

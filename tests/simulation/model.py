@@ -1,0 +1,153 @@
+"""A model that is nothing but memory: each slot holds a digest of the history that led to it.
+
+Knows: slots, block tables, and which blocks are free. Knows no request. Every rule of a step is checked while it runs:
+copies first and in any order, one writer a slot, no block that is free, and what is read back through a block table
+must be one unbroken history. Blocks that are handed out hold poison.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixkv.cache import PrefixCache
+from radixkv.cache.block_pool import BlockPool
+from radixkv.models.runner import Chunk
+
+VOCAB = 16
+_MIX, _ADD, _POISON = 6364136223846793005, 1442695040888963407, 0xDEAD_BEEF_DEAD_BEEF
+_COLUMNS = np.arange(VOCAB, dtype=np.uint64)
+_SALTS = (_COLUMNS + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+
+Digests = npt.NDArray[np.uint64]
+
+
+def follow(digest: int, token: int) -> int:
+    """The digest of a history that is one token longer."""
+    return ((digest ^ (token + 1)) * _MIX + _ADD) % 2**64
+
+
+def digest_of(tokens: Sequence[int]) -> int:
+    """The digest of a history from its beginning."""
+    digest = 0
+    for token in tokens:
+        digest = follow(digest, int(token))
+    return digest
+
+
+def logits_of(digests: Digests) -> npt.NDArray[np.float32]:
+    """Logits [n, VOCAB] behind histories [n]: no two of a row are equal, all are exact in float32, within 0..8."""
+    mixed = (digests[:, None] ^ _SALTS) * np.uint64(_MIX)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(_MIX)
+    ranks = (mixed >> np.uint64(44)) * np.uint64(VOCAB) + _COLUMNS  # 20 random bits, then the column: 24 bits
+    return ranks.astype(np.float32) * np.float32(2.0**-21)
+
+
+@lru_cache(maxsize=1 << 16)
+def greedy_token(digest: int) -> int:
+    """What follows a history if nothing is left to chance."""
+    return int(logits_of(np.array([digest], np.uint64)).argmax())
+
+
+class SlotModel:
+    """Stands in for a model's runner; `fault(chunks, part)` is called at part 0, 1, 2 of 2 of a run and may raise."""
+
+    def __init__(self, cache: PrefixCache, seed: int) -> None:
+        self.size, self._pool = cache.block_size, cache._pool
+        self.digests = np.zeros((cache.num_blocks, self.size), np.uint64)
+        self.tokens = np.zeros((cache.num_blocks, self.size), np.int64)
+        self.runs: list[list[Chunk]] = []  # of this step
+        self.broken: AssertionError | None = None  # a rule of a step that was not kept
+        self.fault: Callable[[Sequence[Chunk], int], None] = lambda chunks, part: None
+        self.sick: Callable[[Chunk], bool] = lambda chunk: False  # whose logits are no numbers
+        self._rng = random.Random(seed)
+        self._poison_what_is_handed_out()
+
+    # ---- a step
+
+    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+        self.runs.append(list(chunks))
+        try:
+            return self._run(chunks, copies)
+        except AssertionError as error:  # the engine takes it for a fault of the model's, and lives on
+            self.broken = error
+            raise
+
+    def _run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+        self._check_plan(chunks, copies)
+        self.fault(chunks, 0)
+        self._copy(list(copies))
+        for chunk in self._rng.sample(chunks, len(chunks)):
+            self._write(chunk)
+            self.fault(chunks, 1)
+        last = np.array([self._read(chunk) for chunk in chunks], np.uint64)
+        self.fault(chunks, 2)
+        logits = logits_of(last)
+        logits[[row for row, chunk in enumerate(chunks) if self.sick(chunk)]] = np.nan
+        return torch.from_numpy(logits)
+
+    def _check_plan(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> None:
+        assert chunks, "a step without chunks"
+        sources, targets = {source for source, _ in copies}, [target for _, target in copies]
+        assert len(set(targets)) == len(targets) and sources.isdisjoint(targets), f"copies {copies} depend on an order"
+        free, written = set(self._pool.free), set[int]()
+        assert free.isdisjoint(sources) and free.isdisjoint(targets), f"copies {copies} touch free blocks"
+        for chunk in chunks:
+            table, n = chunk.block_table, len(chunk.tokens)
+            assert len(table) * self.size >= chunk.start + n > chunk.start, "a block table too short, or no tokens"
+            assert free.isdisjoint(table.tolist()), "a block table names free blocks"
+            assert chunk.slots.tolist() == self._slots(chunk, chunk.start), "slots that are not those of the table"
+            assert written.isdisjoint(chunk.slots.tolist()), "two chunks write one slot"
+            written.update(chunk.slots.tolist())
+
+    def _slots(self, chunk: Chunk, start: int) -> list[int]:
+        positions = np.arange(start, chunk.start + len(chunk.tokens))
+        slots: list[int] = (chunk.block_table[positions // self.size] * self.size + positions % self.size).tolist()
+        return slots
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        for source, target in self._rng.sample(copies, len(copies)):
+            self.digests[target], self.tokens[target] = self.digests[source], self.tokens[source]
+
+    def _write(self, chunk: Chunk) -> None:
+        digests, tokens = self.digests.reshape(-1), self.tokens.reshape(-1)
+        digest = int(digests[self._slots(chunk, chunk.start - 1)[0]]) if chunk.start else 0
+        for token, slot in zip(chunk.tokens.tolist(), chunk.slots.tolist(), strict=True):
+            digest = follow(digest, token)
+            digests[slot], tokens[slot] = digest, token
+
+    def _read(self, chunk: Chunk) -> int:
+        length = chunk.start + len(chunk.tokens)
+        assert self.holds(chunk.block_table, length), f"a block table of {length} tokens leads to another history"
+        return int(self.digests.reshape(-1)[self._slots(chunk, length - 1)[0]])
+
+    # ---- what the pool holds
+
+    def holds(self, table: npt.NDArray[np.int32], length: int) -> bool:
+        """Whether the first `length` slots along a block table are one history from its beginning."""
+        digests, tokens = self.digests[table].reshape(-1)[:length], self.tokens[table].reshape(-1)[:length]
+        before = np.concatenate([np.zeros(1, np.uint64), digests[:-1]])
+        expected = (before ^ (tokens.astype(np.uint64) + np.uint64(1))) * np.uint64(_MIX) + np.uint64(_ADD)
+        return bool((digests == expected[:length]).all())
+
+    def tokens_along(self, table: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int64]:
+        """What was written to the first `length` slots along a block table."""
+        return self.tokens[table].reshape(-1)[:length]
+
+    def _poison_what_is_handed_out(self) -> None:
+        digests, tokens = self.digests, self.tokens
+
+        class Poisoned(BlockPool):
+            __slots__ = ()
+
+            def take(self, count: int):  # type: ignore[no-untyped-def]
+                taken = super().take(count)
+                digests[taken], tokens[taken] = _POISON, -2
+                return taken
+
+        self._pool.__class__ = Poisoned

@@ -1,0 +1,65 @@
+"""A caller's end of a request without threads: it writes down what it gets, and lags when its script says so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from radixkv.engine.outputs import Chunk, Completion
+from tests.simulation.scenario import Ask, Sabotage
+
+
+class ScriptedOutlet:
+    """Stands in for `Outlet`. `now` tells the step; what the request's flaw says about callbacks is raised here."""
+
+    def __init__(self, ask: Ask, now: Callable[[], int]) -> None:
+        self.ask, self._now = ask, now
+        self.on_drained: Callable[[], None] | None = None
+        self.chunks: list[Chunk] = []
+        self.completion: Completion | None = None
+        self.error: Exception | None = None
+        self.ends = 0
+        self.raised: Sabotage | None = None
+        self._rng = random.Random(ask.number)
+
+    # ---- the engine's side
+
+    def put(self, chunk: Chunk) -> None:
+        assert not self.ended, "a chunk behind the end"
+        self._sabotage("put", len(self.chunks))
+        self.chunks.append(chunk)
+
+    def finish(self, completion: Completion) -> None:
+        self._sabotage("finish", 0)
+        self.ends += 1
+        self.completion = completion
+
+    def fail(self, error: Exception) -> None:
+        self.ends += 1
+        self.error = error
+
+    @property
+    def ended(self) -> bool:
+        return self.ends > 0
+
+    @property
+    def lagging(self) -> bool:
+        """A reader may catch up and fall behind again while the engine looks, so within a span this may flicker."""
+        return self.in_span and not self.ended and not (self.ask.flickers and self._rng.random() < 0.5)
+
+    # ---- the world's side
+
+    @property
+    def in_span(self) -> bool:
+        """Whether its reader is away in this step."""
+        return any(begin <= self._now() < end for begin, end in self.ask.lags)
+
+    def tokens(self, index: int) -> tuple[int, ...]:
+        """What one stream has said so far."""
+        return tuple(token for chunk in self.chunks if chunk.index == index for token in chunk.token_ids)
+
+    def _sabotage(self, kind: str, at: int) -> None:
+        flaw = self.ask.flaw
+        if flaw is not None and flaw.kind == kind and (kind == "finish" or flaw.at <= at):
+            self.raised = Sabotage(f"request {self.ask.number} cannot take this ({kind})")
+            raise self.raised

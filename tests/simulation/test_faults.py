@@ -1,0 +1,127 @@
+"""One life, broken once at every step in every way: who is affected ends with that very error, all others finish.
+
+Affected is who raises by itself:
+  forward, once     nobody, unless the run had one chunk only: then whose it was
+  forward, always   the request whose chunk it is
+  memory            nobody, unless one chunk alone is too much: then whose it is
+  sampler, once     nobody, unless there was one row only: then whose it was
+  put, finish       the request whose caller it is
+The life has chunked prompts, shared ones, forks, evictions and preemptions, and `World` checks every step of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from radixkv.engine.limits import Limits
+from radixkv.errors import RequestFailed
+from radixkv.models.sampler import SamplingParams
+from tests.simulation.scenario import Ask, Fault, Flaw, Scenario
+from tests.simulation.world import World
+
+LONG = os.environ.get("RADIXKV_LONG") == "1"
+SHARED = tuple(range(9))
+
+
+def ask(number: int, at: int, prompt: tuple[int, ...], new: int, n: int = 1, temperature: float = 0) -> Ask:
+    params = SamplingParams(max_tokens=new, temperature=temperature, n=n)
+    return Ask(number, at, prompt, params, new, seed=number)
+
+
+LIFE = Scenario(
+    seed=0,
+    num_blocks=12,
+    block_size=3,
+    limits=Limits(max_sequences=6, max_batch_tokens=9, prefill_chunk=5),
+    asks=(
+        ask(0, 0, (*SHARED, 1), 9),
+        ask(1, 0, (*SHARED, 2), 7, temperature=1),
+        ask(2, 1, (3, 3, 3), 6, n=3, temperature=1),
+        ask(3, 2, (*SHARED, 1, 5, 5, 5), 3),
+        ask(4, 2, (7,) * 12, 14),
+        ask(5, 9, (*SHARED, 2, 8, 8), 8),
+        ask(6, 9, (8,), 12),
+        ask(7, 10, (*SHARED, 1), 5, n=2),
+    ),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def whole() -> World:
+    """The life without a fault."""
+    return World(LIFE).run()
+
+
+def failed(world: World) -> list[int]:
+    for customer in world.customers.values():
+        error = customer.outlet.error
+        assert error is None or (isinstance(error, RequestFailed) and error.__cause__ is not None)
+        assert error is None or str(error.__cause__) in str(error)
+    return [number for number, customer in world.customers.items() if customer.outlet.error is not None]
+
+
+def in_step(world: World, step: int) -> list[int]:
+    """Whose chunks a step had."""
+    return [number for at, number, *_ in world.trace if at == step]
+
+
+def test_the_life_has_all_that_can_break(whole: World) -> None:
+    seen = whole.sights()
+    assert not failed(whole)
+    for sight in ("preemptions", "recomputed_tokens", "evicted", "copied", "coalesced_tokens", "hits"):
+        assert seen[sight], f"no {sight}: {seen}"
+    assert {len(in_step(whole, step)) for step in range(whole.step)} >= {1, 2, 3, 4}
+
+
+def test_a_forward_that_raises_once_at_any_step(whole: World) -> None:
+    for step in range(whole.step):
+        for part in (0, 1, 2) if LONG else (step % 3,):
+            world = World(replace(LIFE, faults=(Fault(step, "forward", part),))).run()
+            chunks = in_step(whole, step)
+            assert failed(world) == (chunks if len(chunks) == 1 else []), f"step {step}, part {part}"
+
+
+def test_memory_that_runs_out_at_any_step(whole: World) -> None:
+    """`size` tokens at once are all that fits, for three steps. Who had a chunk of more fails, nobody else."""
+    for step in range(whole.step):
+        for size in (1, 4) if LONG else ((1, 4)[step % 2],):
+            world = World(replace(LIFE, faults=(Fault(step, "memory", size=size),))).run()
+            too_large = {number for at, number, _, _, count in world.trace if step <= at < step + 3 and count > size}
+            assert set(failed(world)) == too_large, f"step {step}, {size} tokens"
+
+
+def test_a_sampler_that_raises_once_at_any_step(whole: World) -> None:
+    for step in range(whole.step):
+        world = World(replace(LIFE, faults=(Fault(step, "sampler"),))).run()
+        assert len(failed(world)) <= 1, f"step {step}"
+        assert bool(failed(world)) == any(len(asks) == 1 for _, asks in world.faults.blamed.values()), f"step {step}"
+
+
+@pytest.mark.parametrize("kind", ["forward", "memory", "nan", "put", "finish"])
+def test_a_request_that_breaks_at_any_of_its_tokens_breaks_alone(kind: str) -> None:
+    for broken in LIFE.asks:
+        for at in tokens_of(broken, kind):
+            asks = tuple(replace(each, flaw=Flaw(kind, at)) if each is broken else each for each in LIFE.asks)
+            world = World(replace(LIFE, asks=asks)).run()
+            assert failed(world) == [broken.number], f"request {broken.number}, token {at}"
+
+
+def tokens_of(broken: Ask, kind: str) -> list[int]:
+    """At which tokens or chunks of a request to break it: all of them in a long run, else the ends and the middle."""
+    if kind == "finish":
+        return [0]
+    last = len(broken.prompt) + broken.max_tokens - 2 if kind in ("forward", "memory") else broken.max_tokens - 1
+    return list(range(last + 1)) if LONG else sorted({0, last // 2, last})

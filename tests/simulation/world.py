@@ -1,0 +1,267 @@
+"""One life of an engine's core, below the thread: a scenario, a virtual clock, a model that is nothing but memory.
+
+Knows: how a scenario's events reach `Core`, and what a step looked like from outside. What must hold is for
+`invariants.py` to say.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from unittest import mock
+
+import numpy as np
+
+from radixkv.cache import Pin, PrefixCache
+from radixkv.engine.core import Core
+from radixkv.engine.request import Request
+from radixkv.engine.scheduler import Work
+from radixkv.errors import InvalidInput, PinBudgetExceeded
+from radixkv.models import sampler
+from radixkv.models.runner import Chunk
+from radixkv.models.sampler import SampleRow
+from tests.simulation.faults import Faults
+from tests.simulation.invariants import Watch
+from tests.simulation.model import SlotModel
+from tests.simulation.outlet import ScriptedOutlet
+from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
+
+ENGINE = [module for name, module in sys.modules.items() if name.startswith("radixkv.engine.")]
+
+
+class Clock:
+    """Virtual seconds, under the names that the engine asks for."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    monotonic = perf_counter
+
+
+@dataclass
+class Customer:
+    """A request of the scenario, once it was submitted."""
+
+    ask: Ask
+    request: Request
+    outlet: ScriptedOutlet
+    cancelled: bool = False
+    ended_at: float | None = None
+    overtaken: int = 0  # counted by us
+
+    @property
+    def stage(self) -> str:
+        """Where it is, as far as a caller could tell."""
+        if self.outlet.ended:
+            return "ended"
+        if not any(not stream.sequence.closed for stream in self.request.streams):
+            return "preempted" if self.request.streams else "waiting"
+        if self.outlet.in_span:
+            return "paused"
+        return "decode" if self.outlet.chunks else "prefill"
+
+
+@dataclass
+class World:
+    """Runs one scenario; an AssertionError says what broke, and when."""
+
+    scenario: Scenario
+    verbose: bool = False
+    step: int = 0
+    clock: Clock = field(default_factory=Clock)
+    customers: dict[int, Customer] = field(default_factory=dict)
+    refused: list[int] = field(default_factory=list)
+    pins: list[tuple[Pinning, Pin]] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)  # of this step
+    trace: list[tuple[int, ...]] = field(default_factory=list)  # (step, request, stream, start, tokens) of all work
+    stages: Counter[str] = field(default_factory=Counter)  # in which requests were cancelled
+
+    def __post_init__(self) -> None:
+        scenario = self.scenario
+        self.cache = PrefixCache(
+            scenario.num_blocks, scenario.block_size, scenario.policy, clock=self.clock.perf_counter, pin_budget=0.5
+        )
+        self.model = SlotModel(self.cache, scenario.seed)
+        self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)
+        self.model.fault, self.model.sick = self.faults.in_forward, self.faults.is_sick
+        self.core = Core(self.cache, self.model, scenario.limits, reuse=scenario.reuse)
+        self._listen_to_the_schedule()
+        self.watch = Watch(self)
+
+    # ---- the whole life
+
+    def run(self) -> World:
+        """Live from the first event to the end of the last request."""
+        with self._virtual():
+            while not self._is_over():
+                self._events()
+                self._perhaps_step()
+                self.step += 1
+                self.clock.now += 1
+            self.watch.at_the_end()
+        return self
+
+    def _is_over(self) -> bool:
+        return self.step > self.scenario.last and self.core.idle_for() is None
+
+    def _perhaps_step(self) -> None:
+        idle = self.core.idle_for()
+        self.watch.idle(idle)
+        if idle != 0:
+            return
+        self.work = []
+        self.model.runs.clear()
+        before = self.watch.before()
+        self.core.step()
+        self._write_down()
+        self._note_ends()
+        self.watch.after(before)
+
+    def sights(self) -> Counter[str]:
+        """What happened in this life, counted: so that tests can tell that they tested something."""
+        counters, stats = self.core.counters, self.cache.stats()
+        names = ("finished", "cancelled", "timed_out", "preemptions", "recomputed_tokens", "coalesced_tokens")
+        seen = Counter({name: getattr(counters, name) for name in names})
+        seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
+        seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.watch.overtaken)
+        seen |= Counter(self.stages)
+        seen.update(c.ask.flaw.kind for c in self.customers.values() if c.ask.flaw and c.outlet.error)
+        seen.update(f"a fault: {fault.kind}" for fault in (*self.faults.fired, *self.faults.began))
+        return +seen
+
+    # ---- events
+
+    def _events(self) -> None:
+        scenario, now = self.scenario, self.step
+        for fault in scenario.faults:
+            if fault.kind == "clock" and fault.at == now:
+                self.clock.now += fault.size
+        for ask in scenario.asks:
+            if ask.at == now:
+                self._submit(ask)
+        doomed = [c for c in self.customers.values() if now == c.ask.cancel or c.stage == c.ask.cancel_in]
+        for customer in doomed:
+            if not customer.outlet.ended:
+                self._cancel(customer)
+        pinned = self._change_pins()
+        forgettings = [forgetting for forgetting in scenario.forgettings if forgetting.at == now]
+        for forgetting in forgettings:
+            self._forget(forgetting)
+        if doomed or pinned or forgettings:
+            self.watch.books()
+
+    def _submit(self, ask: Ask) -> None:
+        outlet = ScriptedOutlet(ask, lambda: self.step)
+        request = Request(
+            prompt=np.array(ask.prompt, np.int32),
+            params=ask.params,
+            max_tokens=ask.max_tokens,
+            stop_ids=ask.stop_ids,
+            seed=ask.seed,
+            namespace=ask.namespace,
+            priority=ask.priority,
+            deadline=None if ask.timeout is None else self.clock.now + ask.timeout,
+            outlet=outlet,  # type: ignore[arg-type]
+            submitted=self.clock.now,
+        )
+        try:
+            self.core.scheduler.check_fits(request)
+        except InvalidInput:
+            self.refused.append(ask.number)
+            return
+        self.customers[ask.number] = Customer(ask, request, outlet)
+        self.core.add(request)
+
+    def _cancel(self, customer: Customer) -> None:
+        customer.cancelled = True
+        self.stages[f"cancelled: {customer.stage}"] += 1
+        self._say(f"cancel {customer.ask.number} ({customer.stage})")
+        self.core.cancel(customer.request)
+        customer.ended_at = self.clock.now
+
+    def _change_pins(self) -> bool:
+        for pinning in self.scenario.pinnings:
+            if pinning.at == self.step:
+                try:
+                    pin = self.core.scheduler.pin(np.array(pinning.tokens, np.int32), pinning.namespace, pinning.ttl)
+                    self.pins.append((pinning, pin))
+                except PinBudgetExceeded:
+                    self._say("a pin was refused")
+        for pinning, pin in self.pins:
+            if pinning.until == self.step:
+                pin.release()
+        return any(self.step in (pinning.at, pinning.until) for pinning in self.scenario.pinnings)
+
+    def _forget(self, forgetting: Forgetting) -> None:
+        if forgetting.tokens is None:
+            self.cache.clear()
+        else:
+            self.core.demote(np.array(forgetting.tokens, np.int32), forgetting.keep, forgetting.namespace)
+
+    def _note_ends(self) -> None:
+        for customer in self.customers.values():
+            if customer.outlet.ended and customer.ended_at is None:
+                customer.ended_at = self.clock.now
+
+    # ---- whose is what
+
+    def customer_of(self, request: Request) -> Customer:
+        """The customer behind a request."""
+        return self.customers[request.outlet.ask.number]  # type: ignore[attr-defined]
+
+    def ask_of(self, chunk: Chunk) -> Ask:
+        """Whose chunk it is."""
+        for work in self.work:
+            if work.plan.slots is chunk.slots:
+                return self.customer_of(work.stream.request).ask
+        raise AssertionError("a chunk that nobody scheduled")
+
+    def _ask_of_row(self, row: SampleRow) -> Ask:
+        for request in self.core.scheduler.running:
+            if any(stream.tokens is row.history for stream in request.streams):
+                return self.customer_of(request).ask
+        raise AssertionError("a row to sample for nobody who runs")
+
+    # ---- around the engine
+
+    def _listen_to_the_schedule(self) -> None:
+        schedule = self.core.scheduler.schedule
+
+        def listening() -> list[Work]:
+            self.work = schedule()
+            return self.work
+
+        self.core.scheduler.schedule = listening  # type: ignore[method-assign]
+
+    @contextmanager
+    def _virtual(self) -> Iterator[None]:
+        """Inside, the engine's clock is ours, and its sampler passes by the faults."""
+        with ExitStack() as stack:
+            for module in ENGINE:
+                if getattr(module, "time", None) is time:
+                    stack.enter_context(mock.patch.object(module, "time", self.clock))
+                if getattr(module, "sample", None) is sampler.sample:
+                    stack.enter_context(mock.patch.object(module, "sample", self.faults.sampler))
+            yield
+
+    def _write_down(self) -> None:
+        names = [(self.customer_of(each.stream.request).ask.number, each.stream.index) for each in self.work]
+        for (number, index), each in zip(names, self.work, strict=True):
+            self.trace.append((self.step, number, index, each.start, len(each.tokens)))
+        if self.verbose:
+            work = " ".join(f"{n}.{i}@{start}+{count}" for step, n, i, start, count in self.trace if step == self.step)
+            runs = f" in {len(self.model.runs)} runs" if len(self.model.runs) > 1 else ""
+            waiting = [self.customer_of(request).ask.number for request in self.core.scheduler.waiting]
+            free, idle = self.cache.free_blocks, self.cache.evictable_blocks
+            self._say(f"{work}{runs}; waiting {waiting}, {free} blocks free, {idle} evictable")
+
+    def _say(self, text: str) -> None:
+        if self.verbose:
+            print(f"step {self.step}: {text}")
