@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Protocol
+import logging
+from collections.abc import Callable, Hashable
+from typing import Protocol, cast
 
 from radixkv.cache.purpose import Purpose
+
+_log = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
     """Called synchronously, after the fact, with plain numbers; node ids are never used twice.
 
-    It must not call the cache, and must not raise.
+    It must not call the cache. One that raises is named in the log, and told nothing more.
     """
 
     def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
@@ -46,3 +49,27 @@ class Observer(Protocol):
 
     def copied(self, sequence: int, source: int, target: int) -> None:
         """A plan of the sequence copies one block before it writes."""
+
+
+def guarded(observer: Observer, drop: Callable[[], None]) -> Observer:
+    """The observer, but none of its exceptions reaches the cache: the first one is logged, and `drop` is called."""
+    return cast(Observer, _Guarded(observer, drop))
+
+
+class _Guarded:
+    """Passes on every event, which it learns by name when it is first told."""
+
+    def __init__(self, observer: Observer, drop: Callable[[], None]) -> None:
+        self._observer = observer
+        self._drop = drop
+
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        def tell(*facts: object) -> None:
+            try:
+                getattr(self._observer, event)(*facts)
+            except Exception:
+                self._drop()
+                _log.exception("the cache's observer failed at %r: it is told nothing more", event)
+
+        setattr(self, event, tell)
+        return tell

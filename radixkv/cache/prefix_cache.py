@@ -19,7 +19,7 @@ from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.explain import Explanation
 from radixkv.cache.ghosts import Ghosts, Pressure
 from radixkv.cache.node import Node
-from radixkv.cache.observer import Observer
+from radixkv.cache.observer import Observer, guarded
 from radixkv.cache.pins import Pin, Pins
 from radixkv.cache.purpose import PURPOSES, Purpose
 from radixkv.cache.radix_tree import RadixTree, root_mark
@@ -78,11 +78,10 @@ class PrefixCache:
         self._index = EvictionIndex(eviction)
         self._ghosts = Ghosts(num_blocks * block_size, num_blocks)
         self._tree = RadixTree(self._pool, self._index, self._ghosts)
-        self._tree.observer = observer
+        self._tree.observer = None if observer is None else guarded(observer, self._drop_observer)
         self._pins = Pins(self._tree, clock, int(pin_budget * num_blocks))
         self._counters = Counters()
         self._clock = clock
-        self._observer = observer
         self._open: dict[int, Sequence] = {}
 
     # ---- reading: changes nothing, not even recency
@@ -206,8 +205,8 @@ class PrefixCache:
         sequence.namespace, sequence.priority, sequence.purpose = namespace, priority, purpose
         self._use(node, priority, purpose)
         self._share_last(node, length)
-        if self._observer is not None:
-            self._observer.opened(sequence.id, namespace, asked, length, purpose)
+        if tree.observer is not None:
+            tree.observer.opened(sequence.id, namespace, asked, length, purpose)
         return sequence
 
     def pin(self, tokens: Tokens, namespace: Hashable = None, ttl: float | None = None) -> Pin:
@@ -257,8 +256,8 @@ class PrefixCache:
             self._index.removed(leaf)
             tokens = leaf.end - leaf.start
             freed = self._tree.drop(leaf)
-            if self._observer is not None:
-                self._observer.trimmed(leaf.id, tokens, freed, True)
+            if self._tree.observer is not None:
+                self._tree.observer.trimmed(leaf.id, tokens, freed, True)
 
     # ---- what sequences ask of the cache
 
@@ -287,8 +286,8 @@ class PrefixCache:
         return sequence
 
     def _forked(self, sequence: int, parent: int) -> None:
-        if self._observer is not None:
-            self._observer.forked(sequence, parent)
+        if self._tree.observer is not None:
+            self._tree.observer.forked(sequence, parent)
 
     def _closed(self, sequence: Sequence, node: Node, hint: Hint | None) -> None:
         """The last step of Sequence.close: recency, hints, and the lock."""
@@ -303,8 +302,8 @@ class PrefixCache:
         self._tree.unhold(node)
         if hint is not None and hint.done and (sequence.cached_length < node.end or node.hits <= 1):
             self._demote(node)  # not what others published or hit
-        if self._observer is not None:
-            self._observer.closed(sequence.id, sequence.length)
+        if self._tree.observer is not None:
+            self._tree.observer.closed(sequence.id, sequence.length)
 
     def _take(self, count: int) -> array[int]:
         """Take blocks, evicting if need be; OutOfBlocks changes nothing; it means free + evictable are too few."""
@@ -334,8 +333,8 @@ class PrefixCache:
 
     def _copied(self, sequence: int, source: int, target: int) -> None:
         self._counters.copied_blocks += 1
-        if self._observer is not None:
-            self._observer.copied(sequence, source, target)
+        if self._tree.observer is not None:
+            self._tree.observer.copied(sequence, source, target)
 
     def _demote(self, node: Node, start: int = 0) -> None:
         """Put a finished tail at the cold end, upward to `start` while nothing else holds, hits or branches there."""
@@ -348,6 +347,9 @@ class PrefixCache:
                 self._index.removed(up)
                 self._index.inserted(up)
             up = up.parent
+
+    def _drop_observer(self) -> None:
+        self._tree.observer = None
 
     def _root(self, namespace: Hashable) -> Node | None:
         try:

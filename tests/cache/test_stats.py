@@ -1,11 +1,11 @@
 """Counters that only grow, gauges that add up, regret, and what an observer hears."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import FrozenInstanceError
 
 import pytest
 
-from radixkv.cache import CacheStats, PrefixCache
+from radixkv.cache import CacheStats, Observer, PrefixCache
 from radixkv.cache.purpose import Purpose
 from radixkv.errors import OutOfBlocks
 from tests.cache.test_pins import squeeze
@@ -141,6 +141,9 @@ class TestGauges:
             before.free_blocks = 3  # type: ignore[misc]
 
 
+EVENTS = sorted(name for name in vars(Observer) if not name.startswith("_"))
+
+
 class Listener:
     """Keeps a picture of the tree from what it is told alone."""
 
@@ -215,6 +218,22 @@ class Listener:
 
     def names(self) -> list[object]:
         return [event[0] for event in self.heard]
+
+
+class Clumsy:
+    """Hears everything but one kind of event, at which it raises."""
+
+    def __init__(self, fatal: str) -> None:
+        self.fatal = fatal
+        self.heard: list[str] = []
+
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        def hear(*_: object) -> None:
+            self.heard.append(event)
+            if event == self.fatal:
+                raise ZeroDivisionError
+
+        return hear
 
 
 class TestObserver:
@@ -293,6 +312,42 @@ class TestObserver:
         assert ear.names().count("copied") == cache.stats().copied_blocks
         assert ear.sequences == {}
         assert {"split", "inserted", "trimmed", "forked"} <= set(ear.names())
+
+    @pytest.mark.parametrize("event", EVENTS)
+    def test_that_raises_harms_nothing(self, event: str, caplog: pytest.LogCaptureFixture) -> None:
+        """Whichever event it fails at: the cache is as one that nobody listens to, and one line is logged."""
+        clumsy = Clumsy(event)
+        loud, quiet = PrefixCache(9, 4, observer=clumsy), PrefixCache(9, 4)
+        for number in range(12):
+            text = prompt(number % 3, 6) + [number % 5] * (number * 7 % 11)
+            for cache in (loud, quiet):
+                seq = held(cache, text, number % 2)
+                twin = seq.fork()
+                for token, each in ((1, seq), (1, twin), (2, twin), (3, seq)):
+                    each.extend([token])
+                    each.commit()
+                    cache.check()
+                twin.close()
+                cache.check()
+                seq.extend([4])
+                seq.commit()
+                seq.close()
+                cache.open(text[:3], number % 2).close()
+                cache.open([], "empty").close()
+                cache.check()
+            assert loud.stats() == quiet.stats()
+        assert clumsy.heard.index(event) == len(clumsy.heard) - 1, "it was told of more"
+        (record,) = caplog.records
+        assert record.exc_info is not None
+        assert isinstance(record.exc_info[1], ZeroDivisionError)
+        assert record.name == "radixkv.cache.observer"
+
+    def test_that_lacks_an_ear_harms_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        cache = PrefixCache(6, 4, observer=object())  # type: ignore[arg-type]
+        publish(cache, prompt(1, 10))
+        cache.check()
+        assert cached(cache, prompt(1, 10)) == 10
+        assert len(caplog.records) == 1
 
     def test_costs_no_answer(self) -> None:
         loud, quiet = PrefixCache(16, 4, observer=Listener()), PrefixCache(16, 4)
