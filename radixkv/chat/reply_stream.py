@@ -29,12 +29,14 @@ class ReplyStream:
         prompt: array[int],
         new: Sequence[Message],
         params: SamplingParams,
+        *,
+        edits: bool = False,
     ) -> None:
-        """Follow `handle`; at its end the session has `turns` and this one."""
+        """Follow `handle`; at its end the session has `turns` and this one, which `edits` what was said before."""
         self._session = session
         self._handle = handle
         self._reply: Reply | None = None
-        self.turns, self.prompt, self.new, self.params = turns, prompt, new, params
+        self.turns, self.prompt, self.new, self.params, self.edits = turns, prompt, new, params, edits
 
     def __iter__(self) -> Iterator[Chunk]:
         """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""

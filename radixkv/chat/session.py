@@ -96,9 +96,7 @@ class ChatSession:
         The request is on its way when this returns, so the streams of many sessions run as one batch. The turn is
         part of the history once the stream has ended; one that is closed before, or left for another call, is undone.
         """
-        if not isinstance(text, str) or not text:
-            raise InvalidInput(f"a user's message must be a text that is not empty, got {text!r}")
-        return self._ask([{"role": "user", "content": text}], (), params)
+        return self._ask([_of_user(text)], (), params)
 
     def tool_results(self, results: Sequence[ToolResult], params: SamplingParams | None = None) -> Reply:
         """Answer each tool call of the last reply and wait for the next reply. Raises InvalidInput, or as `send`."""
@@ -124,8 +122,8 @@ class ChatSession:
         self._settle()
         if not is_int(turns) or not 1 <= turns <= len(self._turns):
             raise InvalidInput(f"rewind takes 1..{len(self._turns)} turns of this session, got {turns!r}")
-        dead = self._ids
-        self._cut(len(self._turns) - turns)
+        dead, left = self._ids, self._turns[:-turns]
+        self._turns, self._ids = left, self._ids_behind(left)
         self._demote(dead)
 
     def edit(self, turn: int, text: str, params: SamplingParams | None = None) -> Reply:
@@ -133,21 +131,16 @@ class ChatSession:
 
         The old branch is the first to be evicted. If the new reply fails, the history is what it was.
         """
+        return self.stream_edit(turn, text, params).wait()
+
+    def stream_edit(self, turn: int, text: str, params: SamplingParams | None = None) -> ReplyStream:
+        """As `edit`, streaming as `stream` does: the history is the old one until the stream has ended."""
         self._settle()
         if not is_int(turn) or not 0 <= turn < len(self._turns):
             raise InvalidInput(f"this session has turns 0..{len(self._turns) - 1}, got {turn!r}")
         if self._turns[turn].messages[0]["role"] != "user":
             raise InvalidInput(f"turn {turn} answers tool calls, only what a user said can be edited")
-        turns, dead = self._turns, self._ids
-        try:
-            self._cut(turn)
-            reply = self.send(text, params)
-        except BaseException:
-            self._abandon()
-            self._turns, self._ids = turns, dead
-            raise
-        self._demote(dead)
-        return reply
+        return self._ask([_of_user(text)], (), params, keep=turn)
 
     def close(self) -> None:
         """End the conversation; what only it has cached is the first to be evicted. May be called twice."""
@@ -197,24 +190,27 @@ class ChatSession:
 
     # ---- one turn
 
-    def _ask(self, new: list[Message], answers: Sequence[ToolCall], params: SamplingParams | None) -> ReplyStream:
+    def _ask(
+        self,
+        new: list[Message],
+        answers: Sequence[ToolCall],
+        params: SamplingParams | None,
+        keep: int | None = None,
+    ) -> ReplyStream:
+        """Ask for a reply to `new` behind the first `keep` turns (all, if None), in place of those that follow."""
         self._settle()
         params = checked_params(params)
         if params.n != 1:
             raise InvalidInput(f"a conversation has one reply a turn, got n={params.n}: fork the session instead")
-        turns = self._turns
-        prompt = self._prompt(turns, new, answers)
+        turns = self._turns[:keep]
+        ids = self._ids if keep is None else self._ids_behind(turns)
+        prompt = self._template.continued(ids, new, answers) if turns and self._append else self._whole(turns, new)
         if self._overflow == "drop_oldest":
-            turns, prompt = self._dropped(new, prompt, params)
+            turns, prompt = self._dropped(turns, new, prompt, params)
         self._check_room(prompt)
         handle = self._engine.submit(prompt, params, namespace=self._namespace)
-        self._open_stream = ReplyStream(self, handle, turns, prompt, new, params)
+        self._open_stream = ReplyStream(self, handle, turns, prompt, new, params, edits=keep is not None)
         return self._open_stream
-
-    def _prompt(self, turns: list[Turn], new: Sequence[Message], answers: Sequence[ToolCall]) -> array[int]:
-        if turns and self._append:
-            return self._template.continued(self._ids, new, answers)
-        return self._whole(turns, new)
 
     def _whole(self, turns: list[Turn], new: Sequence[Message]) -> array[int]:
         """Everything through the template, with the ids that were sampled in their places."""
@@ -226,11 +222,10 @@ class ChatSession:
         return self._template.spliced([*self._messages(turns), *new], said, keep_thinking=self._append)
 
     def _dropped(
-        self, new: Sequence[Message], prompt: array[int], params: SamplingParams
+        self, turns: list[Turn], new: Sequence[Message], prompt: array[int], params: SamplingParams
     ) -> tuple[list[Turn], array[int]]:
         """The turns that are left, and their prompt, when the oldest are dropped if need be."""
         limit = self._engine.context_limit
-        turns = self._turns
         if len(prompt) + min(params.max_tokens, limit // _ROOM) <= limit:
             return turns, prompt
         while turns and len(prompt) > limit // _KEEP:
@@ -255,10 +250,12 @@ class ChatSession:
         message: Message = {"role": "assistant", "content": reply.text}
         if reply.tool_calls:
             message["tool_calls"] = [call.as_message() for call in reply.tool_calls]
-        self._ids = stream.prompt + array("i", completion.token_ids)
+        before, self._ids = self._ids, stream.prompt + array("i", completion.token_ids)
         turn = Turn(tuple(stream.new), completion.token_ids, message, reply.tool_calls, len(self._ids))
         self._turns = [*stream.turns, turn]
         self._open_stream = None
+        if stream.edits:
+            self._demote(before)
         return reply
 
     def _reply(self, completion: Completion, turn: int, params: SamplingParams) -> Reply:
@@ -294,11 +291,6 @@ class ChatSession:
         for turn in turns:
             messages += [*turn.messages, turn.reply]
         return messages
-
-    def _cut(self, count: int) -> None:
-        """Keep the first `count` turns."""
-        self._turns = self._turns[:count]
-        self._ids = self._ids_behind(self._turns)
 
     def _ids_behind(self, turns: list[Turn]) -> array[int]:
         if not turns:
@@ -340,6 +332,12 @@ class ChatSession:
         if self._open_stream is not None:
             stream, self._open_stream = self._open_stream, None
             stream.close()
+
+
+def _of_user(text: object) -> Message:
+    if not isinstance(text, str) or not text:
+        raise InvalidInput(f"a user's message must be a text that is not empty, got {text!r}")
+    return {"role": "user", "content": text}
 
 
 def _without_oldest(turns: list[Turn]) -> list[Turn]:
