@@ -9,8 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -150,13 +149,18 @@ class Core:
     def _commit(self, work: list[Work], logits: Tensor) -> None:
         sound = torch.isfinite(logits.amax(dim=1)).tolist()
         for each, is_sound in zip(work, sound, strict=True):
-            if not each.stream.request.outlet.ended:  # another stream of it failed
-                with self._alone(each.stream.request):
+            request = each.stream.request
+            try:
+                if not request.outlet.ended:  # another stream of it failed
                     self._commit_one(each, is_sound)
+            except Exception as error:
+                self._fail_alone(request, error)
         self._sample(self._rows(work), logits)
-        for each in work:
-            with self._alone(each.stream.request):
-                self._settle(each.stream.request)
+        for request in {each.stream.request: None for each in work}:
+            try:
+                self._settle(request)
+            except Exception as error:
+                self._fail_alone(request, error)
 
     def _commit_one(self, work: Work, is_sound: bool) -> None:
         """Keep what a chunk computed, and publish it; never the KV of a forward that gave no numbers."""
@@ -185,9 +189,11 @@ class Core:
             if len(request.streams) == request.width:
                 rows.append((row, each.stream))
                 continue
-            with self._alone(request):
+            try:
                 request.fork()
                 rows.extend((row, stream) for stream in request.streams)
+            except Exception as error:
+                self._fail_alone(request, error)
         return rows
 
     def _sample(self, rows: list[Row], logits: Tensor) -> None:
@@ -202,9 +208,11 @@ class Core:
         for part, sampled in _halving(rows, draw, _of_row, self._end):
             logprobs = sampled.logprobs or [None] * len(part)
             for place, (_, stream) in enumerate(part):
-                if not stream.request.outlet.ended:  # another stream of it failed
-                    with self._alone(stream.request):
+                try:
+                    if not stream.request.outlet.ended:  # another stream of it failed
                         self._accept(stream, sampled.tokens[place], logprobs[place], place in sampled.broken)
+                except Exception as error:
+                    self._fail_alone(stream.request, error)
 
     def _accept(self, stream: Stream, token: int, logprobs: TokenLogprobs | None, broken: bool) -> None:
         if broken:
@@ -218,11 +226,11 @@ class Core:
             return
         if not request.max_tokens and not request.streams[0].prefilling:
             request.streams[0].finish_reason = "length"  # only the prompt was asked for
-        for stream in request.streams:
-            if stream.finish_reason is not None:
-                self._publish(stream)
-                stream.close()
-        if not request.live:
+        finished = [stream for stream in request.streams if stream.finish_reason is not None]
+        for stream in finished:
+            self._publish(stream)
+            stream.close()
+        if len(finished) == request.width:
             self.scheduler.remove(request)
             request.outlet.finish(request.completion())
             self.counters.finished += 1
@@ -238,14 +246,10 @@ class Core:
 
     # ---- ends
 
-    @contextmanager
-    def _alone(self, request: Request) -> Iterator[None]:
-        """What raises in here ends `request`, and no other."""
-        try:
-            yield
-        except Exception as error:
-            _log.exception("a request failed")
-            self._end(request, failure(error))
+    def _fail_alone(self, request: Request, error: Exception) -> None:
+        """What raised was this request's own: it ends, and no other."""
+        _log.error("a request failed", exc_info=error)
+        self._end(request, failure(error))
 
     def _fail(self, work: list[Work], error: Exception) -> None:
         """End the requests of a step that raised; all that run if it raised before there was a plan for all."""

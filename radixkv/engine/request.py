@@ -178,18 +178,18 @@ class Stream:
             self.first_token_at = time.perf_counter()
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        text = self._advance(token)
+        text = self._advance(token, self.output_length)
         return Chunk(text, (token,), self.index, logprobs, self.finish_reason)
 
-    def _advance(self, token: int) -> str:
+    def _advance(self, token: int, length: int) -> str:
         request = self.request
-        may_stop = self.output_length >= request.params.min_tokens
+        may_stop = length >= request.params.min_tokens
         if may_stop and token in request.stop_ids:
             return self._finish("stop")
         text = self.text.push(token, watch=may_stop)
         if self.text.stopped:
             self.finish_reason = "stop"
-        elif self.output_length >= request.max_tokens:
+        elif length >= request.max_tokens:
             text += self._finish("length")
         return text
 
