@@ -22,6 +22,7 @@ from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.ghosts import Ghost, Ghosts, Owner, Pressure, common_prefix
 from radixkv.cache.node import NO_CHILDREN, Node
 from radixkv.cache.observer import Observer
+from radixkv.cache.shared_blocks import SharedBlocks
 from radixkv.cache.tokens import WIDTH
 
 Run = TypeVar("Run", bytearray, "array[int]")
@@ -32,6 +33,7 @@ class RadixTree:
 
     def __init__(self, pool: BlockPool, index: EvictionIndex, ghosts: Ghosts) -> None:
         self.pool = pool
+        self.shared = SharedBlocks(pool)
         self.index = index
         self.ghosts = ghosts
         self.roots: dict[Hashable, Node] = {}
@@ -117,7 +119,7 @@ class RadixTree:
             self.pool.shift(up.blocks, up.mixed, idle=False)
             child, up = up, up.parent
         if up is not None and child is not None and child.start % self.pool.block_size:
-            self.repoint(up)
+            self.shared.repoint(up)
 
     def want(self, node: Node) -> None:
         """Whoever holds it comes back to a finished tail: it is not first to go any more. O(nodes demoted)."""
@@ -139,7 +141,7 @@ class RadixTree:
                 return
             self.pool.shift(up.blocks, up.mixed, idle=True)
             if up.children:
-                self.repoint(up)
+                self.shared.repoint(up)
             else:
                 self.index.inserted(up)
             up = up.parent
@@ -164,9 +166,9 @@ class RadixTree:
         node.parent, node.start = upper, cut
         del node.key[: tokens * WIDTH]
         del node.blocks[: cut // size - first]
-        self._retip(upper.boundary(), node, upper)
+        self.shared.retip(upper.boundary(), node, upper)
         if cut % size:
-            self._share(upper.blocks[-1], node, idle=not node.locks)
+            self.shared.share(upper.blocks[-1], node, idle=not node.locks)
         self.nodes += 1
         if self.observer is not None:
             self.observer.split(node.id, upper.id, tokens)
@@ -205,8 +207,8 @@ class RadixTree:
         node.blocks += blocks
         self.lengthen(node, raw)
         if old >= 0 and old != blocks[0]:  # the holder wrote behind a copy
-            self._lower_tip(old, node)
-            self.release(old)
+            self.shared.lower_tip(old, node)
+            self.shared.release(old)
 
     def merge(self, upper: Node) -> None:
         """Undo a split that nobody needs: a node that no one holds itself and its only child become one."""
@@ -224,87 +226,12 @@ class RadixTree:
         node.priority = max(node.priority, upper.priority)
         upper.parent.children[bytes(node.key[:WIDTH])] = node
         self.nodes -= 1
-        self._retip(shared, upper, node)
+        self.shared.retip(shared, upper, node)
         if block >= 0:
-            self._lower_tip(block, upper)
-            self.release(block, idle=not upper.locks)
+            self.shared.lower_tip(block, upper)
+            self.shared.release(block, idle=not upper.locks)
         if self.observer is not None:
             self.observer.merged(node.id, upper.id)
-
-    # ---- blocks that two nodes share
-
-    def _share(self, block: int, node: Node, *, idle: bool) -> None:
-        """A node above `node`, as locked as that is, becomes an owner of its first block, too."""
-        self.pool.share(block, idle=idle, sole_idle=idle, tip=None)
-        entry = self.pool.shared[block]
-        if entry.tip is None or entry.tip.end <= node.end:
-            entry.tip = node
-
-    def release(self, block: int, *, idle: bool = False) -> None:
-        """An owner lets go of a block; what only copies of it need is then freed too."""
-        tip = self.pool.release(block, idle=idle)
-        if tip is not None:
-            self.repoint(tip)
-
-    def release_run(self, blocks: array[int]) -> None:
-        """A sequence lets go of a run of its own blocks, of which only the last can be part-filled."""
-        if self.pool.shared.keys().isdisjoint(blocks):
-            self.pool.give_back(blocks)
-        else:
-            for block in reversed(blocks):
-                self.release(block)
-
-    def repoint(self, node: Node) -> None:
-        """Free the last block of a node that ends inside it, if only copies live on below: point it to one of those.
-
-        A locked node takes a locked child's copy only, or a block that counts as evictable would stop being so
-        in mid-eviction.
-        """
-        pool = self.pool
-        if not node.blocks or node.end % pool.block_size == 0:
-            return
-        block = node.blocks[-1]
-        entry = pool.shared.get(block)
-        if entry is not None and entry.tip is not None:
-            node = entry.tip
-        if not node.children or node.blocks[-1] != block or node.end % pool.block_size == 0:
-            return
-        chain = self.owners_above(node, block, node.end // pool.block_size)
-        if (1 if entry is None else entry.owners) != len(chain):
-            return
-        child = _heir(node, locked=chain[-1].locks > 0)
-        if child is None:
-            return
-        copy = child.blocks[0]
-        for each in chain:
-            each.blocks[-1] = copy
-            pool.share(copy, idle=not each.locks, sole_idle=not child.locks, tip=None if copy in pool.shared else child)
-            pool.release(block, idle=not each.locks)
-
-    def _retip(self, blocks: array[int], old: Node, new: Node) -> None:
-        """`new` owns these blocks in the place of `old`."""
-        for block in blocks:
-            entry = self.pool.shared.get(block)
-            if entry is not None and entry.tip is old:
-                entry.tip = new
-
-    def _lower_tip(self, block: int, node: Node) -> None:
-        """`node` owns `block`, its first, no more: the deepest owner left is above it."""
-        entry = self.pool.shared.get(block)
-        if entry is not None and entry.tip is node:
-            above = self.owners_above(cast(Node, node.parent), block, node.start // self.pool.block_size)
-            entry.tip = above[0] if above else None
-
-    def owners_above(self, node: Node, block: int, logical: int) -> list[Node]:
-        """The nodes from `node` upward that own `block`, deepest first; `node` ends in or before that logical block."""
-        floor = logical * self.pool.block_size
-        owners = []
-        up: Node | None = node
-        while up is not None and up.end > floor:
-            if up.blocks[-1] == block:
-                owners.append(up)
-            up = up.parent
-        return owners
 
     # ---- eviction
 
@@ -346,11 +273,11 @@ class RadixTree:
         first = blocks[0]
         if node.start % pool.block_size and first in pool.shared:
             self._free(node, blocks[1:])
-            self._lower_tip(first, node)
+            self.shared.lower_tip(first, node)
             tip = pool.release(first, idle=True)
             tip = parent if tip is node else tip
             if tip is not None:
-                self.repoint(tip)
+                self.shared.repoint(tip)
         else:
             self._free(node, blocks)
         self.nodes -= 1
@@ -369,7 +296,7 @@ class RadixTree:
         before = len(pool.free)
         if node.mixed:
             for block in reversed(blocks):
-                self._lower_tip(block, node)
+                self.shared.lower_tip(block, node)
                 pool.release(block, idle=True)
         elif blocks:
             pool.evictable -= len(blocks)
@@ -399,10 +326,3 @@ def _joined(head: Run, tail: Run) -> Run:
 def root_mark(namespace: Hashable) -> Owner:
     """What owns the ghosts that hang at a namespace's root: the same when the root is made anew."""
     return ("root", namespace)
-
-
-def _heir(node: Node, *, locked: bool) -> Node | None:
-    """A child whose copy the node may point to: the youngest, as it is likely to stay longest."""
-    if locked and node.locks == node.holders:  # no child is locked
-        return None
-    return next((child for child in reversed(node.children.values()) if child.locks or not locked), None)

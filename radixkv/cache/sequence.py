@@ -150,7 +150,7 @@ class Sequence:
             self.length += count
             self._cache._counters.committed_tokens += count
             if self._source >= 0:
-                self._cache._tree.release(self._source)
+                self._cache._tree.shared.release(self._source)
         elif raw is None:
             self._refuse_closed()
         self._planned = None
@@ -218,7 +218,7 @@ class Sequence:
         if self._planned is not None:
             self._planned = None
             if self._source >= 0:
-                cache._tree.release(self._source)
+                cache._tree.shared.release(self._source)
         self._release_own(self._own)
         cache._closed(self, node, hint)
 
@@ -281,7 +281,7 @@ class Sequence:
         parent = node.parent
         assert parent is not None
         if node.start % self._cache.block_size and parent.blocks[-1] != node.blocks[0]:
-            tree.repoint(parent)
+            tree.shared.repoint(parent)
         tree.merge(parent)
 
     def _follow(self) -> None:
@@ -303,7 +303,7 @@ class Sequence:
         full = at // size
         mine = self._table[self._own : full]
         self._table[self._own : full] = theirs[: full - self._own]
-        tree.release_run(mine)
+        tree.shared.release_run(mine)
         self._own = full
         tree.unhold(held)
         tree.merge(held)
@@ -341,7 +341,7 @@ class Sequence:
         entry = cache._pool.shared.get(block)
         if entry is None:
             return True
-        above = cache._tree.owners_above(self._node, block, self.length // cache.block_size)
+        above = cache._tree.shared.owners_above(self._node, block, self.length // cache.block_size)
         return entry.owners == 1 + len(above)
 
     def _release_own(self, start: int) -> None:
@@ -349,7 +349,7 @@ class Sequence:
         own = self._table[start:]
         del self._table[start:]
         if own:
-            self._cache._tree.release_run(own)
+            self._cache._tree.shared.release_run(own)
 
     def _refuse_closed(self) -> None:
         if self.closed:
