@@ -9,7 +9,8 @@ RadixKVError
 │   ├── OutOfBlocks                free + evictable blocks do not suffice; nothing has changed
 │   ├── PlanPending                the sequence's last plan was neither committed nor voided
 │   ├── SequenceClosed             the sequence (or pin) was closed before
-│   └── PinBudgetExceeded          pinning this would hold more of the pool than the budget allows
+│   ├── PinBudgetExceeded          pinning this would hold more of the pool than the budget allows
+│   └── PrefixHeld                 somebody holds what is to be discarded; nothing has changed
 ├── UnsupportedModel               the model cannot be run exactly; the message says why
 ├── EngineError
 │   ├── EngineClosed               the engine was closed before or during the call
@@ -60,6 +61,10 @@ class SequenceClosed(CacheError):
 
 class PinBudgetExceeded(CacheError):
     """Pinning this would hold more of the pool than the pin budget allows."""
+
+
+class PrefixHeld(CacheError):
+    """A sequence or a pin holds what is to be discarded. Nothing has changed."""
 
 
 class UnsupportedModel(RadixKVError):
