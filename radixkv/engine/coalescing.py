@@ -9,7 +9,7 @@ it then. The wait is bounded: twice the steps that the shared part takes, and a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from radixkv.engine.prompts import common_prefix
@@ -55,7 +55,7 @@ class Coalescing:
             return False
         for leader in running:
             position = _ahead(leader)
-            if position is None or leader.namespace != request.namespace:
+            if position is None or not _equal(leader.namespace, request.namespace):
                 continue
             shared = common_prefix(leader.prompt, request.prompt)
             if shared > position and shared - cached >= self._worth:
@@ -64,6 +64,11 @@ class Coalescing:
                 request.parked = Parked(leader, shared, self._step + 2 * steps + _SLACK, before)
                 return True
         return False
+
+
+def _equal(one: Hashable, other: Hashable) -> bool:
+    """As a dict compares its keys: a caller's `__eq__` is asked only if the hashes are equal."""
+    return one is other or (hash(one) == hash(other) and one == other)
 
 
 def _ahead(leader: Request) -> int | None:

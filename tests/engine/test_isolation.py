@@ -22,10 +22,10 @@ LONG = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
 
 
 class Hateful:
-    """Hashable, but comparing it raises."""
+    """Hashable, like None, but comparing it raises."""
 
     def __hash__(self) -> int:
-        return 1
+        return hash(None)
 
     def __eq__(self, other: object) -> bool:
         raise RuntimeError("do not compare me")
