@@ -11,14 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from radixkv.cache import CacheStats, Explanation, PrefixCache
-    from radixkv.chat import ChatSession, Engine, Reply, ReplyStream, ToolCall, ToolResult
-    from radixkv.engine import Chunk, Completion, EngineStats, Handle, Usage, Warmed
+    from radixkv.chat import (
+        AsyncChatSession,
+        AsyncEngine,
+        AsyncReplyStream,
+        ChatSession,
+        Engine,
+        Reply,
+        ReplyStream,
+        ToolCall,
+        ToolResult,
+    )
+    from radixkv.engine import AsyncHandle, Chunk, Completion, EngineStats, Handle, Usage, Warmed
     from radixkv.errors import RadixKVError
     from radixkv.models.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncChatSession",
+    "AsyncEngine",
+    "AsyncHandle",
+    "AsyncReplyStream",
     "CacheStats",
     "ChatSession",
     "Chunk",
@@ -44,8 +58,18 @@ logging.getLogger("radixkv").addHandler(logging.NullHandler())
 
 _HOMES = {
     "radixkv.cache": ("CacheStats", "Explanation", "PrefixCache"),
-    "radixkv.chat": ("ChatSession", "Engine", "Reply", "ReplyStream", "ToolCall", "ToolResult"),
-    "radixkv.engine": ("Chunk", "Completion", "EngineStats", "Handle", "Usage", "Warmed"),
+    "radixkv.chat": (
+        "AsyncChatSession",
+        "AsyncEngine",
+        "AsyncReplyStream",
+        "ChatSession",
+        "Engine",
+        "Reply",
+        "ReplyStream",
+        "ToolCall",
+        "ToolResult",
+    ),
+    "radixkv.engine": ("AsyncHandle", "Chunk", "Completion", "EngineStats", "Handle", "Usage", "Warmed"),
     "radixkv.errors": ("RadixKVError",),
     "radixkv.models.sampling_params": ("SamplingParams",),
 }

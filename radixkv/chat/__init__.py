@@ -1,16 +1,30 @@
 """Conversations over the engine: append-only token history, branches, tool calls. Knows no cache and no tensor.
 
-engine.py        Engine: RequestEngine with chat() and resume()
-session.py       ChatSession: turns, fork, rewind, edit
-reply_stream.py  a reply while it is computed
-template.py      messages to token ids, never encoding again what was sampled
-messages.py      tool calls, tool results, replies
-saved.py         a session as a JSON file
+engine.py         Engine: RequestEngine with chat() and resume()
+session.py        ChatSession: turns, fork, rewind, edit
+reply_stream.py   a reply while it is computed
+async_engine.py   AsyncEngine: AsyncRequestEngine with chat() and resume()
+async_session.py  the session's verbs, awaited
+template.py       messages to token ids, never encoding again what was sampled
+messages.py       tool calls, tool results, replies
+saved.py          a session as a JSON file
 """
 
+from radixkv.chat.async_engine import AsyncEngine
+from radixkv.chat.async_session import AsyncChatSession, AsyncReplyStream
 from radixkv.chat.engine import Engine
 from radixkv.chat.messages import Reply, ToolCall, ToolResult
 from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.session import ChatSession
 
-__all__ = ["ChatSession", "Engine", "Reply", "ReplyStream", "ToolCall", "ToolResult"]
+__all__ = [
+    "AsyncChatSession",
+    "AsyncEngine",
+    "AsyncReplyStream",
+    "ChatSession",
+    "Engine",
+    "Reply",
+    "ReplyStream",
+    "ToolCall",
+    "ToolResult",
+]

@@ -34,29 +34,34 @@ class ReplyStream:
     ) -> None:
         """Follow `handle`; at its end the session has `turns` and this one, which `edits` what was said before."""
         self._session = session
-        self._handle = handle
+        self.handle = handle
         self._reply: Reply | None = None
         self.turns, self.prompt, self.new, self.params, self.edits = turns, prompt, new, params, edits
 
     def __iter__(self) -> Iterator[Chunk]:
         """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""
         try:
-            yield from self._handle
+            yield from self.handle
         except (Exception, KeyboardInterrupt):
             self.close()
             raise
-        if self._session._open_stream is self:
+        if self.is_open:
             self.wait()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the session still waits for this reply."""
+        return self._session._open_stream is self
 
     def wait(self) -> Reply:
         """Wait for the whole reply. Raises as `Handle.result`, RequestCancelled if the stream was closed or left."""
         if self._reply is None:
             try:
-                completion = self._handle.result()
+                completion = self.handle.result()
             except BaseException:
                 self.close()
                 raise
-            if self._session._open_stream is self:
+            if self.is_open:
                 self._reply = self._session._record(self, completion)
             else:
                 raise RequestCancelled("this reply was left for another call on its session: its turn was undone")
@@ -69,6 +74,6 @@ class ReplyStream:
 
     def close(self) -> None:
         """Stop; unless the end of the reply was seen, its turn is undone."""
-        self._handle.cancel()
-        if self._session._open_stream is self:
+        self.handle.cancel()
+        if self.is_open:
             self._session._open_stream = None

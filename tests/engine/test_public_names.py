@@ -11,6 +11,10 @@ import radixkv
 def test_the_public_names_are_these():
     assert radixkv.__all__ == sorted(radixkv.__all__)
     assert radixkv.__all__ == [
+        "AsyncChatSession",
+        "AsyncEngine",
+        "AsyncHandle",
+        "AsyncReplyStream",
         "CacheStats",
         "ChatSession",
         "Chunk",

@@ -1,0 +1,177 @@
+"""The engine for asyncio: the same verbs, awaited.
+
+Knows: which of them take time, and where they may take it: prompts are prepared on one thread, in order; the model runs
+on the engine's. No event loop is remembered, so one engine serves many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar
+
+from radixkv.cache import Explanation
+from radixkv.engine.async_handle import AsyncHandle
+from radixkv.engine.engine import RequestEngine
+from radixkv.engine.intake import Params
+from radixkv.engine.outputs import Completion
+from radixkv.engine.prompts import Prompt
+from radixkv.engine.stats import EngineStats
+from radixkv.engine.warmed import Warmed
+from radixkv.models.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from radixkv.models.adapter import LoadedModel
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class AsyncRequestEngine:
+    """What `RequestEngine` does, without ever blocking an event loop; usable from any number of loops and threads.
+
+    An async context manager: `close` ends what still runs and frees the pool.
+    """
+
+    _kind: ClassVar[type[RequestEngine]] = RequestEngine
+
+    def __init__(self, engine: RequestEngine) -> None:
+        """Wrap an engine, which may be used beside this."""
+        self._engine = engine
+        # One thread, so that requests come in, and draw their seeds, in the order in which they were submitted.
+        self._preparing = ThreadPoolExecutor(1, "radixkv-prepare")
+
+    @classmethod
+    async def load(cls, model: Any = "tiny", **options: Any) -> Self:
+        """Load a model on a thread of its own; takes and raises what `Engine.load` does."""
+        return cls(await asyncio.to_thread(cls._kind.load, model, **options))
+
+    # ---- requests
+
+    async def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: Params = None,
+        *,
+        namespace: Hashable = None,
+        timeout: float | None = None,
+    ) -> list[Completion]:
+        """Complete all prompts, batched; one Completion a prompt, in their order.
+
+        Cancelling the task cancels what still runs. Takes and raises what `Engine.generate` does.
+        """
+        requests = await self._prepared(self._engine._batch, prompts, params, namespace, timeout)
+        handles: list[AsyncHandle] = []
+        try:
+            handles.extend(AsyncHandle(self._engine._start(request)) for request in requests)
+            return [await handle.result() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()  # nothing to do unless one of them raised, or the task was cancelled
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: Hashable = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncHandle:
+        """Start one request; iterate the handle for chunks, or await its result. As `Engine.submit` otherwise."""
+        options = {"namespace": namespace, "priority": priority, "timeout": timeout}
+        request = await self._prepared(self._engine._request, prompt, params, **options)
+        return AsyncHandle(self._engine._start(request))
+
+    async def warm(
+        self,
+        prompt: Prompt,
+        *,
+        pin: bool = False,
+        ttl: float | None = None,
+        namespace: Hashable = None,
+        timeout: float | None = None,
+    ) -> Warmed:
+        """Compute a prompt into the cache ahead of its use, and pin it there if `pin`. As `Engine.warm` otherwise."""
+        engine = self._engine
+        request = await self._prepared(engine._warming, prompt, pin, ttl, namespace, timeout)
+        usage = (await AsyncHandle(engine._start(request)).result()).usage
+        if not pin:
+            return Warmed(usage, None, engine._worker)
+        pinning = engine._worker.call(lambda: engine._pinned(request, usage, ttl))
+        try:
+            return await asyncio.wrap_future(pinning)
+        except asyncio.CancelledError:
+            pinning.add_done_callback(_unpin)
+            raise
+
+    async def probe(self, prompt: Prompt, *, namespace: Hashable = None) -> Explanation:
+        """How much of a prompt is cached now, and why not more; changes nothing, not even recency."""
+        return await self._asked(await self._prepared(self._engine._probing, prompt, namespace))
+
+    async def demote(self, prompt: Prompt, *, keep: int = 0, namespace: Hashable = None) -> None:
+        """Say that a cached prompt will not be asked for again behind its first `keep` tokens: see `Engine.demote`."""
+        await self._prepared(self._engine.demote, prompt, keep=keep, namespace=namespace)
+
+    async def stats(self) -> EngineStats:
+        """Counters and gauges of this moment, between two steps."""
+        return await self._asked(self._engine._stats)
+
+    async def clear_cache(self) -> None:
+        """Drop every cached prefix that nobody holds."""
+        await self._asked(lambda: self._engine._core.cache.clear())
+
+    async def close(self, drain: bool = False, timeout: float | None = None) -> None:
+        """End what still runs with EngineClosed, stop, and free the pool; the model stays. May be called twice.
+
+        With `drain` nothing new is taken, and what waits and runs finishes first, for at most `timeout` seconds;
+        cancelling the task ends that at once.
+        """
+        closing = asyncio.get_running_loop().run_in_executor(None, self._engine.close, drain, timeout)
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            self._engine._worker.stop()
+            raise
+
+    async def __aenter__(self) -> Self:
+        """Use the engine in an `async with` block."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the engine at once."""
+        await self.close()
+
+    # ---- facts
+
+    @property
+    def model(self) -> LoadedModel:
+        """The model, its tokenizer and its limits; not to be changed."""
+        return self._engine.model
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens that prompt and reply may have together: what the model allows, or what the pool holds."""
+        return self._engine.context_limit
+
+    # ---- inside
+
+    async def _prepared(
+        self, call: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
+    ) -> Result:
+        """What `call` returns on the preparing thread; it waits for no model."""
+        return await asyncio.wrap_future(self._preparing.submit(call, *args, **options))
+
+    async def _asked(self, call: Callable[[], Result]) -> Result:
+        """What `call` returns on the engine's thread, at the next step boundary."""
+        return await asyncio.wrap_future(self._engine._worker.call(call))
+
+
+def _unpin(pinning: Future[Warmed]) -> None:
+    """Release a pin that nobody waits for any more, if there is one."""
+    if not pinning.cancelled() and pinning.exception() is None:
+        pinning.result().release()

@@ -1,0 +1,513 @@
+"""The engine in asyncio, on a fake model whose answers depend on every token that the pool holds for a request."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from radixkv import AsyncChatSession, AsyncEngine, ChatSession, Engine, SamplingParams
+from radixkv.engine import AsyncHandle
+from radixkv.errors import (
+    EngineClosed,
+    InvalidInput,
+    PinBudgetExceeded,
+    RequestCancelled,
+    RequestFailed,
+    RequestTimedOut,
+)
+from tests.engine.fakes import FakeRunner, check, greedy_reply, make_engine
+from tests.engine.test_engine import prompt_of
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+LONG = GREEDY.but(max_tokens=1000)
+Result = TypeVar("Result")
+
+
+def run(main: Coroutine[Any, Any, Result]) -> Result:
+    async def limited() -> Result:
+        return await asyncio.wait_for(main, timeout=30)
+
+    return asyncio.run(limited())
+
+
+def make_async(**options: Any) -> tuple[AsyncEngine, FakeRunner]:
+    engine, runner = make_engine(**options)
+    return AsyncEngine(engine), runner
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what happens on another thread soon, and is told to nobody."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def began(runner: FakeRunner, steps: int = 1) -> None:
+    for _ in range(steps):
+        await asyncio.to_thread(runner.began.acquire, timeout=10)
+
+
+async def ended(engine: AsyncEngine, **counts: int) -> None:
+    """Nothing is left, nothing is held, and the counters say what they should."""
+    while (stats := await engine.stats()).running or stats.waiting:
+        await asyncio.sleep(0.001)
+    check(engine._engine)
+    assert {name: getattr(stats, name) for name in counts} == counts
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+# ---- answers
+
+
+def test_what_engines_and_sessions_can_do_their_asynchronous_twins_can_do_in_the_same_words():
+    for plain, awaited in ((Engine, AsyncEngine), (ChatSession, AsyncChatSession)):
+        names = {name for name in vars(plain) | vars(plain.__base__) if not name.startswith("_")} - vars(object).keys()
+        assert names <= set(dir(awaited))
+        for name in names - {"load"}:
+            if callable(method := getattr(plain, name)):
+                options = dict(inspect.signature(method).parameters)
+                options.pop("progress", None)  # a bar in a terminal
+                theirs = inspect.signature(getattr(awaited, name)).parameters
+                assert {each: options[each].default for each in options} == {
+                    each: theirs[each].default for each in theirs
+                }, name
+
+
+def test_many_requests_stream_and_wait_at_once():
+    async def main() -> None:
+        engine, _ = make_async(num_blocks=200)
+        prompts = [prompt_of(length, length) for length in (1, 3, 8, 17, 17, 30)]
+        async with engine:
+
+            async def streamed(prompt: list[int]) -> list[int]:
+                handle = await engine.submit(prompt, GREEDY)
+                tokens = [token async for chunk in handle for token in chunk.token_ids]
+                assert list((await handle.result()).token_ids) == tokens and handle.done
+                return tokens
+
+            streams = asyncio.gather(*map(streamed, prompts))
+            done = await engine.generate(prompts, GREEDY)
+            expected = [greedy_reply(prompt, 6) for prompt in prompts]
+            assert [list(each.token_ids) for each in done] == expected
+            assert await streams == expected
+            await ended(engine, finished=12, cancelled=0)
+
+    run(main())
+
+
+def test_the_loop_goes_on_while_a_step_takes_its_time():
+    async def main() -> None:
+        engine, runner = make_async()
+        runner.gate = threading.Semaphore(0)
+        handle = await engine.submit(prompt_of(9), GREEDY)
+        await began(runner)
+        asked = [asyncio.ensure_future(each) for each in (engine.stats(), engine.probe([1, 2]), engine.clear_cache())]
+        submitted = [await engine.submit(prompt_of(9, 1), GREEDY) for _ in range(5)]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not any(each.done() for each in asked) and not handle.done
+        runner.gate.release(1000)
+        await asyncio.gather(*asked, handle.result(), *(each.result() for each in submitted))
+        await engine.close()
+
+    run(main())
+
+
+def test_requests_draw_their_seeds_in_the_order_of_their_submission():
+    async def main() -> list[tuple[int, ...]]:
+        engine, _ = make_async(seed=5)
+        async with engine:
+            handles = await asyncio.gather(*(engine.submit(prompt_of(6), GREEDY.but(temperature=1)) for _ in range(8)))
+            return [(await handle.result()).token_ids for handle in handles]
+
+    plain, _ = make_engine(seed=5)
+    with plain:
+        expected = [each.token_ids for each in plain.generate([prompt_of(6)] * 8, GREEDY.but(temperature=1))]
+    assert run(main()) == expected
+
+
+def test_the_other_verbs():
+    async def main() -> None:
+        engine, _ = make_async(num_blocks=16)
+        async with engine:
+            prompt = prompt_of(20)
+            with await engine.warm(prompt, pin=True) as warmed:
+                assert (warmed.usage.computed_tokens, warmed.pinned_tokens) == (20, 20)
+                assert (await engine.probe(prompt)).matched == 20
+                with pytest.raises(PinBudgetExceeded):
+                    await engine.warm(prompt_of(30, 9), pin=True)
+            assert (await engine.stats()).cache.pinned_blocks == 0
+            assert (await engine.warm(prompt)).pinned_tokens == 0
+            await engine.demote(prompt, keep=3)
+            await engine.clear_cache()
+            assert (await engine.probe(prompt)).matched == 0
+            assert engine.context_limit == 64 and engine.model.name == "fake"
+            for call in (
+                engine.submit([]),
+                engine.generate([1, 2]),
+                engine.warm([1], ttl=3.0),
+                engine.demote([1], keep=-1),
+                engine.submit([1], timeout=0),
+                engine.close(timeout=1.0),
+            ):
+                with pytest.raises(InvalidInput):
+                    await call
+        await engine.close()
+        for call in (engine.submit([1]), engine.generate([[1]]), engine.stats(), engine.warm([1]), engine.probe([1])):
+            with pytest.raises(EngineClosed):
+                await call
+
+    run(main())
+
+
+def test_a_request_that_fails_fails_its_task_alone():
+    def fault(chunks: Any) -> None:
+        if any(len(chunk.tokens) == 13 for chunk in chunks):
+            raise RuntimeError("out of luck")
+
+    async def main() -> None:
+        engine, _ = make_async(fault=fault)
+        async with engine:
+            good, bad = await asyncio.gather(*(engine.submit(prompt_of(n, n), GREEDY) for n in (9, 13)))
+            for failing in (bad.result(), anext(aiter(bad))):
+                with pytest.raises(RequestFailed, match="out of luck"):
+                    await failing
+            assert list((await good.result()).token_ids) == greedy_reply(prompt_of(9, 9), 6)
+
+    run(main())
+
+
+def test_timeouts_end_requests_with_their_name():
+    async def main() -> None:
+        engine, runner = make_async()
+        runner.gate = threading.Semaphore(0)
+        async with engine:
+            handle = await engine.submit(prompt_of(9), LONG, timeout=0.001)
+            both = asyncio.ensure_future(engine.generate([prompt_of(3)], LONG, timeout=0.001))
+            await until(lambda: len(runner.steps) == 0 and runner.began.acquire(blocking=False))
+            await asyncio.sleep(0.01)
+            runner.gate.release(100_000)
+            for waiting in (handle.result(), both):
+                with pytest.raises(RequestTimedOut):
+                    await waiting
+            await ended(engine, timed_out=2)
+
+    run(main())
+
+
+# ---- leaving
+
+
+@pytest.mark.parametrize("how", ["result", "iterate", "generate", "warm"])
+@pytest.mark.parametrize("stage", ["waiting", "prefill", "decode"])
+def test_cancelling_a_task_cancels_its_request(how, stage):
+    async def main() -> None:
+        engine, runner = make_async(num_blocks=460, max_sequences=1, max_batch_tokens=8, prefill_chunk=8)
+        runner.gate = threading.Semaphore(0)
+        if stage == "waiting":
+            first = await engine.submit(prompt_of(3, 1), LONG)
+            await began(runner)
+
+        async def work() -> object:
+            prompt = prompt_of(800 if stage == "prefill" or how == "warm" else 5, 2)
+            if how == "generate":
+                return await engine.generate([prompt, prompt], LONG)
+            if how == "warm":
+                return await engine.warm(prompt, pin=True)
+            handle = await engine.submit(prompt, LONG)
+            return await handle.result() if how == "result" else [chunk async for chunk in handle]
+
+        task = asyncio.create_task(work())
+        wanted = 2 if how == "generate" else 1
+        await until(lambda: engine._engine._worker._inbox.qsize() >= wanted if stage == "waiting" else True)
+        if stage != "waiting":
+            runner.gate.release(4)
+            await began(runner, 5)
+        await cancelled(task)
+        runner.gate.release(100_000)
+        if stage == "waiting":
+            first.cancel()
+        await ended(engine, finished=0, cancelled=wanted + (stage == "waiting"))
+        assert len(runner.steps) < 100
+        await engine.close()
+
+    run(main())
+
+
+async def raising(handle: AsyncHandle) -> None:
+    async for _ in handle:
+        raise ZeroDivisionError
+
+
+def test_leaving_the_loop_early_cancels():
+    async def main() -> None:
+        engine, _ = make_async(num_blocks=460)
+        async with engine:
+            for way in ("break", "raise", "aclose", "forget"):
+                handle = await engine.submit(prompt_of(5), LONG)
+                if way == "break":
+                    async for _ in handle:
+                        break
+                elif way == "raise":
+                    with pytest.raises(ZeroDivisionError):
+                        await raising(handle)
+                elif way == "aclose":
+                    chunks = aiter(handle)
+                    await anext(chunks)
+                    await chunks.aclose()  # type: ignore[attr-defined]
+                    with pytest.raises(StopAsyncIteration):
+                        await anext(chunks)
+                else:
+                    chunks = aiter(handle)
+                    await anext(chunks)
+                    del chunks
+                with pytest.raises(RequestCancelled):
+                    await handle.result()
+            await ended(engine, cancelled=4, finished=0)
+            handle = await engine.submit(prompt_of(5), GREEDY)
+            aiter(handle)  # nobody began to read
+            assert len((await handle.result()).token_ids) == 6
+
+    run(main())
+
+
+def test_a_cancelled_handle_just_ends_its_loop():
+    async def main() -> None:
+        engine, _ = make_async(num_blocks=460)
+        async with engine:
+            handle = await engine.submit(prompt_of(5), LONG)
+            async for _ in handle:
+                handle.cancel()
+            with pytest.raises(RequestCancelled):
+                await handle.result()
+
+    run(main())
+
+
+def test_a_pin_that_nobody_waits_for_any_more_is_released(monkeypatch):
+    async def main() -> None:
+        engine, _ = make_async()
+        pins, go_on, pinned = threading.Event(), threading.Event(), engine._engine._pinned
+
+        def slowly(*args: Any) -> Any:
+            pins.set()
+            assert go_on.wait(timeout=10)
+            return pinned(*args)
+
+        monkeypatch.setattr(engine._engine, "_pinned", slowly)
+        async with engine:
+            task = asyncio.create_task(engine.warm(prompt_of(20), pin=True))
+            await until(pins.is_set)
+            await cancelled(task)
+            go_on.set()
+            assert (await engine.probe(prompt_of(20))).matched == 20
+            assert (await engine.stats()).cache.pinned_blocks == 0
+
+    run(main())
+
+
+# ---- backpressure
+
+
+def test_a_slow_reader_holds_up_nobody_and_little_memory():
+    async def main() -> None:
+        engine, runner = make_async(num_blocks=400)
+        async with engine:
+            slow = await engine.submit(prompt_of(5, 1), LONG)
+            chunks = aiter(slow)
+            first = await anext(chunks)
+            unread = slow._handle._outlet._chunks
+            await until(lambda: slow._handle._outlet.lagging)
+            for _ in range(3):
+                done = (await engine.generate([prompt_of(9, 2)], GREEDY.but(max_tokens=200)))[0]
+                assert list(done.token_ids) == greedy_reply(prompt_of(9, 2), 200)
+            assert unread.qsize() <= 66
+            steps = len(runner.steps)
+            await engine.stats()
+            assert len(runner.steps) == steps  # it rests: nobody wants anything
+            rest = [chunk async for chunk in chunks]
+            tokens = [token for chunk in (first, *rest) for token in chunk.token_ids]
+            assert tokens == greedy_reply(prompt_of(5, 1), 1000)
+
+    run(main())
+
+
+def test_who_awaits_the_result_beside_a_loop_that_sleeps_gets_it():
+    async def main() -> None:
+        engine, _ = make_async(num_blocks=400)
+        async with engine:
+            handle = await engine.submit(prompt_of(5), GREEDY.but(max_tokens=500))
+            chunks = aiter(handle)
+            await anext(chunks)
+            await until(lambda: handle._handle._outlet.lagging)
+            assert len((await handle.result()).token_ids) == 500
+            assert len([chunk async for chunk in chunks]) == 499
+
+    run(main())
+
+
+# ---- loops and ends
+
+
+def test_one_engine_serves_loops_in_many_threads_and_their_neighbours_without_one():
+    engine, _ = make_engine(num_blocks=500)
+    twin, answers = AsyncEngine(engine), {}
+
+    async def main(seed: int) -> list[int]:
+        handle = await twin.submit(prompt_of(9, seed), GREEDY.but(max_tokens=50))
+        return [token async for chunk in handle for token in chunk.token_ids]
+
+    def loop(seed: int) -> None:
+        answers[seed] = run(main(seed))
+
+    threads = [threading.Thread(target=loop, args=(seed,)) for seed in range(4)]
+    with engine:
+        for thread in threads:
+            thread.start()
+        mine = engine.generate([prompt_of(9, 9)], GREEDY.but(max_tokens=50))[0]
+        for thread in threads:
+            thread.join(timeout=30)
+        check(engine)
+    assert answers == {seed: greedy_reply(prompt_of(9, seed), 50) for seed in range(4)}
+    assert list(mine.token_ids) == greedy_reply(prompt_of(9, 9), 50)
+
+
+@pytest.mark.parametrize("reads", ["asleep", "between two chunks"])
+def test_a_loop_that_is_closed_before_the_end_takes_the_request_that_it_read_with_it(reads, caplog):
+    engine, runner = make_engine(num_blocks=460)
+    runner.gate = threading.Semaphore(0)
+    twin, loop = AsyncEngine(engine), asyncio.new_event_loop()
+
+    async def main() -> None:
+        held["handle"] = await twin.submit(prompt_of(5), LONG)
+        held["chunks"] = aiter(held["handle"])
+        if reads == "asleep":
+            held["task"] = asyncio.ensure_future(anext(held["chunks"]))
+            await asyncio.sleep(0)
+        else:
+            runner.gate.release(1)
+            await anext(held["chunks"])
+
+    held: dict[str, Any] = {}
+    loop.run_until_complete(main())
+    loop.close()
+    del held["chunks"]
+    runner.gate.release(100_000)
+    with pytest.raises(RequestCancelled):
+        held["handle"]._handle.result(timeout=10)
+    _still_serves(engine, twin)
+    assert "Traceback" not in caplog.text
+    if "task" in held:
+        held["task"]._log_destroy_pending = False  # that is what this test is about
+
+
+def test_a_loop_that_is_closed_before_the_result_it_awaits_does_not_hurt_anybody(caplog):
+    engine, runner = make_engine()
+    runner.gate = threading.Semaphore(0)
+    twin, loop = AsyncEngine(engine), asyncio.new_event_loop()
+
+    async def main() -> tuple[AsyncHandle, asyncio.Future[Any]]:
+        handle = await twin.submit(prompt_of(5), GREEDY)
+        task = asyncio.ensure_future(handle.result())
+        await asyncio.sleep(0)
+        return handle, task
+
+    handle, task = loop.run_until_complete(main())
+    loop.close()
+    runner.gate.release(100_000)
+    assert list(handle._handle.result(timeout=10).token_ids) == greedy_reply(prompt_of(5), 6)
+    _still_serves(engine, twin)
+    assert "Traceback" not in caplog.text
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def _still_serves(engine: Engine, twin: AsyncEngine) -> None:
+    assert run(twin.generate([prompt_of(8)], GREEDY))[0].token_ids == tuple(greedy_reply(prompt_of(8), 6))
+    check(engine)
+    engine.close()
+
+
+def test_closing_ends_what_runs_and_draining_finishes_it():
+    async def main() -> None:
+        for drain in (False, True):
+            engine, runner = make_async(num_blocks=300)
+            runner.gate = threading.Semaphore(0)
+            handle = await engine.submit(prompt_of(5), GREEDY)
+            await began(runner)
+            closing = asyncio.create_task(engine.close(drain=drain))
+            worker = engine._engine._worker
+            await until(lambda worker=worker, drain=drain: worker._draining if drain else worker._closed)
+            with pytest.raises(EngineClosed):
+                await engine.submit([1])
+            runner.gate.release(100)
+            await closing
+            if drain:
+                assert list((await handle.result()).token_ids) == greedy_reply(prompt_of(5), 6)
+            else:
+                with pytest.raises(EngineClosed):
+                    await handle.result()
+
+    run(main())
+
+
+def test_cancelling_a_task_that_drains_ends_the_draining():
+    async def main() -> None:
+        engine, runner = make_async(num_blocks=460)
+        runner.gate = threading.Semaphore(0)
+        handle = await engine.submit(prompt_of(5), LONG)
+        await began(runner)
+        closing = asyncio.create_task(engine.close(drain=True))
+        await until(lambda: engine._engine._worker._draining)
+        await cancelled(closing)
+        runner.gate.release(1)
+        with pytest.raises(EngineClosed):
+            await handle.result()
+        assert len(runner.steps) == 1
+
+    run(main())
+
+
+def test_a_forgotten_engine_ends_its_threads():
+    async def main() -> list[threading.Thread]:
+        engine, _ = make_async()
+        await engine.generate([[1, 2]], GREEDY)
+        await engine.stats()
+        return [engine._engine._worker._thread, *engine._preparing._threads]
+
+    threads = run(main())
+    gc.collect()
+    assert len(threads) == 2
+    for thread in threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def test_loading_takes_place_beside_the_loop(monkeypatch):
+    made, _ = make_engine()
+    loading, go_on = threading.Event(), threading.Event()
+
+    def load(model: str, **options: Any) -> Engine:
+        assert (model, options) == ("tiny", {"num_blocks": 7})
+        loading.set()
+        assert go_on.wait(timeout=10)
+        return made
+
+    async def main() -> None:
+        monkeypatch.setattr(Engine, "load", load)
+        task: Awaitable[AsyncEngine] = asyncio.create_task(AsyncEngine.load(num_blocks=7))
+        await until(loading.is_set)
+        go_on.set()
+        async with await task as engine:
+            assert list((await engine.generate([[1, 2]], GREEDY))[0].token_ids) == greedy_reply([1, 2], 6)
+
+    run(main())
