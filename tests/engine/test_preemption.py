@@ -1,0 +1,29 @@
+"""A real model in a pool too small for its requests: what was preempted answers as if it had not been."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv import Engine, SamplingParams
+
+MESSAGES = [[{"role": "user", "content": f"Hello, what do you sell, number {i}? " * (1 + i % 3)}] for i in range(6)]
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+DRAWN = GREEDY.but(temperature=1, seed=4, n=2)
+
+
+def answers(params: SamplingParams, **load: object) -> tuple[list[tuple[int, ...]], int]:
+    with Engine.load("tiny", dtype="float32", **load) as engine:  # type: ignore[arg-type]
+        done = engine.generate(MESSAGES, params)
+        return [each.token_ids for first in done for each in (first, *first.alternatives)], engine.stats().preemptions
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "two samples"])
+def test_preempted_answers_are_those_of_a_roomy_pool(params: SamplingParams) -> None:
+    expected, none = answers(params, num_blocks=400)
+    assert not none
+    total = 0
+    for victim, prefix_cache, chunk in (("cheapest", True, 16), ("last", True, 512), ("cheapest", False, 16)):
+        got, preemptions = answers(params, num_blocks=10, victim=victim, prefix_cache=prefix_cache, prefill_chunk=chunk)
+        assert got == expected
+        total += preemptions
+    assert total >= 2
