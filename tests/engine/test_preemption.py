@@ -6,9 +6,9 @@ import pytest
 
 from radixkv import Engine, SamplingParams
 
-MESSAGES = [[{"role": "user", "content": f"Hello, what do you sell, number {i}? " * (1 + i % 3)}] for i in range(6)]
-GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-DRAWN = GREEDY.but(temperature=1, seed=4, n=2)
+MESSAGES = [[{"role": "user", "content": f"Number {i}: hello, what do you sell?"}] for i in range(6)]
+GREEDY = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+DRAWN = GREEDY.but(max_tokens=32, temperature=1, seed=4, n=2)
 
 
 def answers(params: SamplingParams, **load: object) -> tuple[list[tuple[int, ...]], int]:
@@ -23,7 +23,7 @@ def test_preempted_answers_are_those_of_a_roomy_pool(params: SamplingParams) -> 
     assert not none
     total = 0
     for victim, prefix_cache, chunk in (("cheapest", True, 16), ("last", True, 512), ("cheapest", False, 16)):
-        got, preemptions = answers(params, num_blocks=10, victim=victim, prefix_cache=prefix_cache, prefill_chunk=chunk)
+        got, preemptions = answers(params, num_blocks=12, victim=victim, prefix_cache=prefix_cache, prefill_chunk=chunk)
         assert got == expected
         total += preemptions
-    assert total >= 2
+    assert total >= 3
