@@ -1,0 +1,107 @@
+"""Writing and copying against plain torch indexing, in both memory orders, in the interpreter."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from radixkv_kernels import blocks
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+orders = st.sampled_from(["heads first", "blocks first"])
+
+
+def pool(order: str, heads: int, count: int, block_size: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """NaN everywhere, [heads, count, block_size, dim], laid out as on a CPU or as on a GPU."""
+    shape = (heads, count) if order == "heads first" else (count, heads)
+    tensor = torch.full((*shape, block_size, dim), torch.nan, dtype=dtype)
+    return tensor if order == "heads first" else tensor.transpose(0, 1)
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """Bit by bit, NaN included."""
+    return torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_write_puts_each_row_in_its_slot_and_touches_nothing_else(data: st.DataObject) -> None:
+    draw = data.draw
+    heads, count = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    dims = [draw(st.sampled_from([1, 5, 16, 80])) for _ in range(2)]
+    block_size, dtype = draw(st.sampled_from([1, 3, 16, 32])), draw(st.sampled_from(DTYPES))
+    slots = draw(st.lists(st.integers(0, count * block_size - 1), unique=True, max_size=6))
+    padded = torch.tensor(draw(st.permutations([*slots, *[-1] * draw(st.integers(0, 2))])), dtype=torch.int64)
+    order = draw(orders)
+    pools = [pool(order, heads, count, block_size, dim, dtype) for dim in dims]
+    expected = [each.clone() for each in pools]
+    new = [torch.randn(len(padded), heads, dim).to(dtype).transpose(0, 1) for dim in dims]
+    for rows, each in zip(new, expected, strict=True):
+        for index, slot in enumerate(padded.tolist()):
+            if slot >= 0:
+                each[:, slot // block_size, slot % block_size] = rows[:, index]
+    blocks.write(*new, *pools, padded)
+    assert all(same(a, b) for a, b in zip(pools, expected, strict=True))
+
+
+def test_write_casts_to_the_pools_dtype() -> None:
+    key, value = torch.randn(2, 2, 3, 16, dtype=torch.float32).unbind(0)
+    pools = [pool("blocks first", 2, 1, 16, 16, torch.float16) for _ in range(2)]
+    blocks.write(key, value, *pools, torch.tensor([4, 0, 9]))
+    assert same(pools[0][:, 0, [4, 0, 9]], key.half())
+    assert same(pools[1][:, 0, [4, 0, 9]], value.half())
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_copy_does_what_indexing_does_for_all_layers(data: st.DataObject) -> None:
+    draw = data.draw
+    order, dtype, block_size = draw(orders), draw(st.sampled_from(DTYPES)), draw(st.sampled_from([2, 16]))
+    shapes = draw(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([2, 16, 80])), min_size=1, max_size=4))
+    pools = [pool(order, heads, 8, block_size, dim, dtype) for heads, dim in shapes]
+    for each in pools:
+        each.copy_(torch.randn(each.shape))
+    expected = [each.clone() for each in pools]
+    rng = random.Random(draw(st.integers(0, 10**9)))
+    ids = rng.sample(range(8), 8)
+    cut = draw(st.integers(1, 7))
+    pairs = [(rng.choice(ids[:cut]), destination) for destination in ids[cut:]] + [(-1, -1)]
+    for each in expected:
+        for source, destination in pairs[:-1]:
+            each[:, destination] = each[:, source].clone()
+    places = blocks.regions(pools)
+    blocks.copy(places, torch.tensor(pairs, dtype=torch.int64))
+    assert all(same(a, b) for a, b in zip(pools, expected, strict=True))
+    assert order == "heads first" or len(places) == len({heads * dim for heads, dim in shapes})
+
+
+def test_blocks_beyond_two_gigabytes_are_reached() -> None:
+    """A pool of four gigabytes of which only what is touched exists: 32-bit offsets would go astray."""
+    count = (1 << 31) // (16 * 64) + 2
+    memory = torch.zeros(0, dtype=torch.float16).new_empty(count, 1, 16, 64)  # not touched
+    big = memory.transpose(0, 1)
+    row = torch.randn(1, 1, 64).half()
+    last = count - 1
+    blocks.write(row, row, big, big, torch.tensor([last * 16 + 3]))
+    assert same(big[:, last, 3], row[:, 0])
+    big[:, 0] = torch.randn(16, 64).half()
+    blocks.copy(blocks.regions([big]), torch.tensor([[0, last]]))
+    assert same(big[:, last], big[:, 0])
+
+
+def test_blocks_that_are_no_whole_words_are_refused() -> None:
+    with pytest.raises(ValueError, match="whole words"):
+        blocks.regions([torch.zeros(1, 4, 1, 1, dtype=torch.float16)])
+
+
+def test_nothing_to_do_is_fine() -> None:
+    pools = [torch.zeros(2, 3, 4, 8) for _ in range(2)]
+    empty = torch.empty(2, 0, 8)
+    blocks.write(empty, empty, *pools, torch.empty(0, dtype=torch.int64))
+    blocks.copy(blocks.regions(pools), torch.empty(0, 2, dtype=torch.int64))
+    assert not any(each.any() for each in pools)
