@@ -222,6 +222,8 @@ class Scheduler:
 
     def _admit(self) -> Request | None:
         """The first that may come in, now running; None if there is none, or the first that could must wait."""
+        if self._streams() >= self.limits.max_sequences and self._paused() is None:
+            return None  # before anything is looked up for those that wait
         for request in self.waiting.ranked():
             if request.outlet.lagging or self._coalescing.still_waits(request):
                 continue
@@ -242,10 +244,13 @@ class Scheduler:
         return self._let_in_alone(request)
 
     def _fits(self, request: Request, match: Match) -> bool:
-        if sum(each.streams_left for each in self.running) + request.streams_left > self.limits.max_sequences:
+        if self._streams() + request.streams_left > self.limits.max_sequences:
             return False
         need = match.idle_blocks + still_to_take(request, self._block_size, match.length) + to_spare(request)
         return self._available() - self._promised() >= need
+
+    def _streams(self) -> int:
+        return sum(each.streams_left for each in self.running)
 
     def _paused(self) -> Request | None:
         """A running request that nobody reads: it gives way to whoever is wanted now."""
