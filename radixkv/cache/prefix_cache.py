@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from radixkv.cache.room import idle_blocks
 from radixkv.cache.sequence import Hint, Sequence
 from radixkv.cache.stats import CacheStats, Counters
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
-from radixkv.errors import InvalidInput, OutOfBlocks
+from radixkv.errors import InvalidInput, OutOfBlocks, PrefixHeld
 
 
 class Match(NamedTuple):
@@ -248,16 +248,37 @@ class PrefixCache:
                 self._tree.split(node, start - node.start)
             self._demote(node, start)
 
+    def discard(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> int:
+        """Forget what is cached of these tokens from `start` on, and everything below it; returns the blocks freed.
+
+        For KV that turned out wrong: it counts as no eviction, and leaves no ghosts. PrefixHeld, if a sequence or a pin
+        holds any of it, leaves everything as it was. O(nodes and blocks below), and a look at each open sequence.
+        """
+        raw = as_bytes(tokens)
+        check_int("start", start)
+        if start < 0:
+            raise InvalidInput(f"start={start}: allowed is an int of at least 0")
+        self._pins.expire()
+        root = self._root(namespace)
+        node, matched = (root, 0) if root is None else self._tree.match(root, raw)
+        refuse_negative(raw, matched)
+        if node is None or matched <= start * WIDTH:
+            return 0
+        while node.start > start:
+            node = cast(Node, node.parent)
+        self._refuse_held(node, start)
+        if node.start < start:
+            self._tree.split(node, int(start) - node.start)
+        free = len(self._pool.free)
+        for each in reversed(list(self._tree.walk(node))):
+            self._tree.remove(each)
+        return len(self._pool.free) - free
+
     def clear(self) -> None:
         """Forget everything that nobody holds, ghosts included. Counts as no eviction."""
         self._ghosts.clear()
         while len(self._index):
-            leaf = self._victim()
-            self._index.removed(leaf)
-            tokens = leaf.end - leaf.start
-            freed = self._tree.drop(leaf)
-            if self._tree.observer is not None:
-                self._tree.observer.trimmed(leaf.id, tokens, freed, True)
+            self._tree.remove(self._victim())
 
     # ---- what sequences ask of the cache
 
@@ -335,6 +356,17 @@ class PrefixCache:
         self._counters.copied_blocks += 1
         if self._tree.observer is not None:
             self._tree.observer.copied(sequence, source, target)
+
+    def _refuse_held(self, node: Node, start: int) -> None:
+        """PrefixHeld if anybody holds KV of `node` at or behind `start`, or below: by a lock, or as a fork's own."""
+        held = node.locks > 0
+        if not held and self._open:
+            blocks = {block for each in self._tree.walk(node) for block in each.blocks}
+            held = any(sequence._reads(blocks, start) for sequence in self._open.values())
+        if held:
+            raise PrefixHeld(
+                f"tokens from {start} on are held: close the sequences and release the pins that have them first"
+            )
 
     def _demote(self, node: Node, start: int = 0) -> None:
         """Put a finished tail at the cold end, upward to `start` while nothing else holds, hits or branches there."""

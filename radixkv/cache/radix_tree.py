@@ -85,9 +85,9 @@ class RadixTree:
             table += each.blocks
         return table
 
-    def walk(self) -> Iterator[Node]:
-        """All nodes, roots included, in no promised order."""
-        stack = list(self.roots.values())
+    def walk(self, top: Node | None = None) -> Iterator[Node]:
+        """All nodes, roots included, or `top` and all below it; a node comes before its children."""
+        stack = list(self.roots.values()) if top is None else [top]
         while stack:
             node = stack.pop()
             yield node
@@ -96,7 +96,7 @@ class RadixTree:
     # ---- holding
 
     def root(self, namespace: Hashable) -> Node:
-        """The namespace's root, made if need be; `unlock` and `trim` remove it when nothing is left below."""
+        """The namespace's root, made if need be; `unhold` and `remove` remove it when nothing is left below."""
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Node(self._next_id(), None, 0, bytearray(), array("i"))
@@ -239,7 +239,7 @@ class RadixTree:
         """Evict up to `want` blocks off the tail of an unlocked leaf, and remember them. Returns the tokens dropped."""
         keep = len(node.blocks) - want
         if keep <= 0:
-            return self._remove(node, now, pressure)
+            return self._evict(node, now, pressure)
         size = self.pool.block_size
         end = (node.start // size + keep) * size
         cut, run = node.blocks[keep:], node.key[(end - node.start) * WIDTH :]
@@ -252,22 +252,24 @@ class RadixTree:
             self.observer.trimmed(node.id, len(run) // WIDTH, freed, False)
         return len(run) // WIDTH
 
-    def _remove(self, node: Node, now: float, pressure: Pressure) -> int:
-        """Evict a whole leaf."""
-        parent = cast(Node, node.parent)
-        self.index.removed(node)
-        tokens = len(node.key) // WIDTH
-        self.ghosts.add(parent.mark, node.start, Ghost(node.key, node.mark, now, pressure))
-        freed = self.drop(node)
-        if self.observer is not None:
-            self.observer.trimmed(node.id, tokens, freed, True)
-        return tokens
+    def _evict(self, node: Node, now: float, pressure: Pressure) -> int:
+        """Remove a whole leaf, and remember it. Returns its tokens."""
+        self.ghosts.add(cast(Node, node.parent).mark, node.start, Ghost(node.key, node.mark, now, pressure))
+        self.remove(node)
+        return len(node.key) // WIDTH
 
-    def drop(self, node: Node) -> int:
-        """Take an unlocked leaf, already out of the index, out of the tree. Returns the blocks freed."""
-        parent = cast(Node, node.parent)
+    def remove(self, node: Node) -> None:
+        """Take an unlocked leaf out of the tree. O(log leaves + its blocks)."""
         pool = self.pool
         before = len(pool.free)
+        self.index.removed(node)
+        self._drop(node)
+        if self.observer is not None:
+            self.observer.trimmed(node.id, len(node.key) // WIDTH, len(pool.free) - before, True)
+
+    def _drop(self, node: Node) -> None:
+        parent = cast(Node, node.parent)
+        pool = self.pool
         del parent.children[bytes(node.key[:WIDTH])]
         blocks = node.blocks
         first = blocks[0]
@@ -288,7 +290,6 @@ class RadixTree:
             elif not parent.locks:
                 self.index.inherited(parent, node)
                 self.index.inserted(parent)
-        return len(pool.free) - before
 
     def _free(self, node: Node, blocks: array[int]) -> int:
         """An unlocked node lets go of blocks that only a fork can share."""

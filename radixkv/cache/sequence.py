@@ -10,7 +10,7 @@ part-filled last block; the entries before are protected by the lock on the node
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -334,6 +334,14 @@ class Sequence:
         if need and rest:
             fill[table[-1]] = rest
         return source
+
+    def _reads(self, blocks: Set[int], start: int) -> bool:
+        """Whether one of these blocks, which no lock of ours protects, has a committed token at or behind `start`."""
+        if self.length <= start:
+            return False
+        own = self._table[max(self._own, start // self._cache.block_size) :]
+        copying = self._planned is not None and self._source in blocks
+        return copying or not blocks.isdisjoint(own)
 
     def _alone(self, block: int) -> bool:
         """Whether the only owners of our last block are this sequence and nodes of its own path."""

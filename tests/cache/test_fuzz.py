@@ -51,12 +51,13 @@ class Story:
             (1, self.pin),
             (2, self.release),
             (2, self.demote),
+            (1, self.discard),
         ]
 
     def run(self, operations: int) -> None:
         weights = [weight for weight, _ in self.verbs]
         for number, (_, verb) in enumerate(self.rng.choices(self.verbs, weights, k=operations), 1):
-            if verb in (self.open, self.ask, self.pin, self.release, self.demote) or self.world.live:
+            if verb in (self.open, self.ask, self.pin, self.release, self.demote, self.discard) or self.world.live:
                 verb()
             if number % STRIDE == 0:
                 self.world.verify()
@@ -136,6 +137,10 @@ class Story:
     def demote(self) -> None:
         said = self.rng.choice(self.said)
         self.world.demote(self.namespace(), said, self.rng.randrange(len(said) + 1))
+
+    def discard(self) -> None:
+        said = self.rng.choice(self.said)
+        self.world.discard(self.namespace(), said, self.rng.randrange(len(said) + 1))
 
     def release(self) -> None:
         self.world.wait(1)

@@ -141,6 +141,10 @@ class Verbs(RuleBasedStateMachine):
     def demote(self, which: int, cut: int, space: str | None, start: int) -> None:
         self.world.demote(space, self.heard[which % len(self.heard)][:cut], start)
 
+    @rule(which=pick, cut=st.integers(0, 60), space=st.sampled_from(NAMESPACES), start=st.integers(0, 40))
+    def discard(self, which: int, cut: int, space: str | None, start: int) -> None:
+        self.world.discard(space, self.heard[which % len(self.heard)][:cut], start)
+
     @rule(seconds=st.integers(1, 3))
     def wait(self, seconds: int) -> None:
         self.world.wait(seconds)

@@ -15,7 +15,7 @@ import pytest
 from radixkv.cache import CacheStats, Hint, Match, Pin, PrefixCache, WritePlan
 from radixkv.cache import Sequence as CacheSequence
 from radixkv.cache.purpose import Purpose
-from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PlanPending, SequenceClosed
+from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PlanPending, PrefixHeld, SequenceClosed
 from tests.cache.freeze import freeze
 from tests.cache.naive import Pool, Texts, Work, kv
 from tests.cache.verbs import Ids
@@ -371,6 +371,47 @@ class World:
         assert (after.free_blocks, after.cached_blocks) == (before.free_blocks, before.cached_blocks)
         assert self.match(namespace, prompt).length == hit
 
+    def discard(self, namespace: Hashable, prompt: Sequence[int], start: int) -> None:
+        """Forget what stands behind `start` of a text, whole, and nothing else; or refuse because somebody has it."""
+        self.cache.stats()
+        before, state = self.cache.stats(), self.state()
+        wrong = list(prompt[: self.match(namespace, prompt).length])
+        found = [(text, self.match(namespace, text)) for text in leaves(self.texts_of(namespace))]
+        below = [(text, match) for text, match in found if common(text, wrong) > start]
+        blocks = {int(block) for _, match in below for block in match.blocks[start // self.block_size :]}
+        try:
+            freed = self.cache.discard(self.shaped(prompt), namespace, start)
+        except PrefixHeld:
+            self.assert_unchanged(state)
+            assert self.somebody_has(namespace, wrong, start, blocks)
+            return
+        assert not self.somebody_has(namespace, wrong, start, blocks)
+        after = self.cache.stats()
+        assert freed == after.free_blocks - before.free_blocks
+        assert (after.evicted_blocks, after.ghosts) == (before.evicted_blocks, before.ghosts)
+        self.texts[namespace] = Texts()
+        for text, _ in found:
+            self.texts[namespace].add(text[:start] if common(text, wrong) > start else text)
+        for text, match in found:
+            left = start if common(text, wrong) > start else match.length
+            assert self.match(namespace, text[: match.length]).length == left
+
+    def texts_of(self, namespace: Hashable) -> Texts:
+        return self.texts.get(namespace, Texts())
+
+    def somebody_has(self, namespace: Hashable, wrong: Sequence[int], start: int, blocks: set[int]) -> bool:
+        """Whether anybody protects a token of `wrong` from `start` on, or reads one in these blocks."""
+        if self.held_texts().get(namespace, Texts()).longest_prefix(wrong) > start:
+            return True
+        first = start // self.block_size
+        for one in self.live:
+            if one.namespace == namespace and len(one.tokens) > start:
+                read = one.table[first : -(-len(one.tokens) // self.block_size)]
+                read += [source for source, _ in one.plan.copies] if one.plan else []
+                if blocks.intersection(read):
+                    return True
+        return False
+
     def clear(self) -> None:
         self.cache.stats()
         self.cache.clear()
@@ -497,7 +538,7 @@ class World:
             self.assert_sequence(one)
 
 
-def common(left: list[int], right: list[int]) -> int:
+def common(left: Sequence[int], right: Sequence[int]) -> int:
     """How many leading tokens two texts share."""
     shared = min(len(left), len(right))
     if left[:shared] == right[:shared]:
