@@ -129,9 +129,8 @@ class AsyncRequestEngine:
         With `drain` nothing new is taken, and what waits and runs finishes first, for at most `timeout` seconds;
         cancelling the task ends that at once.
         """
-        closing = asyncio.get_running_loop().run_in_executor(None, self._engine.close, drain, timeout)
         try:
-            await asyncio.shield(closing)
+            await asyncio.to_thread(self._engine.close, drain, timeout)
         except asyncio.CancelledError:
             self._engine._worker.stop()
             raise

@@ -30,10 +30,15 @@ Result = TypeVar("Result")
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
+    troubles: list[Any] = []
+
     async def limited() -> Result:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: troubles.append(context))
         return await asyncio.wait_for(main, timeout=30)
 
-    return asyncio.run(limited())
+    result = asyncio.run(limited())
+    assert not troubles
+    return result
 
 
 def make_async(**options: Any) -> tuple[AsyncEngine, FakeRunner]:
@@ -123,9 +128,20 @@ def test_the_loop_goes_on_while_a_step_takes_its_time():
     run(main())
 
 
-def test_requests_draw_their_seeds_in_the_order_of_their_submission():
+def test_requests_draw_their_seeds_in_the_order_of_their_submission(monkeypatch):
     async def main() -> list[tuple[int, ...]]:
         engine, _ = make_async(seed=5)
+        request, begun, overtaken = engine._engine._request, [], threading.Event()
+
+        def slow_at_first(*args: Any, **options: Any) -> Any:
+            begun.append(1)
+            if len(begun) == 1:
+                overtaken.wait(timeout=0.05)
+            made = request(*args, **options)
+            overtaken.set()
+            return made
+
+        monkeypatch.setattr(engine._engine, "_request", slow_at_first)
         async with engine:
             handles = await asyncio.gather(*(engine.submit(prompt_of(6), GREEDY.but(temperature=1)) for _ in range(8)))
             return [(await handle.result()).token_ids for handle in handles]
@@ -162,10 +178,10 @@ def test_the_other_verbs():
             ):
                 with pytest.raises(InvalidInput):
                     await call
-        await engine.close()
         for call in (engine.submit([1]), engine.generate([[1]]), engine.stats(), engine.warm([1]), engine.probe([1])):
             with pytest.raises(EngineClosed):
                 await call
+        await engine.close()
 
     run(main())
 
@@ -189,15 +205,10 @@ def test_a_request_that_fails_fails_its_task_alone():
 
 def test_timeouts_end_requests_with_their_name():
     async def main() -> None:
-        engine, runner = make_async()
-        runner.gate = threading.Semaphore(0)
+        engine, _ = make_async(num_blocks=600)
         async with engine:
             handle = await engine.submit(prompt_of(9), LONG, timeout=0.001)
-            both = asyncio.ensure_future(engine.generate([prompt_of(3)], LONG, timeout=0.001))
-            await until(lambda: len(runner.steps) == 0 and runner.began.acquire(blocking=False))
-            await asyncio.sleep(0.01)
-            runner.gate.release(100_000)
-            for waiting in (handle.result(), both):
+            for waiting in (handle.result(), engine.generate([prompt_of(3)], LONG, timeout=0.001)):
                 with pytest.raises(RequestTimedOut):
                     await waiting
             await ended(engine, timed_out=2)
@@ -208,7 +219,7 @@ def test_timeouts_end_requests_with_their_name():
 # ---- leaving
 
 
-@pytest.mark.parametrize("how", ["result", "iterate", "generate", "warm"])
+@pytest.mark.parametrize("how", ["result", "iterate", "held iterator", "generate", "warm"])
 @pytest.mark.parametrize("stage", ["waiting", "prefill", "decode"])
 def test_cancelling_a_task_cancels_its_request(how, stage):
     async def main() -> None:
@@ -225,7 +236,12 @@ def test_cancelling_a_task_cancels_its_request(how, stage):
             if how == "warm":
                 return await engine.warm(prompt, pin=True)
             handle = await engine.submit(prompt, LONG)
+            if how == "held iterator":
+                held.append(aiter(handle))
+                return [chunk async for chunk in held[0]]
             return await handle.result() if how == "result" else [chunk async for chunk in handle]
+
+        held: list[Any] = []
 
         task = asyncio.create_task(work())
         wanted = 2 if how == "generate" else 1
@@ -264,6 +280,7 @@ def test_leaving_the_loop_early_cancels():
                 elif way == "aclose":
                     chunks = aiter(handle)
                     await anext(chunks)
+                    await until(lambda handle=handle: handle._handle._outlet._chunks.qsize() > 3)
                     await chunks.aclose()  # type: ignore[attr-defined]
                     with pytest.raises(StopAsyncIteration):
                         await anext(chunks)
