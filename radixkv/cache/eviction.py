@@ -58,6 +58,11 @@ class EvictionIndex:
         """All leaves, next victim first."""
         return (place[4] for place in self._order)
 
+    def at(self, place: int) -> Entry:
+        """The leaf that has so many before it in the order. O(log leaves)."""
+        node: Entry = self._order[place][4]
+        return node
+
     def touched(self, node: Entry) -> None:
         """It was used now. The node must not be in the index (it is held, or about to enter)."""
         self._tick += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Hashable
+from random import Random
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from radixkv.cache.audit import audit
 from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.cached_run import CachedRun, random_run
 from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.explain import Explanation
 from radixkv.cache.ghosts import Ghosts, Pressure
@@ -135,6 +137,14 @@ class PrefixCache:
         if found and node is not None and (found < node.end or node.children):
             return Explanation(asked, found, length, "diverged", found)
         return Explanation(asked, found, length, "never_seen")
+
+    def random_run(self, rng: Random) -> CachedRun | None:
+        """A random run of cached tokens, for an audit: each one's turn comes. None if nothing is cached.
+
+        O(log leaves + open sequences + pins + depth + tokens of the text).
+        """
+        held = [sequence._node for sequence in self._open.values()] + self._pins.nodes()
+        return random_run(self._tree, held, rng)
 
     def stats(self) -> CacheStats:
         """Counters and gauges now (pins whose ttl is over are released first). O(pinned blocks)."""

@@ -85,6 +85,12 @@ class RadixTree:
             table += each.blocks
         return table
 
+    def namespace(self, node: Node) -> Hashable:
+        """Whose tree a node is in. O(depth)."""
+        while node.parent is not None:
+            node = node.parent
+        return cast(tuple[str, Hashable], node.mark)[1]
+
     def walk(self, top: Node | None = None) -> Iterator[Node]:
         """All nodes, roots included, or `top` and all below it; a node comes before its children."""
         stack = list(self.roots.values()) if top is None else [top]
@@ -308,7 +314,7 @@ class RadixTree:
         if not root.locks and not root.children:
             if self.observer is not None:
                 self.observer.uprooted(root.id)
-            del self.roots[cast(tuple[str, Hashable], root.mark)[1]]
+            del self.roots[self.namespace(root)]
 
     def _next_id(self) -> int:
         self._ids += 1

@@ -52,12 +52,14 @@ class Story:
             (2, self.release),
             (2, self.demote),
             (1, self.discard),
+            (1, self.look),
         ]
 
     def run(self, operations: int) -> None:
         weights = [weight for weight, _ in self.verbs]
+        of_somebody = (self.extend, self.execute, self.commit, self.close, self.fork, self.truncate)
         for number, (_, verb) in enumerate(self.rng.choices(self.verbs, weights, k=operations), 1):
-            if verb in (self.open, self.ask, self.pin, self.release, self.demote, self.discard) or self.world.live:
+            if self.world.live or verb not in of_somebody:
                 verb()
             if number % STRIDE == 0:
                 self.world.verify()
@@ -141,6 +143,9 @@ class Story:
     def discard(self) -> None:
         said = self.rng.choice(self.said)
         self.world.discard(self.namespace(), said, self.rng.randrange(len(said) + 1))
+
+    def look(self) -> None:
+        self.world.random_run()
 
     def release(self) -> None:
         self.world.wait(1)

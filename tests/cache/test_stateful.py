@@ -145,6 +145,10 @@ class Verbs(RuleBasedStateMachine):
     def discard(self, which: int, cut: int, space: str | None, start: int) -> None:
         self.world.discard(space, self.heard[which % len(self.heard)][:cut], start)
 
+    @rule()
+    def look_at_something(self) -> None:
+        self.world.random_run()
+
     @rule(seconds=st.integers(1, 3))
     def wait(self, seconds: int) -> None:
         self.world.wait(seconds)

@@ -14,6 +14,7 @@ import pytest
 
 from radixkv.cache import CacheStats, Hint, Match, Pin, PrefixCache, WritePlan
 from radixkv.cache import Sequence as CacheSequence
+from radixkv.cache.cached_run import CachedRun
 from radixkv.cache.purpose import Purpose
 from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PlanPending, PrefixHeld, SequenceClosed
 from tests.cache.freeze import freeze
@@ -166,6 +167,21 @@ class World:
         self.match(namespace, prompt)
         self.explain(namespace, prompt, limit)
         self.assert_unchanged(before)
+
+    def random_run(self) -> CachedRun | None:
+        """Something that is cached, with the right content, and nothing has changed."""
+        before = self.state()
+        run = self.cache.random_run(self.rng)
+        self.assert_unchanged(before)
+        if run is None:
+            assert self.cache.stats().nodes == 0
+            return None
+        assert 0 <= run.start < len(run.tokens)
+        assert run.tokens.dtype == run.blocks.dtype == np.int32
+        found = self.match(run.namespace, run.tokens.tolist())
+        assert found.length == len(run.tokens)
+        assert np.array_equal(found.blocks, run.blocks)
+        return run
 
     # Verbs
 

@@ -1,0 +1,120 @@
+"""Runs for an audit: cached ones only, every one of them some day, and nothing changes by asking."""
+
+import random
+from collections.abc import Hashable
+
+import numpy as np
+
+from radixkv.cache import PrefixCache
+from tests.cache.freeze import freeze
+from tests.cache.test_eviction import flood
+from tests.cache.verbs import held, prompt, publish
+from tests.cache.world import World
+
+
+def texts(cache: PrefixCache, draws: int, seed: int = 0) -> set[tuple[Hashable, int, tuple[int, ...]]]:
+    """What `draws` looks found: namespace, start, tokens up to the end."""
+    rng = random.Random(seed)
+    found = [cache.random_run(rng) for _ in range(draws)]
+    return {(run.namespace, run.start, tuple(run.tokens.tolist())) for run in found if run is not None}
+
+
+def test_of_an_empty_cache_is_none() -> None:
+    cache = PrefixCache(16, 4)
+    assert cache.random_run(random.Random(0)) is None
+    seq = cache.open([])
+    seq.extend([1, 2])
+    assert cache.random_run(random.Random(0)) is None
+    seq.commit(publish=False)
+    assert cache.random_run(random.Random(0)) is None
+    seq.commit()
+    assert texts(cache, 1) == {(None, 0, (1, 2))}
+    seq.close()
+    assert texts(cache, 1) == {(None, 0, (1, 2))}
+    cache.discard([1, 2])
+    assert cache.random_run(random.Random(0)) is None
+
+
+def test_is_a_whole_node_of_a_path_in_its_namespace() -> None:
+    cache = PrefixCache(32, 4)
+    trunk = prompt(1, 6)
+    publish(cache, [*trunk, 7, 8], "a")
+    publish(cache, [*trunk, 9], "a")
+    publish(cache, prompt(2, 5), "b")
+    assert texts(cache, 200) == {
+        ("a", 0, tuple(trunk)),
+        ("a", 6, (*trunk, 7, 8)),
+        ("a", 6, (*trunk, 9)),
+        ("b", 0, tuple(prompt(2, 5))),
+    }
+
+
+def test_covers_what_is_held_too() -> None:
+    cache = PrefixCache(64, 4)
+    publish(cache, prompt(1, 8))
+    cache.pin(prompt(1, 8))
+    one = held(cache, prompt(2, 8))
+    twin = one.fork()
+    publish(cache, prompt(3, 8))
+    cache.open([])
+    assert {tokens[0] for _, _, tokens in texts(cache, 100)} == {1001, 1002, 1003}
+    twin.close()
+
+
+def test_every_leaf_comes_up() -> None:
+    """Among so many that their order is kept in several pieces, after some of them went."""
+    cache = PrefixCache(5000, 1)
+    for name in range(5000):
+        publish(cache, [name])
+    flood(cache, 1500)
+    rng = random.Random(1)
+    seen = np.zeros(5000, np.int64)
+    for _ in range(42_000):
+        run = cache.random_run(rng)
+        assert run is not None
+        seen[run.tokens[0]] += 1
+    assert not seen[:1500].any()
+    assert seen[1500:].all()
+    assert seen.max() < 4 * 12  # twelve each, more or less
+    publish(cache, [9999])
+    assert cache.match([9999]).length == 1
+    cache.check()
+
+
+def test_the_same_seed_finds_the_same() -> None:
+    cache = PrefixCache(64, 4)
+    for name in range(10):
+        publish(cache, prompt(name, 8))
+    before = freeze(cache)
+    assert texts(cache, 3, seed=5) == texts(cache, 3, seed=5)
+    assert texts(cache, 3, seed=5) != texts(cache, 3, seed=6)
+    assert freeze(cache) == before
+
+
+def test_is_the_callers_own() -> None:
+    cache = PrefixCache(64, 4)
+    publish(cache, prompt(1, 10))
+    run = cache.random_run(random.Random(0))
+    assert run is not None
+    run.tokens[:] = 0
+    run.blocks[:] = 0
+    cache.check()
+    assert cache.match(prompt(1, 10)).length == 10
+
+
+def test_finds_the_right_content_whatever_was_published() -> None:
+    """Tokens and blocks of every run are read back and compared, behind forks, copies, trims and rewinds."""
+    world = World(40, 3, seed=4, proofs=0.1)
+    rng = random.Random(4)
+    for number in range(150):
+        text = [rng.randrange(2) for _ in range(rng.randrange(1, 5))] + [number % 3] * rng.randrange(20)
+        one = world.open(number % 2, text)
+        if world.extend(one, text[one.seq.length :]):
+            world.commit(one)
+        if rng.random() < 0.5:
+            world.close(rng.choice(world.live))
+        for _ in range(3):
+            world.random_run()
+        if len(world.live) > 5:
+            world.close(world.live[0])
+    world.wind_down()
