@@ -2,4 +2,4 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("triton") else ["radixkv_kernels/block*.py"]
+collect_ignore_glob = [] if find_spec("triton") else ["radixkv_kernels/block*.py", "radixkv_kernels/attention*.py"]

@@ -29,7 +29,7 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_write_puts_each_row_in_its_slot_and_touches_nothing_else(data: st.DataObject) -> None:
     draw = data.draw
     heads, count = draw(st.integers(1, 5)), draw(st.integers(1, 4))
@@ -58,25 +58,26 @@ def test_write_casts_to_the_pools_dtype() -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_copy_does_what_indexing_does_for_all_layers(data: st.DataObject) -> None:
     draw = data.draw
     order, dtype, block_size = draw(orders), draw(st.sampled_from(DTYPES)), draw(st.sampled_from([2, 16]))
     shapes = draw(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([2, 16, 80])), min_size=1, max_size=4))
-    pools = [pool(order, heads, 8, block_size, dim, dtype) for heads, dim in shapes]
-    for each in pools:
+    guarded = [pool(order, heads, 9, block_size, dim, dtype) for heads, dim in shapes]
+    pools = [each[:, 1:] for each in guarded]  # block -1 is a guard
+    for each in guarded:
         each.copy_(torch.randn(each.shape))
-    expected = [each.clone() for each in pools]
+    expected = [each.clone() for each in guarded]
     rng = random.Random(draw(st.integers(0, 10**9)))
     ids = rng.sample(range(8), 8)
     cut = draw(st.integers(1, 7))
-    pairs = [(rng.choice(ids[:cut]), destination) for destination in ids[cut:]] + [(-1, -1)]
+    pairs = [(rng.choice(ids[:cut]), destination) for destination in ids[cut:]] + [(0, -1)]
     for each in expected:
         for source, destination in pairs[:-1]:
-            each[:, destination] = each[:, source].clone()
+            each[:, 1 + destination] = each[:, 1 + source].clone()
     places = blocks.regions(pools)
     blocks.copy(places, torch.tensor(pairs, dtype=torch.int64))
-    assert all(same(a, b) for a, b in zip(pools, expected, strict=True))
+    assert all(same(a, b) for a, b in zip(guarded, expected, strict=True))
     assert order == "heads first" or len(places) == len({heads * dim for heads, dim in shapes})
 
 

@@ -1,0 +1,293 @@
+"""Triton kernels for attention along a work list: tiles of rows over runs of keys, and the merge of partials.
+
+Knows tiles (`tiles`), strides and block ids. Does not know sequences, how tiles came about, nor how it is launched
+(`attention`). Scores live in base 2: exp2 is one instruction. A head of 80, 96 or 192 numbers is read as a power of two
+and a rest, so that nothing is computed on padding.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
+# ruff: noqa: N803  (compile-time arguments are upper case, as in every Triton kernel)
+
+import triton
+import triton.language as tl
+
+from .tiles import FIELDS, HEADER
+
+_FIELDS = tl.constexpr(FIELDS)
+_HEADER = tl.constexpr(HEADER)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _part(pointers, first, inside, MASKED: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """Columns FROM + [0, WIDTH) of rows that start at `pointers + first` [n]; zero behind DIM and outside `inside`."""
+    column = FROM + tl.arange(0, WIDTH)[None, :]
+    place = pointers + first[:, None] + column
+    if FROM + WIDTH > DIM:
+        if MASKED:
+            return tl.load(place, mask=inside[:, None] & (column < DIM), other=0.0)
+        return tl.load(place, mask=column < DIM, other=0.0)
+    if MASKED:
+        return tl.load(place, mask=inside[:, None], other=0.0)
+    return tl.load(place)
+
+
+@triton.jit
+def _product(a, b, total, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """`total` + a @ b in float32."""
+    if UPCAST:  # the interpreter multiplies bfloat16 as if its bits were integers
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _fold(
+    highest,
+    weight,
+    sum0,
+    sum1,
+    query0,
+    query1,
+    key_pool,
+    value_pool,
+    key_start,  # [n] where each key starts in its pool
+    value_start,
+    inside,  # [n] is there a key?
+    visible,  # [rows, n] does the row see it?
+    score_scale,
+    cap_scale,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK0: tl.constexpr,
+    DK1: tl.constexpr,
+    DV0: tl.constexpr,
+    DV1: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One more run of n keys: the running maximum and sum of each row's weights, and the weighted values."""
+    key0 = _part(key_pool, key_start, inside, MASKED, 0, DK0, DK)
+    scores = tl.zeros([query0.shape[0], key_start.shape[0]], tl.float32)
+    scores = _product(query0, tl.trans(key0), scores, UPCAST, PRECISION)
+    if DK1 > 0:
+        key1 = _part(key_pool, key_start, inside, MASKED, DK0, DK1, DK)
+        scores = _product(query1, tl.trans(key1), scores, UPCAST, PRECISION)
+    scores *= score_scale
+    if CAPPED:
+        scores = cap_scale - 2.0 * cap_scale / (tl.exp2(scores) + 1.0)  # cap * tanh(score / cap)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    if MASKED:
+        origin = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    else:
+        origin = higher
+    fade = tl.exp2(highest - origin)
+    weights = tl.exp2(scores - origin[:, None])
+    weight = weight * fade + tl.sum(weights, 1)
+    weights = weights.to(value_pool.dtype.element_ty)
+    value0 = _part(value_pool, value_start, inside, MASKED, 0, DV0, DV)
+    sum0 = _product(weights, value0, sum0 * fade[:, None], UPCAST, PRECISION)
+    if DV1 > 0:
+        value1 = _part(value_pool, value_start, inside, MASKED, DV0, DV1, DV)
+        sum1 = _product(weights, value1, sum1 * fade[:, None], UPCAST, PRECISION)
+    return higher, weight, sum0, sum1
+
+
+@triton.jit
+def _store(target, first, numbers, inside, FROM: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """Columns FROM + [0, WIDTH) of the rows that start at `target + first` [n]."""
+    column = FROM + tl.arange(0, WIDTH)[None, :]
+    numbers = numbers.to(target.dtype.element_ty)
+    tl.store(target + first[:, None] + column, numbers, mask=inside[:, None] & (column < DIM))
+
+
+@triton.jit
+def attend_tiles(
+    query,  # [heads, T, DK], any strides of heads and rows
+    key_pool,  # [kv_heads, blocks, BLOCK_SIZE, DK], any strides but of the last
+    value_pool,  # [kv_heads, blocks, BLOCK_SIZE, DV]
+    tiles,  # int32 [HEADER + tiles * FIELDS] number of tiles, then the tiles
+    block_ids,  # int32
+    row_ids,  # int32, the tiles' rows
+    positions,  # int32 [T]
+    sinks,  # [heads], if SINKS
+    output,  # [T, heads, DV], any strides but of the last
+    partial,  # float32 [partials, heads, DV]
+    lse,  # float32 [partials, heads] base-2 log-sum-exp
+    score_scale,
+    cap_scale,
+    window,
+    query_head,
+    query_row,
+    key_head,
+    key_block,
+    key_token,
+    value_head,
+    value_block,
+    value_token,
+    output_row,
+    output_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per kv head
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK0: tl.constexpr,
+    DK1: tl.constexpr,
+    DV0: tl.constexpr,
+    DV1: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # stacked query rows of a tile: its rows, each with its GROUP heads
+    KEYS: tl.constexpr,  # keys per iteration
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    WIDE: tl.constexpr,  # whether offsets into the pools need 64 bits
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A fixed number of programs works through (tile, kv head) pairs, however many there are: longest first, turning.
+
+    Each tile has its keys in iterations of KEYS slots: those that all rows see whole need no mask and run first, then
+    those before and behind them. Block ids are loaded one iteration ahead, so that loads of keys never wait for them.
+    A row with a single tile is done here, all others leave a partial for `merge_partials`.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    total = tl.load(tiles) * KV_HEADS
+    stacked = tl.arange(0, ROWS)
+    slot_in_run = tl.arange(0, KEYS)
+    for turn in tl.range(0, tl.cdiv(total, programs)):
+        place = tl.where(turn % 2 == 0, program, programs - 1 - program)
+        work = turn * programs + place
+        if work < total:
+            tile = tiles + _HEADER + (work // KV_HEADS).to(tl.int64) * _FIELDS
+            kv_head = work % KV_HEADS
+            block_offset, position = tl.load(tile + 0), tl.load(tile + 1)
+            first, stop = tl.load(tile + 2), tl.load(tile + 3)
+            row_offset, rows = tl.load(tile + 4), tl.load(tile + 5)
+            clear_from, clear_to = tl.load(tile + 6), tl.load(tile + 7)
+            partial_offset = tl.load(tile + 8)
+
+            row_in_tile = stacked // GROUP
+            taken = row_in_tile < rows
+            head = kv_head * GROUP + stacked % GROUP
+            row = tl.load(row_ids + row_offset + row_in_tile, mask=taken, other=0).to(tl.int64)
+            row_position = tl.load(positions + row, mask=taken, other=0)
+            query_start = head.to(tl.int64) * query_head + row * query_row
+            query0 = _part(query, query_start, taken, True, 0, DK0, DK).to(key_pool.dtype.element_ty)
+            query1 = query0
+            if DK1 > 0:
+                query1 = _part(query, query_start, taken, True, DK0, DK1, DK).to(key_pool.dtype.element_ty)
+            highest = tl.full([ROWS], float("-inf"), tl.float32)
+            weight = tl.zeros([ROWS], tl.float32)
+            sum0 = tl.zeros([ROWS, DV0], tl.float32)
+            sum1 = weight
+            if DV1 > 0:
+                sum1 = tl.zeros([ROWS, DV1], tl.float32)
+            if WIDE:
+                key_base, value_base = kv_head.to(tl.int64) * key_head, kv_head.to(tl.int64) * value_head
+            else:
+                key_base, value_base = kv_head * key_head, kv_head * value_head
+            ids = block_ids + block_offset
+
+            slot = clear_from * KEYS + slot_in_run
+            block = tl.load(ids + slot // BLOCK_SIZE)
+            for _ in tl.range(clear_from, clear_to):
+                if WIDE:
+                    block = block.to(tl.int64)
+                key_start = key_base + block * key_block + (slot % BLOCK_SIZE) * key_token
+                value_start = value_base + block * value_block + (slot % BLOCK_SIZE) * value_token
+                slot += KEYS
+                block = tl.load(ids + slot // BLOCK_SIZE)
+                highest, weight, sum0, sum1 = _fold(
+                    highest, weight, sum0, sum1, query0, query1, key_pool, value_pool, key_start, value_start,
+                    taken, taken, score_scale, cap_scale,
+                    False, CAPPED, DK, DV, DK0, DK1, DV0, DV1, UPCAST, PRECISION,
+                )  # fmt: skip
+
+            rest = tl.cdiv(stop, KEYS) - (clear_to - clear_from)
+            for step in tl.range(0, rest):
+                run = tl.where(step < clear_from, step, step + clear_to - clear_from)
+                slot = run * KEYS + slot_in_run
+                inside = (slot >= first) & (slot < stop)
+                block = tl.load(ids + slot // BLOCK_SIZE, mask=inside, other=0)
+                if WIDE:
+                    block = block.to(tl.int64)
+                key_start = key_base + block * key_block + (slot % BLOCK_SIZE) * key_token
+                value_start = value_base + block * value_block + (slot % BLOCK_SIZE) * value_token
+                behind = row_position[:, None] - (position + slot)[None, :]
+                visible = inside[None, :] & (behind >= 0)
+                if WINDOWED:
+                    visible &= behind < window
+                highest, weight, sum0, sum1 = _fold(
+                    highest, weight, sum0, sum1, query0, query1, key_pool, value_pool, key_start, value_start,
+                    inside, visible, score_scale, cap_scale,
+                    True, CAPPED, DK, DV, DK0, DK1, DV0, DV1, UPCAST, PRECISION,
+                )  # fmt: skip
+
+            if partial_offset < 0:
+                if SINKS:
+                    sink = tl.load(sinks + head, mask=taken, other=0.0).to(tl.float32) * _LOG2_E
+                    weight += tl.exp2(sink - highest)
+                share = 1.0 / tl.where(taken, weight, 1.0)
+                start = row * output_row + head.to(tl.int64) * output_head
+                _store(output, start, sum0 * share[:, None], taken, 0, DV0, DV)
+                if DV1 > 0:
+                    _store(output, start, sum1 * share[:, None], taken, DV0, DV1, DV)
+            else:
+                share = 1.0 / tl.where(weight == 0.0, 1.0, weight)
+                number = (partial_offset + row_in_tile).to(tl.int64) * (KV_HEADS * GROUP) + head
+                _store(partial, number * DV, sum0 * share[:, None], taken, 0, DV0, DV)
+                if DV1 > 0:
+                    _store(partial, number * DV, sum1 * share[:, None], taken, DV0, DV1, DV)
+                tl.store(lse + number, highest + tl.log2(weight), mask=taken)
+
+
+@triton.jit
+def merge_partials(
+    partial,  # float32 [partials, HEADS, DV]
+    lse,  # float32 [partials, HEADS] base 2
+    rows,  # int32 [HEADER + rows] number of rows to merge, then the rows
+    offsets,  # int32 [rows + 1]
+    partial_ids,  # int32, each row's partials in the order of their keys
+    sinks,  # [HEADS], if SINKS
+    output,  # [T, HEADS, DV], any strides but of the last
+    output_row,
+    output_head,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PADDED: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # partials of one iteration
+    SINKS: tl.constexpr,
+):
+    """One program a (row, head): weigh its partials by their log-sum-exps, in order; sinks take weight, give nothing.
+
+    A row without a partial gets zeros. The order of additions depends on the row's partials alone.
+    """
+    index, head = tl.program_id(0), tl.program_id(1)
+    if index < tl.load(rows):
+        row = tl.load(rows + _HEADER + index).to(tl.int64)
+        begin, end = tl.load(offsets + index), tl.load(offsets + index + 1)
+        column = tl.arange(0, DV_PADDED)
+        highest, weight = float("-inf"), 0.0
+        if SINKS:
+            highest, weight = tl.load(sinks + head).to(tl.float32) * _LOG2_E, 1.0
+        total = tl.zeros([DV_PADDED], tl.float32)
+        for start in tl.range(begin, end, AT_ONCE):
+            ordinal = start + tl.arange(0, AT_ONCE)
+            there = ordinal < end
+            number = tl.load(partial_ids + ordinal, mask=there, other=0).to(tl.int64) * HEADS + head
+            logs = tl.load(lse + number, mask=there, other=float("-inf"))
+            higher = tl.maximum(highest, tl.max(logs, 0))
+            origin = tl.where(higher == float("-inf"), 0.0, higher)
+            fade, shares = tl.exp2(highest - origin), tl.exp2(logs - origin)
+            inside = there[:, None] & (column < DV)[None, :]
+            parts = tl.load(partial + number[:, None] * DV + column[None, :], mask=inside, other=0.0)
+            total = total * fade + tl.sum(parts * shares[:, None], 0)
+            weight = weight * fade + tl.sum(shares, 0)
+            highest = higher
+        result = total / tl.where(weight == 0.0, 1.0, weight)
+        place = output + row * output_row + head.to(tl.int64) * output_head + column
+        tl.store(place, result.to(output.dtype.element_ty), mask=column < DV)

@@ -1,0 +1,199 @@
+"""The attention kernels give what the reference gives: random trees, tables, lengths and heads, in the interpreter.
+
+Free slots hold NaN, and so do outputs before they are written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from radixkv.attention import worklist
+from radixkv.attention.kv_store import KVStore, LayerShape
+from radixkv_kernels import attention, reference
+from radixkv_kernels.attention import Kind
+from tests.attention.batches import Batch, BlocksFirst, random_batch
+
+SMALL = (Kind(16, 16, 4, 1, 1), Kind(32, 16, 4, 1, 2), Kind(64, 32, 4, 1, 1))
+"""Tiles with many edges, at little cost."""
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = list(TOLERANCE)
+HEADS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)]
+CPU = torch.device("cpu")
+
+
+def cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The same batch with KV and queries in another dtype, in the same memory order."""
+    store = type(batch.store)(batch.store.layers, batch.store.num_blocks, batch.store.block_size, dtype=dtype)
+    store.keys[0].copy_(batch.store.keys[0])
+    store.values[0].copy_(batch.store.values[0])
+    return dataclasses.replace(batch, store=store, query=batch.query.to(dtype))
+
+
+def truth(batch: Batch, **options: object) -> Tensor:
+    """The reference in float64, on the numbers as the store rounds them."""
+    pools = batch.store.keys[0].double(), batch.store.values[0].double()
+    lengths = batch.tables, batch.kv_lengths, batch.query_lengths
+    return reference.attend(batch.query.double(), *pools, *lengths, **options)  # type: ignore[arg-type]
+
+
+def attend(
+    batch: Batch,
+    window: int | None = None,
+    *,
+    worth: int = 1,
+    kinds: tuple[Kind, ...] = SMALL,
+    split: int | None = None,
+    processors: int = 3,
+    **options: object,
+) -> Tensor:
+    work = worklist.build(
+        batch.tables, batch.kv_lengths, batch.query_lengths, window, block_size=batch.store.block_size, worth=worth
+    )
+    heads, kv_heads = len(batch.query), batch.store.layers[0].kv_heads
+    step = attention.plan(
+        work, heads=heads, kv_heads=kv_heads, chosen=kinds, device=CPU, processors=processors, split=split
+    )
+    shape = batch.query.shape[1], heads, batch.store.layers[0].value_dim
+    output = torch.full(shape, torch.nan, dtype=batch.query.dtype)
+    pools = batch.store.keys[0], batch.store.values[0]
+    return attention.attend(batch.query, *pools, step, output=output, **options)  # type: ignore[arg-type]
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    dims = draw(st.sampled_from([(64, 64), (80, 80), (20, 8), (96, 48), (8, 5)]))
+    batch = random_batch(
+        draw(st.integers(0, 10**9)),
+        block_size=draw(st.sampled_from([1, 3, 16, 32, 64])),
+        shape=LayerShape(draw(st.sampled_from([1, 2])), *dims),
+        group=draw(st.sampled_from([1, 3, 4, 8])),
+        sequences=draw(st.integers(0, 4)),
+        decode=draw(st.booleans()),
+        adjacent=draw(st.booleans()),
+        kind=draw(st.sampled_from([KVStore, BlocksFirst])),
+    )
+    return cast(batch, draw(st.sampled_from(DTYPES)))
+
+
+windows = st.sampled_from([None, None, 1, 2, 7, 16, 40])
+
+
+@given(batches(), windows, st.sampled_from([None, 1.5]), st.booleans(), st.sampled_from([None, 1, 32]))
+@settings(max_examples=30, deadline=None)
+def test_equals_the_reference(
+    batch: Batch, window: int | None, softcap: float | None, with_sinks: bool, split: int | None
+) -> None:
+    sinks = torch.randn(len(batch.query)).to(batch.query.dtype) if with_sinks else None
+    output = attend(batch, window, split=split, scale=0.3, softcap=softcap, sinks=sinks)
+    wide = None if sinks is None else sinks.double()
+    expected = truth(batch, scale=0.3, window=window, softcap=softcap, sinks=wide)
+    assert output.dtype == batch.query.dtype
+    close(output, expected, batch.query.dtype)
+
+
+@given(batches(), windows)
+@settings(max_examples=8, deadline=None)
+def test_along_the_tree_equals_sequence_by_sequence(batch: Batch, window: int | None) -> None:
+    flat = attend(batch, window, worth=worklist.NEVER, scale=0.3)
+    close(attend(batch, window, worth=1, split=16, scale=0.3), flat.double(), batch.query.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("key_dim", "value_dim"), HEADS)
+def test_the_tiles_that_ship(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    """A decode, a shared prefix and a chunk, in tiles of every kind."""
+    block_size = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 64}[dtype]
+    prefix = list(range(1, -(-128 // block_size) + 1))
+    own = [[*prefix, 50], [*prefix, 51], [*prefix, 52, 53, 54, 55], [60]]
+    kv, queries = [128 + 1, 128 + block_size, 128 + 35, 1], [1, 1, 35, 1]
+    store = BlocksFirst([LayerShape(1, key_dim, value_dim)], 64, block_size, dtype=dtype)
+    for pool in (store.keys[0], store.values[0]):
+        pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(1)))
+        pool[:, 0] = torch.nan
+    query = torch.randn(4, sum(queries), key_dim, generator=torch.Generator().manual_seed(2)).to(dtype)
+    batch = Batch(store, own, kv, queries, query)
+    kinds = attention.kinds(key_dim, value_dim, dtype)
+    close(attend(batch, kinds=kinds, scale=key_dim**-0.5), truth(batch, scale=key_dim**-0.5), dtype)
+
+
+def long(lengths: list[int], seed: int = 0) -> Batch:
+    """Decodes over private contexts; the first is the same whatever comes behind it."""
+    store = BlocksFirst([LayerShape(2, 16, 16)], 400, 16, dtype=torch.float32)
+    tables, at = [], 0
+    for length in lengths:
+        tables.append(list(range(at, at - (-length // 16))))
+        at += len(tables[-1])
+    for pool in (store.keys[0], store.values[0]):
+        pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(seed)))
+    query = torch.randn(len(lengths), 6, 16, generator=torch.Generator().manual_seed(seed + 1)).transpose(0, 1)
+    return Batch(store, tables, lengths, [1] * len(lengths), query)
+
+
+def test_a_fixed_split_gives_a_row_the_same_bits_in_any_batch_on_any_device() -> None:
+    options = {"worth": worklist.NEVER, "split": 64, "scale": 0.3}
+    alone = attend(long([300]), **options)  # type: ignore[arg-type]
+    for processors in (1, 5):
+        among = attend(long([300, 17, 500]), processors=processors, **options)  # type: ignore[arg-type]
+        assert torch.equal(alone[0], among[0])
+
+
+def test_many_partials_are_merged() -> None:
+    batch = long([16 * 20 + 3])
+    close(attend(batch, split=16, scale=0.3), truth(batch, scale=0.3), torch.float32)
+
+
+def test_a_row_with_nothing_to_read_gets_zeros() -> None:
+    batch = long([40])
+    work = worklist.build(batch.tables, batch.kv_lengths, [1], block_size=16)
+    work = dataclasses.replace(work, positions=np.append(work.positions, 0).astype(np.int32))
+    step = attention.plan(work, heads=6, kv_heads=2, chosen=SMALL, device=CPU, processors=2)
+    query = torch.cat([batch.query, torch.full((6, 1, 16), torch.nan)], dim=1)
+    pools = batch.store.keys[0], batch.store.values[0]
+    output = attention.attend(query, *pools, step, scale=0.3, output=torch.full((2, 6, 16), torch.nan))
+    assert not output[1].any()
+    close(output[:1], truth(batch, scale=0.3), torch.float32)
+
+
+@pytest.mark.parametrize("split", [None, 64])
+def test_scores_and_sinks_of_any_size_stay_finite(split: int | None) -> None:
+    batch = long([200])
+    for sink in (-1e4, 1e4):
+        sinks = torch.full((6,), sink)
+        output = attend(batch, split=split, scale=300.0, sinks=sinks)
+        close(output, truth(batch, scale=300.0, sinks=sinks.double()), torch.float32)
+        capped = attend(batch, split=split, scale=300.0, sinks=sinks, softcap=30.0)
+        close(capped, truth(batch, scale=300.0, sinks=sinks.double(), softcap=30.0), torch.float32)
+
+
+def test_blocks_beyond_two_gigabytes_are_reached() -> None:
+    """A pool of four gigabytes of which only what is touched exists: 32-bit offsets would go astray."""
+    count = (1 << 31) // (16 * 64) + 4
+    big = torch.empty(count, 1, 16, 64, dtype=torch.float16).transpose(0, 1)
+    tables = [[0, count - 1, count - 2], [0, count - 3]]
+    for block in {block for table in tables for block in table}:
+        big[:, block] = torch.randn(16, 64).half()
+    query = torch.randn(2, 7, 64).half()
+    work = worklist.build(tables, [40, 20], [1, 6], block_size=16, worth=1)
+    step = attention.plan(work, heads=2, kv_heads=1, chosen=SMALL, device=CPU, processors=2)
+    output = attention.attend(query, big, big, step, scale=0.1)
+    used = [[0, 1, 2], [0, 3]]
+    pool = big[:, [0, count - 1, count - 2, count - 3]].double()
+    expected = reference.attend(query.double(), pool, pool, used, [40, 20], [1, 6], scale=0.1)
+    close(output, expected, torch.float16)
+
+
+def test_no_rows_give_no_rows() -> None:
+    batch = long([])
+    assert attend(batch, scale=1.0).shape == (0, 6, 16)

@@ -1,0 +1,165 @@
+"""What a tiling promises: every visible pair in one tile, masks left out only where all see all, merges in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.attention import worklist
+from radixkv_kernels import tiles as tiling
+from radixkv_kernels.tiles import FIELDS, HEADER, Shape, Tiles
+from radixkv_kernels.work_list import WorkList
+from tests.attention.batches import tree_tables
+
+SETTINGS = settings(max_examples=100, deadline=None)
+SHAPES = (Shape(4, 4), Shape(8, 8), Shape(16, 4))
+
+
+def records(tiles: Tiles, kind: int) -> list[list[int]]:
+    flat = tiles.kinds[kind]
+    found = flat[HEADER:].reshape(-1, FIELDS).tolist()
+    assert flat[0] == len(found) == tiles.num_tiles(kind)
+    return found
+
+
+def check(tiles: Tiles, work: WorkList, shapes: tuple[Shape, ...], group: int) -> None:
+    """Recount everything that the kernels rely on."""
+    pairs: Counter[tuple[int, int, int]] = Counter()
+    partial_of: dict[int, tuple[int, int]] = {}
+    done: list[int] = []
+    for kind, shape in enumerate(shapes):
+        lengths = []
+        for block, position, first, stop, row_offset, count, clear_from, clear_to, partial, *padding in records(
+            tiles, kind
+        ):
+            assert not any(padding)
+            assert 0 <= first < work.block_size and first < stop and 0 < count * group <= shape.rows
+            assert kind == 0 or count * group > shapes[kind - 1].rows
+            assert 0 <= clear_from <= clear_to <= -(-stop // shape.keys)
+            lengths.append(stop - first)
+            rows = tiles.row_ids[row_offset : row_offset + count].tolist()
+            for row in rows:
+                at = int(tiles.positions[row])
+                for slot in range(min(first, clear_from * shape.keys), max(stop, clear_to * shape.keys)):
+                    key = position + slot
+                    visible = key <= at and (work.window is None or key > at - work.window)
+                    if clear_from <= slot // shape.keys < clear_to:
+                        assert visible and first <= slot < stop
+                    if visible and first <= slot < stop:
+                        id_ = int(tiles.block_ids[block + slot // work.block_size])
+                        pairs[row, key, id_ * work.block_size + slot % work.block_size] += 1
+            if partial < 0:
+                done += rows
+            for ordinal, row in enumerate(rows if partial >= 0 else []):
+                assert partial + ordinal not in partial_of
+                partial_of[partial + ordinal] = (row, position + first)
+        assert lengths == sorted(lengths, reverse=True)
+    assert pairs == listed(work)
+    check_merges(tiles, partial_of, done)
+
+
+def listed(work: WorkList) -> Counter[tuple[int, int, int]]:
+    """The visible pairs of the work list: (row, key position, slot)."""
+    pairs: Counter[tuple[int, int, int]] = Counter()
+    for item in range(work.num_items):
+        start = int(work.kv_start[item])
+        for row in work.row_ids[work.row_offset[item] : work.row_offset[item] + work.rows[item]].tolist():
+            at = int(work.positions[row])
+            for key in range(start, start + int(work.tokens[item])):
+                if key <= at and (work.window is None or key > at - work.window):
+                    place = work.block_offset[item] + key // work.block_size - start // work.block_size
+                    pairs[row, key, int(work.block_ids[place]) * work.block_size + key % work.block_size] += 1
+    return pairs
+
+
+def check_merges(tiles: Tiles, partial_of: dict[int, tuple[int, int]], done: list[int]) -> None:
+    """Each partial is merged once, in the order of keys; each row is done once, by a tile or by a merge."""
+    merged = tiles.merge_rows[HEADER:].tolist()
+    assert tiles.merge_rows[0] == len(merged) == tiles.num_merges
+    assert sorted(partial_of) == sorted(tiles.merge_ids.tolist()) == list(range(tiles.num_partials))
+    assert sorted([*merged, *done]) == list(range(tiles.num_rows))
+    for row, low, high in zip(merged, tiles.merge_offset[:-1], tiles.merge_offset[1:], strict=True):
+        found = [partial_of[number] for number in tiles.merge_ids[low:high].tolist()]
+        assert {owner for owner, _ in found} <= {row}
+        starts = [start for _, start in found]
+        assert starts == sorted(set(starts))
+
+
+@st.composite
+def lists(draw: st.DrawFn) -> WorkList:
+    rng = random.Random(draw(st.integers(0, 10**9)))
+    block_size = draw(st.sampled_from([1, 2, 3, 16]))
+    tables, kv = tree_tables(rng, block_size, draw(st.integers(0, 6)), adjacent=False)
+    queries = [min(length, rng.choice([0, 1, 1, 2, 9, 70])) for length in kv]
+    window = draw(st.sampled_from([None, None, 1, 2, 7, 16, 40, 10_000]))
+    most = draw(st.sampled_from([None, None, 5, 33]))
+    worth = draw(st.sampled_from([1, 8, 256]))
+    return worklist.build(tables, kv, queries, window, block_size=block_size, worth=worth, max_tokens=most)
+
+
+@given(lists(), st.sampled_from([1, 2, 3, 8, 16]), st.sampled_from([None, 1, 9, 30]))
+@SETTINGS
+def test_every_visible_pair_stands_in_exactly_one_tile(work: WorkList, group: int, split: int | None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "SHORTEST", 4)
+        tiles = tiling.build(work, SHAPES, group, spread=20, split=split)
+    check(tiles, work, SHAPES, group)
+
+
+def single(length: int, queries: int = 1, window: int | None = None) -> WorkList:
+    table = np.arange(-(-length // 16))
+    return worklist.build([table], [length], [queries], window, block_size=16)
+
+
+def test_a_chunk_and_its_prefix_are_one_tile_that_masks_its_diagonal_only() -> None:
+    (tile,) = records(tiling.build(single(96 + 8, 8), (Shape(16, 16),), 2), 0)
+    assert tile[:9] == [0, 0, 0, 104, 0, 8, 0, 6, -1]
+
+
+def test_a_window_is_masked_at_both_ends_and_clear_between() -> None:
+    (tile,) = records(tiling.build(single(200, 4, 100), (Shape(16, 16),), 1), 0)
+    _, position, first, stop, _, rows, clear_from, clear_to, _ = tile[:9]
+    assert (position, first, stop, rows) == (96, 1, 104, 4)  # keys 97 to 199, from block 6 on
+    assert (clear_from, clear_to) == (1, 6)  # all rows see 100 to 196
+
+
+def test_keys_are_cut_to_spread_a_step_and_merged_in_order() -> None:
+    tiles = tiling.build(single(4096), (Shape(16, 64),), 4, spread=8)
+    assert [tile[3] - tile[2] for tile in records(tiles, 0)] == [512] * 8
+    assert (tiles.num_partials, tiles.num_merges) == (8, 1)
+
+
+def test_short_keys_are_not_cut_whatever_the_spread() -> None:
+    assert tiling.build(single(300), (Shape(16, 64),), 4, spread=1000).num_tiles(0) == 1
+
+
+def test_with_a_fixed_split_a_rows_tiles_do_not_depend_on_the_others() -> None:
+    def tiles_of(lengths: list[int]) -> list[list[int]]:
+        tables, at = [], 0
+        for length in lengths:
+            tables.append(np.arange(at, at - (-length // 16)))
+            at += len(tables[-1])
+        work = worklist.build(tables, lengths, [1] * len(lengths), block_size=16, worth=worklist.NEVER)
+        tiles = tiling.build(work, SHAPES, 4, spread=len(lengths), split=256)
+        return sorted(tile[1:4] for tile in records(tiles, 0) if tile[4] == 0)
+
+    assert tiles_of([1000]) == tiles_of([1000, 3, 5000, 70]) != []
+
+
+def test_a_row_with_nothing_to_read_is_merged_from_nothing() -> None:
+    work = single(20)
+    padded = dataclasses.replace(work, positions=np.append(work.positions, 0).astype(np.int32))
+    tiles = tiling.build(padded, SHAPES, 1)
+    assert tiles.merge_rows[HEADER:].tolist() == [1]
+    assert tiles.merge_offset.tolist() == [0, 0]
+
+
+def test_a_group_that_fits_no_tile_is_an_error_of_ours() -> None:
+    with pytest.raises(AssertionError, match="do not fit"):
+        tiling.build(single(20), SHAPES, 17)
