@@ -9,7 +9,7 @@ it then. The wait is bounded: twice the steps that the shared part takes, and a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from radixkv.engine.prompts import common_prefix
@@ -31,9 +31,12 @@ class Parked:
 class Coalescing:
     """Who waits for whom. One comparison of two prompts for each that begins to wait, then O(1) a step."""
 
-    def __init__(self, prefill_chunk: int, worth: int) -> None:
-        """Let nobody wait for less than `worth` tokens; a leader computes at most `prefill_chunk` a step."""
-        self._chunk, self._worth = prefill_chunk, worth
+    def __init__(self, prefill_chunk: int, worth: int, on_grid: Callable[[int], int]) -> None:
+        """Let nobody wait for less than `worth` tokens; a leader computes at most `prefill_chunk` a step.
+
+        Of `n` tokens in common, `on_grid(n)` can be hit.
+        """
+        self._chunk, self._worth, self._on_grid = prefill_chunk, worth, on_grid
         self._step = 0
 
     def next_step(self) -> None:
@@ -57,7 +60,7 @@ class Coalescing:
             position = _ahead(leader)
             if position is None or not _equal(leader.namespace, request.namespace):
                 continue
-            shared = common_prefix(leader.prompt, request.prompt)
+            shared = self._on_grid(common_prefix(leader.prompt, request.prompt))
             if shared > position and shared - cached >= self._worth:
                 steps = -(-(shared - position) // self._chunk)
                 before = cached if request.parked is None else request.parked.cached

@@ -20,6 +20,7 @@ from radixkv.cache import PrefixCache
 from radixkv.engine.limits import Limits
 from radixkv.engine.prompts import TokenIds
 from radixkv.engine.request import Request, Stream, failure
+from radixkv.engine.reuse import Reuse
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
@@ -51,8 +52,8 @@ class Core:
         self.cache = cache
         self.runner = runner
         self.counters = Counters()
-        self.scheduler = Scheduler(cache, limits, self.counters, self._end, reuse=reuse)
-        self._reuse = reuse
+        self._reuse = Reuse(cache, limits, on=reuse)
+        self.scheduler = Scheduler(cache, limits, self.counters, self._end, self._reuse)
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; those that ended are passed over
 
     @property
@@ -95,6 +96,7 @@ class Core:
         """End every request and let go of the pool and the cache; nothing may be called behind it."""
         self.end_all(error)
         self.scheduler.close()
+        self._reuse.close()
         del self.runner, self.cache
 
     def demote(self, tokens: TokenIds, keep: int, namespace: Hashable) -> None:
@@ -167,7 +169,8 @@ class Core:
         if not is_sound:
             raise InvalidInput("the model's logits have no finite maximum: it computed NaN or infinity")
         self._count(work)
-        work.stream.sequence.commit(publish=self._reuse and not work.stream.request.publish_late)
+        publish = self._reuse.publishes(work.stream, len(work.tokens), alone=work.alone)
+        work.stream.sequence.commit(publish)
 
     def _count(self, work: Work) -> None:
         counters, stream = self.counters, work.stream
@@ -228,21 +231,16 @@ class Core:
             request.streams[0].finish_reason = "length"  # only the prompt was asked for
         finished = [stream for stream in request.streams if stream.finish_reason is not None]
         for stream in finished:
-            self._publish(stream)
+            self._reuse.leave(stream)
             stream.close()
         if len(finished) == request.width:
             self.scheduler.remove(request)
             request.outlet.finish(request.completion())
             self.counters.finished += 1
 
-    def _publish(self, stream: Stream) -> None:
-        """Publish what `publish_late` kept back; there is no plan under way."""
-        if not stream.sequence.closed:
-            stream.sequence.commit(publish=self._reuse)
-
     def _publish_all(self, request: Request) -> None:
         for stream in request.streams:
-            self._publish(stream)
+            self._reuse.leave(stream)
 
     # ---- ends
 
@@ -308,7 +306,7 @@ def _of_row(row: Row) -> Request:
 
 def _chunk(work: Work) -> Chunk:
     tokens = np.frombuffer(work.tokens, dtype=np.int32)
-    return Chunk(tokens, work.start, work.plan.slots, work.stream.sequence.block_table)
+    return Chunk(tokens, work.start, work.plan.slots, work.stream.sequence.block_table, work.alone)
 
 
 def _sample_row(stream: Stream) -> SampleRow:

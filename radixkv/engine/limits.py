@@ -18,6 +18,7 @@ class Limits:
     `order` is "fcfs" (first come, first served) or "longest-prefix" (whose cached prefix is longest; but a request
     that `max_overtakes` later ones passed goes first). A higher priority goes before either.
     `victim` says who is preempted when blocks run out: the "cheapest" to bring back, or the "last" admitted.
+    `deterministic` ties chunks and hits to a grid of `prefill_chunk` tokens: see `reuse`.
     """
 
     max_sequences: int = 64
@@ -26,6 +27,7 @@ class Limits:
     order: str = "fcfs"
     max_overtakes: int = 32
     victim: str = "cheapest"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what could never run."""
@@ -37,6 +39,11 @@ class Limits:
             raise InvalidInput(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}): "
                 "every running sequence decodes one token a step"
+            )
+        if self.deterministic and self.prefill_chunk + self.max_sequences > self.max_batch_tokens:
+            raise InvalidInput(
+                f"deterministic=True computes whole chunks: prefill_chunk ({self.prefill_chunk}) and a token for each "
+                f"of max_sequences ({self.max_sequences}) must fit max_batch_tokens ({self.max_batch_tokens})"
             )
         for name, allowed in (("order", ORDERS), ("victim", VICTIMS)):
             if getattr(self, name) not in allowed:

@@ -68,11 +68,6 @@ class Request:
         return -self.priority, not self.preemptions, self.number
 
     @property
-    def may_run(self) -> bool:
-        """Whether it could use its place: it does not wait for a neighbour, and its caller reads what it gets."""
-        return (self.parked is None or self.waited_enough) and not self.outlet.lagging
-
-    @property
     def computed_length(self) -> int:
         """Tokens that one stream computes at most: the last sampled token is never run through the model."""
         return len(self.prompt) + max(self.max_tokens - 1, 0)
@@ -149,6 +144,10 @@ class Stream:
         self.finished_at: float | None = None
         self.reached = sequence.length  # tokens that were computed or hit at least once
         self._uncounted_hits = sequence.length if index == 0 else 0
+        # For an engine that is deterministic (see `reuse`): how far anybody would have computed the same KV, and
+        # whether the tree had some of it before this stream could publish it.
+        self.common_length: int = sequence.length if index == 0 else request.streams[0].common_length
+        self.keeps_own = False
         self.recomputed_tokens = 0
 
     @property
@@ -197,14 +196,16 @@ class Stream:
         self.finish_reason = reason
         return self.text.flush()
 
-    def wake(self, sequence: Sequence) -> None:
-        """Go on, after a preemption, on a sequence that holds what is still cached."""
+    def wake(self, sequence: Sequence, common_length: int | None = None) -> None:
+        """Go on, after a preemption, on a sequence that holds what is still cached, or what another stream has."""
         assert not self.awake
         self.sequence = sequence
         gained = max(sequence.length - self.reached, 0)  # somebody else computed what we would have
         self.cached_tokens += gained
         self._uncounted_hits += gained
         self.reached += gained
+        self.common_length = sequence.length if common_length is None else common_length
+        self.keeps_own = False
 
     def computed(self, start: int, count: int) -> int:
         """Note that [start, start + count) were computed; returns how many of them for the first time."""

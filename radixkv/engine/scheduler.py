@@ -31,12 +31,12 @@ from radixkv.engine.limits import Limits
 from radixkv.engine.preemption import victim
 from radixkv.engine.prompts import TokenIds
 from radixkv.engine.request import Request, Stream, failure
+from radixkv.engine.reuse import Reuse
 from radixkv.engine.stats import Counters
 from radixkv.engine.waiting import Waiting
 from radixkv.errors import InvalidInput, OutOfBlocks, PinBudgetExceeded, PromptTooLong
 
 _log = logging.getLogger(__name__)
-_NOTHING = Match(0, np.empty(0, np.int32), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Work:
     start: int
     tokens: array[int]
     plan: WritePlan
+    alone: bool = False  # in a forward of its own
 
     @property
     def samples(self) -> bool:
@@ -63,10 +64,9 @@ class Scheduler:
         limits: Limits,
         counters: Counters,
         end: Callable[[Request, Exception], None],
-        *,
-        reuse: bool = True,
+        reuse: Reuse,
     ) -> None:
-        """Schedule onto `cache`; without `reuse` no request looks for a cached prefix.
+        """Schedule onto `cache`; `reuse` says what of it a request takes, and where its chunks end.
 
         `end` ends a request that can never be admitted, or raised while it was looked at; it must `remove` it.
         """
@@ -78,7 +78,7 @@ class Scheduler:
         self._counters = counters
         self._end = end
         self._reuse = reuse
-        self._coalescing = Coalescing(limits.prefill_chunk, worth=2 * cache.block_size)
+        self._coalescing = Coalescing(limits.prefill_chunk, 2 * cache.block_size, reuse.on_grid)
         self._planned: dict[Stream, Work] = {}  # of the step that is being scheduled
         self._budget = 0
         self._arrivals = 0
@@ -153,8 +153,8 @@ class Scheduler:
         while self._budget and (request := self._admit()) is not None:
             newcomer = request.live[0]
             self._plan(newcomer)
-            if not newcomer.awake:
-                break  # it had to give way at once
+            if newcomer not in self._planned:
+                break  # it had to give way at once, or its chunk does not fit this step
         work, self._planned = list(self._planned.values()), {}
         return work
 
@@ -167,9 +167,10 @@ class Scheduler:
         while self._budget and stream.awake:
             try:
                 start, count = stream.sequence.length, self._chunk(stream)
-                tokens = stream.tokens[start : start + count]
-                self._planned[stream] = Work(stream, start, tokens, stream.sequence.extend(tokens))
-                self._budget -= count
+                if count:
+                    tokens, alone = stream.tokens[start : start + count], self._reuse.runs_alone(stream)
+                    self._planned[stream] = Work(stream, start, tokens, stream.sequence.extend(tokens), alone)
+                    self._budget -= count
                 return
             except OutOfBlocks:
                 self.preempt(victim(self.running, self.limits.victim))
@@ -182,7 +183,7 @@ class Scheduler:
             return 1
         if stream.request.asleep:  # the others begin where the prompt ends
             count = len(stream.request.prompt) - stream.sequence.length
-        return min(count, self.limits.prefill_chunk, self._budget)
+        return self._reuse.chunk(count, self._budget)
 
     def _unplan(self, stream: Stream) -> None:
         work = self._planned.pop(stream, None)
@@ -195,8 +196,8 @@ class Scheduler:
         """Free all that a running request holds; it waits for its return, in front of who came later."""
         for stream in request.live:
             if stream.awake:
-                if self._reuse and stream not in self._planned:
-                    stream.sequence.commit()  # what `publish_late` kept back
+                if stream not in self._planned:
+                    self._reuse.leave(stream)
                 self._unplan(stream)
                 stream.sequence.close()
         self.running.remove(request)
@@ -211,12 +212,12 @@ class Scheduler:
         if lead.sequence.length < len(request.prompt):
             return
         for stream in request.asleep:
-            if self._reuse and not request.publish_late:
+            if self._reuse.on and self._reuse.grid is None and not request.publish_late:
                 stream.wake(self._open(request, np.array(stream.tokens, np.int32)))
             else:
                 twin = lead.sequence.fork()
                 twin.truncate(len(request.prompt))
-                stream.wake(twin)
+                stream.wake(twin, common_length=min(lead.common_length, twin.length))
 
     # ---- admit
 
@@ -228,7 +229,7 @@ class Scheduler:
             if request.outlet.lagging or self._coalescing.still_waits(request):
                 continue
             try:
-                match = self._match(request)
+                match = self._reuse.match(request)
                 if not self._coalescing.begins_to_wait(request, self.running, match.length):
                     return self._let_in(request, match)
             except Exception as error:  # whatever it is about this one, the others go on
@@ -264,7 +265,7 @@ class Scheduler:
             request.guaranteed = request.publish_late = True
             if self._lacks(request, sequence):
                 # A hit that ends inside a block costs a copy of that block: give the tokens in it up.
-                sequence.truncate(sequence.length - sequence.length % self._block_size)
+                sequence.truncate(self._reuse.on_grid(sequence.length - sequence.length % self._block_size))
             if self._lacks(request, sequence):
                 # Part-filled blocks on the way to the hit are held beside it: give all of it up.
                 sequence.truncate(0)
@@ -288,7 +289,7 @@ class Scheduler:
         insort(self.running, request, key=lambda each: each.rank)
         self._admissions += 1
         request.admitted = self._admissions
-        self.waiting.overtaken_by(request)
+        self.waiting.overtaken_by(request, self._coalescing.still_waits)
         if request.parked is not None:
             gained = sequence.length - request.parked.cached
             self._counters.coalesced_requests += gained > 0
@@ -298,19 +299,14 @@ class Scheduler:
         return request
 
     def _open(self, request: Request, tokens: TokenIds) -> Sequence:
-        # A full repeat computes one token again: its logits are needed, and a step has no empty chunks.
-        limit = len(tokens) - 1 if self._reuse else 0
+        limit = self._reuse.limit(tokens, request.namespace)
         purpose: Purpose = "resume" if request.streams else "request"
         return self._cache.open(tokens, request.namespace, limit, request.priority, purpose=purpose)
-
-    def _match(self, request: Request) -> Match:
-        """What `_open` would find; changes nothing."""
-        return self._cache.match(request.known[:-1], request.namespace) if self._reuse else _NOTHING
 
     def _cached(self, request: Request) -> int:
         """Tokens that a request would hit, for its rank; whoever cannot be looked up fails alone, at the door."""
         try:
-            return self._match(request).length
+            return self._reuse.match(request).length
         except Exception:
             return 0
 

@@ -1,0 +1,101 @@
+"""What a request takes from the cache and leaves there, and where its chunks end: freely, or so that bits repeat.
+
+Knows lengths, the grid and what is cached. Knows no queue and no tensor.
+
+KV that was computed in a chunk of other length differs in its last bits, and so does what is computed behind it. If the
+engine is to be deterministic, everything that could tell a hit from a miss is therefore tied to an absolute grid of
+`prefill_chunk` tokens: a hit ends on it, a chunk goes from line to line (but for the rest of a prompt) in a forward of
+its own, and only the KV of full chunks is published, never that of a decode. What is cached is then what anybody would
+compute who has the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from radixkv.cache import Match, PrefixCache
+from radixkv.engine.limits import Limits
+from radixkv.engine.prompts import TokenIds
+from radixkv.engine.request import Request, Stream
+
+_NOTHING = Match(0, np.empty(0, np.int32), 0)
+
+
+class Reuse:
+    """The rules for one cache; `grid` is None where chunks and hits may end anywhere."""
+
+    def __init__(self, cache: PrefixCache, limits: Limits, *, on: bool = True) -> None:
+        """Without `on` no request looks for a cached prefix, and none leaves one."""
+        self.on = on
+        self.grid = limits.prefill_chunk if limits.deterministic else None
+        self._cache = cache
+        self._chunk = limits.prefill_chunk
+
+    def close(self) -> None:
+        """Let go of the cache."""
+        del self._cache
+
+    # ---- taking
+
+    def match(self, request: Request) -> Match:
+        """What a request would hit if it came in now; changes nothing."""
+        if not self.on:
+            return _NOTHING
+        tokens = request.known
+        return self._cache.match(tokens[: self.limit(tokens, request.namespace)], request.namespace)
+
+    def limit(self, tokens: TokenIds, namespace: Hashable) -> int:
+        """How many of these tokens a sequence may open with, if they are cached."""
+        # A full repeat computes one token again: its logits are needed, and a step has no empty chunks.
+        most = self.on_grid(len(tokens) - 1) if self.on else 0
+        if self.grid is None or not most:
+            return most
+        found = self._cache.match(tokens[:most], namespace).length
+        return most if found == self.on_grid(found) else self.on_grid(found)  # eviction trims block by block
+
+    def on_grid(self, length: int) -> int:
+        """The largest length up to this one at which a hit may end."""
+        return length if self.grid is None else length // self.grid * self.grid
+
+    # ---- computing
+
+    def chunk(self, pending: int, budget: int) -> int:
+        """Tokens of the next chunk, of those that are pending; 0 if it would have to be cut to fit the budget."""
+        count = min(pending, self._chunk)
+        return count if count <= budget else budget if self.grid is None else 0
+
+    def runs_alone(self, stream: Stream) -> bool:
+        """Whether a stream's chunk must not share its forward with others."""
+        return self.grid is not None and stream.prefilling
+
+    # ---- leaving
+
+    def publishes(self, stream: Stream, count: int, *, alone: bool) -> bool:
+        """Whether the next `count` tokens, which were computed, can be matched by others from now on."""
+        may = self.grid is None or self._is_common(stream, count, alone=alone)
+        return may and self.on and not stream.request.publish_late
+
+    def leave(self, stream: Stream) -> None:
+        """Publish what a stream kept to itself, if it may: it ends, or gives way. No plan may be under way."""
+        sequence = stream.sequence
+        if not self.on or sequence.closed:
+            return
+        if self.grid is not None:
+            sequence.truncate(stream.common_length)
+        sequence.commit()
+
+    def _is_common(self, stream: Stream, count: int, *, alone: bool) -> bool:
+        """Whether anybody would compute these tokens like this; notes how far that holds for the stream.
+
+        If the tree has them by now, the stream keeps its own: it does not change horses in mid-stream.
+        """
+        assert self.grid is not None
+        start = stream.sequence.length  # what was computed now is not committed yet
+        if not alone or count != self.grid or start != stream.common_length:
+            return False
+        stream.common_length += count
+        tokens = np.array(stream.tokens[: start + count], np.int32)
+        stream.keeps_own |= self._cache.match(tokens, stream.request.namespace).length > start
+        return not stream.keeps_own

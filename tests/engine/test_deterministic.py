@@ -1,0 +1,319 @@
+"""With deterministic=True a hit changes no bit of an answer, and nobody leaves KV that another would not have computed.
+
+A fake model with rounding errors: what it stores for a token depends on how long the token's chunk was, where that
+began, and how many rows its forward had. So whatever ends off the grid, runs beside others or was published although
+it was decoded gives other tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv import SamplingParams
+from radixkv.cache import PrefixCache
+from radixkv.engine import Limits
+from radixkv.engine.core import Core
+from radixkv.engine.request import Request
+from radixkv.errors import InvalidInput, RequestCancelled
+from radixkv.models.runner import Chunk
+from tests.engine.fakes import VOCAB, chain, logits_of
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+class RoundingRunner:
+    """The state of a slot: all tokens up to it, and how each of them was computed."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.size = block_size
+        self.state = np.zeros((num_blocks, block_size), dtype=np.uint64)
+        self.beside = 0
+
+    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+        self.state[[target for _, target in copies]] = self.state[[source for source, _ in copies]]
+        together = sum(len(chunk.tokens) for chunk in chunks if not chunk.alone)
+        self.beside += any(chunk.alone for chunk in chunks) and len(chunks) > 1
+        for chunk in chunks:
+            self._write(chunk, len(chunk.tokens) if chunk.alone else together)
+        return torch.from_numpy(np.stack([logits_of(hash(self.states(chunk).tobytes()) % 2**32) for chunk in chunks]))
+
+    def states(self, chunk: Chunk) -> np.ndarray:
+        return self.state[chunk.block_table].reshape(-1)[: chunk.start + len(chunk.tokens)]
+
+    def _write(self, chunk: Chunk, rows: int) -> None:
+        flat = self.state.reshape(-1)
+        last = chunk.start - 1
+        state = int(flat[chunk.block_table[last // self.size] * self.size + last % self.size]) if chunk.start else 0
+        for token, slot in zip(chunk.tokens.tolist(), chunk.slots.tolist(), strict=True):
+            state = chain(chain(state, token), (chunk.start * 1000 + len(chunk.tokens)) * 1000 + rows)
+            flat[slot] = state
+
+
+class World:
+    """A core on this fake, without its thread."""
+
+    def __init__(self, num_blocks: int, block_size: int, limits: Limits, *, reuse: bool = True) -> None:
+        self.cache = PrefixCache(num_blocks, block_size)
+        self.runner = RoundingRunner(num_blocks, block_size)
+        self.limits = limits
+        self.core = Core(self.cache, self.runner, limits, reuse=reuse)
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
+        request = Request(np.array(prompt, np.int32), params, params.max_tokens, frozenset(), params.seed or 0, **more)
+        self.core.scheduler.check_fits(request)
+        self.core.add(request)
+        return request
+
+    def step(self) -> None:
+        self.core.step()
+        self.cache.check()
+
+    def finish(self) -> None:
+        for _ in range(5000):
+            if not self.core.busy:
+                assert self.cache.stats().sequences == 0
+                return
+            self.step()
+        raise AssertionError("not finished")
+
+    def answers(self, prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[list[int]]:
+        """Of one request that runs alone."""
+        request = self.submit(prompt, params)
+        self.finish()
+        done = request.outlet.wait(0)
+        return [list(each.token_ids) for each in (done, *done.alternatives)]
+
+    def cached_states(self, prompt: Sequence[int]) -> np.ndarray:
+        match = self.cache.match(np.array(prompt, np.int32))
+        return self.runner.state[match.blocks].reshape(-1)[: match.length]
+
+
+def deterministic(chunk: int, sequences: int = 4) -> Limits:
+    return Limits(sequences, 3 * chunk + sequences, chunk, deterministic=True)
+
+
+def family_of_prompts(rng: random.Random, count: int, longest: int) -> list[list[int]]:
+    """Prompts that branch off each other anywhere, repeat each other, and continue each other."""
+    prompts = [rng.choices(range(VOCAB), k=longest * 2 // 3)]
+    for _ in range(count - 1):
+        head: list[int] = []
+        if rng.random() < 0.8:
+            parent = rng.choice(prompts)
+            head = parent[: rng.choice([len(parent), rng.randint(0, len(parent))])]
+        tail = rng.choices(range(VOCAB), k=rng.choice([0, 1, rng.randint(1, longest)]))
+        prompts.append((head + tail)[:longest] or [rng.randrange(VOCAB)])
+    return prompts
+
+
+def reference(block_size: int, limits: Limits, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
+    """What an engine answers that has nothing cached, and runs nothing else."""
+    return World(200, block_size, limits, reuse=False).answers(prompt, params)
+
+
+# ---- one at a time
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_hits_change_no_answer_of_requests_that_run_one_at_a_time(seed: int) -> None:
+    rng = random.Random(seed)
+    block_size, limits = rng.choice([1, 3, 4, 8]), deterministic(rng.choice([1, 4, 6, 8, 16]))
+    world = World(-(-110 // block_size) + rng.choice([4, 40]), block_size, limits)  # small: what is cached is trimmed
+    for prompt in family_of_prompts(rng, 14, 80):
+        params = GREEDY.but(max_tokens=rng.randint(1, 7), n=rng.choice([1, 1, 1, 3]), temperature=rng.choice([0, 1]))
+        params = params.but(seed=rng.randrange(100))
+        fits = world.cache.num_blocks * block_size >= (len(prompt) + 8) * params.n + block_size * 2
+        params = params if fits else params.but(n=1)
+        assert world.answers(prompt, params) == reference(block_size, limits, prompt, params)
+    assert world.core.counters.cached_tokens > 0
+
+
+def test_the_same_requests_do_differ_without_it() -> None:
+    """The fake's rounding errors are real ones: this is what the tests above would find."""
+    rng = random.Random(3)
+    limits, prompts = Limits(4, 100, 8), family_of_prompts(rng, 20, 60)
+    world = World(100, 4, limits)
+    pairs = [(world.answers(prompt), reference(4, limits, prompt, GREEDY)) for prompt in prompts]
+    assert sum(mine != cold for mine, cold in pairs) > 5
+
+
+def test_a_conversation_hits_whole_chunks_and_nothing_that_was_decoded() -> None:
+    limits = deterministic(8)
+    world = World(100, 4, limits)
+    history: list[int] = list(range(21))
+    for turn in range(4):
+        before = world.core.counters.cached_tokens
+        [reply] = world.answers(history)
+        assert [reply] == reference(4, limits, history, GREEDY)
+        known = 0 if turn == 0 else (len(history) - 9) // 8 * 8  # what the turn before had computed in its prompt
+        assert world.core.counters.cached_tokens - before == known
+        history += [*reply, turn, turn + 1, turn + 2]
+
+
+# ---- together
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_runs_together_only_common_kv_is_published(seed: int) -> None:
+    """Cancels, preemptions and samples included: what is cached is what a lone request would have computed."""
+    rng = random.Random(100 + seed)
+    block_size, limits = rng.choice([1, 3, 4, 8]), deterministic(rng.choice([1, 4, 6, 16]))
+    world = World(-(-150 // block_size) + 8, block_size, limits)
+    waiting, running, seen = family_of_prompts(rng, 25, 80), [], []
+    while waiting or world.core.busy:
+        if waiting and rng.random() < 0.3:
+            prompt = waiting.pop()
+            params = GREEDY.but(max_tokens=rng.randint(1, 40), n=rng.choice([1, 1, 2]))
+            params = params if len(prompt) < 40 else params.but(n=1)
+            running.append(world.submit(prompt, params))
+            seen.append(prompt)
+        if running and rng.random() < 0.03:
+            world.core.cancel(running.pop(rng.randrange(len(running))))
+        world.step()
+        if rng.random() < 0.2:
+            _check_cached(world, seen)
+    whole = [[*r.prompt.tolist(), *s.tokens[len(r.prompt) :]] for r in running for s in r.streams]
+    _check_cached(world, seen + whole)
+    for request in running:
+        try:
+            request.outlet.wait(0)
+        except RequestCancelled:
+            continue
+
+
+def _check_cached(world: World, prompts: Sequence[Sequence[int]]) -> None:
+    grid = world.limits.prefill_chunk
+    for prompt in prompts:
+        found = world.cached_states(prompt)
+        lone = RoundingRunner(len(prompt) + grid, 1)
+        state = np.empty(0, np.uint64)
+        whole = -(-len(found) // grid) * grid
+        padded = [*prompt, *([0] * grid)][:whole]  # what stands behind a token changes nothing of it
+        for start in range(0, whole, grid):
+            places = np.arange(start, start + grid)
+            table = np.arange(start + grid, dtype=np.int32)
+            chunk = Chunk(np.array(padded[start : start + grid], np.int32), start, places, table, alone=True)
+            lone.run([chunk], [])
+            state = lone.states(chunk)
+        assert (found == state[: len(found)]).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_samples_that_were_preempted_publish_only_common_kv(seed: int) -> None:
+    """Their replies are longer than a chunk, so that chunks of them are computed again, behind a prompt's rest."""
+    rng = random.Random(seed)
+    limits = Limits(8, 64, 6, victim="last", deterministic=True)
+    world = World(40, rng.choice([3, 4]), limits)
+    requests = [
+        world.submit(
+            rng.choices(range(VOCAB), k=rng.randint(7, 17)), GREEDY.but(max_tokens=28, n=2, temperature=1, seed=i)
+        )
+        for i in range(4)
+    ]
+    while world.core.busy:
+        whole = [s.tokens.tolist() for r in requests for s in r.streams]
+        world.step()
+        _check_cached(world, whole)
+    assert world.core.counters.preemptions > 1
+    assert all(len(request.outlet.wait(0).token_ids) == 28 for request in requests)
+
+
+def test_who_comes_back_and_leaves_again_publishes_what_it_computed_anew() -> None:
+    world = World(100, 4, deterministic(8))
+    request = world.submit(list(range(40)), GREEDY.but(max_tokens=20))
+    for _ in range(8):
+        world.step()
+    world.core.scheduler.preempt(request)
+    world.cache.clear()
+    world.step()
+    world.step()
+    world.core.cancel(request)
+    world.cache.check()
+    assert world.cache.match(list(range(40))).length == 16
+
+
+def test_a_hit_that_is_cut_to_fit_the_pool_still_ends_on_the_grid() -> None:
+    limits = deterministic(6)
+    world = World(10, 4, limits)
+    world.answers(list(range(20)))
+    prompt, params = [*range(20), 30], GREEDY.but(max_tokens=20)
+    assert world.answers(prompt, params) == reference(4, limits, prompt, params)
+    assert (
+        world.core.counters.cached_tokens == 12
+    )  # of 18; with these, and the copy of their last block, it is too much
+
+
+def test_requests_that_ran_together_leave_hits_that_change_nothing() -> None:
+    rng = random.Random(5)
+    limits, prompts = deterministic(8, 6), family_of_prompts(rng, 30, 60)
+    world = World(400, 4, limits)
+    for prompt in prompts:
+        world.submit(prompt)
+    world.finish()
+    assert world.runner.beside > 10
+    before = world.core.counters.cached_tokens
+    for prompt in prompts:
+        assert world.answers(prompt) == reference(4, limits, prompt, GREEDY)
+    assert world.core.counters.cached_tokens - before > 500
+
+
+def test_a_first_token_does_not_depend_on_who_runs_beside() -> None:
+    rng = random.Random(6)
+    limits, prompts = deterministic(8, 6), family_of_prompts(rng, 30, 60)
+    world = World(400, 4, limits)
+    requests = [world.submit(prompt, GREEDY.but(max_tokens=rng.randint(1, 9))) for prompt in prompts]
+    world.finish()
+    for prompt, request in zip(prompts, requests, strict=True):
+        [[first]] = reference(4, limits, prompt, GREEDY.but(max_tokens=1))
+        assert request.outlet.wait(0).token_ids[0] == first
+
+
+def test_who_finds_its_chunk_published_by_another_keeps_its_own() -> None:
+    world = World(100, 4, deterministic(8))
+    one, other = (world.submit([*range(32), 40 + i], GREEDY.but(max_tokens=20)) for i in range(2))
+    other.waited_enough = True  # not behind its neighbour
+    world.step()
+    while one.live[0].prefilling or other.live[0].prefilling:
+        world.step()
+    tables = [request.live[0].sequence.block_table[:8].tolist() for request in (one, other)]
+    assert not set(tables[0]) & set(tables[1])
+    for _ in range(5):
+        world.step()
+    assert [request.live[0].sequence.block_table[:8].tolist() for request in (one, other)] == tables
+    world.finish()
+    assert world.cache.match(list(range(32))).length == 32
+
+
+def test_what_fills_the_pool_is_published_when_it_ends() -> None:
+    world = World(10, 4, deterministic(8))
+    world.answers(list(range(33)), GREEDY.but(max_tokens=7))
+    assert world.cache.match(list(range(33))).length == 32
+
+
+def test_chunks_are_never_cut_to_fit_a_step() -> None:
+    limits = Limits(3, 12, 8, deterministic=True)
+    world = World(100, 4, limits)
+    requests = [world.submit(list(range(i, i + 30)), GREEDY.but(max_tokens=3)) for i in range(5)]
+    lengths = set()
+    run = world.runner.run
+
+    def recorded(chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+        lengths.update((chunk.start % 8, len(chunk.tokens)) for chunk in chunks if chunk.alone)
+        assert sum(len(chunk.tokens) for chunk in chunks) <= 12
+        return run(chunks, copies)
+
+    world.runner.run = recorded  # type: ignore[method-assign]
+    world.finish()
+    assert lengths == {(0, 8), (0, 6)}
+    assert all(len(request.outlet.wait(0).token_ids) == 3 for request in requests)
+
+
+def test_a_step_must_have_room_for_a_chunk_beside_all_decodes() -> None:
+    with pytest.raises(InvalidInput, match=r"prefill_chunk \(60\).*max_sequences \(5\).*max_batch_tokens \(64\)"):
+        Limits(5, 64, 60, deterministic=True)
+    assert Limits(4, 64, 60, deterministic=True).deterministic
