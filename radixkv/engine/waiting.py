@@ -58,12 +58,15 @@ class Waiting:
         best = sorted(highest, key=self._by_length)
         return chain(best, islice(self._by_arrival, len(best), None))
 
-    def overtaken_by(self, request: Request) -> None:
-        """`request` came in: of those that came before it, whoever could have run instead was overtaken."""
+    def overtaken_by(self, request: Request, waits: Callable[[Request], bool]) -> None:
+        """`request` came in: of those that came before it, whoever could have run instead was overtaken.
+
+        `waits` tells who stays for a neighbour. It is asked now: who ranks low is not looked at when it stops waiting.
+        """
         if not self._by_prefix or request.preemptions:
             return
         for other in islice(self._by_arrival, self._by_arrival.bisect_key_left(request.rank)):
-            if other.priority == request.priority and other.may_run:
+            if other.priority == request.priority and not (other.outlet.lagging or waits(other)):
                 other.overtaken += 1
 
     def _by_length(self, request: Request) -> tuple[bool, bool, int, int]:

@@ -34,7 +34,7 @@ class _Draw:
         self.most_new = rng.choice((16, 30)) if self.crowd else rng.choice((3, 8, 16))
         self.namespaces: tuple[Hashable, ...] = (None, "tenant", 7)[: rng.choice((1, 1, 1, 2, 3))]
         self.priorities = rng.choice(((0,), (0,), (0,), (0, 1), (-1, 0, 5)))
-        self.widest = rng.choice((1, 1, 2, 4))
+        self.widest = rng.choice((1, 2, 4))
         # How often each trouble comes to a request; most worlds know some of them only.
         self.chance = {
             trouble: rng.choice((0, 0, often))
@@ -60,7 +60,7 @@ class _Draw:
             limits=self._limits(),
             asks=tuple(asks),
             policy=rng.choice(("lru", "lru", "fifo", "lfu", "slru")),
-            reuse=rng.random() < 0.9,
+            reuse=rng.random() < 0.85,
             pinnings=tuple(self._pinning(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 0, 1, 2)))),
             forgettings=tuple(self._forgetting(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 1, 3)))),
             faults=tuple(self._fault(last) for _ in range(rng.choice((0, 0, 1, 4)))),

@@ -18,7 +18,7 @@ from radixkv.engine.scheduler import Work
 from radixkv.errors import InvalidInput, PromptTooLong, RequestCancelled, RequestFailed, RequestTimedOut
 from tests.simulation.draw import answers_of
 from tests.simulation.oracle import Reply
-from tests.simulation.scenario import Sabotage
+from tests.simulation.scenario import Ids, Sabotage
 
 if TYPE_CHECKING:
     from tests.simulation.world import Customer, World
@@ -31,7 +31,10 @@ class Before:
     """What a step began with."""
 
     running: tuple[Request, ...]
-    decoding: tuple[Any, ...]  # streams that must get their token
+    awake: tuple[tuple[Any, Any], ...]  # streams with their sequences, whose readers are there
+    decoding: tuple[Any, ...]  # those of them that must get their token
+    preemptions: tuple[int, ...]  # of those that run
+    computed: dict[int, int]  # tokens that requests which ran, or ended, had computed, by id
     progress: tuple[int, ...]
 
 
@@ -44,6 +47,7 @@ class Watch:
         self.steps = 0
         self.most_steps = 0
         self.overtaken = 0
+        self.waited: Counter[tuple[str, str, int]] = Counter()  # steps, by who waits and behind whom
         self._rng = random.Random(world.scenario.seed)
 
     # ---- at any time between two steps
@@ -86,10 +90,13 @@ class Watch:
                     assert owner.setdefault(block, namespace) == namespace, f"block {block} is in two namespaces"
 
     def idle(self, idle: float | None) -> None:
-        """`idle_for` says when the next deadline is; only those whose readers are away may be left then."""
-        if idle == 0:
-            return
+        """`idle_for` says when the next deadline is, if all that is left are those whose readers are away."""
         left = [customer for customer in self.world.customers.values() if not customer.outlet.ended]
+        if idle == 0:
+            resting = left and all(customer.outlet.is_away for customer in left)
+            due = any(c.ask.timeout is not None for c in self.world.customers.values())
+            assert not resting or due, "a step is wanted, though nobody reads"
+            return
         assert all(customer.outlet.in_span for customer in left), "idle, though somebody could run"
         deadlines = [c.request.deadline for c in left if c.request.deadline is not None]
         if deadlines:  # it may wake up earlier, for the deadline of one that ended
@@ -99,16 +106,23 @@ class Watch:
 
     def before(self) -> Before:
         running = tuple(self.core.scheduler.running)
-        return Before(running, tuple(self._decoding(running)), self._progress())
+        read = [request for request in running if not self.world.customer_of(request).outlet.in_span]
+        awake = [stream for request in read for stream in request.live if stream.awake]
+        return Before(
+            running,
+            tuple((stream, stream.sequence) for stream in awake),
+            tuple(stream for stream in awake if stream.pending == 1 and stream.output_length),
+            tuple(request.preemptions for request in running),
+            self._computed(),
+            self._progress(),
+        )
 
-    def _decoding(self, running: tuple[Request, ...]) -> list[Any]:
-        return [
-            stream
-            for request in running
-            if not self.world.customer_of(request).outlet.in_span
-            for stream in request.live
-            if not stream.sequence.closed and stream.pending == 1 and stream.output_length
-        ]
+    def _computed(self) -> dict[int, int]:
+        requests = [customer.request for customer in self.world.customers.values() if customer.request.streams]
+        return {
+            id(request): next((s.sequence.length for s in request.live if s.awake), len(request.prompt))
+            for request in requests
+        }
 
     def _progress(self) -> tuple[int, ...]:
         ended = sum(customer.outlet.ended for customer in self.world.customers.values())
@@ -122,10 +136,11 @@ class Watch:
             raise self.world.model.broken
         self.books()
         self._budget(self.world.work)
-        self._decodes_came_first(before, self.world.work)
+        self._who_is_in(before, self.world.work)
         self._nothing_is_computed_twice(self.world.work)
         self._order(before)
-        self._preemptions()
+        self._preemptions(before)
+        self._parking()
         self._deadlines()
         if self._progress() == before.progress:
             left = [customer for customer in self.world.customers.values() if not customer.outlet.ended]
@@ -141,11 +156,16 @@ class Watch:
         assert len({id(each.stream) for each in work}) == len(work), "two chunks of one stream"
         assert sum(len(request.live) for request in running) <= limits.max_sequences
 
-    def _decodes_came_first(self, before: Before, work: list[Work]) -> None:
+    def _who_is_in(self, before: Before, work: list[Work]) -> None:
         planned, running = {id(each.stream) for each in work}, self.core.scheduler.running
         for stream in before.decoding:
             gone = stream.request.outlet.ended or stream.request not in running
             assert gone or id(stream) in planned, f"{self._name(stream.request)} decodes, and was left out of a step"
+        if sum(len(each.tokens) for each in work) < self.world.scenario.limits.max_batch_tokens:
+            idle = [s for s, sequence in before.awake if s.sequence is sequence and s.awake and id(s) not in planned]
+            assert not idle, f"{idle} could have run in what is left of the budget"
+        away = [each for each in work if self.world.customer_of(each.stream.request).outlet.is_away]
+        assert not away, f"computed, though nobody reads: {away}"
 
     def _nothing_is_computed_twice(self, work: list[Work]) -> None:
         """Prompts that share a prefix do not compute it side by side, but for less than is worth waiting for.
@@ -182,7 +202,7 @@ class Watch:
         for newcomer in sorted(entered.values(), key=lambda request: request.admitted):
             for other in waiting:
                 customer = self.world.customer_of(other)
-                if customer.outlet.in_span or (other.parked is not None and not other.waited_enough):
+                if customer.outlet.in_span or self._is_parked(other, before):
                     continue
                 assert newcomer.priority >= other.priority, f"{self._name(newcomer)} went before {self._name(other)}"
                 if newcomer.priority == other.priority and other.number < newcomer.number and not newcomer.preemptions:
@@ -191,10 +211,64 @@ class Watch:
                     most = limits.max_overtakes if limits.order == "longest-prefix" else 0
                     assert customer.overtaken <= most, f"{self._name(other)} was overtaken {customer.overtaken} times"
 
-    def _preemptions(self) -> None:
+    def _preemptions(self, before: Before) -> None:
+        """Who gives way is paused, or of the lowest priority, or was never preempted; with one priority: once."""
+        running = self.core.scheduler.running
+        stayed = [request for request in before.running if request in running]
+        for request, preemptions in zip(before.running, before.preemptions, strict=True):
+            customer = self.world.customer_of(request)
+            if request.preemptions == preemptions or customer.outlet.in_span:
+                continue
+            for other in stayed:
+                away = self.world.customer_of(other).outlet.is_away
+                better = not away and (other.priority, other.preemptions) >= (request.priority, preemptions)
+                assert better or other.guaranteed, f"{self._name(request)} gave way, not {self._name(other)}"
         if len({ask.priority for ask in self.world.scenario.asks}) == 1:
             for customer in self.world.customers.values():
                 assert customer.request.preemptions <= 1 or customer.ask.lags, f"{customer.ask.number} twice preempted"
+
+    def before_preemption(self, request: Request) -> list[Ids]:
+        """What each stream of a request that gives way has computed, but for what it kept and cannot publish now."""
+        if not self.world.scenario.reuse:
+            return []
+        streams = [stream for stream in request.live if stream.awake]
+        return [
+            tuple(stream.sequence.tokens)
+            for stream in streams
+            if not (request.publish_late and stream.sequence._planned is not None)
+        ]
+
+    def after_preemption(self, request: Request, kept: list[Ids]) -> None:
+        """All of that is cached, until somebody takes its blocks; the request holds nothing."""
+        assert not any(stream.awake for stream in request.streams)
+        for tokens in kept:
+            cached = self.cache.match(list(tokens), request.namespace).length
+            assert cached == len(tokens), f"{self._name(request)} computed {len(tokens)} tokens, {cached} are cached"
+
+    def _parking(self) -> None:
+        """Who waits for a neighbour waits for a good part of its own prompt."""
+        for request in self.core.scheduler.waiting:
+            parked = request.parked
+            if parked is None or request.waited_enough:
+                continue
+            self.waited[self._pair(request)] += 1
+            if parked.leader in self.core.scheduler.running:
+                same = parked.leader.prompt[: parked.shared], request.prompt[: parked.shared]
+                assert parked.leader.namespace == request.namespace and (same[0] == same[1]).all()
+                assert parked.shared - parked.cached >= 2 * self.world.scenario.block_size
+
+    def _is_parked(self, request: Request, before: Before) -> bool:
+        """Whether a neighbour was about to compute its prefix in this step, and it has not waited for that too long."""
+        parked = request.parked
+        if parked is None or request.waited_enough:
+            return False
+        steps = -(-len(request.prompt) // self.world.scenario.limits.prefill_chunk)
+        computing = before.computed.get(id(parked.leader), 0 if parked.leader.admitted else parked.shared)
+        return computing < parked.shared and self.waited[self._pair(request)] <= 2 * steps + 10
+
+    def _pair(self, request: Request) -> tuple[str, str, int]:
+        leader = request.parked.leader if request.parked is not None else request
+        return self._name(request), self._name(leader), leader.preemptions
 
     def _deadlines(self) -> None:
         for customer in self.world.customers.values():
@@ -281,8 +355,11 @@ class Watch:
         assert put <= counters.output_tokens <= put + sum(c.outlet.raised is not None for c in customers)
         if ends[type(None)] == len(customers):
             self._sums(counters)
-        committed = self.cache.stats().committed_tokens
-        assert counters.computed_tokens + counters.recomputed_tokens == committed, f"{counters}, {committed} committed"
+        stats = self.cache.stats()
+        assert counters.computed_tokens + counters.recomputed_tokens == stats.committed_tokens, f"{counters}, {stats}"
+        asked = sum(len(c.ask.prompt) for c in customers if c.request.admitted)
+        refused = sum(len(c.ask.prompt) for c in customers if isinstance(c.outlet.error, PromptTooLong))
+        assert asked <= stats.query_tokens <= asked + refused, f"{asked} tokens were asked for: {stats}"
 
     def _sums(self, counters: Any) -> None:
         """Everybody finished: what each was told adds up to what the engine counted."""

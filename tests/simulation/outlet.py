@@ -54,6 +54,11 @@ class ScriptedOutlet:
         """Whether its reader is away in this step."""
         return any(begin <= self._now() < end for begin, end in self.ask.lags)
 
+    @property
+    def is_away(self) -> bool:
+        """Whether it is away in this step for sure, so that `lagging` said so whenever it was asked."""
+        return self.in_span and not self.ask.flickers
+
     def tokens(self, index: int) -> tuple[int, ...]:
         """What one stream has said so far."""
         return tuple(token for chunk in self.chunks if chunk.index == index for token in chunk.token_ids)

@@ -10,8 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from radixkv.engine.limits import Limits
+from radixkv.models.sampler import SamplingParams
 from tests.simulation.draw import draw
-from tests.simulation.scenario import Fault, Scenario
+from tests.simulation.scenario import Ask, Fault, Scenario
 from tests.simulation.shrink import shrink
 from tests.simulation.world import World
 
@@ -86,3 +88,14 @@ def test_what_a_failure_does_not_need_is_dropped() -> None:
     assert failure(least)
     assert (len(least.asks), len(least.faults), len(least.pinnings), len(least.forgettings)) == (1, 1, 0, 0)
     assert least.asks[0].params.n > 1 and len(least.asks[0].prompt) == 3
+
+
+def test_who_waited_for_a_neighbour_ages_once_that_is_over() -> None:
+    """The second asks what the first is computing, so it waits; then hits keep coming in before it, once too often."""
+    greedy = SamplingParams(max_tokens=20, temperature=0)
+    cold, hot = (0, 0, 1, 1), (2,) * 6
+    asks = [Ask(0, 0, cold, greedy, 1), Ask(1, 0, cold, greedy, 1), Ask(2, 0, hot, greedy, 20)]
+    asks += [Ask(3 + number, 1 + number, (*hot, number), greedy, 1) for number in range(8)]
+    limits = Limits(max_sequences=2, max_batch_tokens=16, prefill_chunk=8, order="longest-prefix", max_overtakes=3)
+    world = World(Scenario(0, 64, 1, limits, tuple(asks))).run()
+    assert world.customers[1].overtaken == 3

@@ -239,6 +239,15 @@ class World:
             return self.work
 
         self.core.scheduler.schedule = listening  # type: ignore[method-assign]
+        preempt = self.core.scheduler.preempt
+
+        def watching(request: Request) -> None:
+            kept = self.watch.before_preemption(request)
+            preempt(request)
+            self._say(f"{self.customer_of(request).ask.number} gives way")
+            self.watch.after_preemption(request, kept)
+
+        self.core.scheduler.preempt = watching  # type: ignore[method-assign]
 
     @contextmanager
     def _virtual(self) -> Iterator[None]:
