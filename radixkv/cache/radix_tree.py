@@ -165,7 +165,7 @@ class RadixTree:
             self._next_id(), parent, node.start, node.key[: tokens * WIDTH], node.blocks[: -(-cut // size) - first]
         )
         upper.children = {bytes(node.key[tokens * WIDTH : tokens * WIDTH + WIDTH]): node}
-        upper.tick, upper.born, upper.hits = node.tick, node.born, node.hits
+        upper.tick, upper.born = node.tick, node.born  # but no hits: they ended below, and come back when one is left
         upper.priority, upper.demoted, upper.mixed = node.priority, node.demoted, node.mixed
         upper.locks = 1 if node.locks else 0
         parent.children[bytes(upper.key[:WIDTH])] = upper

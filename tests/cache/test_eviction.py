@@ -229,6 +229,22 @@ class TestLfu:
         flood(cache, 12 - 2)
         assert (cached(cache, trunk), cached(cache, other)) == (8, 0)
 
+    def test_a_repeat_behind_a_limit_is_one_hit(self) -> None:
+        """It splits the text and mends it, which must not count its hits once more."""
+        cache = PrefixCache(12, 4, "lfu")
+        often, limited = prompt(1, 8), prompt(2, 8)
+        publish(cache, limited)
+        for _ in range(4):
+            seq = cache.open(limited, limit=7)
+            seq.extend(limited[7:])
+            seq.commit()
+            seq.close()
+        for _ in range(6):
+            publish(cache, often)
+        cache.open(limited[:3]).close()
+        cache.check()
+        assert goes_first(cache, [often, limited]) == [1, 0]
+
     def test_a_text_keeps_its_hits_when_it_grows_under_two_readers(self) -> None:
         cache = PrefixCache(12, 4, "lfu")
         text, other = prompt(1, 8), prompt(2, 12)
