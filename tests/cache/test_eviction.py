@@ -239,7 +239,7 @@ class TestLfu:
             seq.extend(limited[7:])
             seq.commit()
             seq.close()
-        for _ in range(6):
+        for _ in range(7):
             publish(cache, often)
         cache.open(limited[:3]).close()
         cache.check()
