@@ -146,6 +146,11 @@ def test_what_began_before_the_draining_is_finished_too():
     assert task.began.acquire(timeout=10)
     task.worker.post(lambda: setattr(task, "left", 2), begins=True)  # still in the inbox when the step ends
     thread = closing(task.worker, drain=True)
+    while not task.worker._draining:
+        assert thread.is_alive()
+    task.gate.release(1)
+    assert task.began.acquire(timeout=10)
+    assert not task.worker._drained.is_set()  # though for a moment nothing was left
     task.gate.release(10)
     assert joined(thread)
     assert task.ended_with == 0
