@@ -106,9 +106,7 @@ class PrefixCache:
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
         """The longest cached prefix of `tokens` in the namespace. O(tokens compared) by memcmp + O(depth)."""
         raw = as_bytes(tokens)
-        root = self._root(namespace)
-        node, matched = (root, 0) if root is None else self._tree.match(root, raw)
-        refuse_negative(raw, matched)
+        node, matched = self._find(raw, namespace)
         if node is None:
             return Match(0, np.empty(0, np.int32), 0)
         length = matched // WIDTH
@@ -121,9 +119,7 @@ class PrefixCache:
         """What `open` would find now, and why it stops there. Costs a match and a walk along the ghosts."""
         raw = as_bytes(tokens)
         _check_limit(limit)
-        root = self._root(namespace)
-        node, matched = (root, 0) if root is None else self._tree.match(root, raw)
-        refuse_negative(raw, matched)
+        node, matched = self._find(raw, namespace)
         asked, found = len(raw) // WIDTH, matched // WIDTH
         length = found if limit is None else min(found, limit)
         if length < found or found >= asked:
@@ -227,9 +223,7 @@ class PrefixCache:
         raw = as_bytes(tokens)
         if ttl is not None and not (_is_number(ttl) and ttl > 0):
             raise InvalidInput(f"ttl={ttl!r}: allowed are seconds > 0, or None for no limit")
-        root = self._root(namespace)
-        node, matched = (root, 0) if root is None else self._tree.match(root, raw)
-        refuse_negative(raw, matched)
+        node, matched = self._find(raw, namespace)
         length = matched // WIDTH
         if node is None or not length:
             return Pin(None, None, 0, not raw, 0, None)
@@ -248,9 +242,7 @@ class PrefixCache:
         """
         raw = as_bytes(tokens)
         check_int("start", start)
-        root = self._root(namespace)
-        node, matched = (root, 0) if root is None else self._tree.match(root, raw)
-        refuse_negative(raw, matched)
+        node, matched = self._find(raw, namespace)
         if node is None or node.locks or node.children:
             return
         if matched == node.end * WIDTH and start < node.end:
@@ -269,9 +261,7 @@ class PrefixCache:
         if start < 0:
             raise InvalidInput(f"start={start}: allowed is an int of at least 0")
         self._pins.expire()
-        root = self._root(namespace)
-        node, matched = (root, 0) if root is None else self._tree.match(root, raw)
-        refuse_negative(raw, matched)
+        node, matched = self._find(raw, namespace)
         if node is None or matched <= start * WIDTH:
             return 0
         while node.start > start:
@@ -392,6 +382,13 @@ class PrefixCache:
 
     def _drop_observer(self) -> None:
         self._tree.observer = None
+
+    def _find(self, raw: bytes, namespace: Hashable) -> tuple[Node | None, int]:
+        """The deepest node that `raw` reaches, if its namespace has any, and the bytes that match."""
+        root = self._root(namespace)
+        node, matched = (root, 0) if root is None else self._tree.match(root, raw)
+        refuse_negative(raw, matched)
+        return node, matched
 
     def _root(self, namespace: Hashable) -> Node | None:
         try:
