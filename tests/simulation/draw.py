@@ -61,7 +61,8 @@ class _Draw:
             asks=tuple(asks),
             policy=rng.choice(("lru", "lru", "fifo", "lfu", "slru")),
             reuse=rng.random() < 0.85,
-            pinnings=tuple(self._pinning(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 0, 1, 2)))),
+            pinnings=tuple(self._pinning(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 1, 4)))),
+            pin_budget=rng.choice((0.5, 1.0)),
             forgettings=tuple(self._forgetting(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 1, 3)))),
             faults=tuple(self._fault(last) for _ in range(rng.choice((0, 0, 1, 4)))),
         )
@@ -81,10 +82,12 @@ class _Draw:
         streams = max(
             rng.choice((4, 8, 16) if self.crowd else (1, 2, 4, 8, 16)), self.widest - rng.choice((0, 0, 0, 1))
         )
+        chunk, deterministic = rng.choice((1, 2, 5, 8, 16, 64)), rng.random() < 0.15
         return Limits(
             max_sequences=streams,
-            max_batch_tokens=streams + rng.choice((0, 1, 3, 10, 30, 100)),
-            prefill_chunk=rng.choice((1, 2, 5, 8, 16, 64)),
+            max_batch_tokens=streams + max(rng.choice((0, 1, 3, 10, 30, 100)), chunk if deterministic else 0),
+            prefill_chunk=chunk,
+            deterministic=deterministic,
             order=rng.choice(("fcfs", "longest-prefix")),
             max_overtakes=rng.choice((0, 1, 3, 32)),
             victim=rng.choice(("cheapest", "last")),

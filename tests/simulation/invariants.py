@@ -86,8 +86,19 @@ class Watch:
                 keys = b"".join(bytes(each.key) for each in tree.path(node))
                 assert model.holds(table, node.end), f"node {node.id} holds a broken history"
                 assert (model.tokens_along(table, node.end) == np.frombuffer(keys, np.int32)).all(), "other tokens"
+                assert self._is_common(table, node.end, 1 << 30), f"node {node.id} was not computed on the grid"
                 for block in table.tolist():
                     assert owner.setdefault(block, namespace) == namespace, f"block {block} is in two namespaces"
+
+    def _is_common(self, table: Any, length: int, prompt_length: int) -> bool:
+        """Whether the first tokens were computed as by anybody who has this prompt, if that is promised."""
+        limits = self.world.scenario.limits
+        if not limits.deterministic:
+            return True
+        begins = np.arange(length) // limits.prefill_chunk * limits.prefill_chunk
+        counts = np.minimum(limits.prefill_chunk, prompt_length - begins)
+        expected = np.stack([begins, counts, np.ones_like(begins)], axis=1)
+        return bool((self.world.model.came_from(table, length) == expected).all())
 
     def idle(self, idle: float | None) -> None:
         """`idle_for` says when the next deadline is, if all that is left are those whose readers are away."""
@@ -138,6 +149,7 @@ class Watch:
         self._budget(self.world.work)
         self._who_is_in(before, self.world.work)
         self._nothing_is_computed_twice(self.world.work)
+        self._bits_repeat(self.world.work)
         self._order(before)
         self._preemptions(before)
         self._parking()
@@ -161,11 +173,23 @@ class Watch:
         for stream in before.decoding:
             gone = stream.request.outlet.ended or stream.request not in running
             assert gone or id(stream) in planned, f"{self._name(stream.request)} decodes, and was left out of a step"
-        if sum(len(each.tokens) for each in work) < self.world.scenario.limits.max_batch_tokens:
+        limits = self.world.scenario.limits
+        left = limits.max_batch_tokens - sum(len(each.tokens) for each in work)
+        if left >= (limits.prefill_chunk if limits.deterministic else 1):  # there, no chunk is cut to fit
             idle = [s for s, sequence in before.awake if s.sequence is sequence and s.awake and id(s) not in planned]
             assert not idle, f"{idle} could have run in what is left of the budget"
+        self._higher_ranks_first(before, planned)
         away = [each for each in work if self.world.customer_of(each.stream.request).outlet.is_away]
         assert not away, f"computed, though nobody reads: {away}"
+
+    def _higher_ranks_first(self, before: Before, planned: set[int]) -> None:
+        """Of the prompts that are under way, a higher priority gets its chunk before a lower one."""
+        prompts = [(s, s.request.priority) for s, sequence in before.awake if s.sequence is sequence]
+        prompts = [(s, priority) for s, priority in prompts if s not in before.decoding and s.awake]
+        lowest = min((priority for s, priority in prompts if id(s) in planned), default=None)
+        if lowest is not None and not self.world.scenario.limits.deterministic:
+            passed = [s for s, priority in prompts if id(s) not in planned and priority > lowest]
+            assert not passed, f"{passed} got no chunk, and a lower priority did"
 
     def _nothing_is_computed_twice(self, work: list[Work]) -> None:
         """Prompts that share a prefix do not compute it side by side, but for less than is worth waiting for.
@@ -181,8 +205,13 @@ class Watch:
                 end = min(self._end_in_prompt(one), self._end_in_prompt(other))
                 start = max(one.start, other.start)
                 mine, theirs = one.stream.request.prompt[:end], other.stream.request.prompt[:end]
-                same = end if (mine == theirs).all() else int((mine != theirs).argmax())
+                same = self._reusable(end if (mine == theirs).all() else int((mine != theirs).argmax()))
                 assert same - start < worth, f"{one} and {other} compute the same {same - start} tokens"
+
+    def _reusable(self, length: int) -> int:
+        """How much of a common prefix may be a hit."""
+        limits = self.world.scenario.limits
+        return length - length % limits.prefill_chunk if limits.deterministic else length
 
     def _coalesces(self, work: Work) -> bool:
         request = work.stream.request
@@ -190,6 +219,18 @@ class Watch:
 
     def _end_in_prompt(self, work: Work) -> int:
         return min(work.start + len(work.tokens), len(work.stream.request.prompt))
+
+    def _bits_repeat(self, work: list[Work]) -> None:
+        """Deterministic: the prompt that a stream reads was computed as if nothing had been cached, nobody else there.
+
+        Who was preempted has its own tokens computed again in chunks, so that is not said of it.
+        """
+        for each in work:
+            stream, request = each.stream, each.stream.request
+            if stream.awake and not request.preemptions:
+                length = min(stream.sequence.length, len(request.prompt))
+                own = self._is_common(stream.sequence.block_table, length, len(request.prompt))
+                assert own, f"{self._name(request)} reads KV of other chunks than its own"
 
     def _order(self, before: Before) -> None:
         """Nobody is passed by lower priorities, or by more later ones of its own than the order allows."""
@@ -229,7 +270,7 @@ class Watch:
 
     def before_preemption(self, request: Request) -> list[Ids]:
         """What each stream of a request that gives way has computed, but for what it kept and cannot publish now."""
-        if not self.world.scenario.reuse:
+        if not self.world.scenario.reuse or self.world.scenario.limits.deterministic:
             return []
         streams = [stream for stream in request.live if stream.awake]
         return [
@@ -334,7 +375,7 @@ class Watch:
                 ask.timeout is not None and customer.ended_at is not None and customer.ended_at >= _deadline(customer)
             )
         if isinstance(error, PromptTooLong):
-            return bool(self.world.pins)
+            return bool(self.world.pins) and not customer.request.admitted
         assert isinstance(error, RequestFailed), f"request {ask.number}: {error!r}"
         cause, flaw = error.__cause__, ask.flaw
         if flaw is not None and flaw.kind == "nan" and isinstance(cause, InvalidInput):

@@ -61,6 +61,8 @@ class SlotModel:
         self.size, self._pool = cache.block_size, cache._pool
         self.digests = np.zeros((cache.num_blocks, self.size), np.uint64)
         self.tokens = np.zeros((cache.num_blocks, self.size), np.int64)
+        # By which chunk each slot was computed: its start, its length, whether it had a forward of its own.
+        self.origins = np.zeros((cache.num_blocks, self.size, 3), np.int64)
         self.runs: list[list[Chunk]] = []  # of this step
         self.broken: AssertionError | None = None  # a rule of a step that was not kept
         self.fault: Callable[[Sequence[Chunk], int], None] = lambda chunks, part: None
@@ -112,7 +114,8 @@ class SlotModel:
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         for source, target in self._rng.sample(copies, len(copies)):
-            self.digests[target], self.tokens[target] = self.digests[source], self.tokens[source]
+            for content in (self.digests, self.tokens, self.origins):
+                content[target] = content[source]
 
     def _write(self, chunk: Chunk) -> None:
         digests, tokens = self.digests.reshape(-1), self.tokens.reshape(-1)
@@ -120,6 +123,7 @@ class SlotModel:
         for token, slot in zip(chunk.tokens.tolist(), chunk.slots.tolist(), strict=True):
             digest = follow(digest, token)
             digests[slot], tokens[slot] = digest, token
+        self.origins.reshape(-1, 3)[chunk.slots] = (chunk.start, len(chunk.tokens), chunk.alone)
 
     def _read(self, chunk: Chunk) -> int:
         length = chunk.start + len(chunk.tokens)
@@ -139,15 +143,19 @@ class SlotModel:
         """What was written to the first `length` slots along a block table."""
         return self.tokens[table].reshape(-1)[:length]
 
+    def came_from(self, table: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int64]:
+        """By which chunks the first `length` slots along a block table were computed: [length, 3]."""
+        return self.origins[table].reshape(-1, 3)[:length]
+
     def _poison_what_is_handed_out(self) -> None:
-        digests, tokens = self.digests, self.tokens
+        digests, tokens, origins = self.digests, self.tokens, self.origins
 
         class Poisoned(BlockPool):
             __slots__ = ()
 
             def take(self, count: int):  # type: ignore[no-untyped-def]
                 taken = super().take(count)
-                digests[taken], tokens[taken] = _POISON, -2
+                digests[taken], tokens[taken], origins[taken] = _POISON, -2, -2
                 return taken
 
         self._pool.__class__ = Poisoned

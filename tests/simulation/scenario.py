@@ -117,6 +117,7 @@ class Scenario:
     asks: tuple[Ask, ...]
     policy: str = "lru"
     reuse: bool = True
+    pin_budget: float = 0.5
     pinnings: tuple[Pinning, ...] = ()
     forgettings: tuple[Forgetting, ...] = ()
     faults: tuple[Fault, ...] = field(default=())

@@ -86,7 +86,11 @@ class World:
     def __post_init__(self) -> None:
         scenario = self.scenario
         self.cache = PrefixCache(
-            scenario.num_blocks, scenario.block_size, scenario.policy, clock=self.clock.perf_counter, pin_budget=0.5
+            scenario.num_blocks,
+            scenario.block_size,
+            scenario.policy,
+            clock=self.clock.perf_counter,
+            pin_budget=scenario.pin_budget,
         )
         self.model = SlotModel(self.cache, scenario.seed)
         self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)
