@@ -1,7 +1,7 @@
 """One life of an engine's core, below the thread: a scenario, a virtual clock, a model that is nothing but memory.
 
 Knows: how a scenario's events reach `Core`, and what a step looked like from outside. What must hold is for
-`invariants.py` to say.
+`books`, `steps`, `turns` and `ends` to say.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from radixkv.errors import InvalidInput, PinBudgetExceeded
 from radixkv.models import sampler
 from radixkv.models.runner import Chunk
 from radixkv.models.sampler import SampleRow
+from tests.simulation.books import Books
+from tests.simulation.ends import Ends
 from tests.simulation.faults import Faults
-from tests.simulation.invariants import Watch
 from tests.simulation.model import SlotModel
 from tests.simulation.outlet import ScriptedOutlet
 from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
+from tests.simulation.steps import Steps
+from tests.simulation.turns import Turns
 
 ENGINE = [module for name, module in sys.modules.items() if name.startswith("radixkv.engine.")]
 
@@ -97,7 +100,7 @@ class World:
         self.model.fault, self.model.sick = self.faults.in_forward, self.faults.is_sick
         self.core = Core(self.cache, self.model, scenario.limits, reuse=scenario.reuse)
         self._listen_to_the_schedule()
-        self.watch = Watch(self)
+        self.books, self.steps, self.turns, self.ends = Books(self), Steps(self), Turns(self), Ends(self)
 
     # ---- the whole life
 
@@ -109,7 +112,7 @@ class World:
                 self._perhaps_step()
                 self.step += 1
                 self.clock.now += 1
-            self.watch.at_the_end()
+            self.ends.check()
         return self
 
     def _is_over(self) -> bool:
@@ -117,16 +120,16 @@ class World:
 
     def _perhaps_step(self) -> None:
         idle = self.core.idle_for()
-        self.watch.idle(idle)
+        self.steps.idle(idle)
         if idle != 0:
             return
         self.work = []
         self.model.runs.clear()
-        before = self.watch.before()
+        before = self.steps.before()
         self.core.step()
         self._write_down()
         self._note_ends()
-        self.watch.after(before)
+        self.steps.after(before)
 
     def sights(self) -> Counter[str]:
         """What happened in this life, counted: so that tests can tell that they tested something."""
@@ -134,7 +137,7 @@ class World:
         names = ("finished", "cancelled", "timed_out", "preemptions", "recomputed_tokens", "coalesced_tokens")
         seen = Counter({name: getattr(counters, name) for name in names})
         seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
-        seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.watch.overtaken)
+        seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.turns.overtaken)
         seen |= Counter(self.stages)
         seen.update(c.ask.flaw.kind for c in self.customers.values() if c.ask.flaw and c.outlet.error)
         seen.update(f"a fault: {fault.kind}" for fault in (*self.faults.fired, *self.faults.began))
@@ -159,7 +162,7 @@ class World:
         for forgetting in forgettings:
             self._forget(forgetting)
         if doomed or pinned or forgettings:
-            self.watch.books()
+            self.books.check()
 
     def _submit(self, ask: Ask) -> None:
         outlet = ScriptedOutlet(ask, lambda: self.step)
@@ -220,6 +223,10 @@ class World:
         """The customer behind a request."""
         return self.customers[request.outlet.ask.number]  # type: ignore[attr-defined]
 
+    def name_of(self, request: Request) -> str:
+        """For messages."""
+        return f"request {self.customer_of(request).ask.number}"
+
     def ask_of(self, chunk: Chunk) -> Ask:
         """Whose chunk it is."""
         for work in self.work:
@@ -246,10 +253,10 @@ class World:
         preempt = self.core.scheduler.preempt
 
         def watching(request: Request) -> None:
-            kept = self.watch.before_preemption(request)
+            kept = self.turns.before_preemption(request)
             preempt(request)
             self._say(f"{self.customer_of(request).ask.number} gives way")
-            self.watch.after_preemption(request, kept)
+            self.turns.after_preemption(request, kept)
 
         self.core.scheduler.preempt = watching  # type: ignore[method-assign]
 

@@ -1,0 +1,129 @@
+"""How each request must end, and what must be left when all have.
+
+Knows: what befell each request, the oracle's answers, the engine's counters. Empties the cache at the very end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from radixkv.errors import InvalidInput, PromptTooLong, RequestCancelled, RequestFailed, RequestTimedOut
+from tests.simulation.draw import answers_of
+from tests.simulation.oracle import Reply
+from tests.simulation.scenario import Sabotage
+
+if TYPE_CHECKING:
+    from tests.simulation.world import Customer, World
+
+
+class Ends:
+    """Of one world; raises AssertionError if anything is not as it must be."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.core, self.cache = world, world.core, world.cache
+
+    def check(self) -> None:
+        """Everybody has exactly its answer or exactly what befell it; nothing is held; counters add up."""
+        self.world.books.check()
+        self.world.books.contents()
+        for customer in self.world.customers.values():
+            self._outcome(customer)
+        self._counters()
+        self._nothing_is_held()
+
+    def _outcome(self, customer: Customer) -> None:
+        ask, outlet = customer.ask, customer.outlet
+        assert outlet.ends == 1, f"request {ask.number} ended {outlet.ends} times"
+        answers = answers_of(ask)
+        for index, answer in enumerate(answers):
+            said = outlet.tokens(index)
+            assert said == answer.tokens[: len(said)], f"request {ask.number}.{index} said {said}, not {answer.tokens}"
+        assert all(chunk.index < len(answers) for chunk in outlet.chunks)
+        if outlet.completion is not None:
+            self._completion(customer, answers)
+        else:
+            assert self._deserved(customer), f"request {ask.number} must not end with {outlet.error!r}"
+
+    def _completion(self, customer: Customer, answers: tuple[Reply, ...]) -> None:
+        ask, done = customer.ask, customer.outlet.completion
+        assert done is not None and not customer.cancelled
+        streams = [done, *done.alternatives]
+        assert [(each.token_ids, each.finish_reason) for each in streams] == [
+            (answer.tokens, answer.finish_reason) for answer in answers
+        ], f"request {ask.number} answered {streams}, not {answers}"
+        for index, each in enumerate(streams):
+            assert customer.outlet.tokens(index) == each.token_ids, f"request {ask.number}: chunks are not the answer"
+            usage = each.usage
+            held = len(ask.prompt) + max(len(each.token_ids) - 1, 0)
+            assert usage.cached_tokens + usage.computed_tokens == held, f"request {ask.number}: {usage}, {held} tokens"
+            assert usage.preemptions == customer.request.preemptions
+            assert 0 <= usage.ttft_s <= usage.total_s
+        if ask.timeout is not None:
+            assert done.usage.total_s <= ask.timeout + 1, f"request {ask.number} finished behind its deadline"
+
+    def _deserved(self, customer: Customer) -> bool:
+        """Whether an error is what befell this request."""
+        ask, error, faults = customer.ask, customer.outlet.error, self.world.faults
+        if isinstance(error, RequestCancelled):
+            return customer.cancelled
+        if isinstance(error, RequestTimedOut):
+            return (
+                ask.timeout is not None and customer.ended_at is not None and customer.ended_at >= _deadline(customer)
+            )
+        if isinstance(error, PromptTooLong):
+            return bool(self.world.pins) and not customer.request.admitted
+        assert isinstance(error, RequestFailed), f"request {ask.number}: {error!r}"
+        cause, flaw = error.__cause__, ask.flaw
+        if flaw is not None and flaw.kind == "nan" and isinstance(cause, InvalidInput):
+            return True
+        if flaw is not None and flaw.kind == "namespace" and isinstance(cause, Sabotage):
+            return True
+        return cause is customer.outlet.raised is not None or faults.explains(cause, ask)
+
+    def _counters(self) -> None:
+        counters, customers = self.core.counters, list(self.world.customers.values())
+        ends = Counter(type(c.outlet.error) for c in customers)
+        assert counters.finished == ends[type(None)]
+        assert counters.cancelled == ends[RequestCancelled]
+        assert counters.failed == sum(ends.values()) - ends[type(None)] - ends[RequestCancelled]
+        assert counters.timed_out == ends[RequestTimedOut]
+        assert counters.preemptions == sum(c.request.preemptions for c in customers)
+        put = sum(len(c.outlet.chunks) for c in customers)
+        assert put <= counters.output_tokens <= put + sum(c.outlet.raised is not None for c in customers)
+        if ends[type(None)] == len(customers):
+            self._sums(counters)
+        stats = self.cache.stats()
+        assert counters.computed_tokens + counters.recomputed_tokens == stats.committed_tokens, f"{counters}, {stats}"
+        asked = sum(len(c.ask.prompt) for c in customers if c.request.admitted)
+        refused = sum(len(c.ask.prompt) for c in customers if isinstance(c.outlet.error, PromptTooLong))
+        assert asked <= stats.query_tokens <= asked + refused, f"{asked} tokens were asked for: {stats}"
+
+    def _sums(self, counters: Any) -> None:
+        """Everybody finished: what each was told adds up to what the engine counted."""
+        done = [c.outlet.completion for c in self.world.customers.values() if c.outlet.completion is not None]
+        streams = [each for first in done for each in (first, *first.alternatives)]
+        assert counters.prompt_tokens == sum(each.usage.prompt_tokens for each in done)
+        assert counters.computed_tokens == sum(each.usage.computed_tokens for each in streams)
+        assert counters.recomputed_tokens == sum(each.usage.recomputed_tokens for each in streams)
+        forked = sum(len(first.alternatives) * first.usage.prompt_tokens for first in done)  # no hits, but shared
+        assert counters.cached_tokens == sum(each.usage.cached_tokens for each in streams) - forked
+        assert all(each.usage.preemptions or not each.usage.recomputed_tokens for each in streams)
+
+    def _nothing_is_held(self) -> None:
+        cache, scheduler = self.cache, self.core.scheduler
+        assert not cache._open and not len(scheduler.waiting) and not scheduler.running and not self.core.busy
+        for _, pin in self.world.pins:
+            pin.release()
+        assert cache.free_blocks + cache.evictable_blocks == cache.num_blocks, "something is held"
+        if not self.world.scenario.reuse:
+            assert cache.free_blocks == cache.num_blocks, "something was published"
+        cache.clear()
+        cache.check()
+        assert cache.free_blocks == cache.num_blocks, "something leaked"
+
+
+def _deadline(customer: Customer) -> float:
+    deadline = customer.request.deadline
+    assert deadline is not None
+    return deadline

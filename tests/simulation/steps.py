@@ -1,0 +1,175 @@
+"""What one step of a simulated engine promises: its budget, who is in it, what it computes, that it gets somewhere.
+
+Knows: the world before and after the step, and the step's work. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from radixkv.engine.request import Request
+from radixkv.engine.scheduler import Work
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a step began with."""
+
+    running: tuple[Request, ...]
+    awake: tuple[tuple[Any, Any], ...]  # streams with their sequences, whose readers are there
+    decoding: tuple[Any, ...]  # those of them that must get their token
+    preemptions: tuple[int, ...]  # of those that run
+    computed: dict[int, int]  # tokens that requests which ran, or ended, had computed, by id
+    progress: tuple[int, ...]
+
+
+class Steps:
+    """Of one world; each method raises AssertionError if what it looks at is broken."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.core = world, world.core
+        self.limits = world.scenario.limits
+        self.count = 0
+        # No schedule that gets anywhere takes more: a token a step, all of it computed twice over, and some waiting.
+        tokens = sum(ask.params.n * (len(ask.prompt) + ask.max_tokens) for ask in world.scenario.asks)
+        self.most = world.scenario.last + 4 * tokens + 20 * len(world.scenario.asks)
+
+    def before(self) -> Before:
+        """What the step begins with."""
+        running = tuple(self.core.scheduler.running)
+        read = [request for request in running if not self.world.customer_of(request).outlet.in_span]
+        awake = [stream for request in read for stream in request.live if stream.awake]
+        return Before(
+            running,
+            tuple((stream, stream.sequence) for stream in awake),
+            tuple(stream for stream in awake if stream.pending == 1 and stream.output_length),
+            tuple(request.preemptions for request in running),
+            self._computed(),
+            self._progress(),
+        )
+
+    def _computed(self) -> dict[int, int]:
+        requests = [customer.request for customer in self.world.customers.values() if customer.request.streams]
+        return {
+            id(request): next((s.sequence.length for s in request.live if s.awake), len(request.prompt))
+            for request in requests
+        }
+
+    def _progress(self) -> tuple[int, ...]:
+        ended = sum(customer.outlet.ended for customer in self.world.customers.values())
+        counters = self.core.counters
+        return (ended, counters.computed_tokens, counters.recomputed_tokens)
+
+    def after(self, before: Before) -> None:
+        """All that one step promises."""
+        self.count += 1
+        if self.world.model.broken is not None:
+            raise self.world.model.broken
+        self.world.books.check()
+        self._budget(self.world.work)
+        self._who_is_in(before, self.world.work)
+        self._nothing_is_computed_twice(self.world.work)
+        self._bits_repeat(self.world.work)
+        self.world.turns.after(before)
+        self._deadlines()
+        if self._progress() == before.progress:
+            left = [customer for customer in self.world.customers.values() if not customer.outlet.ended]
+            away = [customer.outlet.in_span for customer in left]
+            undecided = any(customer.outlet.in_span and customer.ask.flickers for customer in left)
+            assert all(away) or undecided, "a step without progress"
+        assert self.count <= self.most, "too many steps: they get nowhere"
+
+    def _budget(self, work: list[Work]) -> None:
+        running = self.core.scheduler.running
+        assert sum(len(each.tokens) for each in work) <= self.limits.max_batch_tokens
+        assert all(0 < len(each.tokens) <= self.limits.prefill_chunk for each in work)
+        assert len({id(each.stream) for each in work}) == len(work), "two chunks of one stream"
+        assert sum(len(request.live) for request in running) <= self.limits.max_sequences
+
+    def _who_is_in(self, before: Before, work: list[Work]) -> None:
+        planned, running = {id(each.stream) for each in work}, self.core.scheduler.running
+        for stream in before.decoding:
+            gone = stream.request.outlet.ended or stream.request not in running
+            assert gone or id(stream) in planned, (
+                f"{self.world.name_of(stream.request)} decodes, and was left out of a step"
+            )
+        left = self.limits.max_batch_tokens - sum(len(each.tokens) for each in work)
+        if left >= (self.limits.prefill_chunk if self.limits.deterministic else 1):  # there, no chunk is cut to fit
+            idle = [s for s, sequence in before.awake if s.sequence is sequence and s.awake and id(s) not in planned]
+            assert not idle, f"{idle} could have run in what is left of the budget"
+        self._higher_ranks_first(before, planned)
+        away = [each for each in work if self.world.customer_of(each.stream.request).outlet.is_away]
+        assert not away, f"computed, though nobody reads: {away}"
+
+    def _higher_ranks_first(self, before: Before, planned: set[int]) -> None:
+        """Of the prompts that are under way, a higher priority gets its chunk before a lower one."""
+        prompts = [(s, s.request.priority) for s, sequence in before.awake if s.sequence is sequence]
+        prompts = [(s, priority) for s, priority in prompts if s not in before.decoding and s.awake]
+        lowest = min((priority for s, priority in prompts if id(s) in planned), default=None)
+        if lowest is not None and not self.limits.deterministic:
+            passed = [s for s, priority in prompts if id(s) not in planned and priority > lowest]
+            assert not passed, f"{passed} got no chunk, and a lower priority did"
+
+    def _nothing_is_computed_twice(self, work: list[Work]) -> None:
+        """Prompts that share a prefix do not compute it side by side, but for less than is worth waiting for.
+
+        Unless one was preempted, waited as long as anybody must, or has a reader who comes and goes.
+        """
+        if not self.world.scenario.reuse:
+            return
+        worth = 2 * self.world.scenario.block_size
+        prompts = [each for each in work if each.start < len(each.stream.request.prompt) and self._coalesces(each)]
+        for one, other in combinations(prompts, 2):
+            if one.stream.request.namespace == other.stream.request.namespace:
+                end = min(self._end_in_prompt(one), self._end_in_prompt(other))
+                start = max(one.start, other.start)
+                mine, theirs = one.stream.request.prompt[:end], other.stream.request.prompt[:end]
+                same = self._reusable(end if (mine == theirs).all() else int((mine != theirs).argmax()))
+                assert same - start < worth, f"{one} and {other} compute the same {same - start} tokens"
+
+    def _reusable(self, length: int) -> int:
+        """How much of a common prefix may be a hit."""
+        return length - length % self.limits.prefill_chunk if self.limits.deterministic else length
+
+    def _coalesces(self, work: Work) -> bool:
+        request = work.stream.request
+        return not (request.preemptions or request.waited_enough or self.world.customer_of(request).ask.lags)
+
+    def _end_in_prompt(self, work: Work) -> int:
+        return min(work.start + len(work.tokens), len(work.stream.request.prompt))
+
+    def _bits_repeat(self, work: list[Work]) -> None:
+        """Deterministic: the prompt that a stream reads was computed as if nothing had been cached, nobody else there.
+
+        Who was preempted has its own tokens computed again in chunks, so that is not said of it.
+        """
+        for each in work if self.limits.deterministic else []:
+            stream, request = each.stream, each.stream.request
+            if stream.awake and not request.preemptions:
+                length = min(stream.sequence.length, len(request.prompt))
+                own = self.world.books.is_common(stream.sequence.block_table, length, len(request.prompt))
+                assert own, f"{self.world.name_of(request)} reads KV of other chunks than its own"
+
+    def _deadlines(self) -> None:
+        for customer in self.world.customers.values():
+            deadline = customer.request.deadline
+            late = deadline is not None and not customer.outlet.ended and deadline <= self.world.clock.now - 1
+            assert not late, f"{customer.ask.number} lives beyond its deadline"
+
+    def idle(self, idle: float | None) -> None:
+        """`idle_for` says when the next deadline is, if all that is left are those whose readers are away."""
+        left = [customer for customer in self.world.customers.values() if not customer.outlet.ended]
+        if idle == 0:
+            resting = left and all(customer.outlet.is_away for customer in left)
+            due = any(c.ask.timeout is not None for c in self.world.customers.values())
+            assert not resting or due, "a step is wanted, though nobody reads"
+            return
+        assert all(customer.outlet.in_span for customer in left), "idle, though somebody could run"
+        deadlines = [c.request.deadline for c in left if c.request.deadline is not None]
+        if deadlines:  # it may wake up earlier, for the deadline of one that ended
+            assert idle is not None and idle <= min(deadlines) - self.world.clock.now, f"idle for {idle}: {deadlines}"
