@@ -48,6 +48,7 @@ def test_the_public_names_of_the_cache() -> None:
     cache = importlib.import_module("radixkv.cache")
     assert sorted(cache.__all__) == [
         "CacheStats",
+        "CachedRun",
         "Explanation",
         "Hint",
         "Match",
@@ -55,6 +56,7 @@ def test_the_public_names_of_the_cache() -> None:
         "POLICIES",
         "Pin",
         "PrefixCache",
+        "Purpose",
         "Sequence",
         "WritePlan",
     ]

@@ -3,23 +3,27 @@
 Knows no tensor, no model and no thread.
 """
 
+from radixkv.cache.cached_run import CachedRun
 from radixkv.cache.eviction import POLICIES
 from radixkv.cache.explain import Explanation
 from radixkv.cache.observer import Observer
 from radixkv.cache.pins import Pin
 from radixkv.cache.prefix_cache import Match, PrefixCache
+from radixkv.cache.purpose import Purpose
 from radixkv.cache.sequence import Hint, Sequence, WritePlan
 from radixkv.cache.stats import CacheStats
 
 __all__ = [
     "POLICIES",
     "CacheStats",
+    "CachedRun",
     "Explanation",
     "Hint",
     "Match",
     "Observer",
     "Pin",
     "PrefixCache",
+    "Purpose",
     "Sequence",
     "WritePlan",
 ]
