@@ -62,6 +62,7 @@ class _Draw:
             policy=rng.choice(("lru", "lru", "fifo", "lfu", "slru")),
             reuse=rng.random() < 0.85,
             pinnings=tuple(self._pinning(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 1, 4)))),
+            observer_raises=rng.choice((None, None, 0, 10, 100)),
             pin_budget=rng.choice((0.5, 1.0)),
             forgettings=tuple(self._forgetting(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 1, 3)))),
             faults=tuple(self._fault(last) for _ in range(rng.choice((0, 0, 1, 4)))),
@@ -184,10 +185,10 @@ class _Draw:
         return Pinning(at, ask.prompt, self.rng.choice(self.namespaces), at + self.rng.choice((1, 10, 40)), ttl)
 
     def _forgetting(self, ask: Ask, last: int) -> Forgetting:
-        at = self.rng.randint(0, last + 20)
-        if self.rng.random() < 0.5:
-            return Forgetting(at)
-        return Forgetting(at, ask.prompt, self.rng.randrange(len(ask.prompt)), self.rng.choice(self.namespaces))
+        at, verb = self.rng.randint(0, last + 20), self.rng.choice(("clear", "demote", "discard"))
+        if verb == "clear":
+            return Forgetting(at, verb)
+        return Forgetting(at, verb, ask.prompt, self.rng.randrange(len(ask.prompt)), self.rng.choice(self.namespaces))
 
     def _fault(self, last: int) -> Fault:
         rng = self.rng

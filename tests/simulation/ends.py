@@ -31,6 +31,8 @@ class Ends:
             self._outcome(customer)
         self._counters()
         self._nothing_is_held()
+        listener = self.world.listener
+        assert listener is None or listener.heard <= listener.raises + 1, "an observer that raised was told more"
 
     def _outcome(self, customer: Customer) -> None:
         ask, outlet = customer.ask, customer.outlet

@@ -90,3 +90,18 @@ class Faults:
             error = MEMORY_ERRORS[self.now() % 2](f"DefaultCPUAllocator: can't allocate memory: {text}")
         self.blamed[id(error)] = (error, {ask.number for ask in asks})
         raise error
+
+
+class Listener:
+    """An observer of the cache that raises when it has heard of `raises` events; it must hear nothing after that."""
+
+    def __init__(self, raises: int) -> None:
+        self.heard, self.raises = 0, raises
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return self._hear
+
+    def _hear(self, *facts: object) -> None:
+        self.heard += 1
+        if self.heard > self.raises:
+            raise Sabotage("an observer of the cache")

@@ -82,11 +82,12 @@ class Pinning:
 
 @dataclass(frozen=True)
 class Forgetting:
-    """At step `at` the cache is cleared, or (with `tokens`) what is cached of them behind `keep` is demoted."""
+    """At step `at` the cache is cleared, or what is cached of `tokens` from `start` on is demoted or discarded."""
 
     at: int
-    tokens: Ids | None = None
-    keep: int = 0
+    verb: str  # clear, demote, discard
+    tokens: Ids = ()
+    start: int = 0
     namespace: Hashable = None
 
 
@@ -118,6 +119,7 @@ class Scenario:
     policy: str = "lru"
     reuse: bool = True
     pin_budget: float = 0.5
+    observer_raises: int | None = None  # at which event; None: nobody listens
     pinnings: tuple[Pinning, ...] = ()
     forgettings: tuple[Forgetting, ...] = ()
     faults: tuple[Fault, ...] = field(default=())
@@ -135,6 +137,9 @@ class Scenario:
 
     def __str__(self) -> str:
         """One line a fact, for people."""
-        facts = [f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}", str(self.limits)]
+        facts = [
+            f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
+            f"{self.limits}, observer raises at {self.observer_raises}",
+        ]
         facts += map(str, (*self.asks, *self.pinnings, *self.forgettings, *self.faults))
         return "\n".join(facts)

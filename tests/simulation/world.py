@@ -12,21 +12,23 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 from unittest import mock
 
 import numpy as np
 
 from radixkv.cache import Pin, PrefixCache
+from radixkv.cache.observer import Observer
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
-from radixkv.errors import InvalidInput, PinBudgetExceeded
+from radixkv.errors import InvalidInput, PinBudgetExceeded, PrefixHeld
 from radixkv.models import sampler
 from radixkv.models.runner import Chunk
 from radixkv.models.sampler import SampleRow
 from tests.simulation.books import Books
 from tests.simulation.ends import Ends
-from tests.simulation.faults import Faults
+from tests.simulation.faults import Faults, Listener
 from tests.simulation.model import SlotModel
 from tests.simulation.outlet import ScriptedOutlet
 from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
@@ -88,11 +90,14 @@ class World:
 
     def __post_init__(self) -> None:
         scenario = self.scenario
+        raises = scenario.observer_raises
+        self.listener = None if raises is None else Listener(raises)
         self.cache = PrefixCache(
             scenario.num_blocks,
             scenario.block_size,
             scenario.policy,
             clock=self.clock.perf_counter,
+            observer=cast("Observer | None", self.listener),
             pin_budget=scenario.pin_budget,
         )
         self.model = SlotModel(self.cache, scenario.seed)
@@ -207,10 +212,16 @@ class World:
         return any(self.step in (pinning.at, pinning.until) for pinning in self.scenario.pinnings)
 
     def _forget(self, forgetting: Forgetting) -> None:
-        if forgetting.tokens is None:
+        tokens = np.array(forgetting.tokens, np.int32)
+        if forgetting.verb == "clear":
             self.cache.clear()
+        elif forgetting.verb == "demote":
+            self.core.demote(tokens, forgetting.start, forgetting.namespace)
         else:
-            self.core.demote(np.array(forgetting.tokens, np.int32), forgetting.keep, forgetting.namespace)
+            try:
+                self.cache.discard(tokens, forgetting.namespace, forgetting.start)
+            except PrefixHeld:
+                self._say("what was to be discarded is held")
 
     def _note_ends(self) -> None:
         for customer in self.customers.values():
