@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         ToolCall,
         ToolResult,
     )
-    from radixkv.engine import AsyncHandle, Chunk, Completion, EngineStats, Handle, Usage, Warmed
+    from radixkv.engine import AsyncHandle, AuditReport, Chunk, Completion, EngineStats, Handle, Usage, Warmed
     from radixkv.errors import RadixKVError
     from radixkv.models.sampling_params import SamplingParams
 
@@ -33,6 +33,7 @@ __all__ = [
     "AsyncEngine",
     "AsyncHandle",
     "AsyncReplyStream",
+    "AuditReport",
     "CacheStats",
     "ChatSession",
     "Chunk",
@@ -69,7 +70,7 @@ _HOMES = {
         "ToolCall",
         "ToolResult",
     ),
-    "radixkv.engine": ("AsyncHandle", "Chunk", "Completion", "EngineStats", "Handle", "Usage", "Warmed"),
+    "radixkv.engine": ("AsyncHandle", "AuditReport", "Chunk", "Completion", "EngineStats", "Handle", "Usage", "Warmed"),
     "radixkv.errors": ("RadixKVError",),
     "radixkv.models.sampling_params": ("SamplingParams",),
 }

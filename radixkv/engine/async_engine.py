@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar
 
 from radixkv.cache import Explanation
 from radixkv.engine.async_handle import AsyncHandle
+from radixkv.engine.audit_report import AuditReport
 from radixkv.engine.engine import RequestEngine
 from radixkv.engine.intake import Params
 from radixkv.engine.outputs import Completion
@@ -118,6 +119,13 @@ class AsyncRequestEngine:
     async def stats(self) -> EngineStats:
         """Counters and gauges of this moment, between two steps."""
         return await self._asked(self._engine._stats)
+
+    async def audit(self, blocks: int = 64) -> AuditReport:
+        """Compute at least `blocks` cached blocks again, compare, and drop what differs: see `Engine.audit`.
+
+        Cancelling the task ends the audit.
+        """
+        return await asyncio.wrap_future(self._engine._auditing(blocks))
 
     async def clear_cache(self) -> None:
         """Drop every cached prefix that nobody holds."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from radixkv.cache import PrefixCache
+from radixkv.engine.audit import Auditor
 from radixkv.engine.limits import Limits
 from radixkv.engine.prompts import TokenIds
 from radixkv.engine.request import Request, Stream, failure
@@ -47,13 +48,25 @@ class Forward(Protocol):
 class Core:
     """Requests in, chunks and completions out, one step at a time."""
 
-    def __init__(self, cache: PrefixCache, runner: Forward, limits: Limits, *, reuse: bool = True) -> None:
-        """Own `cache` and `runner` from now on. Without `reuse` nothing is looked up in the cache or published."""
+    def __init__(
+        self,
+        cache: PrefixCache,
+        runner: Forward,
+        limits: Limits,
+        *,
+        reuse: bool = True,
+        scrub: float | None = None,
+    ) -> None:
+        """Own `cache` and `runner` from now on. Without `reuse` nothing is looked up in the cache or published.
+
+        `scrub` is how many cached blocks to audit a second while there is nothing else to do.
+        """
         self.cache = cache
         self.runner = runner
         self.counters = Counters()
         self._reuse = Reuse(cache, limits, on=reuse)
         self.scheduler = Scheduler(cache, limits, self.counters, self._end, self._reuse)
+        self.auditor = Auditor(cache, runner, self.scheduler, self.counters, self._end, reuse=reuse, scrub=scrub)
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; those that ended are passed over
 
     @property
@@ -68,9 +81,10 @@ class Core:
         """
         if any(not each.outlet.lagging for each in chain(self.scheduler.running, self.scheduler.waiting)):
             return 0.0
+        rests = [self.auditor.rest(busy=self.busy)]
         if self.busy and self._deadlines:
-            return max(self._deadlines[0][0] - time.perf_counter(), 0.0)
-        return None
+            rests.append(max(self._deadlines[0][0] - time.perf_counter(), 0.0))
+        return min((rest for rest in rests if rest is not None), default=None)
 
     def add(self, request: Request) -> None:
         """Queue a request that fits the pool: see `Scheduler.check_fits`."""
@@ -95,6 +109,7 @@ class Core:
     def close(self, error: EngineError) -> None:
         """End every request and let go of the pool and the cache; nothing may be called behind it."""
         self.end_all(error)
+        self.auditor.close(error)
         self.scheduler.close()
         self._reuse.close()
         del self.runner, self.cache
@@ -116,6 +131,7 @@ class Core:
                 self._commit(part, logits)
         except Exception as error:
             self._fail(work, error)
+        self.auditor.step(busy=self.busy)
 
     def _expire(self) -> None:
         """End the requests whose time is over."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from radixkv.cache import Explanation, PrefixCache
+from radixkv.engine.audit import check_blocks, piece_tokens, scrub_rate
+from radixkv.engine.audit_report import AuditReport
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.handle import Handle
-from radixkv.engine.intake import Intake, Params, check_namespace, check_seconds, check_sizes
+from radixkv.engine.intake import Intake, Params, check_flag, check_namespace, check_seconds, check_sizes
 from radixkv.engine.limits import Limits
 from radixkv.engine.outputs import Completion, Usage
 from radixkv.engine.prompts import Prompt
@@ -51,11 +54,12 @@ class RequestEngine:
         *,
         bytes_per_block: int = 0,
         prefix_cache: bool = True,
+        scrub: float | None = None,
         seed: int = 0,
     ) -> None:
         """Put ready parts together; `load` makes them. The engine owns runner and cache from now on."""
         self._model = model
-        self._core = core = Core(cache, runner, limits or Limits(), reuse=prefix_cache)
+        self._core = core = Core(cache, runner, limits or Limits(), reuse=prefix_cache, scrub=scrub)
         self._worker = Worker(
             core.step,
             core.idle_for,
@@ -87,6 +91,8 @@ class RequestEngine:
         max_overtakes: int = 32,
         victim: str = "cheapest",
         prefix_cache: bool = True,
+        deterministic: bool = False,
+        scrub: bool | float = False,
         seed: int = 0,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -100,13 +106,19 @@ class RequestEngine:
         until `max_overtakes` have passed somebody. `victim` says who gives way when blocks run out, to come back
         later: who is "cheapest" to bring back, or who came in "last". `attention` is "auto" or "torch", which is all
         there is yet. `prefix_cache=False` computes every prompt in full and shares nothing, for comparisons.
+        `deterministic` answers requests that run one at a time with the same bits whether they hit or not; hits then
+        end on multiples of `prefill_chunk` (see docs/determinism.md). `scrub` computes cached blocks again while the
+        engine is idle, and drops what differs: True, or how many a second.
         `seed` is the root of the seeds of requests that bring none.
         Raises UnsupportedModel or InvalidInput.
         """
         from radixkv.models.adapter import load
         from radixkv.models.runner import Runner
 
-        limits = Limits(max_sequences, max_batch_tokens, prefill_chunk, order, max_overtakes, victim)
+        limits = Limits(
+            max_sequences, max_batch_tokens, prefill_chunk, order, max_overtakes, victim, check_flag(deterministic)
+        )
+        rate = scrub_rate(scrub)
         check_sizes(num_blocks, block_size, seed)
         if attention not in ("auto", ATTENTION):
             raise InvalidInput(f"attention={attention!r}: allowed are 'auto' and {ATTENTION!r}")
@@ -118,8 +130,18 @@ class RequestEngine:
             num_blocks = blocks_for(kv_memory, bytes_per_block, device)
         check_free(num_blocks * bytes_per_block, loaded.device.type)
         cache = PrefixCache(num_blocks, block_size, eviction)
-        runner = Runner(loaded, num_blocks, block_size)
-        return cls(loaded, runner, cache, limits, bytes_per_block=bytes_per_block, prefix_cache=prefix_cache, seed=seed)
+        again = prefill_chunk if deterministic else piece_tokens(block_size)
+        runner = Runner(loaded, num_blocks, block_size, deterministic=deterministic, recheck_tokens=again)
+        return cls(
+            loaded,
+            runner,
+            cache,
+            limits,
+            bytes_per_block=bytes_per_block,
+            prefix_cache=prefix_cache,
+            scrub=rate,
+            seed=seed,
+        )
 
     # ---- requests
 
@@ -208,6 +230,20 @@ class RequestEngine:
         """Counters and gauges of this moment, between two steps."""
         return self._worker.ask(self._stats)
 
+    def audit(self, blocks: int = 64) -> AuditReport:
+        """Compute at least `blocks` cached blocks again, chosen at random, and compare; drop what differs.
+
+        Waits for that, and requests go on meanwhile: a small piece is audited between two steps. Requests that read
+        what differs fail with RequestFailed. The cache's recency and counters stay as they are. Raises InvalidInput
+        where there is nothing to audit, EngineError if the model raises, EngineClosed.
+        """
+        report = self._auditing(blocks)
+        try:
+            return report.result()
+        except BaseException:
+            report.cancel()  # nothing to do, unless Ctrl-C came first
+            raise
+
     def clear_cache(self) -> None:
         """Drop every cached prefix that nobody holds."""
         self._worker.ask(lambda: self._core.cache.clear())
@@ -290,6 +326,13 @@ class RequestEngine:
             self._worker.post(lambda: self._core.cancel(request))
         except EngineClosed:
             return  # closing ended it
+
+    def _auditing(self, blocks: int) -> Future[AuditReport]:
+        """An audit that has begun."""
+        check_blocks(blocks)
+        report: Future[AuditReport] = Future()
+        self._worker.post(lambda: self._core.auditor.begin(blocks, report), begins=True)
+        return report
 
     def _stats(self) -> EngineStats:
         core, model = self._core, self._model

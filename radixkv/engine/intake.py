@@ -125,6 +125,13 @@ def check_seconds(name: str, value: Any) -> None:
         raise InvalidInput(f"{name} must be a number of seconds above 0, or None for no limit; got {value!r}")
 
 
+def check_flag(deterministic: object) -> bool:
+    """Raise InvalidInput unless this is True or False."""
+    if not isinstance(deterministic, bool):
+        raise InvalidInput(f"deterministic must be True or False, got {deterministic!r}")
+    return deterministic
+
+
 def check_sizes(num_blocks: object, block_size: object, seed: object) -> None:
     """Raise InvalidInput for a pool of no blocks, blocks of no tokens, or a seed that is no int."""
     for name, value in (("num_blocks", 1 if num_blocks is None else num_blocks), ("block_size", block_size)):

@@ -28,7 +28,7 @@ from radixkv.engine.coalescing import Coalescing
 from radixkv.engine.demand import still_to_take, to_spare
 from radixkv.engine.limits import Limits
 from radixkv.engine.preemption import victim
-from radixkv.engine.prompts import TokenIds
+from radixkv.engine.prompts import TokenIds, common_prefix
 from radixkv.engine.request import Request, Stream, failure
 from radixkv.engine.reuse import Reuse
 from radixkv.engine.stats import Counters
@@ -82,6 +82,7 @@ class Scheduler:
         self._budget = 0
         self._arrivals = 0
         self._admissions = 0
+        self._pins: list[tuple[Pin, TokenIds, Hashable]] = []
 
     # ---- who is here
 
@@ -131,7 +132,20 @@ class Scheduler:
                 f"the {len(begun)} requests under way may still need the {pin.blocks} blocks of this pin: try again "
                 "when fewer run, or load the engine with more kv_memory"
             )
+        self._pins = [each for each in self._pins if each[0].active]
+        self._pins.append((pin, tokens, namespace))
         return pin
+
+    def unpin(self, tokens: TokenIds, namespace: Hashable, start: int) -> int:
+        """Release the pins that hold any of these tokens from `start` on, or what is cached behind them; how many."""
+        found = [
+            pin
+            for pin, pinned, owner in self._pins
+            if pin.active and owner in {namespace} and common_prefix(pinned[: pin.length], tokens) > start
+        ]
+        for pin in found:
+            pin.release()
+        return len(found)
 
     def close(self) -> None:
         """Let go of the cache; from now on only `check_fits` may be called."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from radixkv.cache import CacheStats
+from radixkv.engine.audit_report import AuditReport
 
 
 @dataclass
@@ -36,7 +37,8 @@ class EngineStats:
     step is; output tokens when they were sampled. `preemptions` counts requests that gave way when blocks ran out (they
     are waiting then), `recomputed_tokens` what was computed again for them, which is not in `computed_tokens` twice.
     `coalesced_requests` waited for a neighbour to compute their prefix and found `coalesced_tokens` more in the cache.
-    `failed` includes those that `timed_out`. `cache` has the pool's own counters and gauges, which also count
+    `failed` includes those that `timed_out`. Of `audited_blocks`, which were computed again, `differing_blocks` were
+    not what they should be; audits count nowhere else. `cache` has the pool's own counters and gauges, which also count
     requests that ended before their first step.
     """
 
@@ -70,6 +72,11 @@ class EngineStats:
     def requests(self) -> int:
         """All requests so far."""
         return self.waiting + self.running + self.finished + self.cancelled + self.failed
+
+    @property
+    def audit(self) -> str:
+        """What audits and the scrubber found so far, as a sentence."""
+        return str(AuditReport(self.audited_blocks, self.differing_blocks))
 
     @property
     def hit_rate(self) -> float:

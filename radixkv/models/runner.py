@@ -18,7 +18,7 @@ from radixkv.attention import torch_backend, worklist
 from radixkv.attention.kv_store import KVStore
 from radixkv.models.hook import AttentionCall, handled_by
 from radixkv.models.loaded import LayerSpec, LoadedModel
-from radixkv.models.recheck import Recheck, compare
+from radixkv.models.recheck import Recheck, compare, obstacle
 from radixkv_kernels.work_list import WorkList
 
 
@@ -97,6 +97,11 @@ class Runner:
         step.finish()
         logits: Tensor = output.logits[0]
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    @property
+    def recheck_obstacle(self) -> str | None:
+        """Why cached KV cannot be computed again and compared; None if it can."""
+        return obstacle(self.loaded, exact=self._deterministic)
 
     def recheck(self, tokens: NDArray[np.int32], start: int, block_table: NDArray[np.int32]) -> Recheck:
         """Compute the KV of the cached tokens [start, end) again, behind what is cached of [0, start), and compare.

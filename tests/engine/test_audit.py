@@ -1,0 +1,655 @@
+"""An audit finds what was changed, names the first of it, drops it with what hangs on it, and touches nothing else."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv import AuditReport, Engine, SamplingParams
+from radixkv.cache import PrefixCache
+from radixkv.engine import Limits
+from radixkv.engine.audit import Auditor, piece_tokens, scrub_rate
+from radixkv.engine.core import Core
+from radixkv.engine.request import Request
+from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestFailed
+from radixkv.models.recheck import Recheck
+from radixkv.models.runner import Chunk
+from tests.cache.freeze import freeze
+from tests.engine.fakes import FakeModel, FakeRunner, chain, check, greedy_reply, logits_of
+from tests.models.conftest import FAMILIES, make
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+class AuditedRunner(FakeRunner):
+    """The fake that computes its chains again; it believes what it reads, as a model does."""
+
+    recheck_obstacle: str | None = None
+
+    def __init__(self, num_blocks: int, block_size: int, recheck_tokens: int = 8) -> None:
+        super().__init__(num_blocks, block_size)
+        self.recheck_tokens = recheck_tokens
+        self.rechecked = 0
+        self.trouble: Exception | None = None
+
+    def recheck(self, tokens: np.ndarray, start: int, block_table: np.ndarray) -> Recheck:
+        assert start % self.recheck_tokens == 0
+        assert start < len(tokens) <= start + self.recheck_tokens
+        assert len(block_table) == -(-len(tokens) // self.size)
+        self.rechecked += 1
+        if self.trouble is not None:
+            raise self.trouble
+        places = np.arange(len(tokens))
+        slots = block_table[places // self.size] * self.size + places % self.size
+        state = int(self.state[slots[start - 1]]) if start else 0
+        wrong = []
+        for position in range(start, len(tokens)):
+            state = chain(state, int(tokens[position]))
+            if state != int(self.state[slots[position]]):
+                wrong.append(position - start)
+        return Recheck(tuple(wrong), 0 if wrong else None, "key" if wrong else None, float(bool(wrong)))
+
+    def _logits(self, chunk: Chunk) -> np.ndarray:
+        position = chunk.start + len(chunk.tokens) - 1
+        return logits_of(int(self.state[self._slot(chunk, position)]), self.vocab)
+
+    def spoil(self, block: int, offset: int) -> None:
+        self.state[block * self.size + offset] ^= np.uint64(1)
+
+
+class World:
+    """A core over this fake, without its thread."""
+
+    def __init__(self, num_blocks: int = 100, block_size: int = 4, recheck_tokens: int = 8, **options: Any) -> None:
+        self.cache = PrefixCache(num_blocks, block_size)
+        self.runner = AuditedRunner(num_blocks, block_size, recheck_tokens)
+        self.core = Core(self.cache, self.runner, Limits(8, 64, 16), **options)
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
+        request = Request(np.array(prompt, np.int32), params, params.max_tokens, frozenset(), params.seed or 0, **more)
+        self.core.add(request)
+        return request
+
+    def step(self) -> None:
+        self.core.step()
+        self.cache.check()
+
+    def finish(self) -> None:
+        while self.core.busy:
+            self.step()
+
+    def answer(self, prompt: Sequence[int], **more: Any) -> list[int]:
+        request = self.submit(prompt, **more)
+        self.finish()
+        return list(request.outlet.wait(0).token_ids)
+
+    def begin(self, blocks: int) -> Future[AuditReport]:
+        future: Future[AuditReport] = Future()
+        self.core.auditor.begin(blocks, future)
+        return future
+
+    def audit(self, blocks: int) -> AuditReport:
+        """Between two steps of the requests: only what the auditor does in its own."""
+        future = self.begin(blocks)
+        while not future.done():
+            self.core.auditor.step(busy=self.core.busy)
+            self.cache.check()
+        return future.result()
+
+    def spoil(self, prompt: Sequence[int], position: int, namespace: Any = None) -> None:
+        blocks = self.cache.match(list(prompt), namespace).blocks
+        self.runner.spoil(int(blocks[position // self.cache.block_size]), position % self.cache.block_size)
+
+    def is_sound(self, prompt: Sequence[int]) -> bool:
+        """Whether all that is cached of a prompt is what its tokens give."""
+        match, state = self.cache.match(list(prompt)), 0
+        for position in range(match.length):
+            state = chain(state, prompt[position])
+            block = int(match.blocks[position // self.cache.block_size])
+            if state != int(self.runner.state[block * self.cache.block_size + position % self.cache.block_size]):
+                return False
+        return True
+
+    def cached(self, prompt: Sequence[int], namespace: Any = None) -> int:
+        return self.cache.match(list(prompt), namespace).length
+
+
+def branching(rng: random.Random, count: int, longest: int = 60) -> list[list[int]]:
+    prompts = [rng.choices(range(49), k=longest * 2 // 3)]
+    for _ in range(count - 1):
+        parent = rng.choice(prompts)
+        head = parent[: rng.choice([0, len(parent), rng.randint(0, len(parent))])]
+        prompts.append((head + rng.choices(range(49), k=rng.randint(1, longest)))[:longest])
+    return prompts
+
+
+def is_right(request: Request) -> bool:
+    return list(request.outlet.wait(0).token_ids) == greedy_reply(request.prompt.tolist(), request.max_tokens)
+
+
+# ---- healthy
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_thousands_of_audits_of_a_healthy_cache_find_nothing_and_change_nothing(seed: int) -> None:
+    """While requests run, fork, branch inside blocks, are evicted and preempted, in several namespaces."""
+    rng = random.Random(seed)
+    size = rng.choice([1, 3, 4, 8])
+    world = World(-(-150 // size) + 6, size, rng.choice([1, 2, 4]) * size)
+    prompts, requests, found = branching(rng, 30), [], []
+    while prompts or world.core.busy:
+        if prompts and rng.random() < 0.4:
+            params = GREEDY.but(max_tokens=rng.randint(1, 12), n=rng.choice([1, 1, 2]), temperature=rng.choice([0, 1]))
+            requests.append(world.submit(prompts.pop(), params, namespace=rng.choice([None, "a"])))
+        world.step()
+        before = freeze(world.cache)
+        found.append(world.audit(40))
+        assert freeze(world.cache) == before
+    assert all(report.differ == 0 and report.differences == () for report in found)
+    assert world.core.counters.audited_blocks == sum(report.blocks for report in found) > 1000
+    assert world.core.counters.differing_blocks == 0
+    assert all(request.outlet.ended for request in requests)
+
+
+def test_an_audit_covers_all_that_is_cached() -> None:
+    world = World(recheck_tokens=4)
+    for i in range(5):
+        world.answer(list(range(i, i + 25)), namespace=i % 2)
+    world.submit(list(range(20, 45)))
+    world.step()
+    seen: set[int] = set()
+    recheck = world.runner.recheck
+
+    def noted(tokens: np.ndarray, start: int, table: np.ndarray) -> Recheck:
+        seen.update(table[start // 4 :].tolist())
+        return recheck(tokens, start, table)
+
+    world.runner.recheck = noted  # type: ignore[method-assign]
+    world.audit(2000)
+    assert len(seen) == world.cache.num_blocks - world.cache.free_blocks
+
+
+def test_counters_of_requests_do_not_count_audits() -> None:
+    world = World()
+    world.answer(list(range(40)))
+    before = vars(world.core.counters).copy()
+    report = world.audit(50)
+    after = vars(world.core.counters).copy()
+    assert after.pop("audited_blocks") - before.pop("audited_blocks") == report.blocks >= 50
+    assert after == before
+
+
+def test_nothing_cached_is_nothing_audited() -> None:
+    assert World().audit(10) == AuditReport(0, 0)
+    assert str(AuditReport(12400, 0)) == "12,400 blocks audited, 0 differ"
+
+
+# ---- planted
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_what_was_changed_is_found_named_and_dropped_and_all_else_stays(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.choice([1, 3, 4, 8])
+    world = World(400, size, rng.choice([1, 2, 4]) * size)
+    prompts = branching(rng, 12)
+    for prompt in prompts:
+        world.answer(prompt)
+    victim = rng.choice(prompts)
+    position = rng.randrange(world.cached(victim))
+    before = {tuple(prompt): world.cache.match(prompt) for prompt in prompts}
+    world.spoil(victim, position)
+    assert not world.is_sound(victim)
+
+    report = world.audit(60)
+    while not report.differ:
+        report = world.audit(60)
+    [difference] = report.differences
+    assert (report.differ, world.core.counters.differing_blocks) == (1, 1)
+    assert (difference.start, difference.end) == (position, position + 1)
+    assert (difference.layer, difference.part, difference.deviation) == (0, "key", 1.0)
+    assert (difference.failed_requests, difference.released_pins) == (0, 0)
+    assert difference.dropped_blocks > 0
+    for prompt in prompts:
+        was = before[tuple(prompt)]
+        assert world.is_sound(prompt)
+        # Others lose nothing, unless they hang on tokens of the wrong block in front of the wrong one.
+        start = position // size * size
+        assert world.cached(prompt) == was.length or (was.length > start and prompt[:start] == victim[:start])
+    assert all(world.answer(prompt) == greedy_reply(prompt, 6) for prompt in prompts)
+
+
+def test_two_changes_are_both_found() -> None:
+    world = World()
+    one, other = list(range(40)), list(range(10, 50))
+    world.answer(one)
+    world.answer(other)
+    world.spoil(one, 20)
+    world.spoil(other, 3)
+    assert {(each.start, each.namespace) for each in world.audit(1000).differences} == {(20, None), (3, None)}
+    assert world.cached(one) <= 20
+    assert world.cached(other) <= 3
+
+
+def test_a_namespace_is_reported_and_others_are_left_alone() -> None:
+    world = World()
+    for name in (None, "a", ("b", 1)):
+        world.answer(list(range(40)), namespace=name)
+    world.spoil(list(range(40)), 9, ("b", 1))
+    [difference] = world.audit(500).differences
+    assert difference.namespace == ("b", 1)
+    assert [world.cached(list(range(40)), name) for name in (None, "a", ("b", 1))] == [40, 40, 8]
+
+
+def test_a_copy_that_is_wrong_takes_its_own_branch_only() -> None:
+    """Two branches part inside a block; the lower one's copy is wrong in a token that both have."""
+    world = World()
+    trunk = list(range(10))
+    world.answer([*trunk, 20, 21, 22, 23, 24, 25])
+    world.answer([*trunk, 30, 31, 32, 33, 34, 35])
+    first, second = ([*trunk, first + 1, first + 2] for first in (19, 29))
+    blocks = [int(world.cache.match(prompt).blocks[2]) for prompt in (first, second)]
+    assert blocks[0] != blocks[1]
+    own = [block for block in blocks if block != int(world.cache.match(trunk).blocks[2])]
+    world.runner.spoil(own[0], 1)  # token 9, of the trunk
+    [difference] = world.audit(500).differences
+    assert difference.start == 9
+    branch, sibling = (first, second) if own[0] == blocks[0] else (second, first)
+    assert world.cached(branch) == 10
+    assert world.cached(sibling) == 12
+
+
+def test_requests_that_read_it_fail_and_others_go_on() -> None:
+    world = World()
+    shared, more = list(range(24)), GREEDY.but(max_tokens=20)
+    world.answer(shared)
+    readers = [world.submit([*shared, 30 + i], more) for i in range(3)]
+    others = [world.submit(list(range(i, i + 20)), more) for i in (5, 9)]
+    for _ in range(6):
+        world.step()
+    world.spoil(shared, 9)
+    [difference] = world.audit(500).differences
+    assert (difference.start, difference.failed_requests) == (9, 3)
+    assert world.cached(shared) == 8
+    for reader in readers:
+        with pytest.raises(RequestFailed, match=r"audit found .* from token 9 on, .* cannot be trusted"):
+            reader.outlet.wait(0)
+    assert world.core.counters.failed == 3
+    world.finish()
+    assert all(map(is_right, others))
+    assert world.cache.stats().held_blocks == 0
+
+
+def test_who_computed_the_same_tokens_to_itself_goes_on() -> None:
+    world = World()
+    prompt = list(range(24))
+    twins = [world.submit(prompt, GREEDY.but(max_tokens=30)) for _ in range(2)]
+    twins[1].publish_late = twins[1].waited_enough = True
+    for _ in range(6):
+        world.step()
+    world.spoil(prompt, 9)
+    assert world.audit(500).differences[0].failed_requests == 1
+    world.finish()
+    assert is_right(twins[1])
+    with pytest.raises(RequestFailed):
+        twins[0].outlet.wait(0)
+
+
+def test_all_samples_of_a_request_fail_together() -> None:
+    world = World()
+    request = world.submit(list(range(24)), GREEDY.but(n=3, temperature=1, max_tokens=20))
+    for _ in range(5):
+        world.step()
+    world.spoil(list(range(24)), 3)
+    assert world.audit(500).differences[0].failed_requests == 1
+    with pytest.raises(RequestFailed):
+        request.outlet.wait(0)
+    assert world.cache.stats().held_blocks == 0
+
+
+def test_a_reader_of_a_healthy_copy_stands_in_the_way_and_fails_too() -> None:
+    world = World()
+    trunk = list(range(10))
+    world.answer([*trunk, 20, 21])
+    reader = world.submit([*trunk, 30], GREEDY.but(max_tokens=20))
+    for _ in range(4):
+        world.step()
+    table = reader.live[0].sequence.block_table
+    above = int(world.cache.match(trunk).blocks[2])
+    assert above != table[2]
+    world.runner.spoil(above, 0)
+    [difference] = world.audit(500).differences
+    assert (difference.start, difference.failed_requests) == (8, 1)
+
+
+def test_pins_on_it_are_released_and_others_kept() -> None:
+    world = World()
+    wrong, right = list(range(24)), list(range(20, 44))
+    world.answer(wrong)
+    world.answer(right)
+    pins = [world.core.scheduler.pin(np.array(each, np.int32)) for each in (wrong, wrong[:8], wrong[:12], right)]
+    world.spoil(wrong, 9)
+    assert world.audit(500).differences[0].released_pins == 2
+    assert [pin.active for pin in pins] == [False, True, False, True]
+    assert (world.cached(wrong), world.cached(right)) == (8, 24)
+
+
+def test_what_is_evicted_before_the_first_wrong_piece_is_found_is_forgotten() -> None:
+    world = World()
+    world.answer(list(range(60)))
+    world.spoil(list(range(60)), 30)
+    future = world.begin(500)
+    while world.core.auditor._walk is None:
+        world.core.auditor.step(busy=False)
+    world.cache.clear()
+    while not future.done():
+        world.core.auditor.step(busy=False)
+    assert future.result().differences == ()
+
+
+# ---- among requests
+
+
+def test_a_piece_is_audited_behind_each_step() -> None:
+    world = World()
+    world.answer(list(range(40)))
+    request = world.submit(list(range(5, 45)), GREEDY.but(max_tokens=30))
+    future = world.begin(20)
+    for count in range(1, 6):
+        world.step()
+        assert world.runner.rechecked == count
+    assert not request.outlet.ended
+    world.finish()
+    assert future.result().blocks >= 20
+    assert is_right(request)
+
+
+def test_several_audits_take_turns_and_a_cancelled_one_ends() -> None:
+    world = World()
+    world.answer(list(range(40)))
+    futures = [world.begin(10) for _ in range(3)]
+    futures[1].cancel()
+    while not futures[2].done():
+        world.core.auditor.step(busy=False)
+    assert [future.cancelled() or future.result().blocks >= 10 for future in futures] == [True] * 3
+    assert world.core.counters.audited_blocks < 30
+
+
+def test_a_model_that_raises_fails_the_audit_and_nothing_else() -> None:
+    world = World()
+    world.answer(list(range(40)))
+    request = world.submit(list(range(5, 45)))
+    world.runner.trouble = MemoryError("no room")
+    future = world.begin(20)
+    world.step()
+    with pytest.raises(EngineError, match="the audit raised MemoryError: no room"):
+        future.result(0)
+    world.runner.trouble = None
+    world.finish()
+    assert is_right(request)
+    assert world.audit(20).differ == 0
+
+
+# ---- the scrubber
+
+
+def test_the_scrubber_works_while_nothing_else_is_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    world = World(scrub=4.0)
+    assert world.core.idle_for() is None  # nothing is cached
+    request = world.submit(list(range(40)))
+    while not request.outlet.ended:
+        assert world.core.idle_for() == 0.0
+        assert world.runner.rechecked == 0
+        world.step()
+    world.core.auditor._next = 0.0
+    for count in range(2, 12):
+        assert world.core.idle_for() == 0.0
+        world.step()
+        assert world.runner.rechecked == count
+        assert world.core.idle_for() == 0.5  # two blocks a piece
+        world.step()
+        assert world.runner.rechecked == count
+        now[0] += 0.5
+    other = world.submit(list(range(7, 30)))
+    world.step()
+    assert world.runner.rechecked == count
+    world.finish()
+    assert is_right(other)
+
+
+def test_the_scrubber_rests_at_least_as_long_as_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    world = World(scrub=1e9)
+    world.answer(list(range(40)))
+    recheck = world.runner.recheck
+
+    def slow(*arguments: Any) -> Recheck:
+        now[0] += 7.0
+        return recheck(*arguments)
+
+    world.runner.recheck = slow  # type: ignore[method-assign]
+    now[0] += 100
+    world.step()
+    assert world.core.idle_for() == 7.0
+
+
+def test_the_scrubber_finds_and_drops_too() -> None:
+    world = World(scrub=1e9)
+    world.answer(list(range(40)))
+    world.spoil(list(range(40)), 20)
+    while not world.core.counters.differing_blocks:
+        world.step()
+    assert world.cached(list(range(40))) == 20
+
+
+def test_a_scrubber_that_raises_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(scrub=1e9)
+    world.answer(list(range(40)))
+    world.runner.trouble = RuntimeError("broken")
+    while world.core.idle_for() is not None:
+        world.step()
+    assert "the scrubber is switched off" in caplog.text
+    assert world.answer(list(range(5, 45))) == greedy_reply(list(range(5, 45)), 6)
+
+
+# ---- from any thread
+
+
+def make_engine(scrub: float | None = None, prefix_cache: bool = True) -> tuple[Engine, AuditedRunner]:
+    runner = AuditedRunner(100, 4)
+    cache = PrefixCache(100, 4)
+    engine = Engine(FakeModel(), runner, cache, Limits(8, 64, 16), prefix_cache=prefix_cache, scrub=scrub)  # type: ignore[arg-type]
+    return engine, runner
+
+
+def test_an_engine_is_audited_while_streams_run() -> None:
+    engine, runner = make_engine()
+    with engine:
+        engine.generate([list(range(40))], GREEDY)
+        handle = engine.submit(list(range(20)), GREEDY.but(max_tokens=300))
+        reports: list[AuditReport] = []
+        threads = [threading.Thread(target=lambda: reports.append(engine.audit(50))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(report.blocks >= 50 and report.differ == 0 for report in reports)
+        assert list(handle.result().token_ids) == greedy_reply(list(range(20)), 300)
+        stats = engine.stats()
+        assert stats.audited_blocks == sum(report.blocks for report in reports)
+        assert stats.audit == f"{stats.audited_blocks} blocks audited, 0 differ"
+        check(engine)
+        runner.spoil(int(engine._core.cache.match(list(range(40))).blocks[2]), 0)
+        assert engine.audit(200).differ == 1
+        assert engine.stats().audit.endswith("1 differ")
+        check(engine)
+
+
+def test_an_idle_engine_scrubs_itself_and_wakes_for_requests() -> None:
+    engine, runner = make_engine(scrub=1e9)
+    with engine:
+        engine.generate([list(range(40))], GREEDY)
+        runner.spoil(int(engine._core.cache.match(list(range(40))).blocks[2]), 0)
+        waiting = threading.Event()
+        while not engine.stats().differing_blocks:
+            waiting.wait(0.001)
+        assert engine.probe(list(range(40))).length == 8
+        [done] = engine.generate([list(range(40))], GREEDY)
+        assert list(done.token_ids) == greedy_reply(list(range(40)), 6)
+
+
+def test_closing_ends_an_audit() -> None:
+    engine, runner = make_engine()
+    engine.generate([list(range(40))], GREEDY)
+    failed: list[BaseException] = []
+
+    def audit() -> None:
+        try:
+            engine.audit(10**9)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=audit)
+    thread.start()
+    while not runner.rechecked:
+        threading.Event().wait(0.001)
+    engine.close()
+    thread.join()
+    assert isinstance(failed[0], EngineClosed)
+    with pytest.raises(EngineClosed):
+        engine.audit(1)
+
+
+def test_where_there_is_nothing_to_audit_it_is_said() -> None:
+    engine, _ = make_engine(prefix_cache=False)
+    with engine, pytest.raises(InvalidInput, match="prefix_cache=False"):
+        engine.audit(1)
+    with pytest.raises(InvalidInput, match="prefix_cache=False"):
+        make_engine(scrub=1.0, prefix_cache=False)
+    engine, runner = make_engine()
+    with engine:
+        for blocks in (0, -1, True, 1.5, "8", None):
+            with pytest.raises(InvalidInput, match="blocks is how many"):
+                engine.audit(blocks)  # type: ignore[arg-type]
+    core = Core(PrefixCache(10, 4), FakeRunner(10, 4), Limits())
+    future: Future[AuditReport] = Future()
+    core.auditor.begin(1, future)
+    with pytest.raises(InvalidInput, match=r"Engine\.load"):
+        future.result(0)
+    runner.recheck_obstacle = "experts"
+    with pytest.raises(InvalidInput, match="scrub: experts"):
+        Auditor(core.cache, runner, core.scheduler, core.counters, core._end, scrub=1.0)
+
+
+@pytest.mark.parametrize("scrub", [0, -1, float("nan"), float("inf"), "fast", None])
+def test_a_rate_of_scrubbing_is_checked(scrub: Any) -> None:
+    with pytest.raises(InvalidInput, match="scrub is False, True, or blocks a second"):
+        scrub_rate(scrub)
+
+
+def test_rates_and_pieces() -> None:
+    assert [scrub_rate(False), scrub_rate(3)] == [None, 3.0]
+    assert (scrub_rate(True) or 0) > 1
+    assert [piece_tokens(size) for size in (1, 16, 48, 128, 500)] == [128, 128, 96, 128, 500]
+
+
+# ---- a real model
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Callable[..., Engine]:
+    torch.set_num_threads(1)
+
+    def load(family: str, dtype: str, **options: Any) -> Engine:
+        model = make(FAMILIES[family](), getattr(torch, dtype))
+        return Engine.load(model, **{"num_blocks": 80, "block_size": 4, "prefill_chunk": 24, **options})
+
+    return load
+
+
+def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
+    return [[3 + token for token in prompt] for prompt in branching(rng, count, 90)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_healthy_pool_raises_no_alarm(loaded: Callable[..., Engine], dtype: str, deterministic: bool) -> None:
+    """A thousand blocks, behind decodes, forks, copies, evictions and preemptions, whatever ran together."""
+    rng = random.Random(7)
+    with loaded("llama", dtype, deterministic=deterministic) as engine:
+        for _ in range(5):
+            prompts = prompts_of(rng, 6)
+            params = [
+                GREEDY.but(max_tokens=rng.randint(1, 20), n=rng.choice([1, 1, 2]), temperature=1) for _ in prompts
+            ]
+            engine.generate(prompts, params, namespace=rng.choice([None, "a"]))
+            assert engine.audit(250).differ == 0
+            check(engine)
+        stats = engine.stats()
+        assert stats.audited_blocks >= 1250
+        assert stats.cache.evicted_blocks > 0
+        assert stats.cache.copied_blocks > 0 or deterministic
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "deterministic"),
+    [
+        ("llama", "float32", False),
+        ("gemma2", "bfloat16", False),
+        ("gemma2", "float32", True),
+        ("llama", "bfloat16", True),
+    ],
+)
+def test_one_number_that_changed_is_found(
+    loaded: Callable[..., Engine], family: str, dtype: str, deterministic: bool
+) -> None:
+    """In float32 it is a thousandth of what its head holds, or the last bit if the engine is deterministic."""
+    rng = random.Random(8)
+    with loaded(family, dtype, deterministic=deterministic) as engine:
+        store = engine._core.runner.store  # type: ignore[attr-defined]
+        [prompt] = prompts_of(rng, 1)
+        for layer, pools in ((0, store.keys), (1, store.values), (1, store.keys), (0, store.values)):
+            engine.generate([prompt], GREEDY)
+            position = rng.randrange(engine.probe(prompt).length)
+            block = int(engine._core.cache.match(prompt).blocks[position // 4])
+            place = (1, block, position % 4, 5)
+            if deterministic:
+                pools[layer].view(torch.int32 if dtype == "float32" else torch.int16)[place] += 1
+            else:
+                key, value = store.gather(layer, engine._core.cache.match(prompt).blocks, 40)
+                scale = (key if pools is store.keys else value)[1].double().square().mean().sqrt()
+                pools[layer][place] += float(scale) * (3e-3 if dtype == "float32" else 1.5)
+            while not (report := engine.audit(20)).differ:
+                continue
+            [difference] = report.differences
+            assert (difference.start, difference.end, difference.layer) == (position, position + 1, layer)
+            assert difference.part == ("key" if pools is store.keys else "value")
+            assert engine.probe(prompt).length == position // 4 * 4
+            assert engine.audit(20).differ == 0
+            check(engine)
+
+
+def test_experts_are_audited_in_a_deterministic_engine_only() -> None:
+    import transformers
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
+    config = transformers.MixtralConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, max_position_embeddings=256
+    )
+    engine = Engine.load(make(config), num_blocks=40, block_size=4, prefill_chunk=24)
+    with engine, pytest.raises(InvalidInput, match=r"routes tokens to 4 experts.*deterministic=True"):
+        engine.audit(1)
+    with Engine.load(make(config), num_blocks=40, block_size=4, prefill_chunk=24, deterministic=True) as engine:
+        engine.generate([list(range(3, 83))], GREEDY)
+        assert engine.audit(50).differ == 0
