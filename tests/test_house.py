@@ -56,7 +56,6 @@ def test_the_public_names_of_the_cache() -> None:
         "POLICIES",
         "Pin",
         "PrefixCache",
-        "Purpose",
         "Sequence",
         "WritePlan",
     ]

@@ -9,7 +9,6 @@ from radixkv.cache.explain import Explanation
 from radixkv.cache.observer import Observer
 from radixkv.cache.pins import Pin
 from radixkv.cache.prefix_cache import Match, PrefixCache
-from radixkv.cache.purpose import Purpose
 from radixkv.cache.sequence import Hint, Sequence, WritePlan
 from radixkv.cache.stats import CacheStats
 
@@ -23,7 +22,6 @@ __all__ = [
     "Observer",
     "Pin",
     "PrefixCache",
-    "Purpose",
     "Sequence",
     "WritePlan",
 ]

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixkv.cache import Match, Pin, PrefixCache, Purpose, Sequence, WritePlan
+from radixkv.cache import Match, Pin, PrefixCache, Sequence, WritePlan
+from radixkv.cache.purpose import Purpose
 from radixkv.engine.coalescing import Coalescing
 from radixkv.engine.demand import still_to_take, to_spare
 from radixkv.engine.limits import Limits
