@@ -162,9 +162,10 @@ class RequestEngine:
         before anything runs, RequestTimedOut after `timeout` seconds, RequestFailed or EngineClosed.
         """
         requests = self._batch(prompts, params, namespace, timeout)
-        handles: list[Handle] = []
+        handles = [self._handle(request) for request in requests]  # before any begins, so that none can be lost
         try:
-            handles.extend(map(self._start, requests))
+            for request in requests:
+                self._begin(request)
             return [handle.result() for handle in _shown(handles, progress)]
         finally:
             for handle in handles:
@@ -202,8 +203,9 @@ class RequestEngine:
         Raises PinBudgetExceeded, or what `generate` raises.
         """
         request = self._warming(prompt, pin, ttl, namespace, timeout)
-        handle = self._start(request)
+        handle = self._handle(request)
         try:
+            self._begin(request)
             usage = handle.result().usage
         finally:
             handle.cancel()
@@ -316,10 +318,16 @@ class RequestEngine:
         check_namespace(namespace)
         return lambda: self._core.cache.explain(ids, namespace)
 
-    def _start(self, request: Request) -> Handle:
+    def _handle(self, request: Request) -> Handle:
+        return Handle(request.outlet, lambda: self._cancel(request))
+
+    def _begin(self, request: Request) -> None:
         request.outlet.on_drained = self._worker.wake
         self._worker.post(lambda: self._core.add(request), begins=True)
-        return Handle(request.outlet, lambda: self._cancel(request))
+
+    def _start(self, request: Request) -> Handle:
+        self._begin(request)
+        return self._handle(request)
 
     def _cancel(self, request: Request) -> None:
         try:

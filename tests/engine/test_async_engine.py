@@ -250,7 +250,7 @@ def test_cancelling_a_task_cancels_its_request(how, stage):
             runner.gate.release(4)
             await began(runner, 5)
         await cancelled(task)
-        runner.gate.release(100_000)
+        runner.gate.release(10_000)
         if stage == "waiting":
             first.cancel()
         await ended(engine, finished=0, cancelled=wanted + (stage == "waiting"))
@@ -419,7 +419,7 @@ def test_a_loop_that_is_closed_before_the_end_takes_the_request_that_it_read_wit
     loop.run_until_complete(main())
     loop.close()
     del held["chunks"]
-    runner.gate.release(100_000)
+    runner.gate.release(10_000)
     with pytest.raises(RequestCancelled):
         held["handle"]._handle.result(timeout=10)
     _still_serves(engine, twin)
@@ -441,7 +441,7 @@ def test_a_loop_that_is_closed_before_the_result_it_awaits_does_not_hurt_anybody
 
     handle, task = loop.run_until_complete(main())
     loop.close()
-    runner.gate.release(100_000)
+    runner.gate.release(10_000)
     assert list(handle._handle.result(timeout=10).token_ids) == greedy_reply(prompt_of(5), 6)
     _still_serves(engine, twin)
     assert "Traceback" not in caplog.text

@@ -1,0 +1,319 @@
+"""How requests and engines end: cancelled, out of time, unread, drained or interrupted, at every stage of a life."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from radixkv import Engine, Handle, SamplingParams
+from radixkv.engine.outputs import Chunk
+from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, RequestTimedOut
+from tests.engine.fakes import check, greedy_reply, make_engine
+from tests.engine.test_engine import prompt_of
+
+GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+STAGES = ["waiting", "prefill", "decode", "preempted", "paused"]
+AGES = 1e6  # seconds
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        time.sleep(0.001)
+    raise AssertionError("it never came to this")
+
+
+class Clock:
+    """The core's clock, which can jump."""
+
+    ahead = 0.0
+
+    def perf_counter(self) -> float:
+        return time.perf_counter() + self.ahead
+
+
+@dataclass
+class Asked:
+    prompt: list[int]
+    count: int
+    handle: Handle
+    reader: Iterator[Chunk] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reader = iter(self.handle)
+
+    def is_answered(self) -> bool:
+        return list(self.handle.result(timeout=10).token_ids) == greedy_reply(self.prompt, self.count)
+
+
+class World:
+    """An engine whose steps wait to be let through."""
+
+    def __init__(self, num_blocks: int = 120, **limits: int) -> None:
+        self.engine, self.runner = make_engine(num_blocks, **limits)
+        self.runner.gate = threading.Semaphore(0)
+
+    def ask(self, length: int, seed: int, count: int = 30, **options: Any) -> Asked:
+        prompt = prompt_of(length, seed)
+        return Asked(prompt, count, self.engine.submit(prompt, GREEDY.but(max_tokens=count), **options))
+
+    def step(self, steps: int = 1) -> None:
+        """Let steps through; returns when the next one has begun."""
+        for _ in range(steps):
+            self.runner.gate.release()
+            assert self.runner.began.acquire(timeout=10)
+
+    def go(self) -> None:
+        self.runner.gate.release(10_000)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(1000):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("it never came to this")
+
+
+def world_at(stage: str, **options: Any) -> tuple[World, Asked, Asked]:
+    """A world, somebody in that stage of his life, and a neighbour."""
+    if stage == "preempted":
+        world = World(12)
+        other, one = world.ask(8, 1), world.ask(8, 2, **options)
+        assert world.runner.began.acquire(timeout=10)
+        world.until(lambda: len(world.engine._core.scheduler.waiting) == 1 and world.engine._core.counters.preemptions)
+        return world, one, other
+    world = World(max_sequences=1 if stage == "waiting" else 4, max_batch_tokens=10, prefill_chunk=4)
+    other = world.ask(5, 1, 120 if stage == "paused" else 30)
+    assert world.runner.began.acquire(timeout=10)
+    one = world.ask(100 if stage == "prefill" else 4, 2, 100 if stage == "paused" else 30, **options)
+    world.step(6)
+    if stage == "paused":
+        next(one.reader)
+        world.until(lambda: one.handle._outlet.lagging)
+        world.step(2)
+    return world, one, other
+
+
+def stage_of(world: World, one: Asked) -> str:
+    scheduler = world.engine._core.scheduler
+    if one.handle._outlet.lagging:
+        return "paused"
+    request = next(each for each in [*scheduler.running, *scheduler.waiting] if each.outlet is one.handle._outlet)
+    if request in scheduler.waiting:
+        return "preempted" if request.preemptions else "waiting"
+    return "prefill" if request.streams[0].prefilling else "decode"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("end", ["cancel", "timeout"])
+def test_a_request_may_end_at_every_stage_and_its_neighbour_does_not_notice(stage, end, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("radixkv.engine.core.time", clock)
+    world, one, other = world_at(stage, timeout=AGES / 2)
+    with world.engine:
+        assert stage_of(world, one) == stage
+        if end == "cancel":
+            one.handle.cancel()
+        else:
+            clock.ahead = AGES
+        world.go()
+        assert other.is_answered()
+        expected = RequestCancelled if end == "cancel" else RequestTimedOut
+        with pytest.raises(expected):
+            one.handle.result(timeout=10)
+        check(world.engine)
+        stats = world.engine.stats()
+        assert (stats.finished, stats.cancelled, stats.timed_out) == (1, end == "cancel", end == "timeout")
+        world.ask(*((8, 2) if stage == "preempted" else (4, 2))).is_answered()
+
+
+def test_who_is_paused_with_nobody_else_there_times_out_by_himself():
+    world = World()
+    with world.engine:
+        one = world.ask(5, 1, 400, timeout=0.2)
+        world.go()
+        next(one.reader)
+        waits = threading.Event()
+        one.handle._outlet.listen(waits.set, end=True)
+        assert waits.wait(timeout=10)  # no call wakes the engine, and no result is waited for
+        with pytest.raises(RequestTimedOut):
+            list(one.reader)
+        check(world.engine)
+
+
+def test_who_is_paused_goes_on_when_he_reads_and_gets_every_token_once():
+    world, one, other = world_at("paused")
+    with world.engine:
+        world.go()
+        assert other.is_answered()
+        steps = len(world.runner.steps)
+        assert world.engine.stats().running == 1
+        assert len(world.runner.steps) == steps  # nobody wants anything
+        rest = [token for chunk in one.reader for token in chunk.token_ids]
+        assert rest == greedy_reply(one.prompt, one.count)[1:]
+        check(world.engine)
+
+
+def test_who_is_paused_gives_way_and_his_answer_is_the_same():
+    world = World(40)
+    with world.engine:
+        one = world.ask(5, 1, 140)
+        world.go()
+        next(one.reader)
+        eventually(lambda: one.handle._outlet.lagging)
+        for seed in range(3):
+            assert world.ask(60, 10 + seed, 40).is_answered()
+        assert world.engine.stats().preemptions >= 1
+        assert len(list(one.reader)) == 139
+        assert one.is_answered()
+        check(world.engine)
+
+
+# ---- the engine's end
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_draining_finishes_everybody_at_every_stage(stage):
+    world, one, other = world_at(stage)
+    closing = threading.Thread(target=lambda: world.engine.close(drain=True))
+    closing.start()
+    eventually(lambda: world.engine._worker._draining)
+    with pytest.raises(EngineClosed):
+        world.ask(3, 3)
+    world.go()
+    if stage == "paused":
+        assert other.is_answered()
+        assert closing.is_alive()
+        assert len(list(one.reader)) == one.count - 1
+    closing.join(timeout=10)
+    assert not closing.is_alive()
+    assert one.is_answered() and other.is_answered()
+
+
+def test_draining_ends_with_its_time():
+    world, one, other = world_at("paused")
+    world.go()
+    assert other.is_answered()
+    world.engine.close(drain=True, timeout=0.01)
+    with pytest.raises(EngineClosed):
+        one.handle.result()
+    with pytest.raises(EngineClosed):
+        list(one.reader)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_closing_ends_everybody_at_every_stage(stage):
+    world, one, other = world_at(stage)
+    closing = threading.Thread(target=world.engine.close)
+    closing.start()
+    eventually(lambda: world.engine._worker._closed)
+    world.go()
+    closing.join(timeout=10)
+    assert not closing.is_alive()
+    for each in (one, other):
+        with pytest.raises(EngineClosed):
+            each.handle.result()
+
+
+def test_a_block_that_is_left_by_an_exception_closes_at_once():
+    world, one, other = world_at("decode")
+    world.go()
+    with pytest.raises(ZeroDivisionError), world.engine:
+        raise ZeroDivisionError
+    for each in (one, other):
+        assert each.handle.done
+
+
+# ---- Ctrl-C
+
+
+def interrupted(call: Callable[[], object], when: Callable[[], object], then: Callable[[], object]) -> None:
+    """Ctrl-C, a real one, in the middle of `call`, which must pass it on."""
+    main, handler = threading.get_ident(), signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def press() -> None:
+        eventually(when)
+        signal.pthread_kill(main, signal.SIGINT)
+        then()
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        thread.join(timeout=20)
+        signal.signal(signal.SIGINT, handler)
+
+
+needs_signals = pytest.mark.skipif(os.name == "nt", reason="signals to threads are POSIX")
+
+
+@needs_signals
+def test_interrupting_generate_cancels_all_of_it_and_passes_on():
+    world = World(400)
+    with world.engine:
+        other = world.ask(3, 7)
+        assert world.runner.began.acquire(timeout=10)
+        interrupted(
+            lambda: world.engine.generate([prompt_of(5), prompt_of(6)], GREEDY.but(max_tokens=500)),
+            when=lambda: world.engine._worker._inbox.qsize() == 2,
+            then=lambda: None,
+        )
+        world.go()
+        assert other.is_answered()
+        check(world.engine)
+        stats = world.engine.stats()
+        assert (stats.finished, stats.cancelled, stats.running, stats.waiting) == (1, 2, 0, 0)
+
+
+@needs_signals
+def test_interrupting_a_draining_ends_it_at_once_and_passes_on():
+    world = World(400)
+    one = world.ask(5, 1, 500)
+    assert world.runner.began.acquire(timeout=10)
+    worker = world.engine._worker
+
+    def step() -> None:
+        eventually(lambda: worker._closed)
+        world.runner.gate.release()
+
+    interrupted(lambda: world.engine.close(drain=True), when=lambda: worker._draining, then=step)
+    with pytest.raises(EngineClosed):
+        one.handle.result(timeout=10)
+    assert len(world.runner.steps) == 1
+
+
+# ---- what is refused
+
+
+def test_bad_timeouts_and_limits_are_refused_by_name():
+    engine, _ = make_engine()
+    with engine:
+        for bad in (0, -1.0, float("nan"), float("inf"), "3", True, [1]):
+            for call in (
+                lambda bad=bad: engine.submit([1], timeout=bad),
+                lambda bad=bad: engine.generate([[1]], timeout=bad),
+                lambda bad=bad: engine.warm([1], timeout=bad),
+                lambda bad=bad: engine.close(drain=True, timeout=bad),
+            ):
+                with pytest.raises(InvalidInput, match=r"timeout must be a number of seconds above 0"):
+                    call()
+        with pytest.raises(InvalidInput, match="drain=True"):
+            engine.close(timeout=1.0)
+        assert engine.generate([[1, 2]], GREEDY, timeout=1e300)[0].finish_reason == "length"
+    for options, match in (
+        ({"order": "lifo"}, "'fcfs', 'longest-prefix'"),
+        ({"victim": "first"}, "'cheapest', 'last'"),
+        ({"max_overtakes": -1}, "at least 0"),
+    ):
+        with pytest.raises(InvalidInput, match=match):
+            Engine.load("tiny", **options)  # type: ignore[arg-type]
