@@ -227,6 +227,14 @@ def test_what_was_changed_is_found_named_and_dropped_and_all_else_stays(seed: in
     assert all(world.answer(prompt) == greedy_reply(prompt, 6) for prompt in prompts)
 
 
+def test_an_alarm_is_followed_up_however_few_blocks_were_asked_for() -> None:
+    world = World()
+    world.answer(list(range(60)))
+    world.spoil(list(range(60)), 3)  # all pieces behind it differ
+    [difference] = world.audit(1).differences
+    assert difference.start == 3
+
+
 def test_two_changes_are_both_found() -> None:
     world = World()
     one, other = list(range(40)), list(range(10, 50))
@@ -320,6 +328,7 @@ def test_a_reader_of_a_healthy_copy_stands_in_the_way_and_fails_too() -> None:
     trunk = list(range(10))
     world.answer([*trunk, 20, 21])
     reader = world.submit([*trunk, 30], GREEDY.but(max_tokens=20))
+    other = world.submit([*trunk, 30], GREEDY.but(max_tokens=20), namespace="a")
     for _ in range(4):
         world.step()
     table = reader.live[0].sequence.block_table
@@ -328,6 +337,8 @@ def test_a_reader_of_a_healthy_copy_stands_in_the_way_and_fails_too() -> None:
     world.runner.spoil(above, 0)
     [difference] = world.audit(500).differences
     assert (difference.start, difference.failed_requests) == (8, 1)
+    world.finish()
+    assert is_right(other)
 
 
 def test_pins_on_it_are_released_and_others_kept() -> None:
@@ -335,11 +346,19 @@ def test_pins_on_it_are_released_and_others_kept() -> None:
     wrong, right = list(range(24)), list(range(20, 44))
     world.answer(wrong)
     world.answer(right)
-    pins = [world.core.scheduler.pin(np.array(each, np.int32)) for each in (wrong, wrong[:8], wrong[:12], right)]
+    world.answer(wrong, namespace="a")
+    pin = world.core.scheduler.pin
+    short = pin(np.array([*right[:8], 1, 2, 3, 4, 5, 6], np.int32))  # of which only the first tokens are cached yet
+    pins = [pin(np.array(each, np.int32)) for each in (wrong, wrong[:8], wrong[:12], right)]
+    pins += [pin(np.array(wrong, np.int32), "a"), short]
+    world.answer([*right[:8], 1, 2, 3, 4, 5, 6])
     world.spoil(wrong, 9)
     assert world.audit(500).differences[0].released_pins == 2
-    assert [pin.active for pin in pins] == [False, True, False, True]
+    assert [pin.active for pin in pins] == [False, True, False, True, True, True]
     assert (world.cached(wrong), world.cached(right)) == (8, 24)
+    world.spoil([*right[:8], 1, 2, 3, 4, 5, 6], 10)
+    assert world.audit(500).differences[0].released_pins == 0
+    assert short.active
 
 
 def test_what_is_evicted_before_the_first_wrong_piece_is_found_is_forgotten() -> None:
