@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from radixkv import SamplingParams
+from radixkv import Engine, SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.engine import Limits
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, RequestCancelled
-from radixkv.models.runner import Chunk
+from radixkv.models.runner import Chunk, Runner
 from tests.engine.fakes import VOCAB, chain, logits_of
+from tests.models.conftest import FAMILIES, make
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -317,3 +318,96 @@ def test_a_step_must_have_room_for_a_chunk_beside_all_decodes() -> None:
     with pytest.raises(InvalidInput, match=r"prefill_chunk \(60\).*max_sequences \(5\).*max_batch_tokens \(64\)"):
         Limits(5, 64, 60, deterministic=True)
     assert Limits(4, 64, 60, deterministic=True).deterministic
+
+
+# ---- real models
+
+
+class Recorder:
+    """A runner whose logits are kept, each with the text that it follows: (tokens, row)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rows: list[torch.Tensor] = []
+        self._runner = engine._core.runner
+        engine._core.runner = self  # type: ignore[assignment]
+
+    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+        logits = self._runner.run(chunks, copies)
+        ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
+        self.rows += [row.clone() for row, end in zip(logits, ends, strict=True) if end >= self.prompt]
+        return logits
+
+    def of(self, engine: Engine, prompt: Sequence[int], params: SamplingParams) -> list[torch.Tensor]:
+        """The logits of all of a lone request's tokens, in order."""
+        self.rows, self.prompt = [], len(prompt)
+        engine.generate([list(prompt)], params)
+        return self.rows
+
+
+def words(rng: random.Random, prompts: Sequence[Sequence[int]], vocab: int) -> list[list[int]]:
+    """The same tree of prompts over another vocabulary."""
+    table = rng.sample(range(3, vocab), VOCAB)
+    return [[table[token] for token in prompt] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(family, dtype) for family in ("tiny", "llama", "gemma2", "mistral") for dtype in ("float32", "bfloat16")],
+)
+def test_bits_are_the_same_with_and_without_hits(family: str, dtype: str) -> None:
+    """All logits of requests that run one at a time, in a pool so small that blocks are scattered and evicted."""
+    rng = random.Random(family + dtype)
+    torch.set_num_threads(1)
+    model: Any = family if family == "tiny" else make(FAMILIES[family](), getattr(torch, dtype))
+    options = {"deterministic": True, "prefill_chunk": 24, "block_size": 8, "max_sequences": 4}
+    cached = Engine.load(model, dtype=dtype if family == "tiny" else "auto", num_blocks=24, **options)
+    cold = Engine(
+        cached.model,
+        Runner(cached.model, 60, 8, deterministic=True),
+        PrefixCache(60, 8),
+        Limits(4, 2048, 24, deterministic=True),
+        prefix_cache=False,
+    )
+    with cached, cold:
+        recorders = Recorder(cached), Recorder(cold)
+        prompts = words(rng, family_of_prompts(rng, 10, 120), 97)
+        prompts += [prompts[0], prompts[-1][:50] + prompts[0][:70]]
+        for prompt in prompts:
+            params = GREEDY.but(max_tokens=6, n=rng.choice([1, 1, 2]), temperature=rng.choice([0, 1]), seed=1)
+            mine, other = (
+                recorder.of(engine, prompt, params) for recorder, engine in zip(recorders, (cached, cold), strict=True)
+            )
+            assert len(mine) == len(other) >= 6
+            assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+        assert cached.stats().cached_tokens > 100
+        assert cached.stats().cache.evicted_blocks > 0
+
+
+def test_beside_others_a_first_token_has_the_same_bits_and_later_ones_come_close() -> None:
+    rng = random.Random(9)
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"deterministic": True, "prefill_chunk": 32, "max_sequences": 8, "num_blocks": 200}
+    params = GREEDY.but(max_tokens=8, logprobs=1)
+    with Engine.load("tiny", **options) as loaded, Engine.load("tiny", **options, prefix_cache=False) as lone:
+        prompts = words(rng, family_of_prompts(rng, 8, 120), 97)
+        together = loaded.generate(prompts, params)
+        for done, prompt in zip(together, prompts, strict=True):
+            [alone] = lone.generate([prompt], params)
+            assert done.logprobs is not None
+            assert alone.logprobs is not None
+            assert done.logprobs[0] == alone.logprobs[0]
+            for mine, other in zip(done.logprobs, alone.logprobs, strict=True):
+                if mine.top[0][0] != other.top[0][0]:
+                    break  # a near tie: from here on the texts differ
+                assert mine.chosen == pytest.approx(other.chosen, abs=1e-3)
+        # And what they left in the cache changes no bit of who comes alone behind them.
+        before = loaded.stats().cached_tokens
+        assert [loaded.generate([p], params)[0].logprobs for p in prompts] == [
+            lone.generate([p], params)[0].logprobs for p in prompts
+        ]
+        assert loaded.stats().cached_tokens - before > 300
+
+
+def test_deterministic_is_true_or_false() -> None:
+    with pytest.raises(InvalidInput, match="deterministic must be True or False"):
+        Engine.load("tiny", deterministic=1)  # type: ignore[arg-type]
