@@ -9,12 +9,49 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable
 from dataclasses import replace
+from typing import NamedTuple
 
 from radixkv.engine.limits import Limits
 from radixkv.models.sampler import SamplingParams
 from tests.simulation.model import VOCAB
 from tests.simulation.oracle import Reply, replies
 from tests.simulation.scenario import Ask, Fault, Flaw, Forgetting, Ids, Pinning, Scenario, Unhashable
+
+
+class Profile(NamedTuple):
+    """What one kind of world draws from."""
+
+    block_size: tuple[int, ...]
+    longest: tuple[int, ...]  # tokens of a prompt
+    most_new: tuple[int, ...]  # tokens of an answer
+    widest: tuple[int, ...]  # streams of one request
+    room: tuple[float, ...]  # the pool, in units of the largest request
+    streams: tuple[int, ...]  # at once
+    chunk: tuple[int, ...]
+    budget: tuple[int, ...]  # tokens of a step, beyond one a stream
+    gap: tuple[int, ...]  # steps between arrivals
+
+
+MIXED = Profile(
+    block_size=(1, 2, 3, 4, 4, 8, 16),
+    longest=(6, 20, 20, 60),
+    most_new=(3, 8, 16),
+    widest=(1, 2, 4),
+    room=(1, 1, 1.5, 2, 4),
+    streams=(1, 2, 4, 8, 16),
+    chunk=(1, 2, 5, 8, 16, 64),
+    budget=(0, 1, 3, 10, 30, 100),
+    gap=(0, 1, 3, 8),
+)
+# Many short prompts come together and say much: all are let in, and then blocks run out.
+CROWD = MIXED._replace(
+    block_size=(1, 2, 3, 4, 8), longest=(8,), most_new=(16, 30), room=(1, 1.2, 1.5), streams=(4, 8, 16), gap=(0, 1, 2)
+)
+# The same with many streams a request and steps that hold little: who gives way comes back in parts.
+FAMILIES = CROWD._replace(
+    block_size=(1, 2, 3), widest=(2, 4), room=(1, 1.2, 1.5, 2), streams=(8, 16), chunk=(1, 2, 5), budget=(0, 1, 3, 10)
+)
+PROFILES = (MIXED, CROWD, FAMILIES)
 
 
 def draw(seed: int) -> Scenario:
@@ -26,15 +63,13 @@ class _Draw:
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         rng = self.rng
-        self.block_size = rng.choice((1, 2, 3, 4, 4, 8, 16))
         self.letters = rng.choice((1, 2, 3, VOCAB))
-        # In a crowd many short prompts come together and say much: all are let in, and then blocks run out.
-        self.crowd = rng.random() < 0.4
-        self.longest = 8 if self.crowd else rng.choice((6, 20, 20, 60))
-        self.most_new = rng.choice((16, 30)) if self.crowd else rng.choice((3, 8, 16))
+        self.profile = rng.choices(PROFILES, (4, 3, 3))[0]
+        self.block_size = rng.choice(self.profile.block_size)
+        self.longest, self.most_new = rng.choice(self.profile.longest), rng.choice(self.profile.most_new)
         self.namespaces: tuple[Hashable, ...] = (None, "tenant", 7)[: rng.choice((1, 1, 1, 2, 3))]
         self.priorities = rng.choice(((0,), (0,), (0,), (0, 1), (-1, 0, 5)))
-        self.widest = rng.choice((1, 2, 4))
+        self.widest = rng.choice(self.profile.widest)
         # How often each trouble comes to a request; most worlds know some of them only.
         self.chance = {
             trouble: rng.choice((0, 0, often))
@@ -74,19 +109,15 @@ class _Draw:
             max(ask.params.n, 1) * -(-(len(ask.prompt) + max(ask.max_tokens - 1, 0)) // self.block_size) for ask in asks
         )
         alone = self.rng.choice((sizes[-1], sizes[-1], sizes[-2]))
-        return int(alone * self.rng.choice((1, 1.2, 1.5) if self.crowd else (1, 1, 1.5, 2, 4))) + self.rng.choice(
-            (0, 1, 2)
-        )
+        return int(alone * self.rng.choice(self.profile.room)) + self.rng.choice((0, 1, 2))
 
     def _limits(self) -> Limits:
         rng = self.rng
-        streams = max(
-            rng.choice((4, 8, 16) if self.crowd else (1, 2, 4, 8, 16)), self.widest - rng.choice((0, 0, 0, 1))
-        )
-        chunk, deterministic = rng.choice((1, 2, 5, 8, 16, 64)), rng.random() < 0.15
+        streams = max(rng.choice(self.profile.streams), self.widest - rng.choice((0, 0, 0, 1)))
+        chunk, deterministic = rng.choice(self.profile.chunk), rng.random() < 0.15
         return Limits(
             max_sequences=streams,
-            max_batch_tokens=streams + max(rng.choice((0, 1, 3, 10, 30, 100)), chunk if deterministic else 0),
+            max_batch_tokens=streams + max(rng.choice(self.profile.budget), chunk if deterministic else 0),
             prefill_chunk=chunk,
             deterministic=deterministic,
             order=rng.choice(("fcfs", "longest-prefix")),
@@ -98,7 +129,7 @@ class _Draw:
 
     def _asks(self, count: int) -> list[Ask]:
         asks: list[Ask] = []
-        at, gap = 0, self.rng.choice((0, 1, 2) if self.crowd else (0, 1, 3, 8))
+        at, gap = 0, self.rng.choice(self.profile.gap)
         for number in range(count):
             at += self.rng.choice((0, 0, 0, gap, 2 * gap))
             asks.append(self._ask(number, at, asks))
@@ -106,7 +137,11 @@ class _Draw:
 
     def _ask(self, number: int, at: int, before: list[Ask]) -> Ask:
         rng = self.rng
-        new = 0 if self._happens("warm") else rng.randint(self.most_new // 2 if self.crowd else 1, self.most_new)
+        new = (
+            0
+            if self._happens("warm")
+            else rng.randint(1 if self.profile is MIXED else self.most_new // 2, self.most_new)
+        )
         ask = Ask(
             number=number,
             at=at,
@@ -140,7 +175,11 @@ class _Draw:
     def _params(self, new: int) -> SamplingParams:
         rng = self.rng
         if not self._happens("sampled"):
-            return SamplingParams(max_tokens=new, temperature=0, n=rng.choice((1, 1, self.widest)))
+            return SamplingParams(
+                max_tokens=new,
+                temperature=0,
+                n=rng.choice((1, self.widest) if self.profile is FAMILIES else (1, 1, self.widest)),
+            )
         return SamplingParams(
             max_tokens=new,
             min_tokens=rng.choice((0, 0, new // 2)),
@@ -193,7 +232,7 @@ class _Draw:
     def _fault(self, last: int) -> Fault:
         rng = self.rng
         at = rng.randint(0, last + 20)
-        kind = rng.choice(("forward", "forward", "memory", "sampler", "clock"))
+        kind = rng.choice(("forward", "forward", "memory", "sampler", "schedule", "garbled", "clock"))
         return Fault(at, kind, part=rng.randrange(3), size=rng.choice((1, 2, 5, 20)))
 
     def _happens(self, trouble: str) -> bool:

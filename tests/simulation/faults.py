@@ -27,6 +27,7 @@ class Faults:
     chunk_of: Callable[[Chunk], Ask]
     row_of: Callable[[SampleRow], Ask]
     blamed: dict[int, tuple[Exception, set[int]]] = field(default_factory=dict)  # by id, so that the ids stay taken
+    swept: dict[int, set[int]] = field(default_factory=dict)  # by step: who fails with others, as nobody can tell
     fired: set[Fault] = field(default_factory=set)
     began: dict[Fault, int] = field(default_factory=dict)
 
@@ -60,16 +61,29 @@ class Faults:
             self._raise("sampler", [self.row_of(row) for row in rows], f"a fault of the sampler at step {fault.at}")
         return sample(logits, rows)
 
+    def in_schedule(self, part: int, running: list[Ask]) -> None:
+        """Raise what is due before or after planning, which ends all that run."""
+        for fault in self._due("schedule"):
+            if bool(part) == bool(fault.part):
+                self.fired.add(fault)
+                self.swept[self.now()] = {ask.number for ask in running}
+                raise Sabotage(f"a fault of planning at step {fault.at}")
+
+    def garbles(self, present: list[Ask]) -> bool:
+        """Whether a run of this step returns too little, which ends all that are in the step."""
+        for fault in self._due("garbled"):
+            self.fired.add(fault)
+            self.swept[self.now()] = {ask.number for ask in present}
+            return True
+        return False
+
     # ---- afterwards
 
     def explains(self, error: BaseException | None, ask: Ask) -> bool:
-        """Whether an exception of ours, raised when this request was there alone, is what failed it."""
+        """Whether what failed this request is an exception of ours, raised when it was there alone, or a sweep."""
         found, asks = self.blamed.get(id(error), (None, set[int]()))
-        return found is error and asks == {ask.number}
-
-    def of(self, ask: Ask) -> bool:
-        """Whether this request alone ever made a run or the sampler raise."""
-        return any(asks == {ask.number} for _, asks in self.blamed.values())
+        swept = any(ask.number in asks for asks in self.swept.values())
+        return (found is error and asks == {ask.number}) or (found is None and swept)
 
     # ---- inside
 

@@ -63,9 +63,10 @@ class SlotModel:
         self.tokens = np.zeros((cache.num_blocks, self.size), np.int64)
         # By which chunk each slot was computed: its start, its length, whether it had a forward of its own.
         self.origins = np.zeros((cache.num_blocks, self.size, 3), np.int64)
-        self.runs: list[list[Chunk]] = []  # of this step
+        self.runs = 0
         self.broken: AssertionError | None = None  # a rule of a step that was not kept
         self.fault: Callable[[Sequence[Chunk], int], None] = lambda chunks, part: None
+        self.garbles: Callable[[], bool] = lambda: False  # whether a run returns too little
         self.sick: Callable[[Chunk], bool] = lambda chunk: False  # whose logits are no numbers
         self._rng = random.Random(seed)
         self._poison_what_is_handed_out()
@@ -73,7 +74,7 @@ class SlotModel:
     # ---- a step
 
     def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
-        self.runs.append(list(chunks))
+        self.runs += 1
         try:
             return self._run(chunks, copies)
         except AssertionError as error:  # the engine takes it for a fault of the model's, and lives on
@@ -91,7 +92,7 @@ class SlotModel:
         self.fault(chunks, 2)
         logits = logits_of(last)
         logits[[row for row, chunk in enumerate(chunks) if self.sick(chunk)]] = np.nan
-        return torch.from_numpy(logits)
+        return torch.from_numpy(logits[:-1] if self.garbles() else logits)
 
     def _check_plan(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> None:
         assert chunks, "a step without chunks"

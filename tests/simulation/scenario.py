@@ -98,6 +98,8 @@ class Fault:
     forward   the run raises at `part` 0, 1 or 2 of 2
     memory    torch is out of memory, for every run of more than `size` tokens, as long as this lasts: 3 steps
     sampler   the sampler raises
+    schedule  planning raises, before (`part` 0) or after it did its work
+    garbled   the run returns a row of logits too few
     clock     (no fault of ours) `size` seconds pass at once
     """
 

@@ -24,7 +24,7 @@ class Before:
     awake: tuple[tuple[Any, Any], ...]  # streams with their sequences, whose readers are there
     decoding: tuple[Any, ...]  # those of them that must get their token
     preemptions: tuple[int, ...]  # of those that run
-    computed: dict[int, int]  # tokens that requests which ran, or ended, had computed, by id
+    computed: dict[int, int]  # tokens that those which ran, or had ended, had computed, by id
     progress: tuple[int, ...]
 
 
@@ -54,11 +54,12 @@ class Steps:
         )
 
     def _computed(self) -> dict[int, int]:
-        requests = [customer.request for customer in self.world.customers.values() if customer.request.streams]
-        return {
-            id(request): next((s.sequence.length for s in request.live if s.awake), len(request.prompt))
-            for request in requests
-        }
+        computed = {}
+        for customer in self.world.customers.values():
+            awake = [stream.sequence.length for stream in customer.request.live if stream.awake]
+            if awake or customer.outlet.ended:
+                computed[id(customer.request)] = awake[0] if awake else len(customer.ask.prompt)
+        return computed
 
     def _progress(self) -> tuple[int, ...]:
         ended = sum(customer.outlet.ended for customer in self.world.customers.values())

@@ -6,6 +6,8 @@ Affected is who raises by itself:
   memory            nobody, unless one chunk alone is too much: then whose it is
   sampler, once     nobody, unless there was one row only: then whose it was
   put, finish       the request whose caller it is
+  planning          all that run (the first in the queue if nobody does): nobody can tell who caused it
+  garbled logits    all that have a chunk in the step, for the same reason
 The life has chunked prompts, shared ones, forks, evictions and preemptions, and `World` checks every step of it.
 """
 
@@ -108,6 +110,14 @@ def test_a_sampler_that_raises_once_at_any_step(whole: World) -> None:
         world = World(replace(LIFE, faults=(Fault(step, "sampler"),))).run()
         assert len(failed(world)) <= 1, f"step {step}"
         assert bool(failed(world)) == any(len(asks) == 1 for _, asks in world.faults.blamed.values()), f"step {step}"
+
+
+@pytest.mark.parametrize("kind", ["schedule", "garbled"])
+def test_what_nobody_in_particular_caused_at_any_step(whole: World, kind: str) -> None:
+    for step in range(whole.step):
+        world = World(replace(LIFE, faults=(Fault(step, kind, part=step % 2),))).run()
+        (swept,) = world.faults.swept.values()
+        assert swept and set(failed(world)) == swept, f"step {step}"
 
 
 @pytest.mark.parametrize("kind", ["forward", "memory", "nan", "put", "finish"])

@@ -42,6 +42,8 @@ SIGHTS = (  # what must have been met, or the lives are too easy
     "a fault: forward",
     "a fault: memory",
     "a fault: sampler",
+    "a fault: schedule",
+    "a fault: garbled",
 )
 
 

@@ -110,8 +110,10 @@ class Turns:
         if parked is None or request.waited_enough:
             return False
         steps = -(-len(request.prompt) // self.world.scenario.limits.prefill_chunk)
-        computing = before.computed.get(id(parked.leader), 0 if parked.leader.admitted else parked.shared)
-        return computing < parked.shared and self.waited[self._pair(request)] <= 2 * steps + 10
+        leader, computed = parked.leader, before.computed.get(id(parked.leader))
+        if computed is None:  # it came in, or came back, in this very step, or waits itself
+            computed = 0 if leader in self.core.scheduler.running or leader.outlet.ended else parked.shared
+        return computed < parked.shared and self.waited[self._pair(request)] <= 2 * steps + 10
 
     def _pair(self, request: Request) -> tuple[str, str, int]:
         leader = request.parked.leader if request.parked is not None else request

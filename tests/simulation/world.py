@@ -103,6 +103,7 @@ class World:
         self.model = SlotModel(self.cache, scenario.seed)
         self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)
         self.model.fault, self.model.sick = self.faults.in_forward, self.faults.is_sick
+        self.model.garbles = lambda: self.faults.garbles(self.work_of())
         self.core = Core(self.cache, self.model, scenario.limits, reuse=scenario.reuse)
         self._listen_to_the_schedule()
         self.books, self.steps, self.turns, self.ends = Books(self), Steps(self), Turns(self), Ends(self)
@@ -129,7 +130,7 @@ class World:
         if idle != 0:
             return
         self.work = []
-        self.model.runs.clear()
+        self.model.runs = 0
         before = self.steps.before()
         self.core.step()
         self._write_down()
@@ -251,13 +252,25 @@ class World:
                 return self.customer_of(request).ask
         raise AssertionError("a row to sample for nobody who runs")
 
+    def work_of(self) -> list[Ask]:
+        """Whose chunks this step has."""
+        return [self.customer_of(each.stream.request).ask for each in self.work]
+
+    def _who_goes_first(self) -> list[Ask]:
+        """Those that run; the first in the queue if nobody does."""
+        scheduler = self.core.scheduler
+        first = scheduler.running or list(scheduler.waiting)[:1]
+        return [self.customer_of(request).ask for request in first]
+
     # ---- around the engine
 
     def _listen_to_the_schedule(self) -> None:
         schedule = self.core.scheduler.schedule
 
         def listening() -> list[Work]:
+            self.faults.in_schedule(0, self._who_goes_first())
             self.work = schedule()
+            self.faults.in_schedule(1, self._who_goes_first())
             return self.work
 
         self.core.scheduler.schedule = listening  # type: ignore[method-assign]
@@ -288,7 +301,7 @@ class World:
             self.trace.append((self.step, number, index, each.start, len(each.tokens)))
         if self.verbose:
             work = " ".join(f"{n}.{i}@{start}+{count}" for step, n, i, start, count in self.trace if step == self.step)
-            runs = f" in {len(self.model.runs)} runs" if len(self.model.runs) > 1 else ""
+            runs = f" in {self.model.runs} runs" if self.model.runs > 1 else ""
             waiting = [self.customer_of(request).ask.number for request in self.core.scheduler.waiting]
             free, idle = self.cache.free_blocks, self.cache.evictable_blocks
             self._say(f"{work}{runs}; waiting {waiting}, {free} blocks free, {idle} evictable")
