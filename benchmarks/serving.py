@@ -1,0 +1,213 @@
+"""radixkv under load, beside the engines that a CPU user would run instead, on the same work in the same run.
+
+    python benchmarks/serving.py [--rounds 3] [--sweep 0.5 1 2 4] [--models tiny 100m] [--workloads chat agent]
+                                 [--quick] [--llama-server FILE] [--save FILE] [--plot FOLDER]
+
+Work (serving_parts/workloads.py; seeded, the same for all): `chat`, conversations of several turns behind one system
+prompt, and `agent`, a long shared prefix, many short steps whose tool results are appended, and branches. Each turn's
+prompt is all that was said so far, the engine's own greedy replies included; replies have fixed lengths, so that all do
+the same work. Models: the bundled one, and a Llama of 100M random weights (cpu_decode.py's, its matrices times 1.5, so
+that replies vary). All in float32, KV included.
+
+Engines: radixkv with its cache and without; batched `generate` with a static cache (peers/generate_static.py);
+transformers' continuous batching with prefix sharing (peers/continuous_batching.py); llama.cpp's own server with its
+prompt cache (peers/llama_server.py), if its binary is found: --llama-server, $LLAMA_SERVER or `.peers/llama-server`.
+How to make that is in docs/results/serving.md.
+
+Fairness: each gets all cores, --clients requests at once, and KV for that many of the longest histories (llama.cpp has
+8 GiB for prompts beside it, its default; `generate` takes what each batch needs). An engine is made anew for each run
+and warmed up by one short request; its first shared prefix is computed within the run. Engines take turns within a
+round, figures are medians over the rounds. Times are wall time as the client sees it: a thread each, in this process,
+over HTTP for llama.cpp.
+
+  closed     --clients clients work through the sessions without pausing: what an engine can do.
+  sweep      Sessions arrive as a Poisson process and pause between turns, at multiples of what radixkv without its
+             cache did in the closed loop: how long a user waits. One run a rate.
+  isolation  radixkv alone: 8 streams decode, a prompt of 4,000 tokens arrives. The gaps between their tokens with
+             chunks of 512, of 128 and without, beside the time of one budgeted step (8 decodes and the last chunk).
+
+Answers are compared with those of radixkv without its cache, token by token. Where they part, the logits of the two
+tokens must lie within 0.001 of each other, or this benchmark fails. The last line is one JSON object; the exit code is
+1 if a bar is missed: in requests/s on the agent workload with the 100M model, closed loop, 3 times `generate`, ahead of
+llama.cpp, 6 times continuous batching; and with chunks of 512 no gap above 1.25 budgeted steps (100M model).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from cpu_decode import cpu_name
+from serving_parts import isolation
+from serving_parts.bench import BATCHING, ENGINES, GENERATE, LLAMA, OURS, PLAIN, Bench
+from serving_parts.runs import measure_closed, measure_sweep
+from serving_parts.workloads import SHAPES, Shape, build
+
+BARS = {GENERATE: 3.0, LLAMA: 1.0, BATCHING: 6.0}
+GAP_BAR = 1.25
+
+
+def main() -> int:
+    options = _options()
+    torch.set_num_threads(options.threads)
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it wants psutil to size what is given
+    print(f"{options.threads} threads, {options.clients} clients, {cpu_name()}, torch {torch.__version__}")
+    llama = find_llama(options.llama_server)
+    engines = [engine for engine in ENGINES if engine in options.engines and (engine != LLAMA or llama)]
+    if llama is None and LLAMA in options.engines:
+        print(f"{LLAMA} is left out: no server binary (docs/results/serving.md says how to make one)")
+    result: dict[str, Any] = {"closed": {}, "sweep": {}, "isolation": {}}
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.models:
+            bench = Bench.of(name, Path(folder), llama, options.clients, options.threads)
+            for workload in options.workloads:
+                wrong += load(bench, workload, engines, options, result)
+            if "isolation" in options.parts:
+                result["isolation"][name] = isolate(bench, options.rounds)
+    missed = [*wrong, *_missed(result)]
+    for line in missed:
+        print(f"MISSED: {line}")
+    _write(result, options)
+    summary = {"closed": _ratios(result["closed"]), "isolation": _briefly(result["isolation"])}
+    machine = {"threads": options.threads, "torch": torch.__version__, "cpu": cpu_name()}
+    versions = {"transformers": transformers.__version__, "rounds": options.rounds}
+    print(json.dumps({"benchmark": "serving", **summary, "missed": missed, **machine, **versions}))
+    return 1 if missed else 0
+
+
+def load(
+    bench: Bench, workload: str, engines: list[str], options: argparse.Namespace, result: dict[str, Any]
+) -> list[str]:
+    """One workload on one model: closed loop, then the sweep; returns what was wrong with the answers."""
+    sessions = build(_shape(workload, options.quick), bench.loaded.vocab_size)
+    requests = sum(session.requests for session in sessions)
+    print(f"{bench.name}, {workload}: {len(sessions)} sessions, {requests} requests", flush=True)
+    key = f"{bench.name} {workload}"
+    closed, wrong = measure_closed(bench, sessions, engines, options.rounds)
+    result["closed"][key] = {engine: found.as_dict() for engine, found in closed.items()}
+    if options.sweep and PLAIN in closed:
+        capacity = closed[PLAIN].requests_per_s
+        result["sweep"][key] = measure_sweep(bench, sessions, engines, capacity, options.sweep)
+    return wrong
+
+
+def isolate(bench: Bench, rounds: int) -> dict[str, Any]:
+    """Gaps at each chunk size; of several rounds all gaps together, and the median of their worst."""
+    step = statistics.median(isolation.budgeted_step(bench.loaded, 512) for _ in range(rounds))
+    found: dict[str, Any] = {"budgeted_step_ms": round(step, 2), "chunks": {}}
+    print(f"{bench.name}, a prompt of {isolation.LONG} tokens arrives; one budgeted step of 512: {step:.1f} ms")
+    for chunk in isolation.CHUNKS:
+        runs = [isolation.measure(bench.loaded, chunk) for _ in range(rounds)]
+        gaps = sorted(gap for each in runs for gap in each.gaps)
+        row = {
+            "quiet_ms": statistics.median(each.quiet for each in runs),
+            "median_ms": statistics.median(gaps),
+            "worst_ms": statistics.median(max(each.gaps) for each in runs),
+            "ttft_ms": statistics.median(each.ttft for each in runs),
+        }
+        name = "whole" if chunk == isolation.WHOLE else str(chunk)
+        print(f"    chunks of {name:>6}: " + ", ".join(f"{key} {value:.1f}" for key, value in row.items()), flush=True)
+        found["chunks"][name] = {key: round(value, 2) for key, value in row.items()} | {
+            "gaps_ms": [round(gap, 2) for gap in gaps]
+        }
+    return found
+
+
+# ---- bars
+
+
+def _ratios(closed: dict[str, Any]) -> dict[str, Any]:
+    """Of each model and workload: our requests/s, and how many times each other engine's that is."""
+    return {
+        key: {"requests_per_s": rows[OURS]["requests_per_s"]}
+        | {
+            f"times {engine}": round(rows[OURS]["requests_per_s"] / row["requests_per_s"], 2)
+            for engine, row in rows.items()
+            if engine != OURS
+        }
+        for key, rows in closed.items()
+        if OURS in rows
+    }
+
+
+def _briefly(found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: {"budgeted_step_ms": each["budgeted_step_ms"]}
+        | {f"worst_gap_{chunk}_ms": row["worst_ms"] for chunk, row in each["chunks"].items()}
+        for name, each in found.items()
+    }
+
+
+def _missed(result: dict[str, Any]) -> list[str]:
+    missed = []
+    for engine, bar in BARS.items():
+        times = _ratios(result["closed"]).get("100m agent", {}).get(f"times {engine}")
+        if times is not None and times < bar:
+            missed.append(f"{times} times {engine} on the agent workload, the bar is {bar:g}")
+    if "100m" in result["isolation"]:
+        found = result["isolation"]["100m"]
+        worst, step = found["chunks"]["512"]["worst_ms"], found["budgeted_step_ms"]
+        if worst > GAP_BAR * step:
+            missed.append(
+                f"a gap of {worst:.0f} ms beside a budgeted step of {step:.0f} ms, the bar is {GAP_BAR} times it"
+            )
+    return missed
+
+
+# ---- options, files
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each engine; figures are medians")
+    parser.add_argument("--sweep", type=float, nargs="*", default=[], help="multiples of the capacity without a cache")
+    parser.add_argument("--models", nargs="+", choices=["tiny", "100m"], default=["tiny", "100m"])
+    parser.add_argument("--workloads", nargs="*", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--parts", nargs="*", choices=["isolation"], default=["isolation"])
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--quick", action="store_true", help="small workloads, to see that everything works")
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write all figures there, as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw there; needs matplotlib")
+    return parser.parse_args()
+
+
+def find_llama(given: Path | None) -> Path | None:
+    """The server's binary: as given, from the environment, or in `.peers`; None if there is none."""
+    beside = Path(__file__).resolve().parent.parent / ".peers" / "llama-server"
+    named = given or os.environ.get("LLAMA_SERVER")
+    if named is not None and not Path(named).is_file():
+        raise SystemExit(f"there is no llama.cpp server at {named}")
+    return Path(named) if named else beside if beside.is_file() else None
+
+
+def _shape(workload: str, quick: bool) -> Shape:
+    shape = SHAPES[workload]
+    return replace(shape, opening=shape.opening // 4, sessions=3, turns=2, pause_s=0.1) if quick else shape
+
+
+def _write(result: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.save:
+        options.save.write_text(json.dumps(result, indent=1))
+    if options.plot:
+        from serving_parts import plots
+
+        plots.draw(result, options.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
