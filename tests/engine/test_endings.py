@@ -162,6 +162,18 @@ def test_who_is_paused_goes_on_when_he_reads_and_gets_every_token_once():
         check(world.engine)
 
 
+def test_a_reader_of_many_streams_may_be_behind_by_as_many_tokens_of_each():
+    world = World()
+    with world.engine:
+        many = world.engine.submit(prompt_of(5), GREEDY.but(n=4))
+        reader, ended = iter(many), threading.Event()
+        many._outlet.listen(ended.set, end=True)
+        world.go()
+        next(reader)
+        assert ended.wait(timeout=10)
+        assert len(list(reader)) == 4 * 30 - 1
+
+
 def test_who_is_paused_gives_way_and_his_answer_is_the_same():
     world = World(40)
     with world.engine:

@@ -1,0 +1,221 @@
+"""Conversations in asyncio say and keep what plain ones do, and a cancelled task leaves them as they were."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from radixkv import AsyncEngine, SamplingParams, ToolResult
+from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, SessionClosed
+from tests.chat.worlds import chat_engine, rendered
+from tests.engine.fakes import check
+
+Result = TypeVar("Result")
+PARAMS = SamplingParams(temperature=0, max_tokens=100)
+LONG = "1 2 3 4 5 6 7 8 9 " * 100  # nobody computes the reply to this before it is cancelled
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def run(main: Callable[..., Coroutine[Any, Any, Result]], *args: Any) -> Result:
+    return asyncio.run(asyncio.wait_for(main(*args), timeout=30))
+
+
+def gated() -> tuple[AsyncEngine, threading.Semaphore]:
+    engine = chat_engine()
+    gate = engine._core.runner.gate = threading.Semaphore(0)  # type: ignore[attr-defined]
+    return AsyncEngine(engine), gate
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_every_verb_does_what_the_plain_one_does(tmp_path):
+    plain = chat_engine()
+
+    async def main() -> tuple[Any, ...]:
+        async with AsyncEngine(chat_engine()) as engine, engine.chat("Be kind.") as chat:
+            seen = [(await chat.send("one", PARAMS)).text]
+            stream = await chat.stream("two", PARAMS)
+            seen.append("".join([chunk.text async for chunk in stream]))
+            assert (await stream.wait()).text == seen[-1] and chat.turns == 2  # the end was seen
+            [branch] = await chat.fork()
+            await branch.rewind()
+            seen.append((await branch.edit(0, "zero", PARAMS)).text)
+            await chat.save(tmp_path / "chat.json")
+            again = await engine.resume(tmp_path / "chat.json")
+            seen.append((await again.send("three", PARAMS)).text)
+            await branch.close()
+            assert branch.closed and not chat.closed
+            with pytest.raises(SessionClosed):
+                await branch.send("x")
+            return seen, chat.history, chat.token_ids, again.history, again.token_ids
+
+    with plain:
+        chat = plain.chat("Be kind.")
+        seen = [chat.send(text, PARAMS).text for text in ("one", "two")]
+        [branch] = chat.fork()
+        branch.rewind()
+        seen.append(branch.edit(0, "zero", PARAMS).text)
+        again = chat.fork()[0]
+        seen.append(again.send("three", PARAMS).text)
+        assert run(main) == (seen, chat.history, chat.token_ids, again.history, again.token_ids)
+        assert again.token_ids == rendered(plain, again.history)
+
+
+def test_tool_calls_are_answered():
+    def reply(text: str) -> str:
+        return CALL if text == "add" else f"It is {text}."
+
+    async def main() -> None:
+        async with AsyncEngine(chat_engine(reply)) as engine:
+            chat = engine.chat(tools=[{"type": "function", "function": {"name": "add"}}])
+            call = (await chat.send("add", PARAMS)).tool_calls[0]
+            assert "It is" in (await chat.tool_results([ToolResult(call.id, "5")], PARAMS)).text
+            with pytest.raises(InvalidInput):
+                await chat.tool_results([ToolResult(call.id, "5")], PARAMS)
+            assert chat.turns == 2
+
+    run(main)
+
+
+def test_many_sessions_talk_at_once():
+    async def main() -> None:
+        async with AsyncEngine(chat_engine()) as engine:
+            chats = [engine.chat("Be kind.") for _ in range(6)]
+            for turn in range(2):
+                sent = [chat.send(f"{n} in {turn}", PARAMS) for n, chat in enumerate(chats)]
+                assert [each.text for each in await asyncio.gather(*sent)] == [
+                    f"You said {n} in {turn}!" for n in range(6)
+                ]
+            check(engine._engine)
+
+    run(main)
+
+
+@pytest.mark.parametrize("verb", ["send", "edit", "stream", "wait"])
+def test_a_cancelled_task_undoes_its_turn_and_the_next_one_goes_through(verb):
+    async def main() -> None:
+        engine, gate = gated()
+        gate.release(1000)
+        async with engine:
+            chat = engine.chat()
+            await chat.send("one", PARAMS)
+            await engine.stats()  # behind the last step
+            while gate.acquire(blocking=False):
+                pass
+            before = (chat.history, chat.token_ids)
+
+            async def work() -> object:
+                if verb == "send":
+                    return await chat.send("two", PARAMS)
+                if verb == "edit":
+                    return await chat.edit(0, "zwei", PARAMS)
+                stream = await chat.stream("two", PARAMS)
+                return await stream.wait() if verb == "wait" else [chunk async for chunk in stream]
+
+            task = asyncio.create_task(work())
+            while not engine._engine._core.scheduler.running:
+                await asyncio.sleep(0.001)
+            await cancelled(task)
+            gate.release(1000)
+            assert (chat.history, chat.token_ids) == before
+            assert (await chat.send("three", PARAMS)).text == "You said three!"
+            assert chat.turns == 2
+            stats = await engine.stats()
+            assert (stats.cancelled, stats.finished) == (1, 2)
+            check(engine._engine)
+
+    run(main)
+
+
+def test_a_task_that_is_cancelled_while_its_message_is_rendered_leaves_no_request_behind(monkeypatch):
+    async def main() -> None:
+        engine = AsyncEngine(chat_engine())
+        renders, go_on = threading.Event(), threading.Event()
+        async with engine:
+            chat = engine.chat()
+            submit = engine._engine.submit
+
+            def slowly(*args: Any, **options: Any) -> Any:
+                renders.set()
+                assert go_on.wait(timeout=10)
+                return submit(*args, **options)
+
+            monkeypatch.setattr(engine._engine, "submit", slowly)
+            task = asyncio.create_task(chat.send(LONG, PARAMS.but(max_tokens=2000)))
+            await asyncio.to_thread(renders.wait, 10)
+            await cancelled(task)
+            unstarted = asyncio.create_task(chat.send("never", PARAMS))
+            await asyncio.sleep(0)
+            await cancelled(unstarted)
+            after = asyncio.create_task(chat.send("two", PARAMS))
+            go_on.set()
+            assert (await after).text == "You said two!"
+            assert chat.turns == 1
+            stats = await engine.stats()
+            assert stats.cancelled + stats.finished == 2
+            assert stats.running == stats.waiting == 0
+
+    run(main)
+
+
+def test_leaving_a_reply_early_undoes_its_turn():
+    async def main() -> None:
+        async with AsyncEngine(chat_engine()) as engine:
+            chat = engine.chat()
+            for leave in ("break", "close", "another verb"):
+                stream = await chat.stream(LONG, PARAMS.but(max_tokens=2000))
+                if leave == "close":
+                    await stream.close()
+                elif leave == "another verb":
+                    await chat.rewind() if chat.turns else await chat.send("two", PARAMS)
+                else:
+                    async for _ in stream:
+                        break
+                with pytest.raises(RequestCancelled):
+                    await stream.wait()
+            assert [message["content"] for message in chat.history] == ["two", "You said two!"]
+            check(engine._engine)
+
+    run(main)
+
+
+def test_an_edit_streams_and_the_history_is_the_old_one_until_its_end():
+    engine = chat_engine()
+    with engine:
+        chat = engine.chat()
+        for text in ("one", "two", "three"):
+            chat.send(text, PARAMS)
+        before = chat.history
+        stream = chat.stream_edit(1, "zwei", PARAMS)
+        next(iter(stream))
+        assert chat.history == before
+        assert "".join(chunk.text for chunk in chat.stream_edit(1, "deux", PARAMS)) == "You said deux!"
+        assert [message["content"] for message in chat.history[::2]] == ["one", "deux"]
+        with pytest.raises(RequestCancelled):
+            stream.wait()
+        assert chat.token_ids == rendered(engine, chat.history)
+
+
+def test_a_closed_engine_is_named_and_what_needs_no_engine_works(tmp_path):
+    async def main() -> None:
+        engine = AsyncEngine(chat_engine())
+        chat = engine.chat()
+        for text in ("one", "two"):
+            await chat.send(text, PARAMS)
+        await engine.close()
+        with pytest.raises(EngineClosed):
+            await chat.send("three", PARAMS)
+        await chat.rewind()
+        await chat.save(tmp_path / "chat.json")
+        assert chat.turns == 1
+        await chat.close()
+
+    run(main)
