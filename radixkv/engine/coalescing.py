@@ -75,8 +75,8 @@ def _equal(one: Hashable, other: Hashable) -> bool:
 
 
 def _ahead(leader: Request) -> int | None:
-    """How many tokens of its prompt a request has computed; None if it computes none of it now."""
+    """How many tokens of its prompt a request has computed; None if it computes, or publishes, none of it now."""
     stream = next((each for each in leader.live if each.awake), None)
-    if stream is None or leader.outlet.lagging or stream.sequence.length >= len(leader.prompt):
+    if stream is None or leader.publish_late or leader.outlet.lagging or stream.sequence.length >= len(leader.prompt):
         return None
     return stream.sequence.length

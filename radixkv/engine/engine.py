@@ -253,14 +253,15 @@ class RequestEngine:
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """End what still runs with EngineClosed, stop, and free the pool; the model stays. May be called twice.
 
-        With `drain` nothing new is taken, and what waits and runs finishes first, for at most `timeout` seconds. Ctrl-C
-        ends the draining at once, and passes on. Either way the step that is under way is waited for.
+        With `drain` nothing new is taken, and what waits and runs finishes first, for at most `timeout` seconds and
+        however slowly it is read. Ctrl-C ends the draining at once, and passes on. Either way the step that is under
+        way is waited for.
         """
         check_seconds("timeout", timeout)
         if timeout is not None and not drain:
             raise InvalidInput("timeout is how long draining may take: pass drain=True with it")
         try:
-            self._worker.close(drain, timeout)
+            self._worker.close(drain, timeout, self._core.hurry)
         finally:
             self._finalizer.detach()
 

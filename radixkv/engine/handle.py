@@ -73,6 +73,12 @@ class Outlet:
         """Whether the engine had better compute nothing more for this one now."""
         return self._lagging and not self._ended.is_set()
 
+    def never_lag(self) -> None:
+        """Let unread chunks pile up from now on."""
+        with self._lock:
+            self._waiters += 1  # as if somebody waited for the end
+        self._catch_up()
+
     # ---- the callers' side
 
     @property

@@ -11,6 +11,7 @@ compute who has the same tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 
 import numpy as np
@@ -20,6 +21,7 @@ from radixkv.engine.limits import Limits
 from radixkv.engine.prompts import TokenIds
 from radixkv.engine.request import Request, Stream
 
+_log = logging.getLogger(__name__)
 _NOTHING = Match(0, np.empty(0, np.int32), 0)
 
 
@@ -78,13 +80,19 @@ class Reuse:
         return may and self.on and not stream.request.publish_late
 
     def leave(self, stream: Stream) -> None:
-        """Publish what a stream kept to itself, if it may: it ends, or gives way. No plan may be under way."""
+        """Publish what a stream kept to itself, if it may: it ends, or gives way. No plan may be under way.
+
+        A fault here is logged: the stream loses nothing but what others could have hit.
+        """
         sequence = stream.sequence
         if not self.on or sequence.closed:
             return
-        if self.grid is not None:
-            sequence.truncate(stream.common_length)
-        sequence.commit()
+        try:
+            if self.grid is not None:
+                sequence.truncate(stream.common_length)
+            sequence.commit()
+        except Exception:
+            _log.exception("what a request computed could not be published")
 
     def _is_common(self, stream: Stream, count: int, *, alone: bool) -> bool:
         """Whether anybody would compute these tokens like this; notes how far that holds for the stream.

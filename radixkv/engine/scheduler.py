@@ -244,8 +244,9 @@ class Scheduler:
                 continue
             try:
                 match = self._reuse.match(request)
-                if not self._coalescing.begins_to_wait(request, self.running, match.length):
-                    return self._let_in(request, match)
+                if self._reuse.on and self._coalescing.begins_to_wait(request, self.running, match.length):
+                    continue
+                return self._let_in(request, match)
             except Exception as error:  # whatever it is about this one, the others go on
                 self._fail(request, error)
                 return None

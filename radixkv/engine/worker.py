@@ -72,15 +72,16 @@ class Worker:
 
     # ---- the end
 
-    def close(self, drain: bool = False, timeout: float | None = None) -> None:
+    def close(self, drain: bool = False, timeout: float | None = None, hurry: Callable[[], None] | None = None) -> None:
         """Stop behind the current step, answer what was posted before, and wait for that. May be called twice.
 
-        With `drain` first let what was begun come to its end, for at most `timeout` seconds; nothing new begins.
+        With `drain` first let what was begun come to its end, for at most `timeout` seconds; nothing new begins, and
+        `hurry` is called on the thread.
         Whatever interrupts that wait (Ctrl-C) makes it an immediate end, and is passed on.
         """
         try:
             if drain and threading.current_thread() is not self._thread:
-                self._drain(timeout)
+                self._drain(timeout, hurry or _nothing)
         finally:
             self.stop()
             if threading.current_thread() is not self._thread:
@@ -93,10 +94,11 @@ class Worker:
                 self._closed = True
                 self._inbox.put(None)
 
-    def _drain(self, timeout: float | None) -> None:
+    def _drain(self, timeout: float | None, hurry: Callable[[], None]) -> None:
         with self._gate:
             self._draining = True
-        self.wake()
+            if not self._closed:
+                self._inbox.put(hurry)  # behind all that was begun
         self._drained.wait(timeout)
 
     # ---- the thread

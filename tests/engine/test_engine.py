@@ -540,3 +540,13 @@ def test_attention_is_named_and_an_unknown_one_is_refused():
     engine, _ = make_engine()
     with engine:
         assert engine.stats().attention == "torch"
+
+
+def test_draining_does_not_wait_for_a_reader_who_has_stopped_reading():
+    engine, _ = make_engine(num_blocks=128)
+    handle = engine.submit(prompt_of(5), GREEDY.but(max_tokens=300))
+    reader = iter(handle)
+    next(reader)
+    engine.close(drain=True, timeout=60)  # 300 chunks, of which this thread reads none meanwhile
+    assert list(handle.result(timeout=0).token_ids) == greedy_reply(prompt_of(5), 300)
+    assert len(list(reader)) == 299

@@ -12,10 +12,11 @@ import pytest
 
 from radixkv import SamplingParams
 from radixkv.cache import PrefixCache
+from radixkv.cache import Sequence as CacheSequence
 from radixkv.engine import Limits
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
-from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestFailed
+from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestFailed, RequestTimedOut
 from tests.engine.fakes import FakeRunner, greedy_reply
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -199,6 +200,31 @@ def test_the_wait_for_a_neighbour_is_bounded() -> None:
         world.step()
         waited += 1
     assert waited <= 2 * 5 + 8 + 1
+    world.finish()
+    assert is_right(leader) and is_right(follower)
+
+
+def test_who_can_hit_nothing_does_not_wait() -> None:
+    """Without a prefix cache equal prompts run side by side, as different ones do."""
+    steps = []
+    for seeds in ([1] * 6, range(6)):
+        world = World(1024, 4, Limits(max_batch_tokens=256, prefill_chunk=32), reuse=False)
+        requests = [world.submit(tokens(300, seed)) for seed in seeds]
+        steps.append(world.finish())
+        assert all(map(is_right, requests))
+        assert not world.core.counters.coalesced_requests
+    assert steps[0] == steps[1]
+
+
+def test_nobody_waits_for_a_leader_that_publishes_late() -> None:
+    world = World(32, 4, Limits(prefill_chunk=8))
+    shared = tokens(100)
+    leader = world.submit([*shared, 1], GREEDY.but(max_tokens=28))  # all of the pool: no block to spare
+    world.step()
+    assert leader.publish_late
+    follower = world.submit([*shared, 2])
+    world.step()
+    assert follower.parked is None
     world.finish()
     assert is_right(leader) and is_right(follower)
 
@@ -465,3 +491,27 @@ def test_what_is_too_much_for_the_memory_at_once_is_computed_in_parts() -> None:
     requests = [world.submit(tokens(10, i)) for i in range(8)]
     world.finish()
     assert all(map(is_right, requests))
+
+
+def test_what_cannot_be_published_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in publishing, as a request is cancelled, runs out of time or gives way, costs others a hit at most."""
+    world = World(24, 4)
+    requests = [world.submit(tokens(20, i), GREEDY.but(max_tokens=30)) for i in range(3)]
+    late = world.submit(tokens(4, 8), GREEDY.but(max_tokens=30), deadline=0.0)
+    cancelled = world.submit(tokens(4, 9), GREEDY.but(max_tokens=30))
+    commit = CacheSequence.commit
+
+    def broken(self: CacheSequence, publish: bool = True) -> None:
+        if self._planned is None:  # nothing was computed: this is for publishing alone
+            raise RuntimeError("cannot publish")
+        commit(self, publish)
+
+    monkeypatch.setattr(CacheSequence, "commit", broken)
+    world.step()
+    world.core.cancel(cancelled)
+    assert cancelled.outlet.ended and late.outlet.ended
+    world.finish()
+    assert all(map(is_right, requests))
+    assert world.core.counters.preemptions
+    with pytest.raises(RequestTimedOut):
+        late.outlet.wait(0)
