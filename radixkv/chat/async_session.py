@@ -44,11 +44,7 @@ class AsyncReplyStream:
 
         Raises as `AsyncHandle.result`, RequestCancelled if the stream was closed or left.
         """
-        try:
-            await AsyncHandle(self._stream.handle).result()
-        except BaseException:
-            self._stream.close()
-            raise
+        await AsyncHandle(self._stream.handle).result()
         return await wrap_future(self._preparing.submit(self._stream.wait))  # does not wait any more
 
     async def _seen(self) -> None:

@@ -44,7 +44,8 @@ def test_every_verb_does_what_the_plain_one_does(tmp_path):
             seen = [(await chat.send("one", PARAMS)).text]
             stream = await chat.stream("two", PARAMS)
             seen.append("".join([chunk.text async for chunk in stream]))
-            assert (await stream.wait()).text == seen[-1] and chat.turns == 2  # the end was seen
+            assert chat.turns == 2  # the end was seen
+            assert (await stream.wait()).text == seen[-1]
             [branch] = await chat.fork()
             await branch.rewind()
             seen.append((await branch.edit(0, "zero", PARAMS)).text)
@@ -155,13 +156,12 @@ def test_a_task_that_is_cancelled_while_its_message_is_rendered_leaves_no_reques
             unstarted = asyncio.create_task(chat.send("never", PARAMS))
             await asyncio.sleep(0)
             await cancelled(unstarted)
-            after = asyncio.create_task(chat.send("two", PARAMS))
             go_on.set()
-            assert (await after).text == "You said two!"
+            while (stats := await engine.stats()).cancelled + stats.finished == 0:
+                await asyncio.sleep(0.001)
+            assert (stats.requests, stats.cancelled) == (1, 1)
+            assert (await chat.send("two", PARAMS)).text == "You said two!"
             assert chat.turns == 1
-            stats = await engine.stats()
-            assert stats.cancelled + stats.finished == 2
-            assert stats.running == stats.waiting == 0
 
     run(main)
 
@@ -170,10 +170,13 @@ def test_leaving_a_reply_early_undoes_its_turn():
     async def main() -> None:
         async with AsyncEngine(chat_engine()) as engine:
             chat = engine.chat()
-            for leave in ("break", "close", "another verb"):
+            for leave in ("break", "close", "close inside", "another verb"):
                 stream = await chat.stream(LONG, PARAMS.but(max_tokens=2000))
                 if leave == "close":
                     await stream.close()
+                elif leave == "close inside":
+                    async for _ in stream:
+                        await stream.close()
                 elif leave == "another verb":
                     await chat.rewind() if chat.turns else await chat.send("two", PARAMS)
                 else:
@@ -202,6 +205,20 @@ def test_an_edit_streams_and_the_history_is_the_old_one_until_its_end():
         with pytest.raises(RequestCancelled):
             stream.wait()
         assert chat.token_ids == rendered(engine, chat.history)
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_what_an_edit_replaces_is_the_first_to_go(turn, monkeypatch):
+    engine = chat_engine()
+    with engine:
+        chat = engine.chat()
+        for text in ("one", "two"):
+            chat.send(text, PARAMS)
+        old, gone = chat.token_ids, []
+        monkeypatch.setattr(engine, "demote", lambda ids, **where: gone.append((list(ids), where["keep"])))
+        chat.edit(turn, "deux", PARAMS)
+        [(dead, keep)] = gone
+        assert dead == old and old[:keep] == chat.token_ids[:keep] and old[keep] != chat.token_ids[keep]
 
 
 def test_a_closed_engine_is_named_and_what_needs_no_engine_works(tmp_path):
