@@ -15,7 +15,7 @@ from radixkv.engine.limits import Limits
 from radixkv.models.sampler import SamplingParams
 from tests.simulation.model import VOCAB
 from tests.simulation.oracle import Reply, replies
-from tests.simulation.scenario import Ask, Fault, Flaw, Forgetting, Ids, Pinning, Scenario, Unhashable
+from tests.simulation.scenario import Ask, Auditing, Fault, Flaw, Forgetting, Ids, Pinning, Scenario, Unhashable
 
 
 class Profile(NamedTuple):
@@ -100,6 +100,9 @@ class _Draw:
             observer_raises=rng.choice((None, None, 0, 10, 100)),
             pin_budget=rng.choice((0.5, 1.0)),
             forgettings=tuple(self._forgetting(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 1, 3)))),
+            audits=tuple(
+                Auditing(rng.randint(0, last + 20), rng.choice((1, 5, 30))) for _ in range(rng.choice((0, 0, 2)))
+            ),
             faults=tuple(self._fault(last) for _ in range(rng.choice((0, 0, 1, 4)))),
         )
 

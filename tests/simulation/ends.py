@@ -31,6 +31,11 @@ class Ends:
             self._outcome(customer)
         self._counters()
         self._nothing_is_held()
+        for audit in self.world.audits:
+            if self.world.scenario.reuse:
+                assert audit.result(timeout=0).differ == 0
+            else:
+                assert isinstance(audit.exception(timeout=0), InvalidInput)
         listener = self.world.listener
         assert listener is None or listener.heard <= listener.raises + 1, "an observer that raised was told more"
 

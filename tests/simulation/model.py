@@ -17,6 +17,7 @@ import torch
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.block_pool import BlockPool
+from radixkv.models.recheck import Recheck
 from radixkv.models.runner import Chunk
 
 VOCAB = 16
@@ -64,6 +65,7 @@ class SlotModel:
         # By which chunk each slot was computed: its start, its length, whether it had a forward of its own.
         self.origins = np.zeros((cache.num_blocks, self.size, 3), np.int64)
         self.runs = 0
+        self.recheck_tokens, self.recheck_obstacle = 2 * self.size, None
         self.broken: AssertionError | None = None  # a rule of a step that was not kept
         self.fault: Callable[[Sequence[Chunk], int], None] = lambda chunks, part: None
         self.garbles: Callable[[], bool] = lambda: False  # whether a run returns too little
@@ -130,6 +132,20 @@ class SlotModel:
         length = chunk.start + len(chunk.tokens)
         assert self.holds(chunk.block_table, length), f"a block table of {length} tokens leads to another history"
         return int(self.digests.reshape(-1)[self._slots(chunk, length - 1)[0]])
+
+    # ---- an audit
+
+    def recheck(self, tokens: npt.NDArray[np.int32], start: int, block_table: npt.NDArray[np.int32]) -> Recheck:
+        """Compute [start, len(tokens)) again, and compare; as `Runner.recheck`."""
+        end, size = len(tokens), self.size
+        assert start % self.recheck_tokens == 0 < end - start <= self.recheck_tokens, f"a piece [{start}, {end})"
+        assert len(block_table) == -(-end // size) and set(self._pool.free).isdisjoint(block_table.tolist())
+        held = self.digests[block_table].reshape(-1)
+        digest, wrong = int(held[start - 1]) if start else 0, []
+        for position in range(start, end):
+            digest = follow(digest, int(tokens[position]))
+            wrong += [position - start] if digest != held[position] else []
+        return Recheck(tuple(wrong), 0, "key", float(bool(wrong)))
 
     # ---- what the pool holds
 

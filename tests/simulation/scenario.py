@@ -6,7 +6,7 @@ Knows: settings, requests, disturbances. Knows no engine. `draw.py` makes one fr
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from radixkv.engine.limits import Limits
 from radixkv.models.sampler import SamplingParams
@@ -92,6 +92,14 @@ class Forgetting:
 
 
 @dataclass(frozen=True)
+class Auditing:
+    """At step `at` somebody asks for an audit of so many blocks."""
+
+    at: int
+    blocks: int
+
+
+@dataclass(frozen=True)
 class Fault:
     """Something breaks once, at the first chance from step `at` on.
 
@@ -124,7 +132,8 @@ class Scenario:
     observer_raises: int | None = None  # at which event; None: nobody listens
     pinnings: tuple[Pinning, ...] = ()
     forgettings: tuple[Forgetting, ...] = ()
-    faults: tuple[Fault, ...] = field(default=())
+    audits: tuple[Auditing, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
     @property
     def last(self) -> int:
@@ -134,7 +143,7 @@ class Scenario:
         times += [ask.cancel for ask in self.asks if ask.cancel is not None]
         times += [pinning.until for pinning in self.pinnings]
         times += [forgetting.at for forgetting in self.forgettings]
-        times += [fault.at for fault in self.faults]
+        times += [event.at for event in self.faults] + [event.at for event in self.audits]
         return max(times, default=0)
 
     def __str__(self) -> str:
@@ -143,5 +152,5 @@ class Scenario:
             f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
             f"{self.limits}, observer raises at {self.observer_raises}",
         ]
-        facts += map(str, (*self.asks, *self.pinnings, *self.forgettings, *self.faults))
+        facts += map(str, (*self.asks, *self.pinnings, *self.forgettings, *self.audits, *self.faults))
         return "\n".join(facts)

@@ -39,7 +39,7 @@ def shrink(scenario: Scenario, failure: Callable[[Scenario], str | None] = failu
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    for name in ("asks", "faults", "pinnings", "forgettings"):
+    for name in ("asks", "faults", "pinnings", "forgettings", "audits"):
         events = getattr(scenario, name)
         for size in (len(events) // 2, 1):
             for at in range(0, len(events), size or 1):

@@ -38,6 +38,7 @@ class Steps:
         # No schedule that gets anywhere takes more: a token a step, all of it computed twice over, and some waiting.
         tokens = sum(ask.params.n * (len(ask.prompt) + ask.max_tokens) for ask in world.scenario.asks)
         self.most = world.scenario.last + 4 * tokens + 20 * len(world.scenario.asks)
+        self.most += sum(audit.blocks + 1 for audit in world.scenario.audits)
 
     def before(self) -> Before:
         """What the step begins with."""
@@ -64,7 +65,8 @@ class Steps:
     def _progress(self) -> tuple[int, ...]:
         ended = sum(customer.outlet.ended for customer in self.world.customers.values())
         counters = self.core.counters
-        return (ended, counters.computed_tokens, counters.recomputed_tokens)
+        audited = counters.audited_blocks, len(self.core.auditor._jobs)
+        return (ended, counters.computed_tokens, counters.recomputed_tokens, *audited)
 
     def after(self, before: Before) -> None:
         """All that one step promises."""
@@ -168,7 +170,7 @@ class Steps:
         if idle == 0:
             resting = left and all(customer.outlet.is_away for customer in left)
             due = any(c.ask.timeout is not None for c in self.world.customers.values())
-            assert not resting or due, "a step is wanted, though nobody reads"
+            assert not resting or due or self.core.auditor._jobs, "a step is wanted, though nobody reads"
             return
         assert all(customer.outlet.in_span for customer in left), "idle, though somebody could run"
         deadlines = [c.request.deadline for c in left if c.request.deadline is not None]

@@ -32,6 +32,7 @@ SIGHTS = (  # what must have been met, or the lives are too easy
     "copied",
     "hits",
     "pinned",
+    "audited_blocks",
     "refused",
     "forward",
     "memory",

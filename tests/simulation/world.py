@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -19,6 +20,7 @@ import numpy as np
 
 from radixkv.cache import Pin, PrefixCache
 from radixkv.cache.observer import Observer
+from radixkv.engine.audit_report import AuditReport
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
@@ -84,6 +86,7 @@ class World:
     customers: dict[int, Customer] = field(default_factory=dict)
     refused: list[int] = field(default_factory=list)
     pins: list[tuple[Pinning, Pin]] = field(default_factory=list)
+    audits: list[Future[AuditReport]] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)  # of this step
     trace: list[tuple[int, ...]] = field(default_factory=list)  # (step, request, stream, start, tokens) of all work
     stages: Counter[str] = field(default_factory=Counter)  # in which requests were cancelled
@@ -140,7 +143,15 @@ class World:
     def sights(self) -> Counter[str]:
         """What happened in this life, counted: so that tests can tell that they tested something."""
         counters, stats = self.core.counters, self.cache.stats()
-        names = ("finished", "cancelled", "timed_out", "preemptions", "recomputed_tokens", "coalesced_tokens")
+        names = (
+            "audited_blocks",
+            "finished",
+            "cancelled",
+            "timed_out",
+            "preemptions",
+            "recomputed_tokens",
+            "coalesced_tokens",
+        )
         seen = Counter({name: getattr(counters, name) for name in names})
         seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
         seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.turns.overtaken)
@@ -167,6 +178,10 @@ class World:
         forgettings = [forgetting for forgetting in scenario.forgettings if forgetting.at == now]
         for forgetting in forgettings:
             self._forget(forgetting)
+        for auditing in scenario.audits:
+            if auditing.at == now:
+                self.audits.append(Future())
+                self.core.auditor.begin(auditing.blocks, self.audits[-1])
         if doomed or pinned or forgettings:
             self.books.check()
 
