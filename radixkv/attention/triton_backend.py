@@ -1,0 +1,158 @@
+"""Attention, writes and copies by the Triton kernels, or by torch where they cannot run.
+
+Knows stores, and which of them the kernels serve. Does not know models, requests or the tree, nor how a kernel works
+(`radixkv_kernels`). Called as `torch_backend` and the store are, so that whoever chooses a backend changes nothing
+else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from radixkv_kernels.work_list import WorkList
+
+from . import torch_backend
+from .kv_store import KVStore
+
+TRITON = find_spec("triton") is not None
+
+INTERPRETED_PROCESSORS = 2
+"""Programs that the interpreter is given, as it runs them one after the other."""
+
+_log = logging.getLogger("radixkv")
+_PLANS: WeakKeyDictionary[WorkList, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+_REGIONS: WeakKeyDictionary[KVStore, Any] = WeakKeyDictionary()
+
+
+def unavailable(store: KVStore, heads: int, layer: int = 0) -> str | None:
+    """Why the kernels cannot serve this layer for so many query heads; None if they can. Costs nothing worth naming."""
+    if not TRITON:
+        return "Triton is not installed"
+    if store.device.type != "cuda" and not _kernels().INTERPRETED:
+        return f"Triton does not run on {store.device.type}"
+    if store.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the kernels do not store {store.dtype}"
+    shape = store.layers[layer]
+    most = _chosen(store, layer)[-1].rows
+    if heads // shape.kv_heads > most:
+        return f"{heads // shape.kv_heads} query heads share a kv head, at most {most} fit into a tile"
+    return None
+
+
+def attend(
+    store: KVStore,
+    layer: int,
+    query: Tensor,
+    work: WorkList,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of query [heads, T, dk], the rows of all sequences in turn, over one layer's KV -> [T, heads, dv].
+
+    `sinks` [heads] are logits that take weight and give nothing. The first layer to follow `work` cuts it into tiles
+    and sends them to the device in one copy; all others of the same shape reuse that. Results have the dtype of
+    `query`. Where the kernels cannot serve, torch does, with one warning for each reason.
+    """
+    if _falls_back(unavailable(store, len(query), layer)):
+        return torch_backend.attend(store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
+    query = query if query.stride(2) == 1 else query.contiguous()
+    pools, step = (store.keys[layer], store.values[layer]), _plan(store, layer, len(query), work)
+    output: Tensor = _kernels().attend(query, *pools, step, scale=scale, softcap=softcap, sinks=sinks)
+    return output
+
+
+def write(store: KVStore, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Store key [kv_heads, T, key_dim] and value [kv_heads, T, value_dim] in slots int64 [T], all different.
+
+    A slot of -1 is a padded row, which is not stored (torch's write, where Triton cannot run, does not know it).
+    """
+    if _falls_back(unavailable(store, 1, layer)):
+        return store.write(layer, slots, key, value)
+    from radixkv_kernels import blocks
+
+    key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
+    blocks.write(key, value, store.keys[layer], store.values[layer], slots)
+
+
+def copy(store: KVStore, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy whole blocks (source, destination) in all layers, as `KVStore.copy`, in one launch for most models.
+
+    A block that is both a source and a destination, which a cache never asks for, is left to the store.
+    """
+    if not pairs:
+        return
+    chained = not {source for source, _ in pairs}.isdisjoint(destination for _, destination in pairs)
+    if chained or _falls_back(unavailable(store, 1)):
+        return store.copy(pairs)
+    from radixkv_kernels import blocks
+
+    if store not in _REGIONS:
+        _REGIONS[store] = blocks.regions([*store.keys, *store.values])
+    blocks.copy(_REGIONS[store], torch.tensor(pairs, dtype=torch.int64).to(store.device))
+
+
+@cache
+def _kernels() -> ModuleType:
+    """`radixkv_kernels.attention`, imported when first needed: it needs Triton."""
+    from radixkv_kernels import attention
+
+    return attention
+
+
+def _chosen(store: KVStore, layer: int) -> tuple[Any, ...]:
+    """The kinds of tile for a layer of this store."""
+    shape = store.layers[layer]
+    kinds: tuple[Any, ...] = _kernels().kinds(
+        shape.key_dim, shape.value_dim, store.dtype, generation=_device(store.device)[1]
+    )
+    return kinds
+
+
+@cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """How many processors a device has, and its generation as `attention.kinds` means it."""
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS, 9
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, 8 if torch.version.hip else properties.major
+
+
+def _plan(store: KVStore, layer: int, heads: int, work: WorkList) -> Any:
+    """The tiles of `work` for layers of this shape, made when first asked for; they live as long as the list."""
+    plans = _PLANS.setdefault(work, {})
+    shape = store.layers[layer]
+    key = (store, shape, heads)
+    if key not in plans:
+        plans[key] = _kernels().plan(
+            work,
+            heads=heads,
+            kv_heads=shape.kv_heads,
+            chosen=_chosen(store, layer),
+            device=store.device,
+            processors=_device(store.device)[0],
+        )
+    return plans[key]
+
+
+def _falls_back(reason: str | None) -> bool:
+    """Whether there is a reason to let torch do it; the first time, it is said aloud."""
+    if reason is not None:
+        _warn(reason)
+    return reason is not None
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Warn once for each reason."""
+    _log.warning("attention runs in torch, not in Triton: %s", reason)
