@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types bench kernels clean
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -31,6 +31,9 @@ types: $(READY)  ## mypy, strict
 
 bench: $(READY)  ## every benchmark that runs without a peer to install (each ends in one JSON line)
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
+
+kernels: $(READY) ## compile every Triton kernel for GPUs that need not be here, and read what came out
+	$(BIN)/python scripts/compile_kernels.py
 
 clean:           ## forget .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

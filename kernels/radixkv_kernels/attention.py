@@ -29,9 +29,6 @@ WAVES = 4
 AT_ONCE = 16
 """Partials that a merge loads together."""
 
-MOST_HEADS = 128
-"""Query heads per kv head, at most: they are the rows of one tile."""
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -49,14 +46,23 @@ class Kind:
         return tiling.Shape(self.rows, self.keys)
 
 
-def kinds(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[Kind, ...]:
-    """The kinds of tile for heads of this size: for private tails, for a few sharers, for many and for chunks."""
-    widest = max(key_dim, value_dim)
-    if dtype.itemsize > 2:
-        return (Kind(16, 32, 4, 2, 2), Kind(64, 32, 4, 2, 1), Kind(128, 32, 8, 2, 1))
-    if widest > 128:
-        return (Kind(16, 64, 4, 2, 1), Kind(64, 64, 4, 2, 1), Kind(128, 32, 8, 2, 1))
-    return (Kind(16, 64, 4, 3, 2), Kind(64, 64, 4, 3, 2), Kind(128, 64, 8, 3, 1))
+def kinds(key_dim: int, value_dim: int, dtype: torch.dtype, *, generation: int = 9) -> tuple[Kind, ...]:
+    """The kinds of tile for heads of this size: for private tails, for some sharers, and for many and chunks.
+
+    `generation` is the major number of a GPU's compute capability: from 9 on, products read their operands from shared
+    memory, which leaves registers for larger tiles. Chosen among those that spill nothing, not yet by speed.
+    """
+    wide = max(key_dim, value_dim) > 128
+    if dtype.itemsize > 2:  # in plain float32, without tensor cores
+        return (Kind(16, 16, 8, 2, 2), Kind(32, 16, 8, 2, 1))
+    if wide and generation >= 9:
+        return (Kind(16, 32, 4, 3, 2), Kind(64, 32, 8, 2, 1), Kind(128, 32, 8, 2, 1))
+    if wide:
+        return (Kind(16, 64, 4, 2, 2), Kind(64, 32, 8, 2, 1))
+    if generation >= 9:
+        return (Kind(16, 64, 4, 3, 2), Kind(64, 64, 4, 3, 2), Kind(128, 64, 8, 3, 1))
+    tails = Kind(16, 64, 4, 3, 2) if max(key_dim, value_dim) <= 64 else Kind(16, 32, 4, 4, 2)
+    return (tails, Kind(64, 32, 4, 3, 2), Kind(128, 32, 8, 3, 1))
 
 
 def parts(dim: int) -> tuple[int, int]:
@@ -211,7 +217,6 @@ def _launch(
         SINKS=sinks is not None,
         WIDE=_reach(key_pool) > 2**31 or _reach(value_pool) > 2**31,
         UPCAST=INTERPRETED and key_pool.dtype == torch.bfloat16,
-        PRECISION="ieee",
         num_warps=kind.warps,
         num_stages=kind.stages,
     )

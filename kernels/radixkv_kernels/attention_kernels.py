@@ -33,11 +33,11 @@ def _part(pointers, first, inside, MASKED: tl.constexpr, FROM: tl.constexpr, WID
 
 
 @triton.jit
-def _product(a, b, total, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def _product(a, b, total, UPCAST: tl.constexpr):
     """`total` + a @ b in float32."""
     if UPCAST:  # the interpreter multiplies bfloat16 as if its bits were integers
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    return tl.dot(a, b, total, input_precision=PRECISION)
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
@@ -65,15 +65,14 @@ def _fold(
     DV0: tl.constexpr,
     DV1: tl.constexpr,
     UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One more run of n keys: the running maximum and sum of each row's weights, and the weighted values."""
     key0 = _part(key_pool, key_start, inside, MASKED, 0, DK0, DK)
     scores = tl.zeros([query0.shape[0], key_start.shape[0]], tl.float32)
-    scores = _product(query0, tl.trans(key0), scores, UPCAST, PRECISION)
+    scores = _product(query0, tl.trans(key0), scores, UPCAST)
     if DK1 > 0:
         key1 = _part(key_pool, key_start, inside, MASKED, DK0, DK1, DK)
-        scores = _product(query1, tl.trans(key1), scores, UPCAST, PRECISION)
+        scores = _product(query1, tl.trans(key1), scores, UPCAST)
     scores *= score_scale
     if CAPPED:
         scores = cap_scale - 2.0 * cap_scale / (tl.exp2(scores) + 1.0)  # cap * tanh(score / cap)
@@ -89,11 +88,20 @@ def _fold(
     weight = weight * fade + tl.sum(weights, 1)
     weights = weights.to(value_pool.dtype.element_ty)
     value0 = _part(value_pool, value_start, inside, MASKED, 0, DV0, DV)
-    sum0 = _product(weights, value0, sum0 * fade[:, None], UPCAST, PRECISION)
+    sum0 = _product(weights, value0, sum0 * fade[:, None], UPCAST)
     if DV1 > 0:
         value1 = _part(value_pool, value_start, inside, MASKED, DV0, DV1, DV)
-        sum1 = _product(weights, value1, sum1 * fade[:, None], UPCAST, PRECISION)
+        sum1 = _product(weights, value1, sum1 * fade[:, None], UPCAST)
     return higher, weight, sum0, sum1
+
+
+@triton.jit
+def _starts(head, block, slot, head_stride, block_stride, token_stride, BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Where the key or value of each slot starts in its pool."""
+    if WIDE:
+        block = block.to(tl.int64)
+        head = head.to(tl.int64)
+    return head * head_stride + block * block_stride + (slot % BLOCK_SIZE) * token_stride
 
 
 @triton.jit
@@ -146,7 +154,6 @@ def attend_tiles(
     SINKS: tl.constexpr,
     WIDE: tl.constexpr,  # whether offsets into the pools need 64 bits
     UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """A fixed number of programs works through (tile, kv head) pairs, however many there are: longest first, turning.
 
@@ -158,7 +165,8 @@ def attend_tiles(
     total = tl.load(tiles) * KV_HEADS
     stacked = tl.arange(0, ROWS)
     slot_in_run = tl.arange(0, KEYS)
-    for turn in tl.range(0, tl.cdiv(total, programs)):
+    # Registers are short: nothing is kept over a loop only because it could be computed before it (disable_licm).
+    for turn in tl.range(0, tl.cdiv(total, programs), disable_licm=True):
         place = tl.where(turn % 2 == 0, program, programs - 1 - program)
         work = turn * programs + place
         if work < total:
@@ -174,7 +182,6 @@ def attend_tiles(
             taken = row_in_tile < rows
             head = kv_head * GROUP + stacked % GROUP
             row = tl.load(row_ids + row_offset + row_in_tile, mask=taken, other=0).to(tl.int64)
-            row_position = tl.load(positions + row, mask=taken, other=0)
             query_start = head.to(tl.int64) * query_head + row * query_row
             query0 = _part(query, query_start, taken, True, 0, DK0, DK).to(key_pool.dtype.element_ty)
             query1 = query0
@@ -186,37 +193,31 @@ def attend_tiles(
             sum1 = weight
             if DV1 > 0:
                 sum1 = tl.zeros([ROWS, DV1], tl.float32)
-            if WIDE:
-                key_base, value_base = kv_head.to(tl.int64) * key_head, kv_head.to(tl.int64) * value_head
-            else:
-                key_base, value_base = kv_head * key_head, kv_head * value_head
             ids = block_ids + block_offset
 
             slot = clear_from * KEYS + slot_in_run
             block = tl.load(ids + slot // BLOCK_SIZE)
-            for _ in tl.range(clear_from, clear_to):
-                if WIDE:
-                    block = block.to(tl.int64)
-                key_start = key_base + block * key_block + (slot % BLOCK_SIZE) * key_token
-                value_start = value_base + block * value_block + (slot % BLOCK_SIZE) * value_token
+            for _ in tl.range(clear_from, clear_to, disable_licm=True):
+                key_start = _starts(kv_head, block, slot, key_head, key_block, key_token, BLOCK_SIZE, WIDE)
+                value_start = _starts(kv_head, block, slot, value_head, value_block, value_token, BLOCK_SIZE, WIDE)
                 slot += KEYS
                 block = tl.load(ids + slot // BLOCK_SIZE)
                 highest, weight, sum0, sum1 = _fold(
                     highest, weight, sum0, sum1, query0, query1, key_pool, value_pool, key_start, value_start,
                     taken, taken, score_scale, cap_scale,
-                    False, CAPPED, DK, DV, DK0, DK1, DV0, DV1, UPCAST, PRECISION,
+                    False, CAPPED, DK, DV, DK0, DK1, DV0, DV1, UPCAST,
                 )  # fmt: skip
 
+            # Few runs remain: pipelining them would only take registers.
+            row_position = tl.load(positions + row, mask=taken, other=0)
             rest = tl.cdiv(stop, KEYS) - (clear_to - clear_from)
-            for step in tl.range(0, rest):
+            for step in tl.range(0, rest, num_stages=1, disable_licm=True):
                 run = tl.where(step < clear_from, step, step + clear_to - clear_from)
                 slot = run * KEYS + slot_in_run
                 inside = (slot >= first) & (slot < stop)
                 block = tl.load(ids + slot // BLOCK_SIZE, mask=inside, other=0)
-                if WIDE:
-                    block = block.to(tl.int64)
-                key_start = key_base + block * key_block + (slot % BLOCK_SIZE) * key_token
-                value_start = value_base + block * value_block + (slot % BLOCK_SIZE) * value_token
+                key_start = _starts(kv_head, block, slot, key_head, key_block, key_token, BLOCK_SIZE, WIDE)
+                value_start = _starts(kv_head, block, slot, value_head, value_block, value_token, BLOCK_SIZE, WIDE)
                 behind = row_position[:, None] - (position + slot)[None, :]
                 visible = inside[None, :] & (behind >= 0)
                 if WINDOWED:
@@ -224,7 +225,7 @@ def attend_tiles(
                 highest, weight, sum0, sum1 = _fold(
                     highest, weight, sum0, sum1, query0, query1, key_pool, value_pool, key_start, value_start,
                     inside, visible, score_scale, cap_scale,
-                    True, CAPPED, DK, DV, DK0, DK1, DV0, DV1, UPCAST, PRECISION,
+                    True, CAPPED, DK, DV, DK0, DK1, DV0, DV1, UPCAST,
                 )  # fmt: skip
 
             if partial_offset < 0:

@@ -52,7 +52,8 @@ def copy_regions(
     destination = tl.load(pairs + 2 * tl.program_id(0) + 1)
     if destination >= 0:
         region = tl.program_id(1)
-        start = tl.multiple_of(tl.load(addresses + region), 4 * ALIGNMENT).to(tl.pointer_type(tl.int32))
+        start = tl.load(addresses + region).to(tl.pointer_type(tl.int32))
+        start = tl.multiple_of(start, 4 * ALIGNMENT)
         stride = tl.multiple_of(tl.load(strides + region), ALIGNMENT)
         word = tl.program_id(2) * SPAN + tl.arange(0, SPAN)
         words = tl.load(start + source * stride + word, mask=word < WORDS)

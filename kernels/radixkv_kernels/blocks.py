@@ -33,6 +33,7 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
         heads, tokens, dim = new.shape
         if not tokens:
             continue
+        padded = triton.next_power_of_2(heads) * triton.next_power_of_2(dim)
         write_slots[(tokens,)](
             new,
             pool,
@@ -47,6 +48,7 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
             DIM=dim,
             DIM_PADDED=triton.next_power_of_2(dim),
             BLOCK_SIZE=pool.shape[2],
+            num_warps=max(1, min(4, padded * new.itemsize // (32 * 16))),  # 16 bytes a thread
         )
 
 
