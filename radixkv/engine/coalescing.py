@@ -43,14 +43,25 @@ class Coalescing:
         """Count the steps that bound every wait."""
         self._step += 1
 
-    def still_waits(self, request: Request) -> bool:
-        """Whether a parked request stays where it is."""
-        parked = request.parked
-        position = _ahead(parked.leader) if parked is not None and not request.waited_enough else None
-        if parked is None or position is None or position >= parked.shared:
-            return False
-        request.waited_enough = self._step > parked.until
-        return not request.waited_enough
+    def over(self, parked: Iterable[Request]) -> list[Request]:
+        """Those whose wait is over: the tokens are there, the leader is gone, or it took too long.
+
+        O(parked + leaders).
+        """
+        positions: dict[Request, int | None] = {}
+        done = []
+        for request in parked:
+            wait = request.parked
+            assert wait is not None
+            if wait.leader not in positions:
+                positions[wait.leader] = _ahead(wait.leader)
+            position = positions[wait.leader]
+            if position is None or position >= wait.shared:
+                done.append(request)
+            elif self._step > wait.until:
+                request.waited_enough = True
+                done.append(request)
+        return done
 
     def begins_to_wait(self, request: Request, running: Iterable[Request], cached: int) -> bool:
         """Park a request, of which `cached` tokens are cached, if a running prompt is about to compute more of it."""

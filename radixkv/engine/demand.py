@@ -28,6 +28,13 @@ def to_spare(request: Request) -> int:
     return request.streams_left
 
 
+def blocks_alone(request: Request, block_size: int) -> int:
+    """At most how many blocks a running request would leave to others if it gave way."""
+    awake = [stream.sequence for stream in request.live if stream.awake]
+    shared = len(request.prompt) if len(awake) > 1 else 0  # its streams hold their prompt together
+    return sum(-(-(each.unshared_length + shared) // block_size) + 1 for each in awake)
+
+
 def _spans(request: Request, length: int | None, most: bool) -> Iterator[tuple[int, int]]:
     """For each stream that is left, from where to where it computes; those to be forked begin behind the prompt."""
     prompt = len(request.prompt)

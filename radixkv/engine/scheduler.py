@@ -26,7 +26,7 @@ import numpy as np
 from radixkv.cache import Match, Pin, PrefixCache, Sequence, WritePlan
 from radixkv.cache.purpose import Purpose
 from radixkv.engine.coalescing import Coalescing
-from radixkv.engine.demand import still_to_take, to_spare
+from radixkv.engine.demand import blocks_alone, still_to_take, to_spare
 from radixkv.engine.limits import Limits
 from radixkv.engine.preemption import victim
 from radixkv.engine.prompts import TokenIds, common_prefix
@@ -37,6 +37,7 @@ from radixkv.engine.waiting import Waiting
 from radixkv.errors import InvalidInput, OutOfBlocks, PinBudgetExceeded, PromptTooLong
 
 _log = logging.getLogger(__name__)
+_LOOKED_AT = 64  # requests for which one admission looks, until it is the next step's turn: each is compared to prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,7 @@ class Scheduler:
                 self._guarded(each, self._wake_others)
         for stream in self._in_order():
             self._plan(stream)
+        self.waiting.release(self._coalescing.over)
         while self._budget and (request := self._admit()) is not None:
             newcomer = request.live[0]
             self._plan(newcomer)
@@ -239,31 +241,48 @@ class Scheduler:
         """The first that may come in, now running; None if there is none, or the first that could must wait."""
         if self._streams() >= self.limits.max_sequences and self._paused() is None:
             return None  # before anything is looked up for those that wait
-        for request in self.waiting.ranked():
-            if request.outlet.lagging or self._coalescing.still_waits(request):
-                continue
+        for _ in range(_LOOKED_AT):
+            request = next((each for each in self.waiting.ranked() if not each.outlet.lagging), None)
+            if request is None:
+                return None
             try:
                 match = self._reuse.match(request)
-                if self._reuse.on and self._coalescing.begins_to_wait(request, self.running, match.length):
-                    continue
-                return self._let_in(request, match)
+                if not (self._reuse.on and self._coalescing.begins_to_wait(request, self.running, match.length)):
+                    return self._let_in(request, match)
+                self.waiting.park(request)
             except Exception as error:  # whatever it is about this one, the others go on
                 self._fail(request, error)
                 return None
         return None
 
     def _let_in(self, request: Request, match: Match) -> Request | None:
-        while not (fits := self._fits(request, match)) and (paused := self._paused()) is not None:
-            self.preempt(paused)
+        fits = self._fits(request, match)
+        if not fits and self._would_fit(request, match):
+            while not fits and (paused := self._paused()) is not None:
+                self.preempt(paused)
+                fits = self._fits(request, match)
         if self.running:
             return self._enter(request, self._open(request, request.known)) if fits else None
         return self._let_in_alone(request)
 
+    def _would_fit(self, request: Request, match: Match) -> bool:
+        """Whether there could be room if all paused requests gave way: for less, none of them is bothered."""
+        paused = [each for each in self.running if each.outlet.lagging]
+        if len(paused) == len(self.running):
+            return True
+        streams = self._streams() - sum(each.streams_left for each in paused) + request.streams_left
+        freed = sum(self._promise(each) + blocks_alone(each, self._block_size) for each in paused)
+        spare = self._available() - self._promised() + freed
+        return bool(paused) and streams <= self.limits.max_sequences and spare >= self._takes(request, match)
+
     def _fits(self, request: Request, match: Match) -> bool:
         if self._streams() + request.streams_left > self.limits.max_sequences:
             return False
-        need = match.idle_blocks + still_to_take(request, self._block_size, match.length) + to_spare(request)
-        return self._available() - self._promised() >= need
+        return self._available() - self._promised() >= self._takes(request, match)
+
+    def _takes(self, request: Request, match: Match) -> int:
+        """Blocks that a request is sure to take if it comes in now: those of its hit that nobody holds, and new."""
+        return match.idle_blocks + still_to_take(request, self._block_size, match.length) + to_spare(request)
 
     def _streams(self) -> int:
         return sum(each.streams_left for each in self.running)
@@ -304,7 +323,7 @@ class Scheduler:
         insort(self.running, request, key=lambda each: each.rank)
         self._admissions += 1
         request.admitted = self._admissions
-        self.waiting.overtaken_by(request, self._coalescing.still_waits)
+        self.waiting.overtaken_by(request)
         if request.parked is not None:
             gained = sequence.length - request.parked.cached
             self._counters.coalesced_requests += gained > 0
@@ -340,7 +359,10 @@ class Scheduler:
 
     def _promised(self) -> int:
         """What the running requests were told that they may still take."""
-        return sum(still_to_take(request, self._block_size) + to_spare(request) for request in self.running)
+        return sum(map(self._promise, self.running))
+
+    def _promise(self, request: Request) -> int:
+        return still_to_take(request, self._block_size) + to_spare(request)
 
     # ---- faults
 
