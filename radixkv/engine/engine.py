@@ -64,7 +64,7 @@ class RequestEngine:
             core.step,
             core.idle_for,
             lambda: core.busy,
-            lambda: core.close(EngineClosed("the engine was closed while the request ran")),
+            core.close,
         )
         self._bytes_per_block = bytes_per_block
         self._intake = Intake(model, cache.num_blocks * cache.block_size, seed)

@@ -30,14 +30,15 @@ class Worker:
         step: Callable[[], None],
         idle_for: Callable[[], float | None],
         busy: Callable[[], bool],
-        finish: Callable[[], None],
+        finish: Callable[[EngineClosed], None],
     ) -> None:
-        """Start the thread; it ends with `close`."""
+        """Start the thread; it ends with `close`. `finish` is told why, for whoever still waits for something."""
         self._step, self._idle_for, self._busy, self._finish = step, idle_for, busy, finish
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # Nothing is posted behind the end. Reentrant: garbage that is collected in here may post, too.
         self._gate = threading.RLock()
         self._closed = False
+        self._broken: BaseException | None = None  # what a step raised, which it must not
         self._draining = False
         self._drained = threading.Event()
         # A daemon: whoever forgets to close an engine can still leave Python.
@@ -51,7 +52,7 @@ class Worker:
         """
         with self._gate:
             if self._closed or (begins and self._draining):
-                raise EngineClosed("the engine was closed: load a new one")
+                raise self._why("the engine was closed: load a new one")
             self._inbox.put(call)
 
     def wake(self) -> None:
@@ -107,13 +108,21 @@ class Worker:
         try:
             while self._read_inbox():
                 self._step()
-        except BaseException:  # it must not: but better a closed engine than callers who wait for ever
+        except BaseException as error:  # better a closed engine than callers who wait for ever
+            self._broken = error
             _log.exception("a step raised: the engine closes")
         with self._gate:
             self._closed = True
         self._drained.set()
         self._empty_inbox()
-        _guarded(self._finish)
+        _guarded(lambda: self._finish(self._why("the engine was closed while the request ran")))
+
+    def _why(self, usual: str) -> EngineClosed:
+        if self._broken is None:
+            return EngineClosed(usual)
+        error = EngineClosed(f"the engine has closed, because its thread stopped: {self._broken!r}")
+        error.__cause__ = self._broken
+        return error
 
     def _empty_inbox(self) -> None:
         """Run what was posted before the end."""

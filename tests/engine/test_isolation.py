@@ -256,3 +256,16 @@ def test_one_user_of_a_small_pool_is_never_refused_what_fits_it() -> None:
                 done = engine.submit(prompt, LONG.but(max_tokens=rng.randint(1, len(base)))).result(timeout=10)
                 assert list(done.token_ids) == greedy_reply(prompt, len(done.token_ids))
             check(engine)
+
+
+def test_who_asks_a_broken_engine_is_told_what_broke_it() -> None:
+    def leave(chunks: object) -> None:
+        raise SystemExit("the model wants to leave")
+
+    engine, _ = make_engine(fault=leave)
+    handle = engine.submit([1, 2, 3], LONG)
+    for call in (lambda: handle.result(timeout=10), engine.stats, lambda: engine.submit([1], LONG)):
+        with pytest.raises(EngineClosed, match="wants to leave") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, SystemExit)
+    engine.close()

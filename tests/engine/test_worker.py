@@ -12,7 +12,7 @@ from radixkv.engine.worker import Worker
 from radixkv.errors import EngineClosed
 
 
-def idle_worker(finish: Callable[[], None] = lambda: None) -> Worker:
+def idle_worker(finish: Callable[[EngineClosed], None] = lambda why: None) -> Worker:
     return Worker(lambda: None, lambda: None, lambda: False, finish)
 
 
@@ -30,7 +30,7 @@ class Countdown:
         self.gate.acquire()
         self.left -= 1
 
-    def finish(self) -> None:
+    def finish(self, why: EngineClosed) -> None:
         self.ended_with = self.left
 
 
@@ -57,7 +57,7 @@ def test_calls_run_in_order_between_steps_and_errors_come_back():
     def busy() -> bool:
         return "go" in seen and not stepped.is_set()
 
-    worker = Worker(step, lambda: 0.0 if busy() else None, busy, lambda: seen.append("end"))
+    worker = Worker(step, lambda: 0.0 if busy() else None, busy, lambda why: seen.append("end"))
     worker.post(lambda: seen.append("go"))
     with pytest.raises(ZeroDivisionError):
         worker.ask(lambda: 1 // 0)
@@ -78,7 +78,7 @@ def test_a_posted_call_that_raises_does_not_take_the_thread(caplog):
 
 def test_an_idle_worker_waits_without_stepping():
     steps: list[int] = []
-    worker = Worker(lambda: steps.append(1), lambda: None, lambda: False, lambda: None)
+    worker = Worker(lambda: steps.append(1), lambda: None, lambda: False, lambda why: None)
     answered = [worker.ask(threading.get_ident) for _ in range(3)]
     worker.close()
     assert steps == []
@@ -96,7 +96,7 @@ def test_a_worker_with_a_deadline_ahead_steps_when_it_is_over_and_answers_meanwh
         left.pop(0)
         stepped.set()
 
-    worker = Worker(step, idle_for, lambda: bool(left), lambda: None)
+    worker = Worker(step, idle_for, lambda: bool(left), lambda why: None)
     assert worker.ask(lambda: left.pop(0)) == 3600.0  # then a millisecond passes by itself, and then there is work
     assert stepped.wait(timeout=10)
     worker.close()
@@ -158,7 +158,7 @@ def test_what_began_before_the_draining_is_finished_too():
 
 def test_draining_an_idle_worker_just_ends_it():
     ended: list[int] = []
-    worker = idle_worker(lambda: ended.append(1))
+    worker = idle_worker(lambda why: ended.append(1))
     assert joined(closing(worker, drain=True))
     worker.close(drain=True)
     assert ended == [1]
@@ -166,13 +166,13 @@ def test_draining_an_idle_worker_just_ends_it():
 
 def test_draining_stops_when_its_time_is_over():
     left = [True]
-    worker = Worker(lambda: None, lambda: None, lambda: left[0], lambda: None)  # busy, with nothing to do: paused
+    worker = Worker(lambda: None, lambda: None, lambda: left[0], lambda why: None)  # busy, with nothing to do: paused
     assert joined(closing(worker, drain=True, timeout=0.01))
     assert worker._closed
 
 
 def test_an_immediate_end_ends_somebody_elses_draining():
-    worker = Worker(lambda: None, lambda: None, lambda: True, lambda: None)
+    worker = Worker(lambda: None, lambda: None, lambda: True, lambda why: None)
     draining = closing(worker, drain=True)
     worker.close()
     assert joined(draining)
@@ -204,7 +204,7 @@ def test_a_step_that_raises_closes_the_worker_and_ends_a_draining():
         raise RuntimeError("it must not")
 
     started = threading.Event()
-    worker = Worker(step, lambda: 0.0 if started.is_set() else None, lambda: True, lambda: None)
+    worker = Worker(step, lambda: 0.0 if started.is_set() else None, lambda: True, lambda why: None)
     draining = closing(worker, drain=True)
     worker.post(started.set)
     assert joined(draining)
