@@ -60,9 +60,11 @@ class Shape:
 
 SHAPES = {
     # A system prompt, users who think between turns.
-    "chat": Shape(opening=256, sessions=12, turns=5, new=(24, 96), reply=(24, 48), pause_s=2.0),
-    # System prompt and tools in front, many short steps with tool results, every second agent tries two ways.
-    "agent": Shape(opening=2048, sessions=8, turns=5, new=(32, 128), reply=(12, 24), pause_s=0.5, branch_every=2),
+    "chat": Shape(opening=256, sessions=8, turns=4, new=(24, 96), reply=(24, 48), pause_s=2.0),
+    # System prompt and tools in front, short steps with tool results, every second agent tries two ways at its end.
+    "agent": Shape(
+        opening=2048, sessions=8, turns=3, new=(32, 128), reply=(12, 24), pause_s=0.5, branch_every=2, branch_turns=1
+    ),
 }
 
 
