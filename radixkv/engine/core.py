@@ -90,6 +90,9 @@ class Core:
         """Queue a request that fits the pool: see `Scheduler.check_fits`."""
         self.scheduler.add(request)
         if request.deadline is not None:
+            if len(self._deadlines) > 2 * (len(self.scheduler.running) + len(self.scheduler.waiting)):
+                self._deadlines = [each for each in self._deadlines if not each[2].outlet.ended]
+                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
     def cancel(self, request: Request) -> None:

@@ -187,19 +187,18 @@ def test_nobody_waits_for_a_leader_that_is_gone() -> None:
 
 
 def test_the_wait_for_a_neighbour_is_bounded() -> None:
-    world = World(256, 4, Limits(max_sequences=4, max_batch_tokens=4, prefill_chunk=4))
-    decoding = [world.submit(tokens(1, i), GREEDY.but(max_tokens=300)) for i in range(3)]
+    world = World(256, 4, Limits(prefill_chunk=8))
+    shared = tokens(100)
+    leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
     world.step()
-    shared = tokens(20, 9)
-    leader = world.submit([*shared, 1], GREEDY.but(max_tokens=1))
-    world.step()
-    world.core.cancel(decoding[0])
-    follower = world.submit([*shared, 2], GREEDY.but(max_tokens=1))
-    waited = 0
-    while not follower.streams:  # a leader with two tokens a step, where four were hoped for
-        world.step()
+    assert follower.parked is not None and follower.parked.leader is leader
+    coalescing, waited = world.core.scheduler._coalescing, 0
+    while not coalescing.over([follower]):  # a leader that stands still
+        coalescing.next_step()
         waited += 1
-    assert waited <= 2 * 5 + 8 + 1
+    assert 92 // 8 < waited <= 2 * -(-100 // 8) + 8 + 1
+    world.step()
+    assert follower in world.core.scheduler.running and follower.streams[0].cached_tokens == 8
     world.finish()
     assert is_right(leader) and is_right(follower)
 
@@ -397,6 +396,35 @@ def test_pins_never_take_what_a_request_under_way_may_need() -> None:
         world.core.scheduler.pin(np.array(pinned, np.int32))
     world.finish()
     assert is_right(running)
+
+
+def test_pins_never_take_what_a_preempted_request_may_need() -> None:
+    world = World(24, 4)
+    pinned = tokens(16, 1)
+    world.submit(pinned, GREEDY.but(max_tokens=1))
+    world.finish()
+    running = [world.submit(tokens(24, 2 + i), GREEDY.but(max_tokens=50)) for i in range(2)]
+    while not world.core.counters.preemptions:
+        world.step()
+    [preempted] = world.core.scheduler.waiting
+    world.core.cancel(next(each for each in running if each is not preempted))
+    world.submit(pinned, GREEDY.but(max_tokens=1))
+    with pytest.raises(PinBudgetExceeded, match="under way"):
+        world.core.scheduler.pin(np.array(preempted.prompt[:20], np.int32))
+        world.core.scheduler.pin(np.array(pinned, np.int32))
+    world.finish()
+    assert is_right(preempted)
+
+
+def test_timeouts_of_requests_that_have_ended_are_forgotten() -> None:
+    world = World(256, 4)
+    long = world.submit(tokens(4), GREEDY.but(max_tokens=500), deadline=1e15)
+    for i in range(100):
+        world.submit(tokens(4, i), GREEDY.but(max_tokens=1), deadline=1e16)
+        world.step()
+    assert len(world.core._deadlines) < 10
+    world.core.cancel(long)
+    world.finish()
 
 
 def test_who_cannot_fit_because_of_pins_is_refused_not_kept_waiting() -> None:
