@@ -1,19 +1,20 @@
 """Take a decoder in: read it, put its attention over the paged pool, prove that nothing changed, or refuse it.
 
 Knows the order of these steps and the limits of a model. The steps themselves have files of their own: source (files),
-hook (attention), probe (one token), rope (frequencies), selftest (numbers).
+hook (attention), probe (one token), rope (frequencies), packed (linear layers), selftest (numbers).
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import rope, source
+from radixkv.models import packed, rope, source
 from radixkv.models.hook import IMPLEMENTATION
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.probe import probe
@@ -36,9 +37,10 @@ def load(
     """Load `model`: "tiny" (bundled), a local folder, a hub name, or a transformers model that is already built.
 
     A built model is taken over: its attention is replaced, and from then on it runs through radixkv only. dtype "auto"
-    is float32 on a CPU, on other devices what the weights were saved in; a built model keeps its own. Raises
-    InvalidInput if there is nothing to load, UnsupportedModel with the reason if it cannot be run exactly. Costs the
-    reading of the weights and a self-test (0.1 s for small models).
+    is float32 on a CPU, on other devices what the weights were saved in; a built model keeps its own. Large float32
+    layers are laid out for the CPU; a built model keeps its own weights beside that. Raises InvalidInput if there is
+    nothing to load, UnsupportedModel with the reason if it cannot be run exactly. Costs the reading of the weights and
+    a self-test (0.1 s for small models).
     """
     place = _device(device)
     if isinstance(model, str):
@@ -50,16 +52,15 @@ def load(
     else:
         module, tokenizer, name = _built(model, place, dtype), None, _name_of(model)
         _give_own_config(module)
-    return _take_over(module.eval(), tokenizer, name)
+    return _take_over(module.eval(), tokenizer, name, keep=not isinstance(model, str))
 
 
-def _take_over(module: Any, tokenizer: Any | None, name: str) -> LoadedModel:
+def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool) -> LoadedModel:
     """Select our attention, look, freeze, test; raises UnsupportedModel, leaving the model with its own attention."""
     own = module.config._attn_implementation
     try:
         module.set_attn_implementation(IMPLEMENTATION)
-        loaded = _inspect(module, tokenizer, name)
-        error = self_test(loaded)
+        loaded, error = _packed(_inspect(module, tokenizer, name), keep=keep)
     except BaseException:
         module.set_attn_implementation(own)
         raise
@@ -86,6 +87,20 @@ def _inspect(module: Any, tokenizer: Any | None, name: str) -> LoadedModel:
         dtype=module.dtype,
         device=module.device,
     )
+
+
+def _packed(loaded: LoadedModel, *, keep: bool) -> tuple[LoadedModel, float]:
+    """The model with its linear layers packed where that works, and the error of its self-test, which it has passed."""
+    model: Any = packed.pack(loaded.model, keep=keep)
+    try:
+        error = self_test(replace(loaded, model=model, config=model.config))
+    except UnsupportedModel as reason:
+        if not packed.unpack(model):
+            raise
+        _log.debug("%s: with packed layers: %s", loaded.name, reason)
+        return loaded, self_test(loaded)
+    packed.unpack(model, asked_only=True)
+    return replace(loaded, model=model, config=model.config), error
 
 
 def _without_idle_window(layer: LayerSpec, max_length: int) -> LayerSpec:

@@ -1,0 +1,139 @@
+"""Linear layers on a CPU: weights laid out once for oneDNN, whose product of few rows takes half of torch's time.
+
+A decode multiplies a row a sequence by every weight, and torch's own float32 product is slow for 2 to 16 rows. The
+operators used here are those that torch.compile emits for frozen weights; they are private, so that a torch without
+them, or one where they give other numbers, runs its layers as they are. Knows one kind of layer. Does not know
+attention, pools or requests.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_log = logging.getLogger(__name__)
+# A call of oneDNN takes some 10 microseconds more than one of torch, which a product with fewer weights does not save.
+WORTH = 1 << 18
+_EXPECTED_ROWS = 8  # of the layouts that oneDNN may choose from; all of them serve any number of rows
+_TESTED_ROWS = (1, 7)  # a matrix by a vector, and a product of few rows: different kernels
+_TOLERANCE = 1e-5  # of the lengths of row and weights; sums of float32 in another order differ by 1e-7 of that
+
+
+class PackedLinear(nn.Module):
+    """An `nn.Linear` of float32 whose weight only oneDNN can read; the same numbers up to rounding."""
+
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Lay out the weight of `linear`, which may go after this: one copy, at the speed of memory."""
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self.was_asked = False
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _EXPECTED_ROWS)
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as torch lays it out, bit for bit; each reading copies it: `unpack` what a forward reads."""
+        self.was_asked = True
+        weight: Tensor = self._packed.to_dense()
+        return weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        product: Tensor = self._multiply(input, self._packed, self.bias, "none", [], "")
+        return product
+
+
+def pack(model: nn.Module, *, keep: bool) -> nn.Module:
+    """Return `model` with its large linear layers packed; `model` itself if none is, or no faster way is known.
+
+    If `keep`, `model` and its layers stay as they are, and what is returned has modules of its own around the same
+    tensors: packed weights are there twice. If not, each weight goes when its layer is packed, one layer at a time; the
+    embedding that a head shares its weight with needs that weight still. Costs a copy and two small products a layer.
+    """
+    names = [name for name, module in model.named_modules() if _is_worth_packing(module)]
+    if not names or not _is_possible():
+        return model
+    try:
+        target = _with_own_modules(model) if keep else model
+        refused = [name for name in names if not _pack_one(target, name)]
+    except Exception as error:
+        _log.debug("linear layers run unpacked: %s: %s", type(error).__name__, error)
+        return model
+    if refused:
+        _log.warning("oneDNN computes %d linear layers wrongly here (%s); torch does them", len(refused), refused[0])
+    return model if len(refused) == len(names) else target
+
+
+def unpack(model: nn.Module, *, asked_only: bool = False) -> int:
+    """Give packed layers of `model` plain weights again, all or those whose weight was read; returns how many."""
+    packed = [(name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+    chosen = [(name, module) for name, module in packed if module.was_asked or not asked_only]
+    for name, module in chosen:
+        model.set_submodule(name, _unpacked(module))
+    return len(chosen)
+
+
+def _is_possible() -> bool:
+    """Whether this torch has oneDNN, switched on, and the two operators."""
+    mkldnn: Any = torch.backends.mkldnn
+    switched_on = mkldnn.is_available() and getattr(mkldnn, "enabled", True)
+    needed = ("_reorder_linear_weight", "_linear_pointwise")
+    if switched_on and all(hasattr(torch.ops.mkldnn, operator) for operator in needed):
+        return True
+    _log.debug("linear layers run unpacked: this torch has no oneDNN, or not the operators for packed weights")
+    return False
+
+
+def _is_worth_packing(module: nn.Module) -> bool:
+    """A large float32 layer on a CPU that does what `nn.Linear` does: no subclass, no hooks, no forward of its own."""
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    weight = module.weight
+    return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.numel() >= WORTH
+
+
+def _with_own_modules(model: nn.Module) -> nn.Module:
+    """A copy of the modules and the configuration of `model` around the same parameters and buffers."""
+    tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, tensors)
+
+
+@torch.no_grad()
+def _pack_one(model: nn.Module, name: str) -> bool:
+    """Pack the layer called `name`; False, with nothing changed, if it would compute something else."""
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    packed = PackedLinear(linear)
+    if not all(_agree(linear, packed, rows) for rows in _TESTED_ROWS):
+        return False
+    model.set_submodule(name, packed.train(linear.training))
+    return True
+
+
+def _agree(linear: nn.Linear, packed: PackedLinear, rows: int) -> bool:
+    """Whether both give the same for random input, as far as float32 can tell."""
+    draw = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows))
+    expected = functional.linear(draw, linear.weight, linear.bias)
+    scale = draw.norm(dim=1)[:, None] * linear.weight.norm(dim=1)
+    if linear.bias is not None:
+        scale = scale + linear.bias.abs()
+    return bool(((packed(draw) - expected).abs() <= _TOLERANCE * scale).all())  # NaN is no agreement
+
+
+@torch.no_grad()
+def _unpacked(packed: PackedLinear) -> nn.Linear:
+    """The plain layer that `packed` was."""
+    linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(packed.weight, requires_grad=False)
+    linear.bias = packed.bias  # type: ignore[assignment]  # a parameter, or None
+    return linear.train(packed.training)
