@@ -33,6 +33,7 @@ class Outlet:
         self._max_unread = max_unread
         self._chunks: SimpleQueue[Chunk | None] = SimpleQueue()
         self._ended = threading.Event()
+        self._is_ended = False  # set behind the event, and cheaper to ask: the engine does, several times a token
         self._result: Completion | None = None
         self._error: Exception | None = None
         # For the five below. Reentrant: a forgotten iterator leaves whenever garbage is collected, here also.
@@ -65,13 +66,14 @@ class Outlet:
         assert not self._ended.is_set(), "an outlet ends once"
         self._result, self._error = completion, error
         self._ended.set()
+        self._is_ended = True
         self._chunks.put(None)
         self._tell()
 
     @property
     def lagging(self) -> bool:
         """Whether the engine had better compute nothing more for this one now."""
-        return self._lagging and not self._ended.is_set()
+        return self._lagging and not self._is_ended
 
     def never_lag(self) -> None:
         """Let unread chunks pile up from now on."""
@@ -84,7 +86,7 @@ class Outlet:
     @property
     def ended(self) -> bool:
         """Whether there is a result or an error."""
-        return self._ended.is_set()
+        return self._is_ended
 
     def next_chunk(self, *, block: bool = True) -> Chunk | None:
         """The next chunk, None at the end; waits for it, or raises queue.Empty without `block`.

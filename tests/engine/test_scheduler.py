@@ -409,11 +409,16 @@ def test_pins_never_take_what_a_preempted_request_may_need() -> None:
     [preempted] = world.core.scheduler.waiting
     world.core.cancel(next(each for each in running if each is not preempted))
     world.submit(pinned, GREEDY.but(max_tokens=1))
+    left = world.cache.match(preempted.prompt).length
     with pytest.raises(PinBudgetExceeded, match="under way"):
-        world.core.scheduler.pin(np.array(preempted.prompt[:20], np.int32))
-        world.core.scheduler.pin(np.array(pinned, np.int32))
+        _pin_all(world, [pinned, preempted.prompt[:left]])
     world.finish()
     assert is_right(preempted)
+
+
+def _pin_all(world: World, prompts: Sequence[Sequence[int]]) -> None:
+    for prompt in prompts:
+        world.core.scheduler.pin(np.array(prompt, np.int32))
 
 
 def test_timeouts_of_requests_that_have_ended_are_forgotten() -> None:
