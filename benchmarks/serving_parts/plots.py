@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 
 COLOURS = {
     "radixkv": "#c1272d",
@@ -29,7 +30,13 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     """Write serving_closed.svg, serving_sweep.svg and serving_isolation.svg, as far as there are figures for them."""
     folder.mkdir(parents=True, exist_ok=True)
     mpl.rcParams.update(
-        {"font.size": 9, "svg.hashsalt": "radixkv", "axes.spines.top": False, "axes.spines.right": False}
+        {
+            "font.size": 9,
+            "svg.hashsalt": "radixkv",
+            "svg.fonttype": "none",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
     )
     for name, part in (("closed", _closed), ("sweep", _sweep), ("isolation", _isolation)):
         if result[name]:
@@ -61,7 +68,7 @@ def _closed(parts: dict[str, Any]) -> Any:
 
 def _sweep(parts: dict[str, Any]) -> Any:
     """What a user waits, over the rate of arrivals: time to first token above, gaps between tokens below."""
-    size = (3.1 * len(parts), 5)
+    size = (1.6 + 2.6 * len(parts), 5)
     figure, axes = plt.subplots(2, len(parts), figsize=size, squeeze=False, sharex="col", layout="constrained")
     for column, (key, points) in enumerate(parts.items()):
         for engine in dict.fromkeys(point["engine"] for point in points):
@@ -74,7 +81,10 @@ def _sweep(parts: dict[str, Any]) -> Any:
                 axis.grid(alpha=0.25, which="major")
         ticks = list(dict.fromkeys(point["rate"] for point in points))
         axes[1, column].set_xticks(ticks, [f"{rate:.2g}" for rate in ticks], minor=False)
-        axes[1, column].minorticks_off()
+        for axis in axes[:, column]:
+            axis.minorticks_off()
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axis.yaxis.set_major_formatter("{x:g}")
         axes[0, column].set_title(_title(key), loc="left")
         axes[1, column].set_xlabel("arrivals, requests/s")
     axes[0, 0].set_ylabel("time to first token, p90, s")
@@ -85,7 +95,9 @@ def _sweep(parts: dict[str, Any]) -> Any:
 
 def _isolation(parts: dict[str, Any]) -> Any:
     """Each gap between tokens of 8 streams while a long prompt is computed, sorted; dashed: one budgeted step."""
-    figure, axes = plt.subplots(1, len(parts), figsize=(3.9 * len(parts), 2.8), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(parts), figsize=(1.6 + 3.1 * len(parts), 2.8), squeeze=False, layout="constrained"
+    )
     for axis, (model, found) in zip(axes[0], parts.items(), strict=True):
         for (chunk, row), colour in zip(found["chunks"].items(), ("#7a7a7a", "#c1272d", "#0071a4"), strict=True):
             gaps = row["gaps_ms"]
@@ -93,11 +105,15 @@ def _isolation(parts: dict[str, Any]) -> Any:
             label = "without chunks" if chunk == "whole" else f"chunks of {chunk}"
             axis.step(gaps, share, where="post", color=colour, lw=1.4, label=label)
         axis.axvline(found["budgeted_step_ms"], color="#c1272d", ls=":", lw=1, label="one step with 512")
-        axis.set(xscale="log", xlabel="gap between tokens, ms", ylim=(0, 1.02))
+        quiet = min(row["quiet_ms"] for row in found["chunks"].values())  # shorter ones: two read at once
+        axis.set(xscale="log", xlabel="gap between tokens, ms", ylim=(0, 1.02), xlim=(quiet / 3, None))
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
         axis.set_title(MODELS[model], loc="left")
         axis.grid(alpha=0.25)
     axes[0][0].set_ylabel("share of gaps")
-    axes[0][-1].legend(frameon=False, loc="lower right", fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
