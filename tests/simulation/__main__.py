@@ -20,7 +20,7 @@ import torch
 
 from tests.simulation.draw import draw
 from tests.simulation.shrink import shrink
-from tests.simulation.world import World
+from tests.simulation.world import Stuck, World
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def replay(seed: int, verbose: bool, smaller: bool) -> int:
     print(scenario)
     try:
         World(scenario, verbose=verbose).run()
-    except Exception:
+    except (Exception, Stuck):
         traceback.print_exc()
         return 1
     print("all is well")
@@ -58,7 +58,7 @@ def survey(seeds: range) -> int:
     for seed in seeds:
         try:
             seen += World(draw(seed)).run().sights()
-        except Exception as error:
+        except (Exception, Stuck) as error:
             failed += 1
             where = traceback.extract_tb(error.__traceback__)[-1]
             print(f"--seed {seed}: {type(error).__name__} in {where.name}: {str(error)[:150]}")

@@ -100,6 +100,8 @@ class _Draw:
             observer_raises=rng.choice((None, None, 0, 10, 100)),
             pin_budget=rng.choice((0.5, 1.0)),
             forgettings=tuple(self._forgetting(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 1, 3)))),
+            hurry=last + rng.randint(1, 20) if rng.random() < 0.1 else None,
+            close=rng.randint(1, last + 20) if rng.random() < 0.1 else None,
             audits=tuple(
                 Auditing(rng.randint(0, last + 20), rng.choice((1, 5, 30))) for _ in range(rng.choice((0, 0, 2)))
             ),
@@ -197,7 +199,9 @@ class _Draw:
         if self._happens("cancel"):
             ask = replace(ask, cancel=ask.at + rng.choice((0, 1, 2, 5, 10, 20)))
         if self._happens("cancel_in"):
-            ask = replace(ask, cancel_in=rng.choice(("waiting", "prefill", "decode", "preempted", "paused")))
+            ask = replace(
+                ask, cancel_in=rng.choice(("waiting", "prefill", "decode", "preempted", "preempted", "paused"))
+            )
         if self._happens("timeout"):
             ask = replace(ask, timeout=float(rng.choice((0.5, 2, 5, 10, 30))))
         if self._happens("lag"):

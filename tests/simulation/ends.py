@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from radixkv.errors import InvalidInput, PromptTooLong, RequestCancelled, RequestFailed, RequestTimedOut
+from radixkv.errors import EngineClosed, InvalidInput, PromptTooLong, RequestCancelled, RequestFailed, RequestTimedOut
 from tests.simulation.draw import answers_of
 from tests.simulation.oracle import Reply
 from tests.simulation.scenario import Sabotage
@@ -32,7 +32,9 @@ class Ends:
         self._counters()
         self._nothing_is_held()
         for audit in self.world.audits:
-            if self.world.scenario.reuse:
+            if isinstance(audit.exception(timeout=0), EngineClosed):
+                assert self.world.step == self.world.scenario.close
+            elif self.world.scenario.reuse:
                 assert audit.result(timeout=0).differ == 0
             else:
                 assert isinstance(audit.exception(timeout=0), InvalidInput)
@@ -78,6 +80,8 @@ class Ends:
             return (
                 ask.timeout is not None and customer.ended_at is not None and customer.ended_at >= _deadline(customer)
             )
+        if isinstance(error, EngineClosed):
+            return self.world.step == self.world.scenario.close
         if isinstance(error, PromptTooLong):
             return bool(self.world.pins) and not customer.request.admitted
         assert isinstance(error, RequestFailed), f"request {ask.number}: {error!r}"

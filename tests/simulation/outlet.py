@@ -20,6 +20,7 @@ class ScriptedOutlet:
         self.error: Exception | None = None
         self.ends = 0
         self.raised: Sabotage | None = None
+        self._hurries = False
         self._rng = random.Random(ask.number)
 
     # ---- the engine's side
@@ -38,6 +39,9 @@ class ScriptedOutlet:
         self.ends += 1
         self.error = error
 
+    def never_lag(self) -> None:
+        self._hurries = True
+
     @property
     def ended(self) -> bool:
         return self.ends > 0
@@ -51,8 +55,8 @@ class ScriptedOutlet:
 
     @property
     def in_span(self) -> bool:
-        """Whether its reader is away in this step."""
-        return any(begin <= self._now() < end for begin, end in self.ask.lags)
+        """Whether its reader is away in this step, and that matters."""
+        return not self._hurries and any(begin <= self._now() < end for begin, end in self.ask.lags)
 
     @property
     def is_away(self) -> bool:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tests.simulation.scenario import Ask, Scenario
-from tests.simulation.world import World
+from tests.simulation.world import Stuck, World
 
 
 def failure_of(scenario: Scenario) -> str | None:
     """Where living this scenario fails: the exception's class and the line; None if it does not."""
     try:
         World(scenario).run()
-    except Exception as error:
+    except (Exception, Stuck) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__} in {where.name}: {where.line}"
     return None

@@ -105,9 +105,17 @@ class Steps:
         if left >= (self.limits.prefill_chunk if self.limits.deterministic else 1):  # there, no chunk is cut to fit
             idle = [s for s, sequence in before.awake if s.sequence is sequence and s.awake and id(s) not in planned]
             assert not idle, f"{idle} could have run in what is left of the budget"
+            cut = [each for each in work if self._is_cut(each)]
+            assert not cut, f"{cut} could have been longer by what is left of the budget"
         self._higher_ranks_first(before, planned)
         away = [each for each in work if self.world.customer_of(each.stream.request).outlet.is_away]
         assert not away, f"computed, though nobody reads: {away}"
+
+    def _is_cut(self, work: Work) -> bool:
+        """Whether a chunk ends before its prompt, what its stream knew, and the limit of a chunk."""
+        end, stream = work.start + len(work.tokens), work.stream
+        whole = end == len(stream.request.prompt) or end >= len(stream.tokens) - 1  # one more may have been sampled
+        return not whole and len(work.tokens) < self.limits.prefill_chunk
 
     def _higher_ranks_first(self, before: Before, planned: set[int]) -> None:
         """Of the prompts that are under way, a higher priority gets its chunk before a lower one."""

@@ -15,7 +15,7 @@ from radixkv.models.sampler import SamplingParams
 from tests.simulation.draw import draw
 from tests.simulation.scenario import Ask, Fault, Scenario
 from tests.simulation.shrink import shrink
-from tests.simulation.world import World
+from tests.simulation.world import Stuck, World
 
 LIVES = 6000 if os.environ.get("RADIXKV_LONG") == "1" else 250
 SIGHTS = (  # what must have been met, or the lives are too easy
@@ -24,6 +24,7 @@ SIGHTS = (  # what must have been met, or the lives are too easy
     "cancelled: decode",
     "cancelled: preempted",
     "timed_out",
+    "closed",
     "preemptions",
     "recomputed_tokens",
     "coalesced_tokens",
@@ -62,7 +63,7 @@ def test_every_request_of_every_life_ends_as_it_must() -> None:
     for seed in range(LIVES):
         try:
             seen += World(draw(seed)).run().sights()
-        except Exception as error:
+        except (Exception, Stuck) as error:
             failures.append(f"seed {seed}: {type(error).__name__}: {error}")
     assert not failures, "\n".join(
         [
@@ -102,3 +103,37 @@ def test_who_waited_for_a_neighbour_ages_once_that_is_over() -> None:
     limits = Limits(max_sequences=2, max_batch_tokens=16, prefill_chunk=8, order="longest-prefix", max_overtakes=3)
     world = World(Scenario(0, 64, 1, limits, tuple(asks))).run()
     assert world.customers[1].overtaken == 3
+
+
+def test_what_a_paused_request_kept_to_itself_is_cached_when_it_gives_way() -> None:
+    """The first fills the pool, so it publishes nothing until it ends; its reader leaves, and the second comes."""
+    greedy = SamplingParams(max_tokens=9, temperature=0)
+    asks = (Ask(0, 0, (0,) * 8, greedy, 9, lags=((4, 20),)), Ask(1, 6, (1, 2, 3), greedy, 2))
+    world = World(Scenario(0, 4, 4, Limits(max_sequences=2, max_batch_tokens=8, prefill_chunk=8), asks)).run()
+    assert world.customers[0].request.preemptions == 1
+    assert world.customers[0].outlet.completion is not None
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize(("prompt", "blocks", "other"), [(4, 5, 1), (16, 10, 8)])
+def test_streams_of_a_request_come_back_as_they_left(prompt: int, blocks: int, other: int, reuse: bool) -> None:
+    """Two streams behind one prompt need every block; they give way, and share the prompt again when they return."""
+    sampled = SamplingParams(max_tokens=9, temperature=1, n=2)
+    asks = (
+        Ask(0, 0, tuple(range(prompt)), sampled, 9, lags=((6, 14),)),
+        Ask(1, 8, (5,) * other, sampled.but(n=1), 1),
+    )
+    limits = Limits(max_sequences=3, max_batch_tokens=19, prefill_chunk=16)
+    world = World(Scenario(0, blocks, 4, limits, asks, reuse=reuse)).run()
+    assert world.customers[0].request.preemptions == 1
+    assert world.customers[0].outlet.completion is not None
+
+
+def test_what_a_stream_that_gives_way_was_to_compute_others_may() -> None:
+    """The budget of a decode that was planned, and then gave way, goes to the prompt that needed its blocks."""
+    greedy = SamplingParams(max_tokens=30, temperature=0)
+    asks = (Ask(0, 0, (1,), greedy, 30), Ask(1, 0, (2,) * 6, greedy, 30), Ask(2, 1, (3, 4) * 12, greedy, 2))
+    limits = Limits(max_sequences=3, max_batch_tokens=5, prefill_chunk=8)
+    world = World(Scenario(0, 37, 1, limits, asks)).run()
+    assert world.customers[0].request.preemptions == 1
+    assert 4 in [count for _, number, _, _, count in world.trace if number == 2]

@@ -24,7 +24,7 @@ from radixkv.engine.audit_report import AuditReport
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
-from radixkv.errors import InvalidInput, PinBudgetExceeded, PrefixHeld
+from radixkv.errors import EngineClosed, InvalidInput, PinBudgetExceeded, PrefixHeld
 from radixkv.models import sampler
 from radixkv.models.runner import Chunk
 from radixkv.models.sampler import SampleRow
@@ -38,6 +38,10 @@ from tests.simulation.steps import Steps
 from tests.simulation.turns import Turns
 
 ENGINE = [module for name, module in sys.modules.items() if name.startswith("radixkv.engine.")]
+
+
+class Stuck(BaseException):
+    """A step that would never end; no Exception, as the engine would live on."""
 
 
 class Clock:
@@ -89,6 +93,7 @@ class World:
     audits: list[Future[AuditReport]] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)  # of this step
     trace: list[tuple[int, ...]] = field(default_factory=list)  # (step, request, stream, start, tokens) of all work
+    gave_way: int = 0  # requests, in this step
     stages: Counter[str] = field(default_factory=Counter)  # in which requests were cancelled
 
     def __post_init__(self) -> None:
@@ -117,6 +122,10 @@ class World:
         """Live from the first event to the end of the last request."""
         with self._virtual():
             while not self._is_over():
+                if self.step == self.scenario.close:
+                    self.core.close(EngineClosed("the engine was closed"))
+                    self._note_ends()
+                    break
                 self._events()
                 self._perhaps_step()
                 self.step += 1
@@ -132,7 +141,7 @@ class World:
         self.steps.idle(idle)
         if idle != 0:
             return
-        self.work = []
+        self.work, self.gave_way = [], 0
         self.model.runs = 0
         before = self.steps.before()
         self.core.step()
@@ -154,6 +163,7 @@ class World:
         )
         seen = Counter({name: getattr(counters, name) for name in names})
         seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
+        seen |= Counter(closed=sum(isinstance(c.outlet.error, EngineClosed) for c in self.customers.values()))
         seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.turns.overtaken)
         seen |= Counter(self.stages)
         seen.update(c.ask.flaw.kind for c in self.customers.values() if c.ask.flaw and c.outlet.error)
@@ -182,6 +192,8 @@ class World:
             if auditing.at == now:
                 self.audits.append(Future())
                 self.core.auditor.begin(auditing.blocks, self.audits[-1])
+        if now == scenario.hurry:
+            self.core.hurry()
         if doomed or pinned or forgettings:
             self.books.check()
 
@@ -292,6 +304,9 @@ class World:
         preempt = self.core.scheduler.preempt
 
         def watching(request: Request) -> None:
+            self.gave_way += 1
+            if self.gave_way > 10 * len(self.customers):
+                raise Stuck(f"step {self.step}: they give way to each other for ever")
             kept = self.turns.before_preemption(request)
             preempt(request)
             self._say(f"{self.customer_of(request).ask.number} gives way")
