@@ -12,7 +12,7 @@ that replies vary). All in float32, KV included.
 Engines: radixkv with its cache and without; batched `generate` with a static cache (peers/generate_static.py);
 transformers' continuous batching with prefix sharing (peers/continuous_batching.py); llama.cpp's own server with its
 prompt cache (peers/llama_server.py), if its binary is found: --llama-server, $LLAMA_SERVER or `.peers/llama-server`.
-How to make that is in docs/results/serving.md.
+That file says how to make it.
 
 Fairness: each gets all cores, --clients requests at once, and KV for that many of the longest histories (llama.cpp has
 8 GiB for prompts beside it, its default; `generate` takes what each batch needs). An engine is made anew for each run
@@ -66,7 +66,7 @@ def main() -> int:
     llama = find_llama(options.llama_server)
     engines = [engine for engine in ENGINES if engine in options.engines and (engine != LLAMA or llama)]
     if llama is None and LLAMA in options.engines:
-        print(f"{LLAMA} is left out: no server binary (docs/results/serving.md says how to make one)")
+        print(f"{LLAMA} is left out: no server binary (peers/llama_server.py says how to make one)")
     result: dict[str, Any] = {"closed": {}, "sweep": {}, "isolation": {}}
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

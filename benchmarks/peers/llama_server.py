@@ -3,6 +3,13 @@
 Knows: how the server is started, what it streams, and the counters in its answers. Its prompt cache is on in all forms:
 a slot keeps its last prompt (`cache_prompt`), a request goes to the slot whose prompt is most like its own, and prompts
 that a slot gives up are kept in memory beside the KV (`--cache-ram`, 8 GiB unless told otherwise).
+
+The binary comes out of llama-cpp-python's source package (20 minutes on two cores; needs cmake and a C++ compiler):
+
+    pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36 && tar xf llama_cpp_python-0.3.36.tar.gz
+    cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \\
+        -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+    cmake --build build --target llama-server && mkdir -p .peers && cp build/bin/llama-server .peers/
 """
 
 from __future__ import annotations
