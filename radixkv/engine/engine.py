@@ -107,7 +107,7 @@ class RequestEngine:
         later: who is "cheapest" to bring back, or who came in "last". `attention` is "auto" or "torch", which is all
         there is yet. `prefix_cache=False` computes every prompt in full and shares nothing, for comparisons.
         `deterministic` answers requests that run one at a time with the same bits whether they hit or not; hits then
-        end on multiples of `prefill_chunk` (see docs/determinism.md). `scrub` computes cached blocks again while the
+        end on multiples of `prefill_chunk`, which must be whole blocks (see docs/determinism.md). `scrub` computes cached blocks again while the
         engine is idle, and drops what differs: True, or how many a second.
         `seed` is the root of the seeds of requests that bring none.
         Raises UnsupportedModel or InvalidInput.
@@ -120,6 +120,10 @@ class RequestEngine:
         )
         rate = scrub_rate(scrub)
         check_sizes(num_blocks, block_size, seed)
+        if deterministic and prefill_chunk % block_size:
+            raise InvalidInput(  # branches would part inside blocks, where an audit trusts what it should compare
+                f"deterministic=True needs a prefill_chunk ({prefill_chunk}) of whole blocks of {block_size} tokens"
+            )
         if attention not in ("auto", ATTENTION):
             raise InvalidInput(f"attention={attention!r}: allowed are 'auto' and {ATTENTION!r}")
         if device == "auto":
@@ -254,8 +258,8 @@ class RequestEngine:
         """End what still runs with EngineClosed, stop, and free the pool; the model stays. May be called twice.
 
         With `drain` nothing new is taken, and what waits and runs finishes first, for at most `timeout` seconds and
-        however slowly it is read. Ctrl-C ends the draining at once, and passes on. Either way the step that is under
-        way is waited for.
+        however slowly it is read; an audit ends. Ctrl-C ends the draining at once, and passes on. Either way the step
+        that is under way is waited for.
         """
         check_seconds("timeout", timeout)
         if timeout is not None and not drain:

@@ -411,3 +411,8 @@ def test_beside_others_a_first_token_has_the_same_bits_and_later_ones_come_close
 def test_deterministic_is_true_or_false() -> None:
     with pytest.raises(InvalidInput, match="deterministic must be True or False"):
         Engine.load("tiny", deterministic=1)  # type: ignore[arg-type]
+
+
+def test_chunks_are_of_whole_blocks() -> None:
+    with pytest.raises(InvalidInput, match=r"prefill_chunk \(24\) of whole blocks of 16"):
+        Engine.load("tiny", deterministic=True, prefill_chunk=24)
