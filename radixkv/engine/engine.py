@@ -107,8 +107,8 @@ class RequestEngine:
         later: who is "cheapest" to bring back, or who came in "last". `attention` is "auto" or "torch", which is all
         there is yet. `prefix_cache=False` computes every prompt in full and shares nothing, for comparisons.
         `deterministic` answers requests that run one at a time with the same bits whether they hit or not; hits then
-        end on multiples of `prefill_chunk`, which must be whole blocks (see docs/determinism.md). `scrub` computes cached blocks again while the
-        engine is idle, and drops what differs: True, or how many a second.
+        end on multiples of `prefill_chunk`, which must be whole blocks (see docs/determinism.md). `scrub` computes
+        cached blocks again while the engine is idle, and drops what differs: True, or how many a second.
         `seed` is the root of the seeds of requests that bring none.
         Raises UnsupportedModel or InvalidInput.
         """
