@@ -11,6 +11,7 @@
   spread   The KV of one prompt computed in several ways: how far apart two of them come, at most, in root mean squares
            of the head. The audit's tolerances stand on this. With --model-100m also on 100M random weights, and
            there bits with and without hits are compared on one thread and on two.
+  harm     What one number does to the next logits that is off by just what an audit allows.
   audit    Thousands of blocks of a healthy pool audited: how many differ, and what a block costs; then the smallest
            change of one number that is found.
 
@@ -204,6 +205,38 @@ def _compute(runner: Runner, tokens: np.ndarray, tables: list[np.ndarray], size:
         start = end
 
 
+def harm(dtype: str, changes: int = 300) -> dict[str, Any]:
+    """What one number that is off by all that an audit allows does to the next logits, beside what rounding does."""
+    loaded = adapter.load("tiny", dtype=dtype)
+    rng = random.Random(1)
+    tokens = np.array([rng.randrange(300, 1500) for _ in range(400)], np.int32)
+    runner, table = Runner(loaded, 30, BLOCK), np.arange(26, dtype=np.int32)
+
+    def logits(size: Callable[[], int]) -> torch.Tensor:
+        _compute(runner, tokens, [table], size)
+        return decode()
+
+    def decode() -> torch.Tensor:
+        return runner.run([Chunk(np.array([500], np.int32), 400, np.array([400]), table)])[0]
+
+    others = [logits(lambda: rng.choice([1, 5, 40, 200])) for _ in range(6)]
+    base, moved = logits(lambda: 128), []
+    for _ in range(changes):
+        pool = rng.choice([*runner.store.keys, *runner.store.values])
+        place = (rng.randrange(pool.shape[0]), rng.randrange(25), rng.randrange(BLOCK), rng.randrange(pool.shape[3]))
+        before = pool[place].clone()
+        pool[place] += TOLERANCE[loaded.dtype] * pool[place[0], :25].double().square().mean().sqrt()
+        moved.append(float((decode() - base).abs().max()))
+        pool[place] = before
+    rounding = max(float((other - base).abs().max()) for other in others)
+    row = {"dtype": dtype, "rounding": rounding, "median": sorted(moved)[changes // 2], "most": max(moved)}
+    print(
+        f"harm: {dtype}, one number off by {TOLERANCE[loaded.dtype]}: logits move by {row['median']:.1e} (median), at "
+        f"most {row['most']:.1e}; rounding moves them by {rounding:.1e}, their spread is {float(base.std()):.1f}"
+    )
+    return row
+
+
 def bits(dtype: str, threads: int) -> dict[str, Any]:
     """Requests that branch off each other, on 100M random weights: of how many are all log probabilities equal?"""
     torch.set_num_threads(threads)
@@ -290,6 +323,7 @@ def main() -> None:
     ]
     print()
     found["spread"] = [spread("tiny", adapter.load("tiny", dtype=dtype), 1500) for dtype in DTYPES]
+    found["harm"] = [harm(dtype) for dtype in DTYPES]
     if options.model_100m:
         found["spread"] += [spread("100M", adapter.load(build_model(), dtype=dtype), 700) for dtype in DTYPES[:2]]
         found["bits"] = [bits(dtype, threads) for dtype in DTYPES[:2] for threads in (1, 2)]

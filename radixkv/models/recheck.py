@@ -15,8 +15,8 @@ from torch import Tensor
 from radixkv.attention.kv_store import KVStore
 from radixkv.models.loaded import LoadedModel
 
-# The same token computed in chunks of other lengths, or beside others, comes out up to 6e-6 (float32), 7e-3 (float16)
-# or 6e-2 (bfloat16) of its head's root mean square away (benchmarks/determinism.py: prompts of up to 4,000 tokens).
+# The same token computed in chunks of other lengths, or beside others, comes out up to 9e-6 (float32), 7e-3 (float16)
+# or 6e-2 (bfloat16) of its head's root mean square away (docs/results/determinism.md).
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # what configurations call them
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
