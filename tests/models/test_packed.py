@@ -129,10 +129,14 @@ def test_a_folder_is_packed_in_place_and_its_embedding_stays(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_run_as_they_are(build: Callable[..., Any], dtype: torch.dtype) -> None:
+def test_other_dtypes_run_as_they_are(
+    build: Callable[..., Any], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     model = build("llama", dtype)
-    assert adapter.load(model).model is model
+    with caplog.at_level(logging.DEBUG, logger=packed.__name__):
+        assert adapter.load(model).model is model
     assert layers(model)[0] == 0
+    assert not caplog.records  # nothing was tried
 
 
 def test_only_large_plain_layers_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,15 +185,22 @@ def test_a_wrong_kernel_is_refused_with_one_warning(
     ]
 
 
-@pytest.mark.parametrize("rows", packed._TESTED_ROWS)
-def test_each_kernel_is_tested(rows: int) -> None:
-    plain = linear(8, 8)
-    quick: Any = PackedLinear(plain)
-    multiply = quick._multiply
-    quick._multiply = lambda given, *rest: multiply(given, *rest) * (1.01 if len(given) == rows else 1)
-    assert [packed._agree(plain, quick, each) for each in packed._TESTED_ROWS] == [
-        each != rows for each in packed._TESTED_ROWS
-    ]
+def test_where_all_is_wrong_the_model_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_agree", lambda *_: False)
+    model = nn.Sequential(linear(8, 8), linear(8, 8))
+    assert pack(model, keep=True) is model
+    assert layers(model) == (0, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_each_kernel_is_tested(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = PackedLinear.forward
+    monkeypatch.setattr(
+        PackedLinear, "forward", lambda layer, given: right(layer, given) * (1.01 if len(given) == rows else 1)
+    )
+    model = nn.Sequential(linear(8, 8))
+    pack(model, keep=False)
+    assert layers(model) == (0, 1)
 
 
 def raising(*_: object) -> torch.Tensor:
