@@ -13,8 +13,8 @@ A step of ours is everything an engine does for it: extend every sequence, run, 
             time of gathering, as if each sequence had its whole KV in one piece.
 
 Times are process CPU time in milliseconds on one thread; the cases take turns, and medians are compared. Random KV
-takes the place of prefills where only the time of what follows is measured. Our side runs as `Engine.load` makes it, with
-linear layers packed for oneDNN (models/packed.py); transformers runs its own, which are torch's. Run it as
+takes the place of prefills where only the time of what follows is measured. Our side runs as `Engine.load` makes it,
+with linear layers packed for oneDNN (models/packed.py); transformers runs its own, which are torch's. Run it as
 
     python benchmarks/cpu_decode.py [--rounds 9]
 
