@@ -117,7 +117,7 @@ def engine_of(chosen: argparse.Namespace) -> Iterator[RequestEngine]:
         with memory_engine(faults=0.002, order=chosen.order, **LIMITS) as engine:
             yield engine
     else:
-        with RequestEngine.load("tiny", num_blocks=24, order=chosen.order, **LIMITS) as engine:
+        with RequestEngine.load("tiny", num_blocks=96, block_size=4, order=chosen.order, **LIMITS) as engine:
             yield engine
 
 

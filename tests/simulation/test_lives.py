@@ -134,6 +134,7 @@ def test_what_a_stream_that_gives_way_was_to_compute_others_may() -> None:
     greedy = SamplingParams(max_tokens=30, temperature=0)
     asks = (Ask(0, 0, (1,), greedy, 30), Ask(1, 0, (2,) * 6, greedy, 30), Ask(2, 1, (3, 4) * 12, greedy, 2))
     limits = Limits(max_sequences=3, max_batch_tokens=5, prefill_chunk=8)
-    world = World(Scenario(0, 37, 1, limits, asks)).run()
+    world = World(Scenario(0, 41, 1, limits, asks)).run()
     assert world.customers[0].request.preemptions == 1
-    assert 4 in [count for _, number, _, _, count in world.trace if number == 2]
+    work = {step: [(number, count) for at, number, _, _, count in world.trace if at == step] for step in (7, 8)}
+    assert work == {7: [(0, 1), (1, 1), (2, 3)], 8: [(1, 1), (2, 4)]}
