@@ -35,7 +35,7 @@ from radixkv.models.sampling_params import is_int
 _log = logging.getLogger(__name__)
 
 PIECE = 128
-"""Tokens that are computed again at a time: about what a step costs, so that running streams hardly notice."""
+"""Tokens that are computed again between two steps: about a step's worth, and running streams wait that much longer."""
 
 RATE = 32.0
 """Blocks a second that a scrubber audits unless told otherwise."""

@@ -24,7 +24,7 @@ from radixkv.engine.request import Request, Stream, failure
 from radixkv.engine.reuse import Reuse
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
-from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
+from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.runner import Chunk
 from radixkv.models.sampler import Sampled, SampleRow, TokenLogprobs, sample
 
@@ -117,7 +117,7 @@ class Core:
     def close(self, error: EngineError) -> None:
         """End every request and let go of the pool and the cache; nothing may be called behind it."""
         self.end_all(error)
-        self.auditor.close(error)
+        self.auditor.close(EngineClosed("the engine was closed during the audit"))
         self.scheduler.close()
         self._reuse.close()
         del self.runner, self.cache

@@ -239,8 +239,9 @@ class RequestEngine:
     def audit(self, blocks: int = 64) -> AuditReport:
         """Compute at least `blocks` cached blocks again, chosen at random, and compare; drop what differs.
 
-        Waits for that, and requests go on meanwhile: a small piece is audited between two steps. Requests that read
-        what differs fail with RequestFailed. The cache's recency and counters stay as they are. Raises InvalidInput
+        Waits for that, and requests go on meanwhile, more slowly: between two steps some 128 tokens are computed again
+        (with `deterministic` a whole chunk). Requests that read what differs, or may have, fail with RequestFailed. The
+        cache's recency and counters stay as they are. Raises InvalidInput
         where there is nothing to audit, EngineError if the model raises, EngineClosed.
         """
         report = self._auditing(blocks)

@@ -12,7 +12,7 @@ import numpy as np
 
 from radixkv.cache import PrefixCache
 from radixkv.engine.prompts import TokenIds, common_prefix
-from radixkv.engine.request import Request
+from radixkv.engine.request import Request, Stream
 from radixkv.engine.scheduler import Scheduler
 from radixkv.errors import PrefixHeld, RequestFailed
 
@@ -35,12 +35,14 @@ class Quarantine:
     def drop(self, tokens: TokenIds, namespace: Hashable, wrong: int) -> Dropped:
         """Forget a cached text from its wrong token on, with all that is behind it.
 
-        Requests that read it now fail with RequestFailed, and pins on it are released. Between two steps only.
+        Requests that read it now fail with RequestFailed, and so do preempted ones that have sampled behind it: they
+        hold nothing any more, and nobody knows what they read. Pins on it are released. Between two steps only.
         """
         free = self._cache.free_blocks
         start, block = self._owned_from(tokens, namespace, wrong)
         pins = self._scheduler.unpin(tokens, namespace, start)
-        failed = self._fail(self._reading(block, wrong), wrong)
+        readers = [*self._reading(block, wrong), *self._may_have_read(tokens, namespace, start)]
+        failed = self._fail(list(dict.fromkeys(readers)), wrong)
         try:
             self._cache.discard(tokens, namespace, start)
         except PrefixHeld:  # somebody reads a copy of it: right or not, it stands in the way
@@ -72,15 +74,26 @@ class Quarantine:
         index = position // self._cache.block_size
         return [request for request in self._scheduler.running if _reads(request, block, index)]
 
-    def _behind(self, tokens: TokenIds, namespace: Hashable, start: int) -> list[Request]:
-        """Running requests whose text has these tokens beyond `start`."""
+    def _may_have_read(self, tokens: TokenIds, namespace: Hashable, start: int) -> list[Request]:
+        """Preempted requests, or those coming back, that sampled behind these tokens beyond `start`."""
         prefix = tokens[: start + 1]
         return [
             request
-            for request in self._scheduler.running
-            if request.namespace in {namespace}  # as a dict compares its keys
-            and any(common_prefix(np.array(stream.tokens, np.int32), prefix) > start for stream in request.live)
+            for request in (*self._scheduler.waiting, *self._scheduler.running)
+            if any(not each.awake and each.output_length and _begins(each, prefix, namespace) for each in request.live)
         ]
+
+    def _behind(self, tokens: TokenIds, namespace: Hashable, start: int) -> list[Request]:
+        """Running requests whose text has these tokens beyond `start`."""
+        prefix = tokens[: start + 1]
+        running = self._scheduler.running
+        return [request for request in running if any(_begins(each, prefix, namespace) for each in request.live)]
+
+
+def _begins(stream: Stream, prefix: TokenIds, namespace: Hashable) -> bool:
+    """Whether a stream's text begins with a prefix, in its namespace (compared as a dict compares its keys)."""
+    known = np.array(stream.tokens[: len(prefix)], np.int32)
+    return stream.request.namespace in {namespace} and common_prefix(known, prefix) == len(prefix)
 
 
 def _reads(request: Request, block: int, index: int) -> bool:

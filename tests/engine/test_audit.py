@@ -296,6 +296,23 @@ def test_requests_that_read_it_fail_and_others_go_on() -> None:
     assert world.cache.stats().held_blocks == 0
 
 
+def test_who_was_preempted_after_reading_it_fails_too() -> None:
+    world = World()
+    shared, more = list(range(24)), GREEDY.but(max_tokens=20)
+    world.answer(shared)
+    reader, other = world.submit([*shared, 30], more), world.submit(list(range(5, 25)), more)
+    for _ in range(6):
+        world.step()
+    for request in (reader, other):
+        world.core.scheduler.preempt(request)
+    world.spoil(shared, 9)
+    assert world.audit(500).differences[0].failed_requests == 1
+    with pytest.raises(RequestFailed, match="cannot be trusted"):
+        reader.outlet.wait(0)
+    world.finish()
+    assert is_right(other)
+
+
 def test_who_computed_the_same_tokens_to_itself_goes_on() -> None:
     world = World()
     prompt = list(range(24))
