@@ -1,7 +1,7 @@
 """Attention over block tables, along a work list, in Triton: plain, split, cascade and tree decode, and chunks.
 
-Knows which kinds of tile suit which heads, and how to launch the kernels. Does not know stores, models or the tree, and
-does not check what it is given: whoever calls has.
+Knows how to launch the kernels. Does not know stores, models or the tree, nor which kinds of tile suit which heads
+(`kinds`), and does not check what it is given: whoever calls has.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from . import tiles as tiling
 from .attention_kernels import attend_tiles, merge_partials
+from .kinds import Kind as Kind
+from .kinds import kinds as kinds
 from .work_list import Int32, WorkList
 
 LOG2_E = math.log2(math.e)
@@ -28,41 +30,6 @@ WAVES = 4
 
 AT_ONCE = 16
 """Partials that a merge loads together."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of tile, and how it is compiled: `rows` stacked query rows, `keys` an iteration."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    resident: int  # programs that a processor is given
-
-    @property
-    def shape(self) -> tiling.Shape:
-        """What the tiling needs to know."""
-        return tiling.Shape(self.rows, self.keys)
-
-
-def kinds(key_dim: int, value_dim: int, dtype: torch.dtype, *, generation: int = 9) -> tuple[Kind, ...]:
-    """The kinds of tile for heads of this size: for private tails, for some sharers, and for many and chunks.
-
-    `generation` is the major number of a GPU's compute capability: from 9 on, products read their operands from shared
-    memory, which leaves registers for larger tiles. Chosen among those that spill nothing, not yet by speed.
-    """
-    wide = max(key_dim, value_dim) > 128
-    if dtype.itemsize > 2:  # in plain float32, without tensor cores
-        return (Kind(16, 16, 8, 2, 2), Kind(32, 16, 8, 2, 1))
-    if wide and generation >= 9:
-        return (Kind(16, 32, 4, 3, 2), Kind(64, 32, 8, 2, 1), Kind(128, 32, 8, 2, 1))
-    if wide:
-        return (Kind(16, 64, 4, 2, 2), Kind(64, 32, 8, 2, 1))
-    if generation >= 9:
-        return (Kind(16, 64, 4, 3, 2), Kind(64, 64, 4, 3, 2), Kind(128, 64, 8, 3, 1))
-    tails = Kind(16, 64, 4, 3, 2) if max(key_dim, value_dim) <= 64 else Kind(16, 32, 4, 4, 2)
-    return (tails, Kind(64, 32, 4, 3, 2), Kind(128, 32, 8, 3, 1))
 
 
 def parts(dim: int) -> tuple[int, int]:
