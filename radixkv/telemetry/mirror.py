@@ -1,0 +1,91 @@
+"""An engine's state as telemetry told it: what a publisher resends, a monitor shows, and a recording replays.
+
+Knows records and how changes add up. Knows no cache, no socket and no screen. Not for two threads at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TypeVar
+
+from radixkv.telemetry.records import (
+    Changes,
+    EvictionRecord,
+    NodeRecord,
+    RequestRecord,
+    SequenceRecord,
+    SessionRecord,
+)
+
+ENDED_REQUESTS = 512
+SESSIONS = 1024
+EVICTIONS = 1024
+"""How many of these are remembered; the oldest go first, but no request that has not ended."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Mirror:
+    """The sum of all changes so far."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.stats: dict[str, float] = {}
+        self.nodes: dict[int, NodeRecord] = {}
+        self.sequences: dict[int, SequenceRecord] = {}
+        self.live: dict[int, RequestRecord] = {}
+        self.ended: OrderedDict[int, RequestRecord] = OrderedDict()
+        self.sessions: OrderedDict[int, SessionRecord] = OrderedDict()
+        self.evictions: OrderedDict[int, EvictionRecord] = OrderedDict()
+
+    def apply(self, changes: Changes) -> None:
+        """Add changes up. O(changes), but for a reset, which forgets everything first."""
+        if changes.reset:
+            self.__init__()  # type: ignore[misc]
+        self.time = changes.time
+        self.stats.update(changes.stats)
+        for number in changes.gone_nodes:
+            self.nodes.pop(number, None)
+        for node in changes.nodes:
+            self.nodes[node.id] = node
+        for number in changes.gone_sequences:
+            self.sequences.pop(number, None)
+        for sequence in changes.sequences:
+            self.sequences[sequence.id] = sequence
+        for request in changes.requests:
+            self._request(request)
+        for session in changes.sessions:
+            _remember(self.sessions, session.number, session, SESSIONS)
+        for eviction in changes.evictions:
+            if eviction.number in self.evictions or eviction.wanted_again is None:
+                _remember(self.evictions, eviction.number, eviction, EVICTIONS, move=False)
+
+    def everything(self) -> Changes:
+        """All of it, as changes that begin with a reset. O(everything)."""
+        return Changes(
+            time=self.time,
+            reset=True,
+            stats=dict(self.stats),
+            nodes=tuple(self.nodes.values()),
+            sequences=tuple(self.sequences.values()),
+            requests=(*self.ended.values(), *self.live.values()),
+            sessions=tuple(self.sessions.values()),
+            evictions=tuple(self.evictions.values()),
+        )
+
+    def _request(self, request: RequestRecord) -> None:
+        if request.live:
+            self.live[request.number] = request
+            return
+        self.live.pop(request.number, None)
+        _remember(self.ended, request.number, request, ENDED_REQUESTS)
+
+
+def _remember(kept: OrderedDict[Key, Value], key: Key, value: Value, most: int, *, move: bool = True) -> None:
+    """Keep the newest `most`."""
+    kept[key] = value
+    if move:
+        kept.move_to_end(key)
+    while len(kept) > most:
+        kept.popitem(last=False)
