@@ -1,0 +1,79 @@
+"""Numbers as people read them: durations, counts, shares, bytes. Knows numbers only."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float | None) -> str:
+    """A length of time, in two or three digits; a dash for None.
+
+    >>> [duration(each) for each in (0.0123, 0.25, 3.21, 42, 200, 7300, 200000, None)]
+    ['12 ms', '250 ms', '3.2 s', '42 s', '3.3 min', '2.0 h', '2.3 d', '-']
+    """
+    if seconds is None:
+        return "-"
+    seconds = max(0.0, seconds)
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    for size, unit in ((60, "s"), (60, "min"), (48, "h")):
+        if seconds < size:
+            return f"{seconds:.0f} {unit}" if seconds >= 9.95 else f"{seconds:.1f} {unit}"
+        seconds /= size if unit != "h" else 24
+    return f"{seconds:.1f} d" if seconds < 10 else f"{seconds:.0f} d"
+
+
+def count(number: float) -> str:
+    """A whole number with separators.
+
+    >>> count(1234567)
+    '1,234,567'
+    """
+    return f"{number:,.0f}"
+
+
+def short(number: float) -> str:
+    """A whole number in at most five characters.
+
+    >>> [short(each) for each in (999, 1234, 45_600, 1_234_000, 56_000_000, 7_000_000_000)]
+    ['999', '1.2k', '46k', '1.2M', '56M', '7.0G']
+    """
+    for unit in ("", "k", "M", "G"):
+        if number < 999.5 or unit == "G":
+            return f"{number:.0f}{unit}" if number >= 9.95 or not unit else f"{number:.1f}{unit}"
+        number /= 1000
+    raise AssertionError
+
+
+def share(part: float, whole: float) -> str:
+    """A part in percent; a dash of nothing. Less than all is never said to be 100%, nor more than none 0%.
+
+    >>> share(2, 3), share(0, 0), share(9999, 10000), share(1, 10000)
+    ('67%', '-', '99%', '1%')
+    """
+    if whole <= 0:
+        return "-"
+    percent = 100 * part / whole
+    if 0 < percent < 100:
+        percent = min(max(percent, 1), 99)
+    return f"{percent:.0f}%"
+
+
+def size(number: float) -> str:
+    """Bytes in binary units.
+
+    >>> size(0), size(2048), size(3 * 2**20), size(5.5 * 2**30)
+    ('0 B', '2.0 KiB', '3.0 MiB', '5.5 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1000 or unit == "TiB":
+            return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError
+
+
+def some(number: int, noun: str) -> str:
+    """How many of a noun, which takes an s.
+
+    >>> some(1, "token"), some(1500, "token")
+    ('1 token', '1,500 tokens')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
