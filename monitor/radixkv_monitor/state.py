@@ -1,0 +1,134 @@
+"""What a screen shows: one moment of one engine, frozen, and what changed since an earlier one.
+
+Knows telemetry's records. Knows no feed, no clock and no screen. The mappings are never changed once a state has them;
+records are frozen, so that two states share those that did not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.records import (
+    Changes,
+    EngineFacts,
+    EvictionRecord,
+    NodeRecord,
+    RequestRecord,
+    SequenceRecord,
+    SessionRecord,
+)
+
+REMEMBERED_TICKS = 64
+"""How many ticks back `State.touched_since` can answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """All counters and gauges of `engine` at one time; `stats` has the names of `Changes.stats`."""
+
+    time: float
+    engine: str
+    stats: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """The ids that one tick changed, added or took away."""
+
+    tick: int
+    nodes: frozenset[int]
+    sequences: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One engine at one time.
+
+    `line` and `tick` place it: states of one line follow each other tick by tick, without a gap or a reset between.
+    `history` holds about one sample a second of the ten minutes before, oldest first, the last one of this state.
+    `now` is what ages are counted to: the clock's time while live, the state's own `time` where it is a past one.
+    `stale`: the engine cannot be reached. `frozen`: the person stopped the picture, or looks at the past.
+    `baseline` is what deltas are counted from, if the person set one.
+    """
+
+    line: int
+    tick: int
+    time: float
+    now: float
+    facts: EngineFacts
+    stats: Mapping[str, float]
+    nodes: Mapping[int, NodeRecord]
+    sequences: Mapping[int, SequenceRecord]
+    live: Mapping[int, RequestRecord]
+    ended: Mapping[int, RequestRecord]
+    sessions: Mapping[int, SessionRecord]
+    evictions: Mapping[int, EvictionRecord]
+    history: tuple[Sample, ...] = ()
+    recent: tuple[Touched, ...] = ()
+    stale: bool = False
+    frozen: bool = False
+    baseline: Sample | None = None
+
+    def touched_since(self, earlier: State | None) -> Touched | None:
+        """The ids of nodes and sequences that may differ from `earlier`; None: all of them may. O(ticks + ids)."""
+        if (
+            earlier is None
+            or earlier.line != self.line
+            or not self.tick - len(self.recent) <= earlier.tick <= self.tick
+        ):
+            return None
+        since = [each for each in self.recent if each.tick > earlier.tick]
+        nodes = frozenset[int]().union(*(each.nodes for each in since))
+        return Touched(self.tick, nodes, frozenset[int]().union(*(each.sequences for each in since)))
+
+
+@dataclass
+class Camera:
+    """Takes states of one engine's mirror, tick by tick; copies only those mappings that changed.
+
+    Not for two threads at once.
+    """
+
+    facts: EngineFacts
+    line: int
+    _tick: int = 0
+    _last: State | None = None
+    _recent: tuple[Touched, ...] = field(default=())
+
+    def take(self, mirror: Mirror, changes: Changes, history: tuple[Sample, ...] = ()) -> State:
+        """The state of `mirror`, to which just these `changes` were applied. O(size of what changed in kind)."""
+        self._tick += 1
+        if changes.reset:
+            self._last, self._recent = None, ()
+        else:
+            self._recent = (*self._recent[1 - REMEMBERED_TICKS :], _touched(self._tick, changes))
+        last = self._last
+        nodes_same = last is not None and not changes.nodes and not changes.gone_nodes
+        sequences_same = last is not None and not changes.sequences and not changes.gone_sequences
+        self._last = State(
+            line=self.line,
+            tick=self._tick,
+            time=mirror.time,
+            now=mirror.time,
+            facts=self.facts,
+            stats=dict(mirror.stats),
+            nodes=last.nodes if last and nodes_same else dict(mirror.nodes),
+            sequences=last.sequences if last and sequences_same else dict(mirror.sequences),
+            live=last.live if last and not changes.requests else dict(mirror.live),
+            ended=last.ended if last and not changes.requests else dict(mirror.ended),
+            sessions=last.sessions if last and not changes.sessions else dict(mirror.sessions),
+            evictions=last.evictions if last and not changes.evictions else dict(mirror.evictions),
+            history=history,
+            recent=self._recent,
+        )
+        return self._last
+
+
+def _touched(tick: int, changes: Changes) -> Touched:
+    return Touched(
+        tick,
+        frozenset(node.id for node in changes.nodes).union(changes.gone_nodes),
+        frozenset(sequence.id for sequence in changes.sequences).union(changes.gone_sequences),
+    )
