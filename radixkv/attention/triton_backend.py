@@ -21,7 +21,7 @@ from torch import Tensor
 from radixkv_kernels.work_list import WorkList
 
 from . import torch_backend
-from .kv_store import KVStore
+from .kv_store import KVStore, LayerShape
 
 TRITON = find_spec("triton") is not None
 
@@ -33,16 +33,27 @@ _PLANS: WeakKeyDictionary[WorkList, dict[tuple[Any, ...], Any]] = WeakKeyDiction
 _REGIONS: WeakKeyDictionary[KVStore, Any] = WeakKeyDictionary()
 
 
-def unavailable(store: KVStore, heads: int, layer: int = 0) -> str | None:
-    """Why the kernels cannot serve this layer for so many query heads; None if they can. Costs nothing worth naming."""
+def absent(device: torch.device) -> str | None:
+    """Why no kernel can run on this device; None if some can."""
     if not TRITON:
         return "Triton is not installed"
-    if store.device.type != "cuda" and not _kernels().INTERPRETED:
-        return f"Triton does not run on {store.device.type}"
-    if store.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the kernels do not store {store.dtype}"
-    shape = store.layers[layer]
-    most = _chosen(store, layer)[-1].rows
+    if device.type != "cuda" and not _kernels().INTERPRETED:
+        return f"Triton does not run on {device.type}"
+    return None
+
+
+def unavailable(store: KVStore, heads: int, layer: int = 0) -> str | None:
+    """Why the kernels cannot serve this layer for so many query heads; None if they can. Costs nothing worth naming."""
+    return obstacle(store.layers[layer], heads, store.dtype, store.device)
+
+
+def obstacle(shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """As `unavailable`, of a layer that has no store yet."""
+    if reason := absent(device):
+        return reason
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the kernels do not store {dtype}"
+    most = _chosen(shape, dtype, device)[-1].rows
     if heads // shape.kv_heads > most:
         return f"{heads // shape.kv_heads} query heads share a kv head, at most {most} fit into a tile"
     return None
@@ -57,17 +68,20 @@ def attend(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    split: int | None = None,
 ) -> Tensor:
     """Attention of query [heads, T, dk], the rows of all sequences in turn, over one layer's KV -> [T, heads, dv].
 
     `sinks` [heads] are logits that take weight and give nothing. The first layer to follow `work` cuts it into tiles
     and sends them to the device in one copy; all others of the same shape reuse that. Results have the dtype of
-    `query`. Where the kernels cannot serve, torch does, with one warning for each reason.
+    `query`. With `split`, keys are cut into parts of about so many, whatever else is in the step: if no run is shared
+    either, a row's bits depend on its own keys alone. Where the kernels cannot serve, torch does, with one warning for
+    each reason.
     """
     if _falls_back(unavailable(store, len(query), layer)):
         return torch_backend.attend(store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
     query = query if query.stride(2) == 1 else query.contiguous()
-    pools, step = (store.keys[layer], store.values[layer]), _plan(store, layer, len(query), work)
+    pools, step = (store.keys[layer], store.values[layer]), _plan(store, layer, len(query), work, split)
     output: Tensor = _kernels().attend(query, *pools, step, scale=scale, softcap=softcap, sinks=sinks)
     return output
 
@@ -110,12 +124,9 @@ def _kernels() -> ModuleType:
     return attention
 
 
-def _chosen(store: KVStore, layer: int) -> tuple[Any, ...]:
-    """The kinds of tile for a layer of this store."""
-    shape = store.layers[layer]
-    kinds: tuple[Any, ...] = _kernels().kinds(
-        shape.key_dim, shape.value_dim, store.dtype, generation=_device(store.device)[1]
-    )
+def _chosen(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """The kinds of tile for a layer of this shape."""
+    kinds: tuple[Any, ...] = _kernels().kinds(shape.key_dim, shape.value_dim, dtype, generation=_device(device)[1])
     return kinds
 
 
@@ -128,19 +139,20 @@ def _device(device: torch.device) -> tuple[int, int]:
     return properties.multi_processor_count, 8 if torch.version.hip else properties.major
 
 
-def _plan(store: KVStore, layer: int, heads: int, work: WorkList) -> Any:
+def _plan(store: KVStore, layer: int, heads: int, work: WorkList, split: int | None) -> Any:
     """The tiles of `work` for layers of this shape, made when first asked for; they live as long as the list."""
     plans = _PLANS.setdefault(work, {})
     shape = store.layers[layer]
-    key = (store, shape, heads)
+    key = (store, shape, heads, split)
     if key not in plans:
         plans[key] = _kernels().plan(
             work,
             heads=heads,
             kv_heads=shape.kv_heads,
-            chosen=_chosen(store, layer),
+            chosen=_chosen(shape, store.dtype, store.device),
             device=store.device,
             processors=_device(store.device)[0],
+            split=split,
         )
     return plans[key]
 

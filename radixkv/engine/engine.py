@@ -36,8 +36,6 @@ from radixkv.models.sampling_params import SamplingParams, is_int
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
 
-ATTENTION = "torch"  # the backend that computes attention
-
 
 class RequestEngine:
     """Runs many requests at once over one shared pool of KV; every method may be called from any thread.
@@ -104,8 +102,9 @@ class RequestEngine:
         A step runs at most `max_batch_tokens` tokens of at most `max_sequences` sequences, and at most `prefill_chunk`
         of one prompt. `order` says who comes in first: "fcfs", or "longest-prefix", whose cached prefix is longest,
         until `max_overtakes` have passed somebody. `victim` says who gives way when blocks run out, to come back
-        later: who is "cheapest" to bring back, or who came in "last". `attention` is "auto" or "torch", which is all
-        there is yet. `prefix_cache=False` computes every prompt in full and shares nothing, for comparisons.
+        later: who is "cheapest" to bring back, or who came in "last". `attention` is "torch", "triton", or "auto":
+        Triton on CUDA where it serves the model, torch elsewhere. `prefix_cache=False` computes every prompt in full
+        and shares nothing, for comparisons.
         `deterministic` answers requests that run one at a time with the same bits whether they hit or not; hits then
         end on multiples of `prefill_chunk`, which must be whole blocks (see docs/determinism.md). `scrub` computes
         cached blocks again while the engine is idle, and drops what differs: True, or how many a second.
@@ -124,11 +123,16 @@ class RequestEngine:
             raise InvalidInput(  # branches would part inside blocks, where an audit trusts what it should compare
                 f"deterministic=True needs a prefill_chunk ({prefill_chunk}) of whole blocks of {block_size} tokens"
             )
-        if attention not in ("auto", ATTENTION):
-            raise InvalidInput(f"attention={attention!r}: allowed are 'auto' and {ATTENTION!r}")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        loaded = load(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+        loaded = load(
+            model,
+            device=device,
+            dtype=dtype,
+            attention=attention,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
         bytes_per_block = _bytes_per_block(loaded, block_size)
         if num_blocks is None:
             num_blocks = blocks_for(kv_memory, bytes_per_block, device)
@@ -354,7 +358,7 @@ class RequestEngine:
             model=model.name,
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
-            attention=ATTENTION,
+            attention=model.attention,
             max_length=model.max_length,
             kv_bytes=self._bytes_per_block * core.cache.num_blocks,
             uptime_s=time.perf_counter() - self._loaded_at,

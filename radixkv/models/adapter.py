@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import packed, rope, source
+from radixkv.models import backends, packed, rope, source
 from radixkv.models.hook import IMPLEMENTATION
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.probe import probe
@@ -31,6 +31,7 @@ def load(
     *,
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "auto",
+    attention: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
@@ -38,11 +39,13 @@ def load(
 
     A built model is taken over: its attention is replaced, and from then on it runs through radixkv only. dtype "auto"
     is float32 on a CPU, on other devices what the weights were saved in; a built model keeps its own. Large float32
-    layers are laid out for the CPU; a built model keeps its own weights beside that. Raises InvalidInput if there is
-    nothing to load, UnsupportedModel with the reason if it cannot be run exactly. Costs the reading of the weights and
-    a self-test (0.1 s for small models).
+    layers are laid out for the CPU; a built model keeps its own weights beside that. `attention` is "torch", "triton",
+    or "auto": Triton on CUDA where it serves the model, with one warning where it does not, and torch elsewhere. Raises
+    InvalidInput if there is nothing to load, or no such attention, UnsupportedModel with the reason if it cannot be run
+    exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
     """
     place = _device(device)
+    backends.check(attention, place)
     if isinstance(model, str):
         wanted = _dtype(dtype, "auto" if place.type != "cpu" else torch.float32)
         module, tokenizer = source.read(
@@ -52,20 +55,32 @@ def load(
     else:
         module, tokenizer, name = _built(model, place, dtype), None, _name_of(model)
         _give_own_config(module)
-    return _take_over(module.eval(), tokenizer, name, keep=not isinstance(model, str))
+    return _take_over(module.eval(), tokenizer, name, keep=not isinstance(model, str), attention=attention)
 
 
-def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool) -> LoadedModel:
+def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str = "auto") -> LoadedModel:
     """Select our attention, look, freeze, test; raises UnsupportedModel, leaving the model with its own attention."""
     own = module.config._attn_implementation
     try:
         module.set_attn_implementation(IMPLEMENTATION)
-        loaded, error = _packed(_inspect(module, tokenizer, name), keep=keep)
+        loaded, error = _proven(_inspect(module, tokenizer, name), attention, keep=keep)
     except BaseException:
         module.set_attn_implementation(own)
         raise
     _log.info("%s: %d layers, context %d, self-test error %.1e", name, len(loaded.layers), loaded.max_length, error)
     return loaded
+
+
+def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedModel, float]:
+    """The model with the attention that was asked for, and the error of its self-test, which it has passed."""
+    loaded = replace(loaded, attention=backends.choose(attention, loaded.layers, loaded.dtype, loaded.device))
+    try:
+        return _packed(loaded, keep=keep)
+    except UnsupportedModel as reason:
+        if attention != "auto" or loaded.attention == "torch":
+            raise
+        _log.warning("%s: attention runs in torch: with Triton, %s", loaded.name, reason)
+        return _packed(replace(loaded, attention="torch"), keep=keep)
 
 
 def _inspect(module: Any, tokenizer: Any | None, name: str) -> LoadedModel:

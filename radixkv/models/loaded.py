@@ -41,7 +41,8 @@ class LoadedModel:
     """A decoder whose attention goes through the paged pool; `layers` are in the order of a forward pass.
 
     `max_length` is the longest sequence in tokens, `vocab_size` the number of token ids that can go in and come out,
-    `stop_token_ids` what ends a reply. `tokenizer` is None for a model that came without one.
+    `stop_token_ids` what ends a reply. `tokenizer` is None for a model that came without one. `attention` is the
+    backend that it was tested with, "torch" or "triton".
     """
 
     model: nn.Module
@@ -54,3 +55,4 @@ class LoadedModel:
     name: str
     dtype: torch.dtype
     device: torch.device
+    attention: str = "torch"

@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.attention import torch_backend, worklist
+from radixkv.attention import worklist
 from radixkv.attention.kv_store import KVStore
+from radixkv.models.backends import Backend, backend_of
 from radixkv.models.hook import AttentionCall, handled_by
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.recheck import Recheck, compare, obstacle
@@ -65,6 +66,7 @@ class Runner:
             dtype=loaded.dtype,
             always_gather=deterministic,
         )
+        self._backend = backend_of(loaded, self.store, deterministic=deterministic)
         self._deterministic = deterministic
         self._worth = worklist.NEVER if deterministic else worklist.WORTH
         self._windows = tuple({layer.window: None for layer in loaded.layers})
@@ -79,7 +81,7 @@ class Runner:
         tokens of the step (some T * hidden * 10 numbers, widest in the MLP) and len(chunks) * vocab logits: never
         T * vocab, and never T * T scores. A chunk that is `alone` takes one forward more.
         """
-        self.store.copy(copies)
+        self._backend.copy(copies)
         groups = _groups(chunks)
         if len(groups) == 1:
             return self._forward(chunks)
@@ -89,7 +91,7 @@ class Runner:
     def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """All chunks in one forward."""
         batch = _Batch(chunks, self.loaded.device)
-        step = _Step(self.store, self.loaded.layers, batch.slots, self._plan(chunks))
+        step = _Step(self._backend, self.loaded.layers, batch.slots, self._plan(chunks))
         with handled_by(step):
             output = self.loaded.model(
                 input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, logits_to_keep=batch.last_rows
@@ -170,24 +172,19 @@ class _Step:
     """Answers the attention calls of one forward: the n-th call is layer n, whatever the module says about itself."""
 
     def __init__(
-        self, store: KVStore, layers: Sequence[LayerSpec], slots: Tensor, work: dict[int | None, WorkList]
+        self, backend: Backend, layers: Sequence[LayerSpec], slots: Tensor, work: dict[int | None, WorkList]
     ) -> None:
-        self._store, self._layers, self._slots, self._work = store, layers, slots, work
+        self._backend, self._layers, self._slots, self._work = backend, layers, slots, work
         self._next = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the layer's new keys and values, then attend along the work list of its window."""
         layer, self._next = self._next, self._next + 1
         spec = self._layers[layer]
-        self._store.write(layer, self._slots, call.key[0], call.value[0])
-        return torch_backend.attend(
-            self._store,
-            layer,
-            call.query[0],
-            self._work[spec.window],
-            scale=call.scale,
-            softcap=spec.softcap,
-            sinks=call.sinks,
+        self._backend.write(layer, self._slots, call.key[0], call.value[0])
+        work = self._work[spec.window]
+        return self._backend.attend(
+            layer, call.query[0], work, scale=call.scale, softcap=spec.softcap, sinks=call.sinks
         )
 
     def finish(self) -> None:

@@ -55,6 +55,7 @@ class FakeModel:
     stop_token_ids: frozenset[int] = frozenset({STOP})
     name: str = "fake"
     layers: tuple[LayerSpec, ...] = (LayerSpec(1, 1, 1, 1),)
+    attention: str = "torch"
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 

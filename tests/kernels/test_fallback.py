@@ -1,12 +1,17 @@
-"""Where Triton is missing, or cannot run, torch attends, and says so once."""
+"""Which backend a model gets; where Triton is missing, or cannot run, torch attends, and says so once."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from radixkv import Engine
 from radixkv.attention import triton_backend, worklist
 from radixkv.attention.kv_store import KVStore, LayerShape
+from radixkv.errors import InvalidInput, UnsupportedModel
+from radixkv.models import adapter, backends
+from radixkv.models.loaded import LayerSpec, LoadedModel
+from radixkv.models.selftest import self_test
 from tests.attention.batches import random_batch
 
 
@@ -34,3 +39,67 @@ def test_without_triton_torch_attends_writes_and_copies(
 def test_a_cpu_is_no_place_for_triton() -> None:
     pytest.importorskip("triton")
     assert triton_backend.unavailable(KVStore([LayerShape(1, 2, 2)], 2, 4), 1) == "Triton does not run on cpu"
+
+
+CUDA = torch.device("cuda")
+LAYERS = [LayerSpec(4, 2, 64, 64), LayerSpec(8, 2, 64, 64)]
+
+
+@pytest.fixture
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(triton_backend, "_device", lambda device: (132, 9))
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_auto_is_triton_on_cuda_where_it_serves_every_layer(caplog: pytest.LogCaptureFixture) -> None:
+    assert backends.choose("auto", LAYERS, torch.bfloat16, CUDA) == "triton"
+    assert backends.choose("auto", LAYERS, torch.bfloat16, torch.device("cpu")) == "torch"
+    assert backends.choose("torch", LAYERS, torch.bfloat16, CUDA) == "torch"
+    assert not caplog.messages
+    wide = [*LAYERS, LayerSpec(256, 1, 64, 64)]
+    assert backends.choose("auto", wide, torch.bfloat16, CUDA) == "torch"
+    assert caplog.messages == [
+        "attention runs in torch, not in Triton: 256 query heads share a kv head, at most 128 fit into a tile"
+    ]
+
+
+def test_auto_on_cuda_without_triton_is_torch_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(triton_backend, "TRITON", False)
+    assert backends.choose("auto", LAYERS, torch.bfloat16, CUDA) == "torch"
+    assert caplog.messages == ["attention runs in torch, not in Triton: Triton is not installed"]
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_triton_where_it_cannot_run_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match=r"attention='triton' cannot run here: Triton does not run on cpu"):
+        Engine.load("/no/such/folder", attention="triton", device="cpu")
+    with pytest.raises(InvalidInput, match=r"do not store torch\.float64"):
+        backends.choose("triton", LAYERS, torch.float64, CUDA)
+    with pytest.raises(InvalidInput, match="attention='cuda': allowed are 'auto', 'torch', 'triton'"):
+        Engine.load("/no/such/folder", attention="cuda")
+    monkeypatch.setattr(triton_backend, "TRITON", False)
+    with pytest.raises(InvalidInput, match="Triton is not installed"):
+        Engine.load("/no/such/folder", attention="triton")
+
+
+@pytest.mark.parametrize("asked", ["auto", "triton"])
+def test_a_model_that_fails_with_triton_runs_in_torch_unless_triton_was_asked_for(
+    asked: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(loaded: LoadedModel) -> float:
+        if loaded.attention == "triton":
+            raise UnsupportedModel("it differs")
+        return self_test(loaded)
+
+    monkeypatch.setattr(adapter, "self_test", failing)
+    monkeypatch.setattr(backends, "check", lambda asked, device: None)
+    monkeypatch.setattr(backends, "choose", lambda *args: "triton")
+    if asked == "triton":
+        with pytest.raises(UnsupportedModel, match="it differs"):
+            adapter.load("tiny", attention=asked)
+    else:
+        assert adapter.load("tiny", attention=asked).attention == "torch"
+        assert caplog.messages == ["tiny: attention runs in torch: with Triton, it differs"]
