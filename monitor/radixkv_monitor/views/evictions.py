@@ -1,0 +1,113 @@
+"""The Evictions screen: what went, why, and what was asked for again. Knows records."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from textual.content import Content
+
+from radixkv.telemetry.records import EvictionRecord
+from radixkv_monitor import reasons
+from radixkv_monitor.messages import NodeSelected, Selection
+from radixkv_monitor.phrases import count, duration, share, some
+from radixkv_monitor.state import State
+from radixkv_monitor.views.listing import Listing, Order
+from radixkv_monitor.widgets.table import Cell, Column, RowTable
+
+
+@dataclass(frozen=True)
+class EvictionRow:
+    """An eviction, and how long ago it was."""
+
+    eviction: EvictionRecord
+    ago: float
+
+    @property
+    def wanted_after(self) -> float | None:
+        """Seconds until it was asked for again; None if it was not."""
+        again = self.eviction.wanted_again
+        return None if again is None else again - self.eviction.time
+
+
+def _regret(row: EvictionRow, width: int) -> Cell:
+    if row.wanted_after is None:
+        return [("-", "dim")]
+    return [(f"! after {duration(row.wanted_after)}", "bad")]
+
+
+class EvictionsView(Listing[EvictionRow]):
+    """Evicted runs: age, reason, regret."""
+
+    title = "evictions"
+    empty = "nothing was evicted yet: the pool has had room for everything"
+    columns: ClassVar[Sequence[Column[EvictionRow]]] = (
+        Column("ago", 8, lambda row, _: [(duration(row.ago), "plain")], right=True),
+        Column("node", 8, lambda row, _: [(f"#{row.eviction.node}", "accent")]),
+        Column("tokens", 8, lambda row, _: [(count(row.eviction.tokens), "plain")], right=True),
+        Column("blocks", 7, lambda row, _: [(count(row.eviction.blocks), "plain")], rank=2, right=True),
+        Column("unused for", 10, lambda row, _: [(duration(row.eviction.idle_s), "plain")], rank=1, right=True),
+        Column("hits", 5, lambda row, _: [(count(row.eviction.hits), "plain")], rank=1, right=True),
+        Column("wanted again", 15, _regret),
+        Column("left", 6, lambda row, _: [("gone" if row.eviction.gone else "head", "dim")], rank=3),
+        Column("reason", 24, lambda row, _: [(row.eviction.pressure, "dim")], rank=4, grows=True),
+    )
+    orders: ClassVar[Sequence[Order[EvictionRow]]] = (
+        Order("time", lambda row: row.eviction.number),
+        Order("regret", lambda row: row.wanted_after, descending=False),
+        Order("tokens", lambda row: row.eviction.tokens),
+        Order("time unused", lambda row: row.eviction.idle_s),
+        Order("hits", lambda row: row.eviction.hits),
+    )
+
+    def rows_of(self, state: State) -> Sequence[EvictionRow]:
+        """The evictions that are remembered."""
+        return [EvictionRow(each, max(0.0, state.now - each.time)) for each in state.evictions.values()]
+
+    def key(self, row: EvictionRow) -> Hashable:
+        """Its number."""
+        return row.eviction.number
+
+    def words(self, row: EvictionRow) -> str:
+        """Node, reason and regret."""
+        regret = "" if row.wanted_after is None else "wanted again regret"
+        return f"#{row.eviction.node} {row.eviction.pressure} {regret}".lower()
+
+    def facts(self, row: EvictionRow) -> dict[str, Any]:
+        """The record, and what is derived from it."""
+        return asdict(row.eviction) | {"wanted_after_s": row.wanted_after}
+
+    def headline(self, rows: Sequence[EvictionRow], state: State) -> str:
+        """How many, and how many were a mistake."""
+        tokens = int(state.stats.get("cache.evicted_tokens", 0))
+        regret = int(state.stats.get("cache.regret_tokens", 0))
+        wanted = sum(1 for row in rows if row.wanted_after is not None)
+        return (
+            f"{some(tokens, 'token')} evicted, {regret:,} asked for again ({share(regret, tokens)}) · "
+            f"{wanted:,} of the last {len(rows):,} evictions regretted"
+        )
+
+    def detail(self, row: EvictionRow, state: State) -> Content:
+        """What went and why."""
+        return Content(reasons.eviction(row.eviction))
+
+    def selected(self, selection: Selection) -> Hashable:
+        """The last eviction off the node that is selected."""
+        mine = (
+            [each.number for each in self._state.evictions.values() if each.node == selection.node]
+            if self._state
+            else []
+        )
+        return max(mine, default=None)
+
+    def on_row_table_opened(self, event: RowTable.Opened) -> None:
+        """Show the node, if something of it is left."""
+        event.stop()
+        row = self.table.cursor
+        if row is None:
+            return
+        if self._state is not None and row.eviction.node in self._state.nodes:
+            self.post_message(NodeSelected(row.eviction.node, show=True))
+        else:
+            self.notify(f"Nothing is left of node {row.eviction.node}.")

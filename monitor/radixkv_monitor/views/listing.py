@@ -1,0 +1,212 @@
+"""What Sessions, Evictions and Requests have in common: a table, a filter, an order, and a sentence on the chosen row.
+
+Knows tables, keys and states. Does not know what the rows are: a view that derives from it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.widgets import Input, Static
+
+from radixkv_monitor.export import Table
+from radixkv_monitor.messages import Selection
+from radixkv_monitor.state import State
+from radixkv_monitor.views import View
+from radixkv_monitor.widgets.table import Column, RowTable
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Order(Generic[Row]):
+    """One way to sort: `key` of a row; what has None for a key stands last."""
+
+    name: str
+    key: Callable[[Row], Any]
+    descending: bool = True
+
+
+class Listing(View, Generic[Row]):
+    """A table of rows that a state has, filtered and sorted. O(rows log rows) an update."""
+
+    DEFAULT_CSS = """
+    Listing { layout: vertical; }
+    Listing > .headline { height: 1; color: $text-muted; padding: 0 1; }
+    Listing > Input { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
+    Listing > Input.open { display: block; }
+    Listing > .detail { height: auto; max-height: 5; padding: 0 1; border-top: solid $panel; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "filter", "Filter"),
+        Binding("s", "sort(1)", "Sort"),
+        Binding("S", "sort(-1)", "Sort back", show=False),
+        Binding("n", "step(1)", "Next", show=False),
+        Binding("N", "step(-1)", "Previous", show=False),
+        Binding("escape", "clear_filter", "Clear the filter", show=False),
+    ]
+
+    title: ClassVar[str]
+    columns: ClassVar[Sequence[Column[Any]]]
+    orders: ClassVar[Sequence[Order[Any]]]
+    empty: ClassVar[str]
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._order = 0
+        self._state: State | None = None
+        self._all: Sequence[Row] = ()
+
+    # ---- what a view says of its rows
+
+    def rows_of(self, state: State) -> Sequence[Row]:
+        """The rows of a state, in any order."""
+        raise NotImplementedError
+
+    def key(self, row: Row) -> Hashable:
+        """What tells a row from others, and stays."""
+        raise NotImplementedError
+
+    def words(self, row: Row) -> str:
+        """What the filter looks at, in lower case."""
+        raise NotImplementedError
+
+    def facts(self, row: Row) -> dict[str, Any]:
+        """The row for other programs."""
+        raise NotImplementedError
+
+    def detail(self, row: Row, state: State) -> Content:
+        """Some lines on the row under the cursor."""
+        raise NotImplementedError
+
+    def headline(self, rows: Sequence[Row], state: State) -> str:
+        """One line on all rows."""
+        raise NotImplementedError
+
+    # ---- the widget
+
+    def compose(self) -> ComposeResult:
+        """Headline, filter, table, detail."""
+        yield Static("", classes="headline", markup=False)
+        yield Input(placeholder="filter: words that a row must have", classes="filter", compact=True)
+        yield RowTable(self.columns, self.key, empty=self.empty)
+        yield Static("", classes="detail", markup=False)
+
+    @property
+    def table(self) -> RowTable[Row]:
+        """The table."""
+        return self.query_one(RowTable)
+
+    @property
+    def order(self) -> Order[Row]:
+        """How rows are sorted now."""
+        return self.orders[self._order]
+
+    def on_mount(self) -> None:
+        """Show what came before there was a screen."""
+        self._refresh()
+
+    def on_show(self) -> None:
+        """The keys go to the table."""
+        self.table.focus()
+
+    def update(self, state: State) -> None:
+        """Show another state."""
+        self._state = state
+        self._all = self.rows_of(state)
+        if self.is_mounted:
+            self._refresh()
+
+    def export(self) -> Table:
+        """The rows that are shown, as they are sorted."""
+        return Table(self.title, [self.facts(row) for row in self.table.rows])
+
+    def selected(self, selection: Selection) -> Hashable:
+        """The key of the row that is selected elsewhere; None for none."""
+        return None
+
+    def select(self, selection: Selection) -> None:
+        """Put the cursor on what another view selected."""
+        key = self.selected(selection)
+        if key is not None and self.is_mounted:
+            self.table.go_to(key)
+
+    def sort_by(self, name: str) -> bool:
+        """Sort by the order of this name, whose blanks may be dashes."""
+        names = [order.name for order in self.orders]
+        if name.replace("-", " ") not in names:
+            return False
+        self._order = names.index(name.replace("-", " "))
+        if self.is_mounted:
+            self._refresh()
+        return True
+
+    # ---- keys
+
+    def action_filter(self) -> None:
+        """Open the filter."""
+        line = self.query_one(Input)
+        line.add_class("open")
+        line.focus()
+
+    def action_clear_filter(self) -> None:
+        """Show all rows again."""
+        line = self.query_one(Input)
+        line.value = ""
+        line.remove_class("open")
+        self.table.focus()
+
+    def action_sort(self, by: int) -> None:
+        """Take the next, or the previous, order."""
+        self._order = (self._order + by) % len(self.orders)
+        self._refresh()
+
+    def action_step(self, by: int) -> None:
+        """The next, or the previous, row that the filter leaves."""
+        self.table.action_move(by)
+
+    @on(Input.Changed)
+    def _filtered(self, event: Input.Changed) -> None:
+        event.stop()
+        self._refresh()
+
+    @on(Input.Submitted)
+    def _entered(self, event: Input.Submitted) -> None:
+        event.stop()
+        if not event.value:
+            self.query_one(Input).remove_class("open")
+        self.table.focus()
+
+    @on(RowTable.Moved)
+    def _moved(self, event: RowTable.Moved) -> None:
+        event.stop()
+        self._show_detail()
+
+    # ---- drawing
+
+    def _refresh(self) -> None:
+        if self._state is None:
+            return
+        wanted = self.query_one(Input).value.lower().split()
+        rows = [row for row in self._all if all(word in self.words(row) for word in wanted)]
+        order = self.order
+        some = [row for row in rows if order.key(row) is not None]
+        none = [row for row in rows if order.key(row) is None]
+        some.sort(key=order.key, reverse=order.descending)
+        self.table.say_when_empty(self.empty if not wanted else "no row has all of these words (Esc shows all)")
+        self.table.show([*some, *none])
+        left = f" · {len(rows):,} of {len(self._all):,} shown" if wanted else ""
+        head = f"{self.headline(self._all, self._state)}{left} · by {order.name}"
+        self.query_one(".headline", Static).update(head)
+        self._show_detail()
+
+    def _show_detail(self) -> None:
+        row, state = self.table.cursor, self._state
+        text = Content("") if row is None or state is None else self.detail(row, state)
+        self.query_one(".detail", Static).update(text)

@@ -1,0 +1,106 @@
+"""The Sessions screen: each conversation, how long it is, and how much of it the cache has saved. Knows records."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from textual.content import Content
+
+from radixkv.telemetry.records import SessionRecord
+from radixkv_monitor.phrases import count, duration, share, some
+from radixkv_monitor.state import State
+from radixkv_monitor.views.listing import Listing, Order
+from radixkv_monitor.widgets.table import Cell, Column
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """A session, and how long ago it was used."""
+
+    session: SessionRecord
+    idle: float
+
+    @property
+    def hit_share(self) -> float | None:
+        """The part of its prompts that was cached, 0..1; None before the first."""
+        asked = self.session.prompt_tokens
+        return self.session.cached_tokens / asked if asked else None
+
+    @property
+    def status(self) -> str:
+        """One word."""
+        return "running" if self.session.live else "closed" if self.session.closed else "idle"
+
+
+def _bar(row: SessionRow, width: int) -> Cell:
+    part = row.hit_share
+    if part is None:
+        return [("-", "dim")]
+    label = f"{share(row.session.cached_tokens, row.session.prompt_tokens):>4} "
+    full = round(part * (width - len(label)))
+    return [(label, "plain"), ("█" * full, "good"), ("·" * (width - len(label) - full), "dim")]
+
+
+def _status(row: SessionRow, width: int) -> Cell:
+    glyph, style = {"running": ("●", "good"), "idle": ("○", "info"), "closed": ("✓", "dim")}[row.status]
+    return [(f"{glyph} {row.status}", style)]
+
+
+class SessionsView(Listing[SessionRow]):
+    """Conversations: turns, length, share of cached prompt tokens."""
+
+    title = "sessions"
+    empty = "no conversation yet: engine.chat() begins one"
+    columns: ClassVar[Sequence[Column[SessionRow]]] = (
+        Column("session", 8, lambda row, _: [(f"#{row.session.number}", "accent")]),
+        Column("state", 10, _status),
+        Column("turns", 6, lambda row, _: [(count(row.session.requests), "plain")], right=True),
+        Column("tokens", 8, lambda row, _: [(count(row.session.tokens), "plain")], rank=1, right=True),
+        Column("served from cache", 20, _bar, grows=True),
+        Column("output", 8, lambda row, _: [(count(row.session.output_tokens), "plain")], rank=3, right=True),
+        Column("last used", 10, lambda row, _: [(duration(row.idle), "plain")], rank=1, right=True),
+        Column("namespace", 14, lambda row, _: [(row.session.namespace or "-", "dim")], rank=2),
+    )
+    orders: ClassVar[Sequence[Order[SessionRow]]] = (
+        Order("last use", lambda row: row.idle, descending=False),
+        Order("length", lambda row: row.session.tokens),
+        Order("hit share", lambda row: row.hit_share),
+        Order("turns", lambda row: row.session.requests),
+        Order("number", lambda row: row.session.number, descending=False),
+    )
+
+    def rows_of(self, state: State) -> Sequence[SessionRow]:
+        """All sessions that are remembered."""
+        return [SessionRow(each, max(0.0, state.now - each.used)) for each in state.sessions.values()]
+
+    def key(self, row: SessionRow) -> Hashable:
+        """Its number."""
+        return row.session.number
+
+    def words(self, row: SessionRow) -> str:
+        """Number, status and namespace."""
+        return f"#{row.session.number} {row.status} {row.session.namespace or ''}".lower()
+
+    def facts(self, row: SessionRow) -> dict[str, Any]:
+        """The record, and what is derived from it."""
+        return asdict(row.session) | {"hit_share": row.hit_share, "idle_s": round(row.idle, 3)}
+
+    def headline(self, rows: Sequence[SessionRow], state: State) -> str:
+        """How many there are, and what they found."""
+        live = sum(1 for row in rows if row.session.live)
+        asked = sum(row.session.prompt_tokens for row in rows)
+        found = sum(row.session.cached_tokens for row in rows)
+        return f"{some(len(rows), 'session')}, {live:,} running · {share(found, asked)} of prompt tokens from cache"
+
+    def detail(self, row: SessionRow, state: State) -> Content:
+        """What the conversation costs and saves."""
+        session = row.session
+        turns = some(session.requests, "turn")
+        computed = session.prompt_tokens - session.cached_tokens
+        return Content(
+            f"Session #{session.number}: {turns} in {duration(session.used - session.started)}, now "
+            f"{some(session.tokens, 'token')} long. Its prompts had {session.prompt_tokens:,} tokens in all; "
+            f"{session.cached_tokens:,} were cached, {computed:,} had to be computed."
+        )

@@ -1,0 +1,106 @@
+"""Records with everyday values, for examples and tests: name what matters, and leave the rest.
+
+Knows records only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixkv.telemetry.records import EvictionRecord, NodeRecord, RequestRecord, SequenceRecord, SessionRecord
+
+
+def request(**values: Any) -> RequestRecord:
+    """A request that finished."""
+    usual: dict[str, Any] = {
+        "number": 1,
+        "phase": "finished",
+        "session": 1,
+        "namespace": None,
+        "priority": 0,
+        "streams": 1,
+        "prompt_tokens": 100,
+        "max_tokens": 50,
+        "cached_tokens": 60,
+        "computed_tokens": 40,
+        "recomputed_tokens": 0,
+        "output_tokens": 20,
+        "preemptions": 0,
+        "coalesced": False,
+        "submitted": 1000.0,
+        "admitted": 1000.1,
+        "first_token": 1000.3,
+        "ended": 1001.0,
+        "finish": "stop",
+    }
+    return RequestRecord(**usual | values)
+
+
+def session(**values: Any) -> SessionRecord:
+    """A conversation of three turns, still open."""
+    usual: dict[str, Any] = {
+        "number": 1,
+        "namespace": None,
+        "requests": 3,
+        "live": 0,
+        "tokens": 400,
+        "prompt_tokens": 700,
+        "cached_tokens": 500,
+        "output_tokens": 90,
+        "started": 990.0,
+        "used": 1000.0,
+    }
+    return SessionRecord(**usual | values)
+
+
+def eviction(**values: Any) -> EvictionRecord:
+    """An eviction that nobody regretted."""
+    usual: dict[str, Any] = {
+        "number": 1,
+        "time": 1000.0,
+        "node": 5,
+        "start": 0,
+        "tokens": 32,
+        "blocks": 2,
+        "idle_s": 60.0,
+        "hits": 0,
+        "gone": False,
+        "pressure": "to make room for 4 blocks when 0 were free",
+    }
+    return EvictionRecord(**usual | values)
+
+
+def node(**values: Any) -> NodeRecord:
+    """A cached node that nobody holds."""
+    usual: dict[str, Any] = {
+        "id": 2,
+        "parent": 1,
+        "start": 0,
+        "tokens": 32,
+        "blocks": (0, 2),
+        "holders": 0,
+        "locks": 0,
+        "pins": 0,
+        "hits": 1,
+        "priority": 0,
+        "demoted": False,
+        "born": 980.0,
+        "used": 995.0,
+        "head": (5, 6, 7),
+    }
+    return NodeRecord(**usual | values)
+
+
+def sequence(**values: Any) -> SequenceRecord:
+    """An open sequence with one block of its own."""
+    usual: dict[str, Any] = {
+        "id": 1,
+        "request": 1,
+        "index": 0,
+        "node": 2,
+        "length": 40,
+        "cached": 32,
+        "blocks": (2, 1),
+        "opened": 999.0,
+    }
+    return SequenceRecord(**usual | values)
