@@ -1,0 +1,233 @@
+"""Sessions, evictions and requests: every key, both sizes, the cursor stays with its row."""
+
+from __future__ import annotations
+
+import pytest
+from textual.pilot import Pilot
+
+from radixkv_monitor.messages import NodeSelected, RequestSelected, Selection
+from radixkv_monitor.views.evictions import EvictionsView
+from radixkv_monitor.views.listing import Listing
+from radixkv_monitor.views.requests import RequestsView
+from radixkv_monitor.views.sessions import SessionsView
+from tests.monitor import samples
+from tests.monitor.hosting import hosted, screen, state
+
+REQUESTS = state(
+    live=[
+        samples.request(number=3, phase="waiting", admitted=None, first_token=None, ended=None, submitted=1001.0),
+        samples.request(number=4, phase="decode", ended=None, namespace="red", submitted=1000.5, output_tokens=7),
+    ],
+    ended=[
+        samples.request(number=1, miss_reason="diverged", miss_at=60),
+        samples.request(number=2, phase="failed", miss_reason="never_seen", miss_at=0, cached_tokens=0, finish=None),
+    ],
+    stats={"running": 1, "waiting": 1},
+)
+SESSIONS = state(
+    sessions=[
+        samples.session(number=1, used=990.0),
+        samples.session(number=2, used=1001.0, live=1, tokens=90, namespace="red"),
+        samples.session(number=3, used=980.0, prompt_tokens=0, cached_tokens=0, requests=0),
+    ]
+)
+EVICTIONS = state(
+    nodes=[samples.node(id=5)],
+    evictions=[
+        samples.eviction(number=1, node=5, time=990.0),
+        samples.eviction(number=2, node=6, time=1001.0, wanted_again=1001.5, tokens=320),
+    ],
+    stats={"cache.evicted_tokens": 352, "cache.regret_tokens": 320},
+)
+BOTH = pytest.mark.parametrize("size", [(80, 24), (160, 48)])
+
+
+def numbers(view: Listing) -> list[object]:  # type: ignore[type-arg]
+    return [view.key(row) for row in view.table.rows]
+
+
+@BOTH
+def test_requests_show_phases_waterfall_and_why(size: tuple[int, int]) -> None:
+    view = RequestsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        text = "\n".join(screen(pilot.app))
+        assert "1 running, 1 waiting, 2 ended ones remembered" in text
+        assert "● decode" in text and "✗ failed" in text and "… waiting" in text
+        assert "█" in text
+        assert numbers(view) == [4, 3, 2, 1]
+
+    hosted(view, REQUESTS, script, size)
+
+
+def test_the_cursor_tells_the_miss_and_selects_the_request() -> None:
+    view = RequestsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("end")
+        await pilot.pause()
+        assert view.table.cursor is not None and view.table.cursor.request.number == 1
+        assert any("At token 60 the prompt departs" in line for line in screen(pilot.app))
+        await pilot.press("up", "home", "down", "k", "j")
+        assert view.table.cursor is not None and view.table.cursor.request.number == 3
+
+    app = hosted(view, REQUESTS, script)
+    assert [each.number for each in app.heard if isinstance(each, RequestSelected)][:2] == [1, 2]
+
+
+def test_the_cursor_stays_with_its_row_when_rows_come_and_go() -> None:
+    view = RequestsView()
+    later = state(live=[samples.request(number=9, phase="decode", ended=None)], ended=list(REQUESTS.ended.values()))
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("end")
+        view.update(later)
+        await pilot.pause()
+        assert numbers(view) == [9, 2, 1]
+        assert view.table.cursor is not None and view.table.cursor.request.number == 1
+        view.update(state())
+        await pilot.pause()
+        assert view.table.cursor is None
+        assert any("no request yet" in line for line in screen(pilot.app))
+
+    hosted(view, REQUESTS, script)
+
+
+@pytest.mark.parametrize(
+    ("view", "shown", "orders"),
+    [
+        (RequestsView, REQUESTS, [[4, 3, 2, 1], [4, 3, 2, 1], None, None, None]),
+        (SessionsView, SESSIONS, [[2, 1, 3], None, [1, 2, 3], None, [1, 2, 3]]),
+        (EvictionsView, EVICTIONS, [[2, 1], [2, 1], [2, 1], None, None]),
+    ],
+)
+def test_s_goes_through_the_orders_and_back(view: type, shown: object, orders: list[object]) -> None:
+    widget = view()
+
+    async def script(pilot: Pilot[None]) -> None:
+        for order, expected in zip(widget.orders, orders, strict=True):
+            assert widget.order is order
+            assert any(line.endswith(f"by {order.name}") for line in screen(pilot.app))
+            keyed = [order.key(row) for row in widget.table.rows]
+            known = [key for key in keyed if key is not None]
+            assert known == sorted(known, reverse=order.descending)
+            assert keyed[len(known) :] == [None] * (len(keyed) - len(known))
+            if expected is not None:
+                assert numbers(widget) == expected
+            await pilot.press("s")
+            await pilot.pause()
+        assert widget.order is widget.orders[0]
+        await pilot.press("S")
+        assert widget.order is widget.orders[-1]
+
+    hosted(widget, shown, script)  # type: ignore[arg-type]
+
+
+def test_the_filter_leaves_rows_with_all_its_words() -> None:
+    view = RequestsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("slash", *"red dec", "enter")
+        await pilot.pause()
+        assert numbers(view) == [4]
+        assert any("1 of 4 shown" in line for line in screen(pilot.app))
+        assert view.table.has_focus
+        assert len(view.export().rows) == 1
+        await pilot.press("slash", *"x")
+        await pilot.pause()
+        assert numbers(view) == []
+        assert any("no row has all of these words" in line for line in screen(pilot.app))
+        await pilot.press("escape")
+        await pilot.pause()
+        assert numbers(view) == [4, 3, 2, 1]
+        assert view.table.has_focus
+
+    hosted(view, REQUESTS, script)
+
+
+def test_n_and_shift_n_step_through_what_the_filter_leaves() -> None:
+    view = RequestsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("slash", *"session", "enter", "n", "n", "N")
+        assert view.table.cursor is not None and view.table.cursor.request.number == 3
+
+    hosted(view, REQUESTS, script)
+
+
+@BOTH
+def test_sessions_show_what_was_served_from_cache(size: tuple[int, int]) -> None:
+    view = SessionsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        text = screen(pilot.app)
+        assert any("3 sessions, 1 running · 71% of prompt tokens from cache" in line for line in text)
+        assert any("● running" in line and "#2" in line for line in text)
+        assert any("3 turns in 11 s, now 90 tokens long" in line for line in text)
+
+    hosted(view, SESSIONS, script, size)
+
+
+@BOTH
+def test_evictions_show_regret_and_lead_to_the_node(size: tuple[int, int]) -> None:
+    view = EvictionsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        text = screen(pilot.app)
+        assert any("352 tokens evicted, 320 asked for again (91%) · 1 of the last 2 evictions" in line for line in text)
+        assert any("! after 500 ms" in line for line in text)
+        await pilot.press("enter")  # node 6: nothing is left of it
+        await pilot.pause()
+        await pilot.press("down", "enter")
+        await pilot.pause()
+
+    app = hosted(view, EVICTIONS, script, size)
+    assert [(each.number, each.show) for each in app.heard if isinstance(each, NodeSelected)] == [(5, True)]
+
+
+def test_what_another_view_selected_gets_the_cursor() -> None:
+    view = RequestsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        view.select(Selection(request=2))
+        assert view.table.cursor is not None and view.table.cursor.request.number == 2
+        view.select(Selection(request=77))
+        assert view.table.cursor is not None and view.table.cursor.request.number == 2
+
+    hosted(view, REQUESTS, script)
+
+
+def test_sorting_by_name() -> None:
+    view = SessionsView()
+    assert view.sort_by("hit-share") and view.order.name == "hit share"
+    assert not view.sort_by("nonsense") and view.order.name == "hit share"
+
+
+def test_a_click_moves_the_cursor_and_a_second_opens() -> None:
+    view = EvictionsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.click(view.table, offset=(5, 2))
+        assert view.table.cursor is not None and view.table.cursor.eviction.number == 1
+        await pilot.click(view.table, offset=(5, 2))
+        await pilot.pause()
+
+    app = hosted(view, EVICTIONS, script)
+    assert [each.number for each in app.heard] == [5]
+
+
+def test_a_thousand_rows_scroll_with_the_cursor() -> None:
+    view = EvictionsView()
+    many = state(evictions=[samples.eviction(number=number, node=number) for number in range(1, 1001)])
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("end")
+        await pilot.pause()
+        assert any("#1 " in line for line in screen(pilot.app))
+        await pilot.press("pageup", "home", "pagedown")
+        await pilot.pause()
+        cursor = view.table.cursor
+        assert cursor is not None and cursor.eviction.number < 1000
+        assert any(f"#{cursor.eviction.number} " in line for line in screen(pilot.app))
+
+    hosted(view, many, script, (80, 24))
