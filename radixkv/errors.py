@@ -17,9 +17,13 @@ RadixKVError
 │   ├── RequestCancelled           `.result()` of a request that was cancelled
 │   ├── RequestTimedOut            the request's own timeout ended it
 │   └── RequestFailed              an exception inside a step; `__cause__` holds it
-└── ChatError
-    ├── SessionClosed              the chat session was closed before
-    └── ContextOverflow            the conversation no longer fits the model's context
+├── ChatError
+│   ├── SessionClosed              the chat session was closed before
+│   └── ContextOverflow            the conversation no longer fits the model's context
+└── TelemetryError
+    ├── ProtocolError              bytes of a socket or a recording are no frame of ours; the message says why
+    ├── EngineNotFound             no running engine answers there
+    └── UnsafeFolder               there is no folder for sockets that nobody else can write to or read
 """
 
 
@@ -101,3 +105,19 @@ class SessionClosed(ChatError):
 
 class ContextOverflow(ChatError):
     """The conversation no longer fits the model's context."""
+
+
+class TelemetryError(RadixKVError):
+    """An engine cannot be watched; the engine itself is none the worse."""
+
+
+class ProtocolError(TelemetryError):
+    """Bytes of a socket or of a recording are no frame of ours; the message says what was wrong."""
+
+
+class EngineNotFound(TelemetryError):
+    """No running engine answers there."""
+
+
+class UnsafeFolder(TelemetryError):
+    """There is no folder for sockets that nobody else can write to or read."""

@@ -58,7 +58,7 @@ class Mirror:
         for session in changes.sessions:
             _remember(self.sessions, session.number, session, SESSIONS)
         for eviction in changes.evictions:
-            if eviction.number in self.evictions or eviction.wanted_again is None:
+            if not self._forgotten(eviction):
                 _remember(self.evictions, eviction.number, eviction, EVICTIONS, move=False)
 
     def everything(self) -> Changes:
@@ -73,6 +73,10 @@ class Mirror:
             sessions=tuple(self.sessions.values()),
             evictions=tuple(self.evictions.values()),
         )
+
+    def _forgotten(self, eviction: EvictionRecord) -> bool:
+        """Whether it gave way to newer ones, so that a late regret must not bring it back as the newest."""
+        return len(self.evictions) == EVICTIONS and eviction.number < next(iter(self.evictions))
 
     def _request(self, request: RequestRecord) -> None:
         if request.live:

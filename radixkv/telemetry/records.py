@@ -8,8 +8,10 @@ ids in logical order; a missing number is None, or 0 where 0 cannot be meant.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, cast
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from radixkv.telemetry.shapes import shape_of
 
 Phase = Literal["waiting", "prefill", "decode", "paused", "preempted", "finished", "cancelled", "failed"]
 MissReason = Literal["full", "never_seen", "diverged", "evicted", "limit"]
@@ -25,24 +27,19 @@ class Record:
 
     def pack(self) -> list[Any]:
         """Its values, in the order of the fields."""
-        return [getattr(self, name) for name in _names(type(self))]
+        return list(shape_of(type(self)).values(self))
 
     @classmethod
     def unpack(cls, values: Sequence[Any]) -> Self:
-        """The record of a packed list. Lists become tuples. Raises ValueError for a wrong number of values."""
-        names = _names(cls)
-        if len(values) != len(names):
-            raise ValueError(f"{cls.__name__} has {len(names)} values, not {len(values)}")
-        return cls(*[tuple(value) if isinstance(value, list) else value for value in values])
+        """The record of a packed list. Lists become tuples.
 
-
-def _names(cls: type) -> tuple[str, ...]:
-    """Field names of a record class, looked up once."""
-    names = cls.__dict__.get("_fields")
-    if names is None:
-        names = tuple(each.name for each in fields(cls))
-        cls._fields = names  # type: ignore[attr-defined]
-    return cast("tuple[str, ...]", names)
+        Values behind those that we know are left out, and those that have a default may be missing: records only ever
+        grow at their end. Raises ValueError for too few values, and for wrong types or ranges.
+        """
+        shape = shape_of(cls)
+        plain = [tuple(value) if isinstance(value, list) else value for value in values]
+        shape.check(plain)
+        return cls(*plain[: len(shape.names)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,318 @@
+"""Frames survive the wire in any pieces; whatever is no frame is a ProtocolError, and costs bounded memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.errors import ProtocolError, RadixKVError
+from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.pages import LONGEST_LIST, pages
+from radixkv.telemetry.protocol import (
+    MAX_FRAME,
+    Attach,
+    Bye,
+    Decoder,
+    Delta,
+    Frame,
+    Gap,
+    Hello,
+    Snapshot,
+    encode,
+    snapshot_frames,
+)
+from radixkv.telemetry.records import Changes, EngineFacts
+from tests.telemetry.wire import CHANGES, COUNT, FACTS, TEXT, TIME, eviction, node, records, request
+
+COMMON = {"seq": COUNT, "ts": TIME}
+
+
+def _snapshot(changes: Changes, page: int, more: int, **common: object) -> Snapshot:
+    reset = Changes(**{**{name: getattr(changes, name) for name in changes.__slots__}, "reset": page == 0})
+    return Snapshot(page, page + more, reset, **common)  # type: ignore[arg-type]
+
+
+FRAMES = st.one_of(
+    st.builds(Hello, records(EngineFacts), **COMMON),
+    st.builds(_snapshot, CHANGES, st.integers(0, 3), st.integers(1, 3), **COMMON),
+    st.builds(Delta, CHANGES, **COMMON),
+    st.builds(Gap, COUNT, **COMMON),
+    st.builds(Bye, TEXT, **COMMON),
+    st.builds(Attach, TEXT, st.floats(0.1, 100), **COMMON),
+)
+
+
+def framed(body: object) -> bytes:
+    packed = body if isinstance(body, bytes) else msgpack.packb(body)
+    return len(packed).to_bytes(4, "big") + packed
+
+
+def delta(**body: object) -> bytes:
+    return framed({"v": 1, "t": "delta", "seq": 1, "ts": 0.0, "body": {"time": 0.0, **body}})
+
+
+def tried(decoder: Decoder, data: bytes) -> tuple[list[Frame], str]:
+    """The frames that came, and what was said of the rest. Any other error than ProtocolError fails the test."""
+    got: list[Frame] = []
+    try:
+        got.extend(decoder.feed(data))
+    except ProtocolError as refused:
+        return got, str(refused)
+    return got, ""
+
+
+def refusal(data: bytes, **options: int) -> str:
+    with pytest.raises(ProtocolError) as refused:
+        list(Decoder(**options).feed(data))
+    assert isinstance(refused.value, RadixKVError)
+    return str(refused.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(FRAMES, max_size=4), st.data())
+def test_frames_survive_any_split_of_the_stream(frames, data):
+    stream = b"".join(map(encode, frames))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    decoder, got = Decoder(), []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        got += decoder.feed(stream[start:end])
+    assert got == frames
+    assert decoder.pending == 0
+
+
+def test_byte_by_byte():
+    frames = [Hello(FACTS, seq=3, ts=1.5), Delta(Changes(2.0, nodes=(node(1),)), seq=4, ts=2.0), Bye("closed")]
+    decoder = Decoder()
+    assert [frame for byte in b"".join(map(encode, frames)) for frame in decoder.feed(bytes([byte]))] == frames
+
+
+def test_frames_that_nobody_took_come_with_the_next_call():
+    decoder = Decoder()
+    decoder.feed(encode(Gap(1)) + encode(Gap(2)))
+    assert list(decoder.feed(encode(Gap(3)))) == [Gap(1), Gap(2), Gap(3)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=200) | st.binary(max_size=60).map(framed), st.integers(0, 3))
+def test_garbage_is_refused_or_waits_for_more_and_is_never_another_error(garbage, good):
+    decoder = Decoder(limit=4096)
+    frames, refused = tried(decoder, encode(Gap(7)) * good + garbage)
+    assert frames[:good] == [Gap(7)] * good
+    assert decoder.pending <= (0 if refused else 4099)
+
+
+@settings(max_examples=80, deadline=None)
+@given(FRAMES, st.data())
+def test_a_flipped_byte_is_another_frame_or_refused(frame, data):
+    stream = bytearray(encode(frame))
+    stream[data.draw(st.integers(4, len(stream) - 1))] = data.draw(st.integers(0, 255))
+    frames, refused = tried(Decoder(), bytes(stream))
+    assert len(frames) == (0 if refused else 1)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | TEXT | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = ("body", "page", "pages", "dropped", "reason", "engine", "token", "hz")
+BODY = st.fixed_dictionaries({"time": TIME}, optional=dict.fromkeys(Changes.__slots__[1:], ANYTHING))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["hello", "snapshot", "delta", "gap", "bye", "attach", "event"]),
+    st.fixed_dictionaries({}, optional={**dict.fromkeys(KEYS, ANYTHING), "body": ANYTHING | BODY}),
+)
+def test_frames_of_wrong_types_are_refused(name, fields):
+    """A frame that is taken has fields of the right types: it can be packed again and is the same."""
+    data = framed({"v": 1, "t": name, "seq": 1, "ts": 0.0, **fields})
+    frames, refused = tried(Decoder(), data)
+    assert len(frames) == (0 if refused else 1)
+    assert tried(Decoder(), b"".join(map(encode, frames))) == (frames, "")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"GET / HTTP/1.1\r\n", "claims 1195725856 bytes"),
+        (b"\xff\xff\xff\xff", "cap"),
+        (framed(b""), "makes no sense"),
+        (framed(b"\xc1"), "makes no sense"),
+        (framed(b"\x81"), "makes no sense"),
+        (framed(b"\x01\x02"), "makes no sense"),
+        (framed([1, 2]), "is a map"),
+        (framed({"v": 2, "t": "gap"}), "version 1, the other side 2"),
+        (framed({"t": "gap"}), "'v'"),
+        (framed({"v": 1, "t": "dance"}), "no 'dance' frames"),
+        (framed({"v": True, "t": "gap"}), "'v'"),
+        (framed({"v": 1, "t": "gap", "seq": 0, "ts": 0.0}), "'dropped'"),
+        (framed({"v": 1, "t": "gap", "seq": -1, "ts": 0.0, "dropped": 1}), "'seq'"),
+        (framed({"v": 1, "t": "gap", "seq": 0, "ts": float("nan"), "dropped": 1}), "'ts'"),
+        (framed({"v": 1, "t": "attach", "seq": 0, "ts": 0.0, "token": "", "hz": 0.0}), "'hz'"),
+        (framed({"v": 1, "t": "snapshot", "seq": 0, "ts": 0.0, "page": 1, "pages": 1, "body": {}}), "page 1 of 1"),
+        (framed({"v": 1, "t": "snapshot", "seq": 0, "ts": 0.0, "page": 0, "pages": 1, "body": {"time": 0}}), "resets"),
+        (framed({1: 2}), "makes no sense"),
+        (framed(b"\x82\xa1a\x01\xa1a\x02"), "once each"),
+        (framed({"v": b"1"}), "makes no sense"),
+        (framed(msgpack.packb({"v": msgpack.ExtType(5, b"")})), "extensions"),
+        (delta(stats={"steps": "many"}), "'steps'"),
+        (delta(nodes=[7]), "list of records"),
+        (delta(gone_nodes=[1, "2"]), "list of ids"),
+        (delta(gone_nodes=[-1]), "list of ids"),
+        (delta(nodes=[[1, 2]]), "NodeRecord has at least 13 values, not 2"),
+        (delta(nodes=[[*node(1).pack()[:-1], 5]]), "NodeRecord.text cannot be a int"),
+        (delta(nodes=[[True, *node(1).pack()[1:]]]), "NodeRecord.id cannot be a bool"),
+        (delta(nodes=[[-1, *node(1).pack()[1:]]]), "NodeRecord.id cannot be -1"),
+        (delta(nodes=[node(1, blocks=(3,)).pack()]), "NodeRecord.blocks"),
+        (delta(nodes=[node(1, blocks=(-3, 1)).pack()]), "NodeRecord.blocks"),
+        (delta(nodes=[node(1, blocks=(0, 2**31 - 1) * 3).pack()]), "NodeRecord.blocks"),
+        (delta(nodes=[node(1, blocks=(0, 0.5)).pack()]), "NodeRecord.blocks"),
+        (delta(nodes=[node(1, head=((),)).pack()]), "NodeRecord.head"),
+        (delta(requests=[request(1, "dancing").pack()]), "RequestRecord.phase cannot be dancing"),
+        (delta(requests=[request(1, miss_reason="bad luck").pack()]), "RequestRecord.miss_reason"),
+        (delta(evictions=[eviction(1, float("inf")).pack()]), "EvictionRecord.wanted_again"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_said(data, said):
+    assert said in refusal(data)
+
+
+def test_the_decoder_stays_broken_and_gives_what_came_before():
+    decoder, got = Decoder(), []
+    stream = encode(Gap(1)) + framed([]) + encode(Gap(2))
+    with pytest.raises(ProtocolError):
+        got.extend(decoder.feed(stream))
+    assert got == [Gap(1)]
+    frames = decoder.feed(encode(Gap(3)))
+    with pytest.raises(ProtocolError):
+        next(frames)
+    assert decoder.pending == 0
+
+
+def test_frames_over_the_cap_are_refused_on_both_sides():
+    bye = Bye("x" * 200)
+    with pytest.raises(ProtocolError, match="over the cap of 100"):
+        encode(bye, limit=100)
+    assert "100 is the cap" in refusal(encode(bye), limit=100)
+    huge = Delta(Changes(0.0, gone_nodes=tuple(range(2**40, 2**40 + MAX_FRAME // 9 + 1))))
+    with pytest.raises(ProtocolError, match="pages"):
+        encode(huge)
+
+
+BOMBS = {
+    "deep arrays": b"\x91" * 100_000,
+    "deep maps": b"\x81\xa1a" * 100_000,
+    "deep and wide": b"\xdc\xff\xff" * 100_000,
+    "claims": b"\xdd\xff\xff\xff\xff" * 10,
+    "many empty arrays": (b"\xdc\xff\xff" + b"\x90" * 65_535) * 60,
+    "many empty maps": b"\xdc\xff\xff" + b"\x80" * 65_535,
+    "a long text": b"\xdb\x00\x3f\xff\x00" + b"x" * 0x3FFF00,
+    "bytes": b"\xc6\x00\x3f\xff\x00" + b"x" * 0x3FFF00,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_refused(name):
+    assert refusal(framed(BOMBS[name]))
+
+
+def test_bombs_cost_bounded_memory():
+    """Of a fresh process, as the most that a process ever had does not go down."""
+    code = (
+        "import resource\nfrom tests.telemetry.test_protocol import BOMBS, framed, refusal\n"
+        "most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = most()\n[refusal(framed(bomb)) for bomb in BOMBS.values()]\nprint(most() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    kibibytes = int(done.stdout) / (1024 if sys.platform == "darwin" else 1)
+    assert kibibytes < 64 * 1024
+
+
+def test_a_length_costs_no_memory_until_its_bytes_are_there():
+    decoder = Decoder()
+    assert list(decoder.feed(MAX_FRAME.to_bytes(4, "big"))) == []
+    assert decoder.pending == 4
+
+
+def test_records_of_earlier_and_later_releases_are_read():
+    short = node(1).pack()[:13]
+    long = [*node(2).pack(), "something new"]
+    (frame,) = Decoder().feed(delta(nodes=[short, long]))
+    assert frame.changes.nodes == (node(1), node(2))
+    (frame,) = Decoder().feed(delta(weather=["sunny"]))
+    assert frame.changes == Changes(0.0)
+
+
+def test_numbers_beyond_64_bits_go_to_the_limit():
+    changes = Changes(0.0, nodes=(node(1), node(2)))
+    huge = [getattr(changes.nodes[0], name) for name in changes.nodes[0].__slots__]
+    huge[9] = -(10**30)
+    (frame,) = Decoder().feed(encode(Delta(Changes(0.0, nodes=(type(changes.nodes[0])(*huge),)))))
+    assert frame.changes.nodes[0].priority == -(2**63) + 1
+    with pytest.raises(TypeError, match="plain values"):
+        encode(Bye(object()))  # type: ignore[arg-type]
+
+
+def mirror_of(nodes: int, **other: object) -> Mirror:
+    mirror = Mirror()
+    mirror.apply(
+        Changes(9.0, stats={"steps": 3.0}, nodes=tuple(node(at, at - 1, (at, 1)) for at in range(1, nodes)), **other)  # type: ignore[arg-type]
+    )
+    return mirror
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 2, 5000])
+def test_a_snapshot_in_pages_is_everything(nodes):
+    mirror = mirror_of(nodes, requests=(request(1), request(2, "finished")), evictions=(eviction(1), eviction(2, 7.0)))
+    frames = list(snapshot_frames(mirror, 5, 6.0))
+    assert [frame.page for frame in frames] == list(range(frames[0].pages))
+    assert [frame.last for frame in frames].count(True) == 1
+    assert {frame.seq for frame in frames} == {5}
+    assert (len(frames) > 1) == (nodes == 5000)
+    copy = Mirror()
+    copy.apply(Changes(1.0, nodes=(node(10**6),)))  # what was known before is void
+    for sent in frames:
+        (got,) = Decoder().feed(encode(sent))
+        copy.apply(got.changes)
+    assert vars(copy) == vars(mirror)
+
+
+def test_what_is_cut_into_pages_is_one_moment():
+    mirror = mirror_of(5000)
+    frames = snapshot_frames(mirror, 0, 0.0)
+    mirror.apply(Changes(10.0, gone_nodes=tuple(range(1, 5000))))
+    assert sum(len(frame.changes.nodes) for frame in frames) == 4999
+
+
+@settings(max_examples=50, deadline=None)
+@given(CHANGES)
+def test_pages_lose_nothing_and_only_the_first_resets(changes):
+    cut = pages(changes)
+    assert cut == [changes]  # so small
+
+
+def test_pages_stay_below_the_cap_whatever_is_in_them():
+    fragmented = tuple(number for at in range(LONGEST_LIST) for number in (2**31 - 1 - at, 1))
+    changes = Changes(
+        0.0,
+        reset=True,
+        gone_nodes=tuple(range(2**62, 2**62 + 100_000)),
+        nodes=(node(1, blocks=fragmented), node(2, text="\N{GRINNING FACE}" * 100_000, namespace="n" * 10_000)),
+        requests=tuple(replace(request(at), namespace="x" * 1000) for at in range(1000)),
+    )
+    cut = pages(changes)
+    assert [page.reset for page in cut] == [True] + [False] * (len(cut) - 1)
+    got = [next(Decoder().feed(encode(Delta(page)))).changes for page in cut]
+    assert sum((page.gone_nodes for page in got), ()) == changes.gone_nodes
+    assert sum((page.requests for page in got), ()) == changes.requests
+    whole = [record for page in got for record in page.nodes]
+    assert whole[0].blocks == fragmented[:LONGEST_LIST]
+    assert (whole[1].namespace, len(whole[1].text)) == ("n" * 4096, 4096)
