@@ -1,0 +1,286 @@
+"""What a block map shows of a block: its state, its age, who refers to it, or whose it is; as levels with a legend.
+
+Knows states of an engine, the owners of blocks, and shades. Knows no widget. A level is a small number, the index of a
+meaning in the legend of its mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.telemetry.records import NodeRecord, SequenceRecord
+from radixkv_monitor import palette
+from radixkv_monitor.block_map import NOBODY, BlockMap, Owner, count_blocks, is_node
+from radixkv_monitor.palette import Shade
+from radixkv_monitor.state import State
+
+Levels = npt.NDArray[np.uint8]
+
+AGE_LIMITS = (10.0, 60.0, 600.0, 3600.0)
+REFERENCE_LIMITS = (2, 3, 5, 9)
+SHARED, UNKNOWN = -1, -2
+"""Not the numbers of sessions: held by several sessions; by none that we saw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a level stands for."""
+
+    name: str
+    shade: Shade
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to look at blocks: a level for each, and then what these levels mean."""
+
+    name: str
+    levels: Callable[[Blocks], Levels]
+    legend: Callable[[Blocks], tuple[Meaning, ...]]
+
+
+class Blocks:
+    """The blocks of the engine that is shown: their owners, and what was seen of sessions while we looked."""
+
+    def __init__(self) -> None:
+        self.map = BlockMap(0, 1)
+        self.state: State | None = None
+        self.session_of: dict[int, int] = {}  # node -> the session that held it, or SHARED
+        self.letters: list[int | None] = [None] * len(palette.SESSIONS)  # which session has which shade
+
+    def update(self, state: State) -> None:
+        """Look at this state. O(touched since the last one + depth of open sequences), or O(all) behind a gap."""
+        last = self.state
+        if last is None or last.line != state.line or last.facts.engine != state.facts.engine:
+            self.map = BlockMap(state.facts.num_blocks, state.facts.block_size)
+            self.session_of.clear()
+        touched = state.touched_since(last)
+        if touched is None:
+            self.map.update(state.nodes, state.sequences)
+        else:
+            self.map.update(state.nodes, state.sequences, touched.nodes, touched.sequences)
+        self.state = state
+        self._see_sessions(state)
+
+    def _see_sessions(self, state: State) -> None:
+        for sequence in state.sequences.values():
+            session = session_of(state, sequence)
+            if session is None:
+                continue
+            for node in path(state, sequence.node):
+                if self.session_of.setdefault(node, session) != session:
+                    self.session_of[node] = SHARED
+        if len(self.session_of) > 2 * len(state.nodes) + 64:
+            self.session_of = {node: seen for node, seen in self.session_of.items() if node in state.nodes}
+
+    def session(self, owner: Owner) -> int:
+        """The session of a block's owner, or SHARED or UNKNOWN."""
+        if is_node(owner):
+            return self.session_of.get(owner, UNKNOWN)
+        sequence = None if self.state is None else self.state.sequences.get(-owner)
+        session = None if sequence is None or self.state is None else session_of(self.state, sequence)
+        return UNKNOWN if session is None else session
+
+    def per_slot(self, values: Callable[[Owner], float], nobody: float) -> npt.NDArray[np.float64]:
+        """A value for each slot of the map. O(owners)."""
+        array = np.full(self.map.capacity, nobody)
+        slots = self.map.slots
+        array[np.fromiter(slots.values(), np.intp, len(slots))] = [values(owner) for owner in slots]
+        return array
+
+    def references(self) -> npt.NDArray[np.int64]:
+        """How many sequences and pins read each block. O(blocks + depth of what is held).
+
+        A node's part-filled last block is read by those who end there: below it, others have copies, or own it, too.
+        """
+        state, shown = self.state, self.map
+        if state is None:
+            return np.zeros(shown.num_blocks, np.int64)
+        ends = _ends(state, shown.pin_ends)
+        through: dict[int, int] = {}
+        for end, count in ends:
+            for node in path(state, end):
+                through[node] = through.get(node, 0) + count
+        readers = np.zeros(shown.capacity, np.int64)
+        for node, count in through.items():
+            readers[shown.slots.get(node, NOBODY)] = count
+        readers[NOBODY] = 0
+        counts = readers[shown.tip]
+        private = shown.private()[shown.tip]
+        counts[private] = shown.owners[private]
+        partial = {node: last for node in through if (last := self._partial_block(state, node)) is not None}
+        for node, last in partial.items():
+            if shown.owner(last) == node:
+                counts[last] = 0
+        for node, count in _ends(state, shown.pin_ends, state.facts.block_size):
+            if node in partial:
+                counts[partial[node]] += count
+        return counts
+
+    def _partial_block(self, state: State, number: int) -> int | None:
+        """The last block of a node that ends inside it."""
+        node = state.nodes[number]
+        if not node.blocks or (node.start + node.tokens) % self.map.block_size == 0:
+            return None
+        last = node.blocks[-2] + node.blocks[-1] - 1
+        return last if 0 <= last < self.map.num_blocks else None
+
+
+def _ends(state: State, pin_ends: set[int], block_size: int = 0) -> list[tuple[int, int]]:
+    """The nodes at which sequences and pins end, and how many; with a block size, those that read its last block."""
+    ends = [(number, state.nodes[number].pins) for number in pin_ends if number in state.nodes]
+    for sequence in state.sequences.values():
+        node = state.nodes.get(sequence.node)
+        if node is not None and not (block_size and _copied_last(node, sequence, block_size)):
+            ends.append((node.id, 1))
+    return ends
+
+
+def _copied_last(node: NodeRecord, sequence: SequenceRecord, block_size: int) -> bool:
+    """Whether the sequence has a block of its own in the place of its node's last one."""
+    first = -(-sequence.length // block_size) - count_blocks(sequence.blocks)
+    return bool(sequence.blocks) and first * block_size < node.start + node.tokens
+
+
+def path(state: State, node: int) -> Iterator[int]:
+    """The ids from a node up to its root. O(depth)."""
+    left = len(state.nodes)
+    while (record := state.nodes.get(node)) is not None and left:
+        yield node
+        node, left = record.parent, left - 1
+
+
+def session_of(state: State, sequence: SequenceRecord) -> int | None:
+    """The session that a sequence works for; None if it has none, or none that is known."""
+    if sequence.request is None:
+        return None
+    request = state.live.get(sequence.request) or state.ended.get(sequence.request)
+    return None if request is None else request.session
+
+
+# ---- modes
+
+
+def _state_levels(blocks: Blocks) -> Levels:
+    return blocks.map.states()
+
+
+_STATES = (
+    Meaning("free", palette.FREE),
+    Meaning("cached", palette.CACHED),
+    Meaning("active", palette.ACTIVE),
+    Meaning("private", palette.PRIVATE),
+    Meaning("pinned", palette.PINNED),
+)
+
+
+def _age_levels(blocks: Blocks) -> Levels:
+    """0 free, 1 held, 2 and more: how long nobody used its tip."""
+    state = blocks.state
+    assert state is not None
+    used = blocks.per_slot(lambda owner: state.nodes[owner].used if is_node(owner) else state.now, state.now)
+    levels = (2 + np.digitize(state.now - used, AGE_LIMITS)).astype(np.uint8)[blocks.map.tip]
+    levels[blocks.map.holding > 0] = 1
+    levels[blocks.map.owners == 0] = 0
+    return levels
+
+
+_AGES = (
+    Meaning("free", palette.FREE),
+    Meaning("held now", palette.ACTIVE),
+    *(
+        Meaning(name, shade)
+        for name, shade in zip(("< 10 s", "< 1 min", "< 10 min", "< 1 h", "older"), palette.AGES, strict=True)
+    ),
+)
+
+
+def _reference_levels(blocks: Blocks) -> Levels:
+    """0 free, 1 cached and read by nobody, 2 and more: how many read it."""
+    counts = blocks.references()
+    levels = np.where(counts > 0, 2 + np.digitize(counts, REFERENCE_LIMITS), 1).astype(np.uint8)
+    levels[blocks.map.owners == 0] = 0
+    return levels
+
+
+_REFERENCES = (
+    Meaning("free", palette.FREE),
+    Meaning("nobody", palette.UNKNOWN),
+    *(
+        Meaning(name, shade)
+        for name, shade in zip(("1 reader", "2", "3-4", "5-8", "9 or more"), palette.REFERENCES, strict=True)
+    ),
+)
+
+
+def _session_levels(blocks: Blocks) -> Levels:
+    """0 free, 1 nobody's, 2 several sessions', 3 of a session without a shade, 4 and more: the sessions with one."""
+    slots = blocks.map.slots
+    sessions = blocks.per_slot(blocks.session, UNKNOWN).astype(np.int64)
+    size = np.bincount(blocks.map.tip, minlength=blocks.map.capacity)
+    sizes: dict[int, int] = {}
+    for slot in slots.values():
+        sizes[int(sessions[slot])] = sizes.get(int(sessions[slot]), 0) + int(size[slot])
+    _give_shades(blocks.letters, sizes)
+    level = {UNKNOWN: 1, SHARED: 2}
+    level |= {session: 4 + place for place, session in enumerate(blocks.letters) if session is not None}
+    by_slot = np.array([level.get(session, 3) for session in sessions.tolist()], np.uint8)
+    by_slot[NOBODY] = 0
+    levels: Levels = by_slot[blocks.map.tip]
+    return levels
+
+
+def _give_shades(letters: list[int | None], sizes: dict[int, int]) -> None:
+    """The largest sessions get the shades that are free; a session keeps its own as long as it has blocks."""
+    for place, session in enumerate(letters):
+        if session is not None and not sizes.get(session):
+            letters[place] = None
+    waiting = sorted((s for s in sizes if s >= 0 and s not in letters), key=lambda s: (-sizes[s], s))
+    for place, session in enumerate(letters):
+        if session is None and waiting:
+            letters[place] = waiting.pop(0)
+
+
+def _session_legend(blocks: Blocks) -> tuple[Meaning, ...]:
+    return (
+        Meaning("free", palette.FREE),
+        Meaning("nobody's", palette.UNKNOWN),
+        Meaning("several", palette.SHARED),
+        Meaning("others", palette.OTHERS),
+        *(
+            Meaning("-" if session is None else f"session {session}", shade)
+            for session, shade in zip(blocks.letters, palette.SESSIONS, strict=True)
+        ),
+    )
+
+
+MODES = (
+    Mode("state", _state_levels, lambda _: _STATES),
+    Mode("age", _age_levels, lambda _: _AGES),
+    Mode("references", _reference_levels, lambda _: _REFERENCES),
+    Mode("session", _session_levels, _session_legend),
+)
+
+
+# ---- fewer cells than blocks
+
+
+def reduce(levels: Levels, per: int, meanings: int) -> Levels:
+    """One level for each `per` blocks: the commonest, of equals the highest. O(blocks x meanings)."""
+    if per == 1:
+        return levels
+    full = len(levels) // per * per
+    cells = [_commonest(levels[:full].reshape(-1, per), meanings)] if full else []
+    if full < len(levels):
+        cells.append(_commonest(levels[full:].reshape(1, -1), meanings))
+    return np.concatenate(cells) if cells else levels
+
+
+def _commonest(groups: Levels, meanings: int) -> Levels:
+    counts = np.stack([(groups == level).sum(axis=1) for level in range(meanings - 1, -1, -1)])
+    commonest: Levels = (meanings - 1 - counts.argmax(axis=0)).astype(np.uint8)
+    return commonest
