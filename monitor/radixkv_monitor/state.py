@@ -6,8 +6,10 @@ records are frozen, so that two states share those that did not change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import (
@@ -20,6 +22,7 @@ from radixkv.telemetry.records import (
     SessionRecord,
 )
 
+KINDS = ("nodes", "gone_nodes", "sequences", "gone_sequences", "requests", "sessions", "evictions")
 REMEMBERED_TICKS = 64
 """How many ticks back `State.touched_since` can answer."""
 
@@ -97,16 +100,19 @@ class Camera:
     _last: State | None = None
     _recent: tuple[Touched, ...] = field(default=())
 
-    def take(self, mirror: Mirror, changes: Changes, history: tuple[Sample, ...] = ()) -> State:
-        """The state of `mirror`, to which just these `changes` were applied. O(size of what changed in kind)."""
+    def take(self, mirror: Mirror, told: Sequence[Changes], history: tuple[Sample, ...] = ()) -> State:
+        """The state of `mirror`, to which just what was `told` was applied. O(all of the kinds that changed)."""
         self._tick += 1
-        if changes.reset:
+        if any(changes.reset for changes in told):
             self._last, self._recent = None, ()
         else:
-            self._recent = (*self._recent[1 - REMEMBERED_TICKS :], _touched(self._tick, changes))
+            self._recent = (*self._recent[1 - REMEMBERED_TICKS :], _touched(self._tick, told))
         last = self._last
-        nodes_same = last is not None and not changes.nodes and not changes.gone_nodes
-        sequences_same = last is not None and not changes.sequences and not changes.gone_sequences
+        changed = {name for name in KINDS if last is None or any(getattr(changes, name) for changes in told)}
+
+        def kept(name: str, *kinds: str) -> Any:
+            return getattr(last, name) if changed.isdisjoint(kinds) else dict(getattr(mirror, name))
+
         self._last = State(
             line=self.line,
             tick=self._tick,
@@ -114,21 +120,21 @@ class Camera:
             now=mirror.time,
             facts=self.facts,
             stats=dict(mirror.stats),
-            nodes=last.nodes if last and nodes_same else dict(mirror.nodes),
-            sequences=last.sequences if last and sequences_same else dict(mirror.sequences),
-            live=last.live if last and not changes.requests else dict(mirror.live),
-            ended=last.ended if last and not changes.requests else dict(mirror.ended),
-            sessions=last.sessions if last and not changes.sessions else dict(mirror.sessions),
-            evictions=last.evictions if last and not changes.evictions else dict(mirror.evictions),
+            nodes=kept("nodes", "nodes", "gone_nodes"),
+            sequences=kept("sequences", "sequences", "gone_sequences"),
+            live=kept("live", "requests"),
+            ended=kept("ended", "requests"),
+            sessions=kept("sessions", "sessions"),
+            evictions=kept("evictions", "evictions"),
             history=history,
             recent=self._recent,
         )
         return self._last
 
 
-def _touched(tick: int, changes: Changes) -> Touched:
+def _touched(tick: int, told: Sequence[Changes]) -> Touched:
     return Touched(
         tick,
-        frozenset(node.id for node in changes.nodes).union(changes.gone_nodes),
-        frozenset(sequence.id for sequence in changes.sequences).union(changes.gone_sequences),
+        frozenset(chain.from_iterable((*(node.id for node in each.nodes), *each.gone_nodes) for each in told)),
+        frozenset(chain.from_iterable((*(one.id for one in each.sequences), *each.gone_sequences) for each in told)),
     )

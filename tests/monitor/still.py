@@ -43,7 +43,7 @@ class StillFeed(Feed):
 
     def tell(self, changes: Changes) -> None:
         self.mirror.apply(changes)
-        self.state = self.camera.take(self.mirror, changes)
+        self.state = self.camera.take(self.mirror, [changes])
 
     def start(self) -> None:
         pass
@@ -58,6 +58,10 @@ class StillFeed(Feed):
     @property
     def status(self) -> Status:
         return self.link
+
+    @property
+    def now(self) -> float:
+        return self.state.time if self.state is not None else 0.0
 
     @property
     def traffic(self) -> Traffic:

@@ -1,0 +1,155 @@
+"""Feeds of what is happening now: an engine behind a socket, and the demo.
+
+Knows how to reach an engine again and when to give that up for a while. Knows no screen.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from radixkv.errors import RadixKVError
+from radixkv.telemetry.frames import Attach, Delta, Frame, Hello, Snapshot
+from radixkv.telemetry.protocol import Decoder, encode
+from radixkv.telemetry.records import Changes, EngineFacts
+from radixkv_monitor.feed import Link, Status, ThreadFeed, Traffic
+from radixkv_monitor.phrases import duration
+
+_log = logging.getLogger(__name__)
+
+HZ = 10.0
+SILENCE = 15.0
+"""Seconds without any frame, after which an engine counts as gone: publishers give a sign of life more often."""
+SHORTEST, LONGEST = 0.25, 8.0
+"""Seconds between attempts to reach an engine: doubled each time, with jitter."""
+_CHUNK = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Line:
+    """A connection that was made, and the token that it asks for, if any."""
+
+    socket: socket.socket
+    token: str = ""
+
+
+class SocketFeed(ThreadFeed):
+    """An engine behind a socket, reached again and again until closed.
+
+    `connect` makes one attempt and raises OSError or RadixKVError. An engine that was restarted is told by its name.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        connect: Callable[[], Line],
+        *,
+        clock: Callable[[], float] = time.time,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(title, clock=clock)
+        self._connect = connect
+        self._jitter = random.Random(seed)
+        self._failures = 0
+        self._frames = self._bytes = 0
+        self._status = Status("connecting", clock())
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has come in so far."""
+        return Traffic(self._frames, self._bytes)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            reason = self._attend()
+            if not self._closing.is_set():
+                self._wait(reason)
+
+    def _attend(self) -> str:
+        """One connection, from its beginning to its end; returns why it ended."""
+        try:
+            line = self._connect()
+        except (OSError, RadixKVError) as error:
+            return _plain(error)
+        with line.socket as connection:
+            try:
+                connection.settimeout(0.5)
+                connection.sendall(encode(Attach(token=line.token, hz=HZ)))
+                return self._read(connection)
+            except (OSError, RadixKVError) as error:
+                _log.info("the connection broke: %s", error)
+                return _plain(error)
+
+    def _read(self, connection: socket.socket) -> str:
+        decoder = Decoder()
+        heard = time.monotonic()
+        while not self._closing.is_set():
+            try:
+                data = connection.recv(_CHUNK)
+            except TimeoutError:
+                if time.monotonic() - heard > SILENCE:
+                    return f"it has been silent for {duration(time.monotonic() - heard)}"
+                continue
+            if not data:
+                return self.intake.farewell or "the engine closed the connection"
+            heard = time.monotonic()
+            self._bytes += len(data)
+            self._take(list(decoder.feed(data)))
+        return "closed"
+
+    def _take(self, frames: list[Frame]) -> None:
+        self._frames += len(frames)
+        known, engines = self.intake.facts, self.intake.engines
+        if self.intake.take(*frames) is not None and (self._status.link != "live" or self.intake.engines > engines):
+            self._failures = 0
+            restarted = known is not None and self.intake.engines > 1 and self.intake.facts != known
+            self._status = Status("live", self._clock(), "the engine was restarted" if restarted else "")
+
+    def _wait(self, reason: str) -> None:
+        """Longer after each failure, so that many monitors do not knock at once when an engine comes back."""
+        pause = min(LONGEST, SHORTEST * 2**self._failures) * self._jitter.uniform(0.5, 1.0)
+        self._failures += 1
+        was = self._status
+        link: Link = "stale" if self.intake.latest is not None else "connecting"
+        since = was.since if was.link == link else self._clock()
+        self._status = Status(link, since, f"{reason}; next attempt in {duration(pause)}")
+        self._closing.wait(pause)
+
+
+class Source(Protocol):
+    """What a DemoFeed shows: `step` says what has changed up to `now`, with a reset the first time."""
+
+    facts: EngineFacts
+
+    def step(self, now: float) -> Changes:
+        """What has changed up to `now`."""
+        ...
+
+
+class DemoFeed(ThreadFeed):
+    """A workload that is made up, in this process; the cache that it drives is the real one."""
+
+    def __init__(self, source: Callable[[], Source], *, clock: Callable[[], float] = time.time) -> None:
+        super().__init__("demo", clock=clock)
+        self._source = source
+
+    def _run(self) -> None:
+        source = self._source()
+        self.intake.take(Hello(source.facts, ts=self._clock()))
+        for seq in range(1, 2**62):
+            changes, now = source.step(self._clock()), self._clock()
+            first = self.intake.latest is None
+            self.intake.take(Snapshot(0, 1, changes, ts=now) if first else Delta(changes, seq=seq, ts=now))
+            self._status = Status("live", self._status.since or now)
+            if self._closing.wait(1 / HZ):
+                return
+
+
+def _plain(error: Exception) -> str:
+    """What went wrong, without numbers that mean nothing to a person."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -1,0 +1,136 @@
+"""A feed that plays a recording: forwards at any speed, paused, or from wherever the person wants.
+
+Knows a file and a play head. Knows no screen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import islice
+from math import inf
+from pathlib import Path
+from threading import Event, Lock
+
+from radixkv.errors import ProtocolError
+from radixkv.telemetry.recording import read_recording
+from radixkv_monitor.feed import Status, ThreadFeed, Traffic
+from radixkv_monitor.intake import Intake, Past
+from radixkv_monitor.state import State
+from radixkv_monitor.timeline import Timeline
+
+SPEEDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+BYTES = 256 * 2**20
+"""How much of a recording is held, packed; of a longer one its end."""
+_BATCH, _TICK = 32, 0.1
+
+
+class FileFeed(ThreadFeed):
+    """Plays the recording at `path` from its beginning; the whole of it is read first, in the background."""
+
+    def __init__(self, path: Path, *, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(path.name, Intake(Timeline(inf, BYTES), seconds=inf), clock)
+        self._path = path
+        self._player = Past(self.intake)
+        self._lock = Lock()
+        self._nudge = Event()
+        self._head: float | None = None
+        self._at = clock()
+        self._shown: State | None = None
+        self._frames = 0
+        self.speed = speed
+        self.playing = True
+
+    @property
+    def latest(self) -> State | None:
+        """The state at the play head."""
+        return self._shown
+
+    @property
+    def now(self) -> float:
+        """Where the play head is."""
+        return self._head or 0.0
+
+    @property
+    def traffic(self) -> Traffic:
+        """The frames that were read."""
+        return Traffic(self._frames, self._path.stat().st_size if self._path.exists() else 0)
+
+    def close(self) -> None:
+        """Stop playing."""
+        self._closing.set()
+        self._nudge.set()
+        super().close()
+
+    # ---- the person's keys
+
+    def pause(self, playing: bool | None = None) -> None:
+        """Stop, or go on; without an argument the other one. At the end, going on begins anew."""
+        with self._lock:
+            self.playing = not self.playing if playing is None else playing
+            if self.playing and self.span and self._head is not None and self._head >= self.span[1]:
+                self._head = self.span[0]
+        self._nudge.set()
+
+    def seek(self, when: float) -> None:
+        """Go to a time, or to the nearest one that the recording has."""
+        span = self.span
+        if span is None:
+            return
+        with self._lock:
+            self._head = min(max(when, span[0]), span[1])
+            self._at = self._clock()
+        self._nudge.set()
+
+    def faster(self, steps: int = 1) -> float:
+        """The next higher speed, or with -1 the next lower one."""
+        nearest = min(range(len(SPEEDS)), key=lambda at: abs(SPEEDS[at] - self.speed))
+        self.speed = SPEEDS[min(max(nearest + steps, 0), len(SPEEDS) - 1)]
+        return self.speed
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        problem = self._load()
+        while not self._closing.is_set():
+            self._nudge.wait(_TICK)
+            self._nudge.clear()
+            self._play(problem)
+
+    def _load(self) -> str:
+        """Read everything; returns what is wrong with the file, and what it said last, if anything."""
+        played = self._clock()
+        self._status = Status("replay", 0.0, "reading the recording")
+        try:
+            recorded = read_recording(self._path)
+            while frames := list(islice(recorded, _BATCH)):
+                self._frames += len(frames)
+                self.intake.take(*frames)
+                if self._closing.is_set():
+                    break
+                if self._shown is None or self._clock() - played > _TICK:
+                    self._play("reading the recording")
+                    played = self._clock()
+        except (OSError, ProtocolError) as error:
+            return str(error)
+        return self.intake.farewell or ""
+
+    def _play(self, sentence: str) -> None:
+        """Move the head by the time that has passed, and show what is there."""
+        span = self.span
+        if span is None:
+            self._status = Status("ended", 0.0, sentence or "the recording holds no state")
+            return
+        with self._lock:
+            now = self._clock()
+            if self._head is None:
+                self._head = span[0]
+            elif self.playing:
+                self._head = min(self._head + (now - self._at) * self.speed, span[1])
+            self._at = now
+            head = self._head
+        self._shown = self._player.at(head)
+        at_end = head >= span[1] and sentence != "reading the recording"
+        self._status = Status("ended" if at_end else "replay", span[0], sentence if at_end else "")
+        if at_end:
+            self.playing = False

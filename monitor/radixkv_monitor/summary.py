@@ -1,0 +1,254 @@
+"""An engine in a few numbers and one sentence, worst first.
+
+Knows states and what is good or bad news in them; every function is pure. Knows no screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any, Literal
+
+from radixkv.telemetry.records import RequestRecord
+from radixkv_monitor import history as counters
+from radixkv_monitor.phrases import duration, share, some
+from radixkv_monitor.state import Sample, State
+
+MINUTE = 60.0
+Level = Literal["good", "idle", "warn", "bad"]
+
+REGRET_SHARE, HELD_SHARE, LONG_WAIT = 0.05, 0.95, 10.0
+"""From where on it is worth a word: tokens that were evicted too early, blocks held, seconds that a request waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a whole."""
+
+    part: float
+    whole: float
+
+    @property
+    def share(self) -> float | None:
+        """0..1; None of nothing."""
+        return min(1.0, self.part / self.whole) if self.whole > 0 else None
+
+    def __str__(self) -> str:
+        return share(self.part, self.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Blocks by state; the four add up to `total`. Active ones are held by sequences, pinned ones by pins."""
+
+    free: int
+    active: int
+    cached: int
+    pinned: int
+
+    @property
+    def total(self) -> int:
+        """All blocks."""
+        return self.free + self.active + self.cached + self.pinned
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of `count` durations, in seconds; None where there are none."""
+
+    count: int
+    median: float | None
+    p90: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the Overview shows. `run` counts from the baseline: since the monitor attached, or since a person said so.
+
+    A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss.
+    """
+
+    pool: Pool
+    hit_minute: Part
+    hit_run: Part
+    hit_lifetime: Part
+    ttft_hit: Percentiles
+    ttft_miss: Percentiles
+    output_per_second: float
+    computed_per_second: float
+    cached_per_second: float
+    seconds_per_step: float | None
+    tokens_per_step: float | None
+    waiting: int
+    running: int
+    finished: int
+    failed: int
+    failed_minute: int
+    cancelled: int
+    longest_wait: float
+    requests_minute: int
+    evicted_per_second: float
+    regret_minute: Part
+    regret_lifetime: Part
+    preemptions: int
+    preemptions_minute: int
+    recomputed_tokens: int
+    coalesced_requests: int
+    audited_blocks: int
+    differing_blocks: int
+    telemetry_share: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, with a `share` beside each part and whole."""
+        plain = asdict(self)
+        for name in ("hit_minute", "hit_run", "hit_lifetime", "regret_minute", "regret_lifetime"):
+            plain[name]["share"] = getattr(self, name).share
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One line on how the engine is doing: the worst fact first."""
+
+    level: Level
+    sentence: str
+
+
+# ---- numbers
+
+
+def summarise(state: State) -> Summary:
+    """The numbers of a state. O(requests + log samples)."""
+    stats, now = state.stats, state.now
+    history = counters.of_one_engine(state.history)
+
+    def total(name: str) -> int:
+        return int(stats.get(name, 0))
+
+    def minute(name: str) -> float:
+        return counters.grown(history, name, now, MINUTE)
+
+    def a_second(name: str) -> float:
+        return counters.rate(history, name, now, 10.0)
+
+    hits = [each for each in (*state.ended.values(), *state.live.values()) if each.ttft is not None]
+    seconds, steps, tokens = (_recent(history, name, now) for name in ("step_seconds", "steps", "step_tokens"))
+    return Summary(
+        pool=pool(stats, state.facts.num_blocks),
+        hit_minute=Part(minute("cached_tokens"), minute("prompt_tokens")),
+        hit_run=Part(_since(state.baseline, stats, "cached_tokens"), _since(state.baseline, stats, "prompt_tokens")),
+        hit_lifetime=Part(total("cached_tokens"), total("prompt_tokens")),
+        ttft_hit=percentiles(each.ttft for each in hits if is_hit(each)),
+        ttft_miss=percentiles(each.ttft for each in hits if not is_hit(each)),
+        output_per_second=a_second("output_tokens"),
+        computed_per_second=a_second("computed_tokens"),
+        cached_per_second=a_second("cached_tokens"),
+        seconds_per_step=seconds / steps if steps >= 1 else None,
+        tokens_per_step=tokens / steps if steps >= 1 else None,
+        waiting=total("waiting"),
+        running=total("running"),
+        finished=total("finished"),
+        failed=total("failed"),
+        failed_minute=round(minute("failed")),
+        cancelled=total("cancelled"),
+        longest_wait=longest_wait(state.live.values(), now),
+        requests_minute=round(minute("finished") + minute("failed") + minute("cancelled")),
+        evicted_per_second=a_second("cache.evicted_tokens"),
+        regret_minute=Part(minute("cache.regret_tokens"), minute("cache.query_tokens")),
+        regret_lifetime=Part(total("cache.regret_tokens"), total("cache.query_tokens")),
+        preemptions=total("preemptions"),
+        preemptions_minute=round(minute("preemptions")),
+        recomputed_tokens=total("recomputed_tokens"),
+        coalesced_requests=total("coalesced_requests"),
+        audited_blocks=total("audited_blocks"),
+        differing_blocks=total("differing_blocks"),
+        telemetry_share=a_second("monitor_ns") / 1e9,
+    )
+
+
+def pool(stats: Mapping[str, float], num_blocks: int) -> Pool:
+    """The blocks by state, from the gauges; what they do not account for is free."""
+    cached = min(num_blocks, int(stats.get("cache.cached_blocks", 0)))
+    held = min(num_blocks - cached, int(stats.get("cache.held_blocks", 0)))
+    pinned = min(held, int(stats.get("cache.pinned_blocks", 0)))
+    return Pool(free=num_blocks - cached - held, active=held - pinned, cached=cached, pinned=pinned)
+
+
+def percentiles(durations: Iterable[float | None]) -> Percentiles:
+    """Median and p90 by nearest rank: values that were measured."""
+    values = sorted(each for each in durations if each is not None)
+    return Percentiles(len(values), percentile(values, 0.5), percentile(values, 0.9))
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The least of the sorted `values` that `share` of them do not exceed; None of nothing."""
+    return values[max(0, ceil(share * len(values)) - 1)] if values else None
+
+
+def is_hit(request: RequestRecord) -> bool:
+    """Whether at least half of its prompt was cached."""
+    return 0 < request.prompt_tokens <= 2 * request.cached_tokens
+
+
+def longest_wait(requests: Iterable[RequestRecord], now: float) -> float:
+    """Seconds since the submission of the oldest request that nobody has admitted yet; 0 if none waits."""
+    return max((now - each.submitted for each in requests if each.phase == "waiting"), default=0.0)
+
+
+def _recent(history: Sequence[Sample], name: str, now: float) -> float:
+    return counters.grown(history, name, now, MINUTE)
+
+
+def _since(baseline: Sample | None, stats: Mapping[str, float], name: str) -> float:
+    return max(0.0, stats.get(name, 0.0) - (baseline.stats.get(name, 0.0) if baseline else 0.0))
+
+
+# ---- the sentence
+
+
+def verdict(state: State, summary: Summary) -> Verdict:
+    """How the engine is doing. What is wrong stands before what is merely so."""
+    bad, warnings, facts = list(_bad(state, summary)), list(_warnings(summary)), list(_facts(summary))
+    if bad or warnings:
+        return Verdict("bad" if bad else "warn", _capital("; ".join((*bad, *warnings, *facts))))
+    level, opening = _mood(summary)
+    return Verdict(level, f"{opening}: {'; '.join(facts)}")
+
+
+def _bad(state: State, summary: Summary) -> Iterable[str]:
+    if summary.differing_blocks:
+        yield f"{summary.differing_blocks:,} of {some(summary.audited_blocks, 'audited block')} not what it should be"
+    if state.stale:
+        yield "not connected: these numbers are old"
+    if summary.failed_minute:
+        yield f"{some(summary.failed_minute, 'request')} failed in the last minute"
+
+
+def _warnings(summary: Summary) -> Iterable[str]:
+    if summary.longest_wait >= LONG_WAIT:
+        yield f"{some(summary.waiting, 'request')} waiting, the longest for {duration(summary.longest_wait)}"
+    if summary.preemptions_minute:
+        yield f"{some(summary.preemptions_minute, 'preemption')} in the last minute: the pool is small for what runs"
+    if (summary.regret_minute.share or 0) >= REGRET_SHARE:
+        yield f"{summary.regret_minute} of the tokens asked for in the last minute had been evicted"
+    if summary.pool.total and (summary.pool.active + summary.pool.pinned) / summary.pool.total >= HELD_SHARE:
+        yield f"{share(summary.pool.active + summary.pool.pinned, summary.pool.total)} of the pool is held"
+
+
+def _facts(summary: Summary) -> Iterable[str]:
+    recent = summary.hit_minute if summary.hit_minute.whole >= 1 else summary.hit_lifetime
+    if recent.whole >= 1:
+        yield f"{recent} of prompt tokens served from cache"
+    preemptions = "" if summary.preemptions_minute else ", 0 preemptions in the last minute"
+    yield f"pool {share(summary.pool.total - summary.pool.free, summary.pool.total)} full{preemptions}"
+
+
+def _mood(summary: Summary) -> tuple[Level, str]:
+    if summary.running or summary.waiting or summary.requests_minute:
+        return "good", "Healthy"
+    return "idle", "Idle" if summary.hit_lifetime.whole else "Ready, no request yet"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

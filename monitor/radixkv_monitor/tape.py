@@ -1,0 +1,73 @@
+"""A recording that is being made: frames to a file, until somebody stops it or the disk does.
+
+Knows frames and a file. Does not know where frames come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from radixkv.telemetry.frames import Frame, Hello
+from radixkv.telemetry.recording import RecordingWriter
+from radixkv.telemetry.records import EngineFacts
+
+
+class Tape:
+    """Writes to `path` from now on; `trouble` says why it had to stop, if it had to."""
+
+    def __init__(self, path: Path, facts: EngineFacts, frames: Iterable[Frame], ts: float) -> None:
+        """Begin with everything, as `frames`. Raises OSError if the file cannot be written."""
+        self.path = path
+        self.bytes = 0
+        self.trouble: str | None = None
+        self._writer: RecordingWriter | None = RecordingWriter(path, facts, ts)
+        try:
+            for frame in frames:
+                self.bytes += self._writer.write(frame)
+        except OSError:
+            self._writer.close()
+            raise
+
+    @property
+    def running(self) -> bool:
+        """Whether frames are still written."""
+        return self._writer is not None
+
+    def write(self, frames: Iterable[Frame]) -> None:
+        """Append frames. A disk that is full ends the recording, and nothing else."""
+        if self._writer is None:
+            return
+        try:
+            for frame in frames:
+                self.bytes += self._writer.write(frame)
+        except OSError as error:
+            self.trouble = f"recording stopped: {error.strerror or error}"
+            self.stop()
+
+    def stop(self) -> None:
+        """Close the file; may be called twice."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                self.trouble = f"the recording may lack its end: {error.strerror or error}"
+
+
+def save(path: Path, frames: Iterable[Frame]) -> int:
+    """Write frames that begin with a hello to a file; the number of frames. Raises OSError."""
+    count = 0
+    writer: RecordingWriter | None = None
+    try:
+        for frame in frames:
+            if writer is None:
+                assert isinstance(frame, Hello)
+                writer = RecordingWriter(path, frame.facts, frame.ts)
+            else:
+                writer.write(frame)
+            count += 1
+    finally:
+        if writer is not None:
+            writer.close()
+    return count
