@@ -18,6 +18,7 @@ class Entry(Protocol):
     """What a policy may read (and, for recency and hits, write) of a tree node."""
 
     tick: int  # when it was last touched, on a clock that ticks with each touch
+    used_at: float  # the same in seconds, if the index was given a clock
     born: int  # the tick at which it was inserted
     hits: int  # how many opens ended here
     priority: int  # higher stays longer
@@ -40,12 +41,13 @@ POLICIES: dict[str, Rank] = {
 class EvictionIndex:
     """The unlocked leaves, coldest first, by (priority, demoted first, the policy's rank, recency)."""
 
-    __slots__ = ("_coldest", "_order", "_rank", "_tick", "policy")
+    __slots__ = ("_coldest", "_order", "_rank", "_tick", "clock", "policy")
 
     def __init__(self, policy: str) -> None:
         if not isinstance(policy, str) or policy not in POLICIES:
             raise UnknownPolicy(f"eviction={policy!r}: allowed are {', '.join(sorted(POLICIES))}")
         self.policy = policy
+        self.clock: Callable[[], float] | None = None  # only for whoever watches: no policy asks
         self._rank: Rank | None = None if policy == "lru" else POLICIES[policy]
         self._order: SortedList = SortedList()
         self._tick = 0
@@ -67,6 +69,13 @@ class EvictionIndex:
         """It was used now. The node must not be in the index (it is held, or about to enter)."""
         self._tick += 1
         node.tick = self._tick
+        if self.clock is not None:
+            node.used_at = self.clock()
+
+    def dated(self, node: Entry) -> None:
+        """Note the time of a touch, or of a birth, if there is a clock; no policy asks for it."""
+        if self.clock is not None:
+            node.used_at = self.clock()
 
     def inserted(self, node: Entry) -> None:
         """It became an unlocked leaf."""
@@ -86,7 +95,8 @@ class EvictionIndex:
 
     def inherited(self, parent: Entry, child: Entry) -> None:
         """`child` leaves the tree and `parent` becomes a leaf: what kept the child kept the parent too."""
-        parent.tick = max(parent.tick, child.tick)
+        if child.tick > parent.tick:
+            parent.tick, parent.used_at = child.tick, child.used_at
         parent.hits += child.hits
 
     def victim(self) -> Entry:

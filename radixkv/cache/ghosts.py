@@ -30,13 +30,14 @@ class Pressure(NamedTuple):
 class Ghost:
     """A run of tokens that was evicted."""
 
-    __slots__ = ("key", "next", "pressure", "regretted", "time")
+    __slots__ = ("eviction", "key", "next", "pressure", "regretted", "time")
 
-    def __init__(self, key: bytearray, following: Owner, time: float, pressure: Pressure) -> None:
+    def __init__(self, key: bytearray, following: Owner, time: float, pressure: Pressure, eviction: int) -> None:
         self.key = key
         self.next = following  # the owner below which what followed this run hangs
         self.time = time
         self.pressure = pressure
+        self.eviction = eviction  # its number
         self.regretted = 0  # tokens of it that were counted, each once
 
 
@@ -100,17 +101,19 @@ class Ghosts:
         rest = ghost.key[matched * WIDTH :]
         if not rest:
             return ghost.next
-        self.add(mark, position + len(raw) // WIDTH, Ghost(rest, ghost.next, ghost.time, ghost.pressure))
+        left = Ghost(rest, ghost.next, ghost.time, ghost.pressure, ghost.eviction)
+        self.add(mark, position + len(raw) // WIDTH, left)
         return mark
 
-    def regret(self, owner: Owner, position: int, raw: bytes) -> int:
-        """Tokens of `raw`, behind `position`, that would hit had they not been evicted; each counts once."""
+    def regret(self, owner: Owner, position: int, raw: bytes) -> list[tuple[Ghost, int]]:
+        """Tokens of `raw`, behind `position`, that would hit had they not been evicted, by ghost; each counts once."""
         if (owner, position, raw[:WIDTH]) not in self._runs:
-            return 0
-        wanted = 0
+            return []
+        wanted = []
         for ghost, matched in self.follow(owner, position, raw):
-            wanted += max(0, matched - ghost.regretted)
-            ghost.regretted = max(ghost.regretted, matched)
+            if matched > ghost.regretted:
+                wanted.append((ghost, matched - ghost.regretted))
+                ghost.regretted = matched
         return wanted
 
 

@@ -17,6 +17,7 @@ class Node:
     __slots__ = (
         "blocks",
         "born",
+        "born_at",
         "children",
         "demoted",
         "hits",
@@ -29,8 +30,10 @@ class Node:
         "parent",
         "place",
         "priority",
+        "shown",
         "start",
         "tick",
+        "used_at",
     )
 
     def __init__(self, id: int, parent: Node | None, start: int, key: bytearray, blocks: array[int]) -> None:
@@ -45,10 +48,12 @@ class Node:
         self.holders = 0
         self.tick = 0
         self.born = 0
+        self.used_at = self.born_at = 0.0  # as tick and born, on a clock: kept only while somebody watches
         self.hits = 0
         self.priority = 0
         self.demoted = False
         self.mixed = False  # a fork may share any of its blocks, not only the first and the last
+        self.shown = False  # to whoever watches: see `changes`
         self.place: tuple[int, bool, int, int, Entry] | None = None
 
     @property

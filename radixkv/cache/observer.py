@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Protocol, cast
 
+from radixkv.cache.ghosts import Pressure
 from radixkv.cache.purpose import Purpose
 
 _log = logging.getLogger(__name__)
@@ -47,6 +48,26 @@ class Observer(Protocol):
     def trimmed(self, node: int, tokens: int, blocks: int, gone: bool) -> None:
         """The last `tokens` of the node were evicted, which freed `blocks`; `gone` if nothing is left of it."""
 
+    def evicted(
+        self,
+        number: int,
+        node: int,
+        start: int,
+        tokens: int,
+        blocks: int,
+        gone: bool,
+        idle: float,
+        hits: int,
+        pressure: Pressure,
+    ) -> None:
+        """As `trimmed`, to make room, which is what `pressure` says; the `number` is the eviction's own, from 1 on.
+
+        The run began at token `start`; its node was last used `idle` seconds before, and `hits` opens had ended there.
+        """
+
+    def regretted(self, number: int, tokens: int, ago: float) -> None:
+        """A "request" asked for `tokens` of what eviction `number` dropped, `ago` seconds after it did."""
+
     def copied(self, sequence: int, source: int, target: int) -> None:
         """A plan of the sequence copies one block before it writes."""
 
@@ -57,19 +78,26 @@ def guarded(observer: Observer, drop: Callable[[], None]) -> Observer:
 
 
 class _Guarded:
-    """Passes on every event, which it learns by name when it is first told."""
+    """Passes on every event; whom to tell is looked up once, when there is something of the kind to tell."""
 
     def __init__(self, observer: Observer, drop: Callable[[], None]) -> None:
         self._observer = observer
         self._drop = drop
 
     def __getattr__(self, event: str) -> Callable[..., None]:
+        hear = getattr(self._observer, event, None) or _deaf
+
         def tell(*facts: object) -> None:
             try:
-                getattr(self._observer, event)(*facts)
+                hear(*facts)
             except Exception:
                 self._drop()
                 _log.exception("the cache's observer failed at %r: it is told nothing more", event)
 
         setattr(self, event, tell)
         return tell
+
+
+def _deaf(*facts: object) -> None:
+    """What an observer hears that lacks an ear for it."""
+    raise AttributeError("the observer has no method for this event")

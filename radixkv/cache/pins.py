@@ -59,11 +59,13 @@ class Pins:
         self._budget = budget
         self._pins: dict[Pin, Node] = {}
         self._next_expiry = inf  # no pin expires before
+        self._counted: tuple[int, int] | None = None  # repoints when they were counted, and the blocks
 
     def add(self, node: Node, length: int, complete: bool, blocks: int, ttl: float | None) -> Pin:
         """Hold `node`."""
         pin = Pin(self, node, length, complete, blocks, None if ttl is None else self._clock() + ttl)
         self._pins[pin] = node
+        self._counted = None
         if pin.expires is not None:
             self._next_expiry = min(self._next_expiry, pin.expires)
         self._tree.hold(node)
@@ -73,6 +75,7 @@ class Pins:
     def remove(self, pin: Pin, node: Node) -> None:
         """Let go of `node`, which counts as a use of it."""
         del self._pins[pin]
+        self._counted = None
         self._tree.index.touched(node)
         self._tree.unhold(node)
 
@@ -90,6 +93,15 @@ class Pins:
     def blocks(self) -> set[int]:
         """The blocks of the pinned prefixes, each once. O(pinned blocks)."""
         return set().union(*(self._tree.table(node) for node in self._pins.values()))
+
+    def count(self) -> int:
+        """How many blocks that is. O(pinned blocks) if it may have changed since it was last asked, else O(1)."""
+        # What is pinned is locked: its tables change only where a node takes over a child's copy of its last block.
+        if not self._pins:
+            return 0
+        if self._counted is None or self._counted[0] != self._tree.shared.repointed:
+            self._counted = self._tree.shared.repointed, len(self.blocks())
+        return self._counted[1]
 
     def refuse_over_budget(self, blocks: array[int]) -> None:
         """PinBudgetExceeded if these blocks and those pinned before are more than the budget."""

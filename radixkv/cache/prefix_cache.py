@@ -19,7 +19,7 @@ from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.cached_run import CachedRun, random_run
 from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.explain import Explanation
-from radixkv.cache.ghosts import Ghosts, Pressure
+from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
 from radixkv.cache.node import Node
 from radixkv.cache.observer import Observer, guarded
 from radixkv.cache.pins import Pin, Pins
@@ -29,6 +29,7 @@ from radixkv.cache.room import idle_blocks
 from radixkv.cache.sequence import Hint, Sequence
 from radixkv.cache.stats import CacheStats, Counters
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
+from radixkv.cache.watch import Watch
 from radixkv.errors import InvalidInput, OutOfBlocks, PrefixHeld
 
 
@@ -143,7 +144,10 @@ class PrefixCache:
         return random_run(self._tree, held, rng)
 
     def stats(self) -> CacheStats:
-        """Counters and gauges now (pins whose ttl is over are released first). O(pinned blocks)."""
+        """Counters and gauges now (pins whose ttl is over are released first).
+
+        O(1), but O(pinned blocks) the first time after pins, or the blocks that they hold, have changed.
+        """
         self._pins.expire()
         counters = {name: getattr(self._counters, name) for name in Counters.__slots__}
         free, cached = len(self._pool.free), self._pool.evictable
@@ -154,12 +158,21 @@ class PrefixCache:
             free_blocks=free,
             cached_blocks=cached,
             held_blocks=self.num_blocks - free - cached,
-            pinned_blocks=len(self._pins.blocks()),
+            pinned_blocks=self._pins.count(),
             nodes=self._tree.nodes,
             leaves=len(self._index),
             namespaces=len(self._tree.roots),
             ghosts=len(self._ghosts),
         )
+
+    def watch(self, observer: Observer | None = None) -> Watch:
+        """Have all that changes marked from now on, for a mirror; `observer`, if any, is told in the place of another.
+
+        There is one watch at a time: the last. O(nodes).
+        """
+        if observer is not None:
+            self._tree.observer = guarded(observer, self._drop_observer)
+        return Watch(self)
 
     def check(self) -> None:
         """Recount everything; AssertionError names the broken invariant. O(blocks + tokens): for tests."""
@@ -204,7 +217,7 @@ class PrefixCache:
             counters.query_tokens += asked
             counters.hit_tokens += length
             if matched < len(key):
-                counters.regret_tokens += self._ghosts.regret(node.mark, length, key[matched:])
+                self._regret(self._ghosts.regret(node.mark, length, key[matched:]))
         if length < node.end:
             node = tree.split(node, length - node.start)
         sequence = self._sequence(node, length, tree.table(node))
@@ -293,6 +306,13 @@ class PrefixCache:
             if priority > node.priority:
                 node.priority = priority
 
+    def _regret(self, wanted: list[tuple[Ghost, int]]) -> None:
+        """A request asked for what was evicted."""
+        for ghost, tokens in wanted:
+            self._counters.regret_tokens += tokens
+            if self._tree.observer is not None:
+                self._tree.observer.regretted(ghost.eviction, tokens, max(0.0, self._clock() - ghost.time))
+
     def _share_last(self, node: Node, length: int) -> None:
         """A sequence that ends where `node` ends references the last block, if that is part-filled."""
         if length % self.block_size:
@@ -375,6 +395,8 @@ class PrefixCache:
             if up.start < start or (up is not node and up.hits):
                 return
             up.demoted = True
+            if self._tree.changed is not None:
+                self._tree.changed.mark(up)
             if up.place is not None:
                 self._index.removed(up)
                 self._index.inserted(up)

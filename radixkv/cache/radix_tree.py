@@ -18,6 +18,7 @@ from collections.abc import Hashable, Iterator
 from typing import TypeVar, cast
 
 from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.changes import ChangedNodes
 from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.ghosts import Ghost, Ghosts, Owner, Pressure, common_prefix
 from radixkv.cache.node import NO_CHILDREN, Node
@@ -39,6 +40,8 @@ class RadixTree:
         self.roots: dict[Hashable, Node] = {}
         self.nodes = 0
         self.observer: Observer | None = None
+        self.changed: ChangedNodes | None = None
+        self.evictions = 0
         self._ids = 0
 
     # ---- reading
@@ -102,11 +105,13 @@ class RadixTree:
     # ---- holding
 
     def root(self, namespace: Hashable) -> Node:
-        """The namespace's root, made if need be; `unhold` and `remove` remove it when nothing is left below."""
+        """The namespace's root, for somebody who holds it at once; `unhold` and `remove` remove it when it is empty."""
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Node(self._next_id(), None, 0, bytearray(), array("i"))
             root.mark = root_mark(namespace)
+            self.index.dated(root)
+            root.born_at = root.used_at
             if self.observer is not None:
                 self.observer.rooted(root.id, namespace)
         return root
@@ -116,8 +121,11 @@ class RadixTree:
         node.holders += 1
         child: Node | None = None
         up: Node | None = node
+        changed = self.changed
         while up is not None:
             up.locks += 1
+            if changed is not None:
+                changed.mark(up)
             if up.locks > 1:
                 break
             if up.place is not None:
@@ -128,7 +136,7 @@ class RadixTree:
             self.shared.repoint(up)
 
     def want(self, node: Node) -> None:
-        """Whoever holds it comes back to a finished tail: it is not first to go any more. O(nodes demoted)."""
+        """Who has just come to hold it wants a finished tail again: it is not first to go any more. O(nodes demoted)."""
         up: Node | None = node
         while up is not None and up.demoted:
             up.demoted = False
@@ -138,8 +146,11 @@ class RadixTree:
         """One holder less."""
         node.holders -= 1
         up: Node | None = node
+        changed = self.changed
         while up is not None:
             up.locks -= 1
+            if changed is not None:
+                changed.mark(up)
             if up.locks:
                 return
             if up.parent is None:
@@ -166,6 +177,7 @@ class RadixTree:
         )
         upper.children = {bytes(node.key[tokens * WIDTH : tokens * WIDTH + WIDTH]): node}
         upper.tick, upper.born = node.tick, node.born  # but no hits: they ended below, and come back when one is left
+        upper.used_at, upper.born_at = node.used_at, node.born_at
         upper.priority, upper.demoted, upper.mixed = node.priority, node.demoted, node.mixed
         upper.locks = 1 if node.locks else 0
         parent.children[bytes(upper.key[:WIDTH])] = upper
@@ -176,6 +188,9 @@ class RadixTree:
         if cut % size:
             self.shared.share(upper.blocks[-1], node, idle=not node.locks)
         self.nodes += 1
+        if self.changed is not None:
+            self.changed.mark(node)
+            self.changed.mark(upper)
         if self.observer is not None:
             self.observer.split(node.id, upper.id, tokens)
         return upper
@@ -192,8 +207,11 @@ class RadixTree:
         node.locks = node.holders = 1
         parent.holders -= 1  # its lock is now the child's
         self.index.touched(node)
-        node.born = node.tick
+        node.born, node.born_at = node.tick, node.used_at
         self.nodes += 1
+        if self.changed is not None:
+            self.changed.mark(node)
+            self.changed.mark(parent)
         if self.observer is not None:
             self.observer.inserted(node.id, parent.id, node.start, len(raw) // WIDTH)
         return node
@@ -201,6 +219,8 @@ class RadixTree:
     def lengthen(self, node: Node, raw: bytes | bytearray) -> None:
         """Move the end of a leaf down within its last block. Amortised O(new tokens)."""
         node.key += raw
+        if self.changed is not None:
+            self.changed.mark(node)
         if self.observer is not None:
             self.observer.grown(node.id, len(raw) // WIDTH)
 
@@ -236,6 +256,9 @@ class RadixTree:
         if block >= 0:
             self.shared.lower_tip(block, upper)
             self.shared.release(block, idle=not upper.locks)
+        if self.changed is not None:
+            self.changed.mark(node)
+            self.changed.gone(upper)
         if self.observer is not None:
             self.observer.merged(node.id, upper.id)
 
@@ -253,25 +276,46 @@ class RadixTree:
         del node.key[(end - node.start) * WIDTH :]
         freed = self._free(node, cut)
         old, node.mark = node.mark, self._next_id()
-        self.ghosts.add(node.mark, end, Ghost(run, old, now, pressure))
+        tokens = len(run) // WIDTH
+        self.evictions += 1
+        self.ghosts.add(node.mark, end, Ghost(run, old, now, pressure, self.evictions))
+        if self.changed is not None:
+            self.changed.mark(node)
         if self.observer is not None:
-            self.observer.trimmed(node.id, len(run) // WIDTH, freed, False)
-        return len(run) // WIDTH
+            self.observer.trimmed(node.id, tokens, freed, False)
+            self._tell_evicted(node, end, tokens, freed, False, now, pressure)
+        return tokens
 
     def _evict(self, node: Node, now: float, pressure: Pressure) -> int:
         """Remove a whole leaf, and remember it. Returns its tokens."""
-        self.ghosts.add(cast(Node, node.parent).mark, node.start, Ghost(node.key, node.mark, now, pressure))
-        self.remove(node)
-        return len(node.key) // WIDTH
+        tokens = len(node.key) // WIDTH
+        self.evictions += 1
+        ghost = Ghost(node.key, node.mark, now, pressure, self.evictions)
+        self.ghosts.add(cast(Node, node.parent).mark, node.start, ghost)
+        freed = self.remove(node)
+        if self.observer is not None:
+            self._tell_evicted(node, node.start, tokens, freed, True, now, pressure)
+        return tokens
 
-    def remove(self, node: Node) -> None:
-        """Take an unlocked leaf out of the tree. O(log leaves + its blocks)."""
+    def _tell_evicted(
+        self, node: Node, start: int, tokens: int, freed: int, gone: bool, now: float, pressure: Pressure
+    ) -> None:
+        if self.observer is not None:
+            idle = max(0.0, now - node.used_at)
+            self.observer.evicted(self.evictions, node.id, start, tokens, freed, gone, idle, node.hits, pressure)
+
+    def remove(self, node: Node) -> int:
+        """Take an unlocked leaf out of the tree. Returns the blocks that this freed. O(log leaves + its blocks)."""
         pool = self.pool
         before = len(pool.free)
         self.index.removed(node)
         self._drop(node)
+        freed = len(pool.free) - before
+        if self.changed is not None:
+            self.changed.gone(node)
         if self.observer is not None:
-            self.observer.trimmed(node.id, len(node.key) // WIDTH, len(pool.free) - before, True)
+            self.observer.trimmed(node.id, len(node.key) // WIDTH, freed, True)
+        return freed
 
     def _drop(self, node: Node) -> None:
         parent = cast(Node, node.parent)
@@ -296,6 +340,8 @@ class RadixTree:
             elif not parent.locks:
                 self.index.inherited(parent, node)
                 self.index.inserted(parent)
+                if self.changed is not None:
+                    self.changed.mark(parent)
 
     def _free(self, node: Node, blocks: array[int]) -> int:
         """An unlocked node lets go of blocks that only a fork can share."""
@@ -312,6 +358,8 @@ class RadixTree:
 
     def _drop_if_empty(self, root: Node) -> None:
         if not root.locks and not root.children:
+            if self.changed is not None:
+                self.changed.gone(root)
             if self.observer is not None:
                 self.observer.uprooted(root.id)
             del self.roots[self.namespace(root)]

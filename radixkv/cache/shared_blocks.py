@@ -10,6 +10,7 @@ from array import array
 from typing import cast
 
 from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.changes import ChangedNodes
 from radixkv.cache.node import Node
 
 
@@ -18,6 +19,8 @@ class SharedBlocks:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
+        self.changed: ChangedNodes | None = None
+        self.repointed = 0  # how often a block table changed without its sequence
 
     def share(self, block: int, node: Node, *, idle: bool) -> None:
         """A node above `node`, as locked as that is, becomes an owner of its first block, too."""
@@ -62,8 +65,11 @@ class SharedBlocks:
         if child is None:
             return
         copy = child.blocks[0]
+        self.repointed += 1
         for each in chain:
             each.blocks[-1] = copy
+            if self.changed is not None:
+                self.changed.mark(each)
             pool.share(copy, idle=not each.locks, sole_idle=not child.locks, tip=None if copy in pool.shared else child)
             pool.release(block, idle=not each.locks)
 

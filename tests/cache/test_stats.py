@@ -207,6 +207,12 @@ class Listener:
             del self.tokens[node], self.parents[node]
         self.heard.append(("trimmed", tokens, blocks, gone))
 
+    def evicted(self, number: int, node: int, start: int, tokens: int, *_: object) -> None:
+        assert self.heard[-1][:2] == ("trimmed", tokens)
+
+    def regretted(self, number: int, tokens: int, ago: float) -> None:
+        assert tokens > 0
+
     def copied(self, sequence: int, source: int, target: int) -> None:
         assert source != target
         self.heard.append(("copied", source, target))
@@ -336,6 +342,11 @@ class TestObserver:
                 cache.open([], "empty").close()
                 cache.check()
             assert loud.stats() == quiet.stats()
+        for name in (5, 6, 5):
+            for cache in (loud, quiet):
+                publish(cache, prompt(name, 36))  # all of the pool: what it drives out is wanted again
+                cache.check()
+        assert loud.stats() == quiet.stats()
         assert clumsy.heard.index(event) == len(clumsy.heard) - 1, "it was told of more"
         (record,) = caplog.records
         assert record.exc_info is not None

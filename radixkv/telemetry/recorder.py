@@ -1,0 +1,253 @@
+"""Writes down what an engine tells, so that somebody else can look at it now and then: what changed, each thing once.
+
+Knows a cache, records, and what of them was told before. Knows no engine, thread, frame or socket: one caller at a
+time, on the cache's thread; only `pending` may be asked from anywhere.
+
+What happens to a node between two looks costs one mark, however often it happens; what it has become is read when
+somebody looks. So nothing here grows with the time for which nobody does: marks are bounded by the tree, endings and
+evictions by rings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import fields, replace
+from typing import TypeVar
+
+from radixkv.cache import CacheStats, PrefixCache
+from radixkv.cache.ghosts import Pressure
+from radixkv.cache.node import Node
+from radixkv.cache.observer import Observer
+from radixkv.cache.purpose import Purpose
+from radixkv.cache.watch import OpenSequence, Watch
+from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
+from radixkv.telemetry.node_records import TEXT_TOKENS, Decode, node_record, runs, said, tokens
+from radixkv.telemetry.records import (
+    Changes,
+    EvictionRecord,
+    NodeRecord,
+    RequestRecord,
+    SequenceRecord,
+    SessionRecord,
+)
+
+Value = TypeVar("Value")
+NO_STATS: Mapping[str, float] = {}
+NO_OWNERS: Mapping[int, tuple[int, int]] = {}
+_CACHE_STATS = tuple((each.name, f"cache.{each.name}") for each in fields(CacheStats))
+
+
+class Recorder(Observer):
+    """Hears a cache, is told of requests and sessions, and says at each `collect` what changed since the last.
+
+    `clock` tells seconds since 1970. `decode` makes text of token ids; with None, no record has text.
+
+    >>> recorder = Recorder()
+    >>> cache = PrefixCache(8, 4)
+    >>> recorder.attach(cache)
+    >>> sequence = cache.open([1, 2, 3])
+    >>> recorder.collect().sequences[0].length
+    0
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time, decode: Decode | None = None) -> None:
+        self._clock = clock
+        self._texts = None if decode is None else _Texts(decode)
+        self._fresh = True
+        self.cost_ns = 0  # what collecting has cost the caller's thread
+        # Told by the cache, as raw facts: each event is one append.
+        self._evicted: deque[tuple[float, int, int, int, int, int, bool, float, int, Pressure]] = deque(
+            maxlen=EVICTIONS
+        )
+        self._regretted: deque[tuple[int, float]] = deque(maxlen=EVICTIONS)
+        self._opened: dict[int, float] = {}
+        # What was told last, of what is compared with it.
+        self._sequences: dict[int, SequenceRecord] = {}
+        self._live: dict[int, RequestRecord] = {}
+        self._evictions: OrderedDict[int, EvictionRecord] = OrderedDict()
+        # What is to be told.
+        self._requests: dict[int, RequestRecord] = {}
+        self._ended: OrderedDict[int, RequestRecord] = OrderedDict()  # those that nobody knows as live
+        self._sessions: OrderedDict[int, SessionRecord] = OrderedDict()
+
+    def attach(self, cache: PrefixCache) -> None:
+        """Watch `cache` from now on, and nothing else; the next `collect` tells everything. O(nodes)."""
+        self._cache = cache
+        self._watch: Watch = cache.watch(self)
+        self._offset = self._clock() - self._watch.now()
+        self._fresh = True
+
+    # ---- what the cache tells; the other events are marks, which the cache keeps itself
+
+    def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
+        """Note the time."""
+        self._opened[sequence] = self._clock()
+
+    def forked(self, sequence: int, parent: int) -> None:
+        """Note the time."""
+        self._opened[sequence] = self._clock()
+
+    def closed(self, sequence: int, length: int) -> None:
+        """Forget the time."""
+        self._opened.pop(sequence, None)
+
+    def evicted(
+        self,
+        number: int,
+        node: int,
+        start: int,
+        tokens: int,
+        blocks: int,
+        gone: bool,
+        idle: float,
+        hits: int,
+        pressure: Pressure,
+    ) -> None:
+        """Note it, and when."""
+        self._evicted.append((self._clock(), number, node, start, tokens, blocks, gone, idle, hits, pressure))
+
+    def regretted(self, number: int, tokens: int, ago: float) -> None:
+        """Note it, and when."""
+        self._regretted.append((number, self._clock()))
+
+    # ---- what an engine tells
+
+    def request(self, record: RequestRecord) -> None:
+        """A request is so now; the last word before a `collect` counts."""
+        number = record.number
+        if record.live:
+            if self._live.get(number) != record:
+                self._requests[number] = record
+        elif number in self._live:
+            self._requests[number] = record
+        else:  # nobody will miss it
+            self._requests.pop(number, None)
+            _keep(self._ended, number, record, ENDED_REQUESTS)
+
+    def session(self, record: SessionRecord) -> None:
+        """A session is so now; the last word before a `collect` counts."""
+        _keep(self._sessions, record.number, record, SESSIONS)
+
+    # ---- looking
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to tell of nodes, evictions, requests or sessions. Any thread may ask."""
+        told = self._requests or self._ended or self._sessions or self._evicted or self._regretted
+        return bool(self._fresh or self._watch or told)
+
+    def collect(
+        self, stats: Mapping[str, float] = NO_STATS, owners: Mapping[int, tuple[int, int]] = NO_OWNERS
+    ) -> Changes:
+        """What changed since the last time; the first time it is everything, with a reset.
+
+        `stats` go with it, beside the cache's. `owners` says of a sequence's id whose it is: the number of a request,
+        and which stream of it. O(what changed + open sequences + their own blocks).
+        """
+        begun = time.perf_counter_ns()
+        told = {**self._cache_stats(), **stats}  # first: it lets go of pins whose time is over
+        nodes, gone_nodes = self._watch.look()
+        sequences, gone_sequences = self._look_at_sequences(owners)
+        requests = (*self._ended.values(), *self._requests.values())
+        reset, self._fresh = self._fresh, False
+        changes = Changes(
+            time=self._clock(),
+            reset=reset,
+            stats=told,
+            nodes=tuple(self._node_records(nodes, gone_nodes)),
+            gone_nodes=tuple(gone_nodes),
+            sequences=sequences,
+            gone_sequences=gone_sequences,
+            requests=requests,
+            sessions=tuple(self._sessions.values()),
+            evictions=tuple(self._new_evictions()),
+        )
+        self._note_told(requests)
+        self.cost_ns += time.perf_counter_ns() - begun
+        told["monitor_ns"] = told.get("monitor_ns", 0) + self.cost_ns
+        return changes
+
+    # ---- inside
+
+    def _cache_stats(self) -> dict[str, float]:
+        stats = self._cache.stats()
+        return {told: getattr(stats, name) for name, told in _CACHE_STATS}
+
+    def _node_records(self, nodes: list[Node], gone: list[int]) -> list[NodeRecord]:
+        pins, offset, texts = self._watch.pins(), self._offset, self._texts
+        if texts is None:
+            return [node_record(node, pins[node.id], offset) for node in nodes]
+        texts.forget(gone)
+        return [node_record(node, pins[node.id], offset, texts.of(node) if node.key else None) for node in nodes]
+
+    def _look_at_sequences(
+        self, owners: Mapping[int, tuple[int, int]]
+    ) -> tuple[tuple[SequenceRecord, ...], tuple[int, ...]]:
+        before = self._sequences
+        now = {each.id: self._sequence(each, owners.get(each.id, (None, 0))) for each in self._watch.sequences()}
+        self._sequences = now
+        changed = [record for number, record in now.items() if before.get(number) != record]
+        gone = tuple(number for number in before if number not in now)
+        for number in gone:
+            self._opened.pop(number, None)  # also if the cache tells us nothing any more
+        return tuple(changed), gone
+
+    def _sequence(self, each: OpenSequence, owner: tuple[int | None, int]) -> SequenceRecord:
+        opened = self._opened.get(each.id)
+        if opened is None:  # before anybody watched
+            opened = self._opened[each.id] = self._clock()
+        return SequenceRecord(each.id, *owner, each.node, each.length, each.cached, runs(each.blocks), opened)
+
+    def _new_evictions(self) -> list[EvictionRecord]:
+        """Evictions since the last time, and older ones that were wanted again since."""
+        told: dict[int, EvictionRecord] = {}
+        while self._evicted:
+            when, number, node, start, tokens, blocks, gone, idle, hits, pressure = self._evicted.popleft()
+            record = EvictionRecord(number, when, node, start, tokens, blocks, idle, hits, gone, str(pressure))
+            told[number] = record
+            _keep(self._evictions, number, record, EVICTIONS)
+        while self._regretted:
+            number, when = self._regretted.popleft()
+            known = self._evictions.get(number)
+            if known is not None and known.wanted_again is None:
+                told[number] = self._evictions[number] = replace(known, wanted_again=when)
+        return list(told.values())
+
+    def _note_told(self, requests: tuple[RequestRecord, ...]) -> None:
+        for record in requests:
+            if record.live:
+                self._live[record.number] = record
+            else:
+                self._live.pop(record.number, None)
+        self._requests, self._ended, self._sessions = {}, OrderedDict(), OrderedDict()
+
+
+class _Texts:
+    """What nodes say, decoded again only when their beginnings have changed."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._known: dict[int, tuple[list[int], str]] = {}
+
+    def of(self, node: Node) -> str:
+        """The beginning of its text."""
+        ids = tokens(node, TEXT_TOKENS)
+        known = self._known.get(node.id)
+        if known is None or known[0] != ids:
+            known = self._known[node.id] = ids, said(ids, self._decode)
+        return known[1]
+
+    def forget(self, gone: list[int]) -> None:
+        """These nodes are not there any more."""
+        for number in gone:
+            self._known.pop(number, None)
+
+
+def _keep(kept: OrderedDict[int, Value], number: int, record: Value, most: int) -> None:
+    """Keep the newest `most`."""
+    kept[number] = record
+    kept.move_to_end(number)
+    if len(kept) > most:
+        kept.popitem(last=False)

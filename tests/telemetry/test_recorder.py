@@ -1,0 +1,280 @@
+"""The recorder over the real cache: whatever happens, what it told adds up to what a full walk finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import initialize, invariant, rule
+
+from radixkv.cache import Hint, PrefixCache
+from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS, Mirror
+from radixkv.telemetry.recorder import Recorder
+from radixkv.telemetry.records import RequestRecord, SessionRecord
+from tests.cache.test_stateful import POLICIES, Verbs, how_long, sizes
+from tests.cache.verbs import held, prompt, publish
+from tests.cache.world import World
+from tests.telemetry.truth import assert_tells_the_truth, expand
+
+OFFSET = 1000.0  # seconds between the cache's clock and the recorder's
+
+
+class Told(Verbs):
+    """Every verb of the cache, and a look at any time."""
+
+    @initialize(
+        block_size=sizes,
+        blocks=st.integers(1, 40),
+        policy=st.sampled_from(POLICIES),
+        seed=st.integers(0, 2**20),
+        late=st.booleans(),
+    )
+    def start(self, block_size: int, blocks: int, policy: str, seed: int, late: bool) -> None:
+        self.world = World(blocks, block_size, policy, seed=seed, proofs=0.1)
+        self.heard = [[]]
+        world = self.world
+        if late:  # somebody begins to watch a cache that is in use
+            world.open(None, [1, 2, 3])
+            world.extend(world.live[0], [1, 2, 3])
+        self.recorder = Recorder(clock=lambda: world.now + OFFSET)
+        self.recorder.attach(world.cache)
+        self.mirror = Mirror()
+        self.evicted = 0
+        self.skipped = 0
+
+    @invariant()
+    def all_is_told(self) -> None:
+        """Every other step; in between, changes pile up."""
+        if not hasattr(self, "mirror"):
+            return
+        self.skipped += 1
+        if self.skipped % 3:
+            return
+        self.look()
+
+    @rule()
+    def look(self) -> None:
+        before = dict(self.mirror.evictions)
+        pending = self.recorder.pending
+        changes = self.recorder.collect()
+        assert pending or not (changes.nodes or changes.gone_nodes or changes.evictions)
+        assert not self.recorder.pending
+        self.mirror.apply(changes)
+        self.world.cache.check()
+        assert_tells_the_truth(self.mirror, self.world.cache, OFFSET)
+        self.evicted += sum(record.tokens for record in changes.evictions if record.number not in before)
+        assert self.evicted == self.world.cache.stats().evicted_tokens
+        again = self.recorder.collect()
+        assert not (again.nodes or again.gone_nodes or again.sequences or again.gone_sequences or again.evictions)
+
+
+TestAddsUp = Told.TestCase
+TestAddsUp.settings = how_long(60)
+
+
+def watched(
+    num_blocks: int = 16, block_size: int = 4, **options: Any
+) -> tuple[PrefixCache, Recorder, Mirror, list[float]]:
+    """A cache, who watches it, what was told, and the time."""
+    now = [0.0]
+    cache = PrefixCache(num_blocks, block_size, clock=lambda: now[0])
+    recorder = Recorder(clock=lambda: now[0] + OFFSET, **options)
+    recorder.attach(cache)
+    return cache, recorder, Mirror(), now
+
+
+def test_the_first_time_tells_everything_and_says_so() -> None:
+    cache = PrefixCache(16, 4)
+    publish(cache, prompt(1, 10), "a")
+    recorder = Recorder()
+    recorder.attach(cache)
+    first, second = recorder.collect(), recorder.collect()
+    assert first.reset and not second.reset
+    assert [(record.parent, record.tokens, record.namespace) for record in first.nodes] == [(0, 0, "a"), (1, 10, None)]
+    assert not second.nodes
+
+
+def test_nodes_are_dated_by_their_uses() -> None:
+    cache, recorder, mirror, now = watched()
+    for now[0] in (1.0, 5.0):
+        publish(cache, prompt(1, 10))
+    now[0] = 9.0
+    mirror.apply(recorder.collect())
+    record = max(mirror.nodes.values(), key=lambda record: record.tokens)
+    assert (record.born, record.used, record.hits) == (OFFSET + 1, OFFSET + 5, 1)
+
+
+def test_a_demotion_is_told_although_nothing_else_changes() -> None:
+    cache, recorder, mirror, _ = watched()
+    publish(cache, prompt(1, 10))
+    mirror.apply(recorder.collect())
+    cache.demote(prompt(1, 10))
+    changes = recorder.collect()
+    assert [record.demoted for record in changes.nodes] == [True]
+    held(cache, prompt(1, 10))
+    assert [record.demoted for record in recorder.collect().nodes if record.tokens] == [False]
+
+
+def test_an_eviction_says_what_went_why_and_whether_it_was_wanted_again() -> None:
+    cache, recorder, mirror, now = watched(4)
+    publish(cache, prompt(1, 16))
+    publish(cache, prompt(1, 16))
+    now[0] = 7.0
+    publish(cache, prompt(2, 6))
+    now[0] = 8.0
+    mirror.apply(recorder.collect())
+    (record,) = mirror.evictions.values()
+    assert (record.start, record.tokens, record.blocks, record.gone) == (8, 8, 2, False)
+    assert (record.idle_s, record.hits, record.time) == (7.0, 1, OFFSET + 7)
+    assert record.pressure == "to make room for 2 blocks when 0 were free"
+    assert record.wanted_again is None
+    now[0] = 20.0
+    cache.open(prompt(1, 12), purpose="resume").close()
+    assert not recorder.collect().evictions, "only a request regrets"
+    cache.open(prompt(1, 12)).close()
+    now[0] = 21.0
+    cache.open(prompt(1, 16)).close()  # the rest of it: the first time counts
+    mirror.apply(recorder.collect())
+    (again,) = mirror.evictions.values()
+    assert (again.number, again.wanted_again) == (record.number, OFFSET + 20)
+
+
+def test_what_is_discarded_or_cleared_was_not_evicted() -> None:
+    cache, recorder, mirror, _ = watched()
+    publish(cache, prompt(1, 10))
+    mirror.apply(recorder.collect())
+    cache.discard(prompt(1, 10), start=5)
+    cache.clear()
+    mirror.apply(recorder.collect())
+    assert not mirror.nodes and not mirror.evictions
+
+
+def test_a_sequence_says_whose_it_is_and_since_when() -> None:
+    cache, recorder, mirror, now = watched()
+    now[0] = 3.0
+    first = held(cache, prompt(1, 10))
+    now[0] = 4.0
+    twin = first.fork()
+    first.extend([1, 2, 3])
+    mirror.apply(recorder.collect({}, {first.id: (17, 0), twin.id: (17, 1)}))
+    records = [mirror.sequences[sequence.id] for sequence in (first, twin)]
+    assert [(record.request, record.index, record.opened - OFFSET) for record in records] == [
+        (17, 0, 3.0),
+        (17, 1, 4.0),
+    ]
+    assert expand(records[0].blocks) == first.block_table.tolist()[3:] and not records[1].blocks
+    first.close()
+    changes = recorder.collect()
+    assert changes.gone_sequences == (first.id,)
+    assert [record.request for record in changes.sequences] == [None]
+
+
+def test_what_nobody_collects_takes_no_room() -> None:
+    """A thousand lives in a small pool: what is kept is bounded by the tree and by rings."""
+    cache, recorder, mirror, _ = watched(8)
+    mirror.apply(recorder.collect())
+    for number in range(2000):
+        publish(cache, prompt(number, 9), "abc"[number % 3])
+        recorder.request(_request(number, "waiting"))
+        recorder.request(_request(number, "finished"))
+        recorder.session(SessionRecord(number, None, 1, 0, 1, 1, 0, 1, 0.0, 0.0))
+    assert cache.stats().evicted_tokens > 9 * 1500
+    assert len(recorder._watch) <= 3 + 8
+    changes = recorder.collect()
+    assert len(changes.evictions) == EVICTIONS and len(changes.requests) == ENDED_REQUESTS
+    assert len(changes.sessions) == SESSIONS and not changes.gone_nodes
+    assert [record.number for record in changes.requests] == list(range(2000 - ENDED_REQUESTS, 2000))
+    assert len(recorder._opened) == 0
+    mirror.apply(changes)
+    assert_tells_the_truth(mirror, cache, OFFSET)
+
+
+def test_who_was_told_as_live_is_told_as_ended_however_many_ended_since() -> None:
+    _, recorder, mirror, _ = watched()
+    recorder.request(_request(1, "decode"))
+    mirror.apply(recorder.collect())
+    recorder.request(_request(1, "decode"))
+    assert not recorder.pending and not recorder.collect().requests, "nothing new of it"
+    recorder.request(_request(1, "finished"))
+    for number in range(2, 2 + 2 * ENDED_REQUESTS):
+        recorder.request(_request(number, "finished"))
+    mirror.apply(recorder.collect())
+    assert not mirror.live
+
+
+def test_text_is_told_only_where_it_is_asked_for_and_only_its_beginning() -> None:
+    calls: list[list[int]] = []
+
+    def decode(ids: list[int]) -> str:
+        calls.append(ids)
+        if 13 in ids:
+            raise ValueError("no such token")
+        return "\n".join(map(str, ids))
+
+    cache, recorder, mirror, _ = watched(100, decode=decode)
+    publish(cache, list(range(100, 300)))
+    publish(cache, [13])
+    mirror.apply(recorder.collect())
+    long, bad = [next(r for r in mirror.nodes.values() if r.head[:1] == (first,)) for first in (100, 13)]
+    assert long.text is not None and long.text.startswith("100\\n101") and len(long.text) <= 120
+    assert bad.text == "<ValueError>"
+    before = len(calls)
+    publish(cache, list(range(100, 320)))
+    mirror.apply(recorder.collect())
+    assert len(calls) == before, "it has only grown"
+    publish(cache, [*range(100, 110), 5])
+    mirror.apply(recorder.collect())
+    assert sorted(r.text for r in mirror.nodes.values() if r.tokens in (10, 190) and r.text)[0].endswith("109")
+    assert max(map(len, calls)) == 40
+    assert all(record.text is None for record in watched()[1].collect().nodes)
+
+
+def test_a_recorder_that_fails_harms_no_cache(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, recorder, mirror, _ = watched(4)
+    monkeypatch.setattr(recorder, "_opened", None)
+    publish(cache, prompt(1, 16))
+    publish(cache, prompt(2, 16))
+    cache.check()
+    assert len(caplog.records) == 1
+    mirror.apply(recorder_with_opened(recorder).collect())
+    assert sum(record.tokens for record in mirror.nodes.values()) == 16, "what is marked is told all the same"
+
+
+def recorder_with_opened(recorder: Recorder) -> Recorder:
+    recorder._opened = {}
+    return recorder
+
+
+def test_a_namespace_is_named_but_never_asked() -> None:
+    class Tenant:
+        def __str__(self) -> str:
+            raise AssertionError("nobody is to ask")
+
+        __repr__ = __str__
+
+    cache, recorder, mirror, _ = watched(100)
+    for namespace in (None, "a" * 100, 5, ("salt", 7, Tenant()), Tenant()):
+        publish(cache, prompt(1, 4), namespace)
+    mirror.apply(recorder.collect())
+    names = [record.namespace for record in mirror.nodes.values() if not record.parent]
+    assert names == [None, "a" * 64, "5", "(salt, 7, Tenant)", "Tenant"]
+
+
+def test_a_hint_and_a_pin_are_told() -> None:
+    cache, recorder, mirror, now = watched()
+    publish(cache, prompt(1, 10), hint=Hint(priority=3))
+    pin = cache.pin(prompt(1, 10), ttl=5.0)
+    mirror.apply(recorder.collect())
+    (record,) = (each for each in mirror.nodes.values() if each.tokens)
+    assert (record.priority, record.pins, record.holders, record.locks) == (3, 1, 1, 1)
+    now[0] = 6.0
+    mirror.apply(recorder.collect())
+    assert not pin.active
+    assert [each.pins for each in mirror.nodes.values() if each.tokens] == [0]
+
+
+def _request(number: int, phase: Any) -> RequestRecord:
+    return RequestRecord(number, phase, None, None, 0, 1, 9, 9, 0, 0, 0, 0, 0, False, 0.0)

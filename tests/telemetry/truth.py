@@ -1,0 +1,107 @@
+"""What telemetry should say, counted from the cache's own insides, and what a mirror's records add up to.
+
+Knows nothing of how the recorder does it: walks the whole cache each time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from radixkv.cache import PrefixCache
+from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.records import NodeRecord
+
+
+def expand(runs: Iterable[int]) -> list[int]:
+    """The block ids of a record."""
+    numbers = list(runs)
+    return [
+        each for first, count in zip(numbers[::2], numbers[1::2], strict=True) for each in range(first, first + count)
+    ]
+
+
+def assert_tells_the_truth(mirror: Mirror, cache: PrefixCache, offset: float) -> None:
+    """Each record is what a full walk finds, and together they give the pool's gauges."""
+    assert_nodes(mirror, cache, offset)
+    assert_sequences(mirror, cache)
+    assert_pool(mirror, cache)
+    assert_a_latecomer_knows_as_much(mirror)
+
+
+def assert_nodes(mirror: Mirror, cache: PrefixCache, offset: float) -> None:
+    pins = Counter(node.id for node in cache._pins._pins.values())
+    holders = Counter(sequence._node.id for sequence in cache._open.values()) + pins
+    seen = set()
+    for namespace, root in cache._tree.roots.items():
+        for node in cache._tree.walk(root):
+            seen.add(node.id)
+            record = mirror.nodes[node.id]
+            assert record.parent == (node.parent.id if node.parent else 0)
+            assert (record.start, record.tokens) == (node.start, node.end - node.start)
+            assert expand(record.blocks) == list(node.blocks)
+            assert all(count > 0 for count in record.blocks[1::2])
+            assert record.holders == holders[node.id]
+            assert record.locks == holders[node.id] + sum(child.locks > 0 for child in node.children.values())
+            assert record.pins == pins[node.id]
+            assert (record.hits, record.priority, record.demoted) == (node.hits, node.priority, node.demoted)
+            assert (record.used, record.born) == (node.used_at + offset, node.born_at + offset)
+            assert record.namespace == (namespace if node is root else None)
+            head = [int.from_bytes(node.key[at : at + 4], "little") for at in range(0, min(32, len(node.key)), 4)]
+            assert list(record.head) == head
+    assert mirror.nodes.keys() == seen
+
+
+def assert_sequences(mirror: Mirror, cache: PrefixCache) -> None:
+    assert mirror.sequences.keys() == cache._open.keys()
+    named = {block for node in cache._tree.walk() for block in node.blocks}
+    for sequence in cache._open.values():
+        record = mirror.sequences[sequence.id]
+        facts = (sequence._node.id, sequence.length, sequence.cached_length)
+        assert (record.node, record.length, record.cached) == facts
+        own = set(sequence._table[sequence._own :])
+        if sequence._planned is not None and sequence._source >= 0:
+            own.add(sequence._source)
+        assert own - named <= set(expand(record.blocks)) <= own
+
+
+def assert_pool(mirror: Mirror, cache: PrefixCache) -> None:
+    """Blocks of unlocked nodes are cached, of locked ones and of sequences held, under pins pinned; others are free."""
+    stats = cache.stats()
+    cached = {block for node in mirror.nodes.values() if not node.locks for block in expand(node.blocks)}
+    held = {block for node in mirror.nodes.values() if node.locks for block in expand(node.blocks)}
+    held |= {block for sequence in mirror.sequences.values() for block in expand(sequence.blocks)}
+    cached -= held
+    free = set(range(stats.num_blocks)) - cached - held
+    assert free == set(cache._pool.free)
+    assert (len(free), len(cached), len(held)) == (stats.free_blocks, stats.cached_blocks, stats.held_blocks)
+    pinned = {block for node in mirror.nodes.values() if node.pins for block in table(mirror, node, stats.block_size)}
+    assert len(pinned) == stats.pinned_blocks
+    gauges = {name.removeprefix("cache."): value for name, value in mirror.stats.items() if name.startswith("cache.")}
+    assert gauges == {each.name: getattr(stats, each.name) for each in fields(stats)}
+
+
+def table(mirror: Mirror, node: NodeRecord, block_size: int) -> list[int]:
+    """The block table of the path to the end of a node."""
+    path = [node]
+    while path[-1].parent:
+        path.append(mirror.nodes[path[-1].parent])
+    blocks: list[int] = []
+    for each in reversed(path):
+        if each.start % block_size and blocks:
+            blocks.pop()
+        blocks += expand(each.blocks)
+    return blocks
+
+
+def assert_a_latecomer_knows_as_much(mirror: Mirror) -> None:
+    late = Mirror()
+    late.apply(mirror.everything())
+    assert vars(late) == vars(mirror)
+    assert all(is_dataclass(record) for record in plain(late))
+
+
+def plain(mirror: Mirror) -> list[Any]:
+    return [*mirror.nodes.values(), *mirror.sequences.values(), *mirror.live.values(), *mirror.ended.values()]
