@@ -1,0 +1,85 @@
+"""Which nodes a person wants to see: a line of terms, all of which must fit. Knows node records and words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from radixkv.telemetry.records import NodeRecord
+
+STATES = ("active", "cached", "pinned", "done")
+EXAMPLES = "team-a   session:12   ids:15,42   min:500   active | cached | pinned | done"
+
+
+class InvalidFilter(ValueError):
+    """A filter that nobody understands; says what was wrong and what is allowed."""
+
+
+def states_of(node: NodeRecord) -> frozenset[str]:
+    """Active or cached; pinned, if a pin ends here; done, if its user said that it is first to go."""
+    states = {"active" if node.locks else "cached"}
+    if node.pins:
+        states.add("pinned")
+    if node.demoted:
+        states.add("done")
+    return frozenset(states)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFilter:
+    """All of these must fit; what is empty fits everything."""
+
+    words: tuple[str, ...] = ()  # in the namespace or the text
+    sessions: frozenset[int] = field(default_factory=frozenset)
+    ids: tuple[int, ...] = ()  # a run within the first token ids
+    least: int = 0  # tokens
+    states: frozenset[str] = field(default_factory=frozenset)  # any of them
+
+    def fits(self, node: NodeRecord, namespace: str | None, session: int | None) -> bool:
+        """Whether a node of this namespace, which this session held last, is wanted. A root only by its name."""
+        if not node.tokens and (self.ids or self.least or self.states or self.sessions):
+            return False
+        if self.sessions and session not in self.sessions:
+            return False
+        if node.tokens < self.least or (self.states and self.states.isdisjoint(states_of(node))):
+            return False
+        if self.ids and not _has_run(node.head, self.ids):
+            return False
+        hay = f"{namespace or 'default'}\n{node.text or ''}".lower()
+        return all(word in hay for word in self.words)
+
+
+def parse(line: str) -> NodeFilter | None:
+    """The filter of a line; None of an empty one. InvalidFilter names the term that is not understood."""
+    terms = line.lower().split()
+    if not terms:
+        return None
+    words: list[str] = []
+    ids: tuple[int, ...] = ()
+    sessions, least, states = set[int](), 0, set[str]()
+    for term in terms:
+        name, colon, value = term.partition(":")
+        if not colon:
+            states |= {term} & set(STATES)
+            words += [] if term in STATES else [term]
+        elif name in ("session", "s"):
+            sessions.add(_number(term, value))
+        elif name in ("ids", "id"):
+            ids = tuple(_number(term, part) for part in value.split(","))
+        elif name in ("min", "tokens"):
+            least = _number(term, value)
+        elif name in ("ns", "namespace"):
+            words.append(value)
+        else:
+            raise InvalidFilter(f"{term!r}: allowed are words, session:N, ids:N,N, min:N, {', '.join(STATES)}")
+    return NodeFilter(tuple(words), frozenset(sessions), ids, least, frozenset(states))
+
+
+def _number(term: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise InvalidFilter(f"{term!r}: {value!r} is no whole number") from None
+
+
+def _has_run(head: tuple[int, ...], ids: tuple[int, ...]) -> bool:
+    return any(head[at : at + len(ids)] == ids for at in range(len(head) - len(ids) + 1))

@@ -1,0 +1,366 @@
+"""The rows of the radix tree: branches kept in order, added up and flattened, as far as they are open and match.
+
+Knows node records. Knows no screen, no colour and no clock. Row by row it is what a naive walk would list; what one
+change costs depends on what changed and on the depth, only the flat list is made anew, and only if it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from radixkv.telemetry.records import NodeRecord
+from radixkv_monitor.block_map import count_blocks
+
+TOP = 0
+"""The id of what all roots hang below; no node has it."""
+
+Wanted = Callable[["Branch"], bool]
+
+
+class Branch:
+    """A node and what is below it; `nodes`, `tokens`, `blocks`, `wanted` and `newest` are of both together.
+
+    `wanted` counts the nodes that the filter wants, `newest` is when the youngest was used. A block that several nodes
+    name counts for each of them.
+    """
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "is_wanted",
+        "newest",
+        "nodes",
+        "order",
+        "own_blocks",
+        "parent",
+        "record",
+        "tokens",
+        "wanted",
+    )
+
+    def __init__(self, record: NodeRecord | None) -> None:
+        self.record = record
+        self.parent: Branch | None = None
+        self.children: dict[int, Branch] = {}
+        self.order: list[Branch] | None = None  # the children as they are shown; None: not known any more
+        self.nodes = self.tokens = self.blocks = self.own_blocks = self.wanted = 0
+        self.is_wanted = False
+        self.newest = 0.0
+
+    @property
+    def node(self) -> NodeRecord:
+        """Its record; only the top has none."""
+        assert self.record is not None
+        return self.record
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is a namespace."""
+        return self.record is not None and self.record.parent == TOP
+
+    def up(self) -> Iterator[Branch]:
+        """What it hangs below, nearest first; the top comes last, if it is linked so far."""
+        branch = self.parent
+        while branch is not None:
+            yield branch
+            branch = branch.parent
+
+    @property
+    def namespace(self) -> str | None:
+        """The namespace that it is in. O(depth)."""
+        branch = self
+        while branch.parent is not None and branch.parent.record is not None:
+            branch = branch.parent
+        return branch.record.namespace if branch.record is not None else None
+
+
+class Row(NamedTuple):
+    """A branch as it is shown: `lead` are the lines that join it to its neighbours."""
+
+    branch: Branch
+    lead: str
+
+    @property
+    def id(self) -> int:
+        """The node's id."""
+        return self.branch.node.id
+
+
+Key = Callable[[Branch], tuple[float, int]]
+
+SORTS: dict[str, Key] = {
+    "recency": lambda branch: (-branch.newest, branch.node.id),
+    "size": lambda branch: (-branch.node.tokens, branch.node.id),
+    "hits": lambda branch: (-branch.node.hits, branch.node.id),
+    "subtree": lambda branch: (-branch.tokens, branch.node.id),
+    "birth": lambda branch: (branch.node.born, branch.node.id),
+}
+"""How children are sorted, below each node on its own."""
+
+
+class TreeRows:
+    """The rows that are shown: `rows`, and where each node is among them: `index`."""
+
+    def __init__(self, sort: str = "recency") -> None:
+        self.rows: list[Row] = []
+        self.index: dict[int, int] = {}
+        self.sort = sort
+        self.closed: set[int] = set()
+        self.branches: dict[int, Branch] = {TOP: Branch(None)}
+        self._wanted: Wanted | None = None
+        self._closed_unfiltered: set[int] = set()
+        self._orphans: dict[int, set[int]] = {}  # by the parent that is missing
+        self._stale: dict[int, Branch] = {}  # branches whose children may stand in another order, or are others
+        self._must_flatten = True
+
+    # ---- telling it what changed
+
+    def update(self, nodes: Mapping[int, NodeRecord], touched: Iterable[int] | None = None) -> bool:
+        """Be the rows of these nodes; only touched ids may differ from last time (None: any may).
+
+        True if rows moved, came or went. O(touched x depth), and O(rows) if so.
+        """
+        if touched is None:
+            touched = {number for number in self.branches if number not in nodes and number != TOP}.union(
+                number for number, node in nodes.items() if self._differs(number, node)
+            )
+        ids = [number for number in touched if number != TOP and self._differs(number, nodes.get(number))]
+        for number in ids:
+            self._unlink_if_moved(number, nodes.get(number))
+        for number in ids:
+            node = nodes.get(number)
+            if node is None:
+                self._forget(number)
+            else:
+                self._tell(node)
+        return self._settle()
+
+    def _differs(self, number: int, node: NodeRecord | None) -> bool:
+        branch = self.branches.get(number)
+        return (None if branch is None else branch.record) is not node
+
+    def _unlink_if_moved(self, number: int, node: NodeRecord | None) -> None:
+        branch = self.branches.get(number)
+        if branch is not None and (node is None or branch.node.parent != node.parent):
+            self._unlink(branch)
+
+    def _unlink(self, branch: Branch) -> None:
+        """Away from its parent, with all that it has."""
+        parent, branch.parent = branch.parent, None
+        if parent is None:
+            return
+        del parent.children[branch.node.id]
+        self._disorder(parent)
+        self._add(parent, -branch.nodes, -branch.tokens, -branch.blocks, -branch.wanted)
+        self._lower(parent, branch.newest)
+
+    def _forget(self, number: int) -> None:
+        branch = self.branches.pop(number, None)
+        self.closed.discard(number)
+        self._closed_unfiltered.discard(number)
+        self._stale.pop(number, None)
+        if branch is None:
+            return
+        self._orphans.get(branch.node.parent, set()).discard(number)
+        for child in list(branch.children):  # their own change comes later, if it comes
+            orphan = branch.children.pop(child)
+            orphan.parent = None
+            self._link(orphan)
+
+    def _tell(self, node: NodeRecord) -> None:
+        """A node is new, or differs."""
+        branch = self.branches.get(node.id)
+        if branch is None:
+            branch = self.branches[node.id] = Branch(None)
+            branch.nodes = 1
+        old, branch.record = branch.record, node
+        blocks, before, tokens = branch.own_blocks, branch.is_wanted, 0 if old is None else old.tokens
+        if old is None or old.blocks is not node.blocks:
+            branch.own_blocks = count_blocks(node.blocks)
+        branch.is_wanted = self._wanted is None or self._wanted(branch)
+        self._add(branch, 0, node.tokens - tokens, branch.own_blocks - blocks, branch.is_wanted - before)
+        if node.used >= branch.newest:
+            self._raise(branch, node.used)
+        elif old is not None and old.used == branch.newest:
+            self._lower(branch, old.used)
+        if branch.parent is None:
+            self._link(branch)
+        if branch.parent is not None and self.sort in ("size", "hits", "birth"):
+            self._disorder(branch.parent)
+        for number in self._orphans.pop(node.id, ()):
+            orphan = self.branches.get(number)
+            if orphan is not None:
+                self._unlink(orphan)
+                self._link(orphan)
+
+    def _link(self, branch: Branch) -> None:
+        """Below its parent, with all that it has; below the top, if that is not known, or is below itself."""
+        node = branch.node
+        parent = self.branches.get(node.parent)
+        if parent is None:
+            self._orphans.setdefault(node.parent, set()).add(node.id)
+            parent = self.branches[TOP]
+        elif parent is branch or branch in parent.up():
+            parent = self.branches[TOP]
+        branch.parent = parent
+        parent.children[node.id] = branch
+        self._disorder(parent)
+        self._add(parent, branch.nodes, branch.tokens, branch.blocks, branch.wanted)
+        self._raise(parent, branch.newest)
+
+    # ---- sums
+
+    def _add(self, branch: Branch, nodes: int, tokens: int, blocks: int, wanted: int) -> None:
+        """Add to a branch and to all above it."""
+        if not (nodes or tokens or blocks or wanted):
+            return
+        by_size = bool(tokens) and self.sort == "subtree"
+        up: Branch | None = branch
+        while up is not None:
+            was, up.wanted = up.wanted, up.wanted + wanted
+            up.nodes += nodes
+            up.tokens += tokens
+            up.blocks += blocks
+            if up.parent is not None and (by_size or (was > 0) != (up.wanted > 0)):
+                self._disorder(up.parent)
+                self._must_flatten |= not by_size
+            up = up.parent
+
+    def _raise(self, branch: Branch, used: float) -> None:
+        up: Branch | None = branch
+        while up is not None and up.newest < used:
+            up.newest = used
+            if up.parent is not None and self.sort == "recency":
+                self._disorder(up.parent)
+            up = up.parent
+
+    def _lower(self, branch: Branch, used: float) -> None:
+        """What was used at this time is below it no more."""
+        up: Branch | None = branch
+        while up is not None and up.newest == used:
+            own = up.record.used if up.record is not None else 0.0
+            up.newest = max((child.newest for child in up.children.values()), default=own)
+            up.newest = max(up.newest, own)
+            if up.newest == used:
+                return
+            if up.parent is not None and self.sort == "recency":
+                self._disorder(up.parent)
+            up = up.parent
+
+    # ---- order
+
+    def _disorder(self, branch: Branch) -> None:
+        self._stale[TOP if branch.record is None else branch.record.id] = branch
+
+    def _settle(self) -> bool:
+        """Sort what may be out of order; flatten if anything was. True if so."""
+        key = SORTS[self.sort]
+        for branch in self._stale.values():
+            order = sorted(branch.children.values(), key=key)
+            if order != branch.order:
+                branch.order = order
+                self._must_flatten = True
+        self._stale.clear()
+        if not self._must_flatten:
+            return False
+        self._flatten()
+        self._must_flatten = False
+        return True
+
+    def _flatten(self) -> None:
+        """The rows, from top to bottom. O(rows)."""
+        rows: list[Row] = []
+        stack = [(root, "", "") for root in reversed(self._shown(self.branches[TOP]))]
+        while stack:
+            branch, lead, below = stack.pop()
+            rows.append(Row(branch, lead))
+            if not branch.order or branch.node.id in self.closed:
+                continue
+            children = self._shown(branch)
+            if len(children) == 1 and not branch.is_root:  # a trunk grows straight on
+                stack.append((children[0], below, below))
+            elif children:
+                stack.append((children[-1], below + "╰─", below + "  "))
+                stack.extend((child, below + "├─", below + "│ ") for child in reversed(children[:-1]))
+        self.rows = rows
+        self.index = {row[0].node.id: place for place, row in enumerate(rows)}
+
+    def _shown(self, branch: Branch) -> list[Branch]:
+        order = branch.order or []
+        return order if self._wanted is None else [child for child in order if child.wanted]
+
+    # ---- what the person asks for
+
+    def sort_by(self, sort: str) -> None:
+        """Sort by one of SORTS. O(nodes)."""
+        self.sort = sort
+        self._stale = dict(self.branches)
+        self._settle()
+
+    def filter(self, wanted: Wanted | None) -> None:
+        """Show only what is wanted, and what leads to it, all open; None shows all, open as it was. O(nodes)."""
+        if wanted is not None and self._wanted is None:
+            self._closed_unfiltered = self.closed
+        self.closed = set() if wanted is not None else self._closed_unfiltered
+        self._wanted = wanted
+        self.judge(self.branches)
+        self._must_flatten = True
+        self._settle()
+
+    def judge(self, numbers: Iterable[int]) -> None:
+        """Ask the filter anew about these; `update` shows what came of it. O(numbers x depth)."""
+        for number in numbers:
+            branch = self.branches.get(number)
+            if branch is None or branch.record is None:
+                continue
+            before, branch.is_wanted = branch.is_wanted, self._wanted is None or self._wanted(branch)
+            self._add(branch, 0, 0, 0, branch.is_wanted - before)
+
+    @property
+    def wanted(self) -> int:
+        """How many nodes the filter wants, closed ones included; all of them without one."""
+        return self.branches[TOP].wanted
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether there is a filter."""
+        return self._wanted is not None
+
+    def open(self, numbers: Iterable[int], is_open: bool = True) -> None:
+        """Open or close these. O(rows)."""
+        if is_open:
+            self.closed.difference_update(numbers)
+        else:
+            self.closed.update(number for number in numbers if number in self.branches and number != TOP)
+        self._must_flatten = True
+        self._settle()
+
+    def open_to(self, number: int) -> bool:
+        """Open all that hides this node. False if there is no such node, or the filter hides it."""
+        branch = self.branches.get(number)
+        if branch is None or branch.record is None or not branch.wanted:
+            return False
+        above = {up.record.id for up in branch.up() if up.record is not None}
+        if not self.closed.isdisjoint(above):
+            self.open(above)
+        return number in self.index
+
+    def hottest(self) -> Branch | None:
+        """The end of the path that was used last: down from the top, always to the youngest. O(depth x children)."""
+        branch = self.branches[TOP]
+        while branch.children:
+            shown = [child for child in branch.children.values() if child.wanted]
+            if not shown or (branch.record is not None and branch.record.used >= branch.newest):
+                break
+            branch = max(shown, key=lambda child: (child.newest, child.node.id))
+        return branch if branch.record is not None else None
+
+    def next_wanted(self, place: int, step: int) -> int | None:
+        """The next row, from this one on in steps of 1 or -1 and round the end, that the filter itself wants."""
+        count = len(self.rows)
+        for away in range(1, count + 1):
+            at = (place + step * away) % count
+            if self.rows[at].branch.is_wanted:
+                return at
+        return None

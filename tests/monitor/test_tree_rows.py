@@ -1,0 +1,267 @@
+"""The rows of the tree equal a naive walk, whatever changed, however they are sorted, closed and filtered."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.telemetry.records import NodeRecord
+from radixkv_monitor.node_filter import InvalidFilter, NodeFilter, parse, states_of
+from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
+from tests.monitor.cache_lives import STEPS, Life
+
+Nodes = dict[int, NodeRecord]
+
+
+def node(number: int, parent: int = 0, **values: object) -> NodeRecord:
+    usual = {
+        "start": 0, "tokens": 4, "blocks": (number, 1), "holders": 0, "locks": 0, "pins": 0, "hits": 0, "priority": 0,
+        "demoted": False, "born": float(number), "used": float(number),
+    }  # fmt: skip
+    return NodeRecord(id=number, parent=parent, **{**usual, **values})  # type: ignore[arg-type]
+
+
+class Naive:
+    """What the rows should be, by a plain recursion over all nodes."""
+
+    def __init__(self, nodes: Nodes, sort: str, closed: set[int], wanted: set[int] | None) -> None:
+        self.nodes, self.sort, self.closed, self.wanted = nodes, sort, closed, wanted
+        self.rows: list[tuple[int, str]] = []
+        for root in self.children(0):
+            self.walk(root, "", "")
+
+    def below(self, number: int) -> list[NodeRecord]:
+        """A node and all below it."""
+        kids = [each.id for each in self.nodes.values() if each.parent == number]
+        return [self.nodes[number], *(below for kid in kids for below in self.below(kid))]
+
+    def key(self, number: int) -> tuple[float, int]:
+        below = self.below(number)
+        return {
+            "recency": -max(each.used for each in below),
+            "size": -self.nodes[number].tokens,
+            "hits": -self.nodes[number].hits,
+            "subtree": -sum(each.tokens for each in below),
+            "birth": self.nodes[number].born,
+        }[self.sort], number
+
+    def children(self, number: int) -> list[int]:
+        kids = [each.id for each in self.nodes.values() if each.parent == number]
+        if self.wanted is not None:
+            kids = [kid for kid in kids if any(each.id in self.wanted for each in self.below(kid))]
+        return sorted(kids, key=self.key)
+
+    def walk(self, number: int, lead: str, below: str) -> None:
+        self.rows.append((number, lead))
+        if number in self.closed:
+            return
+        kids = self.children(number)
+        for kid in kids:
+            if len(kids) == 1 and self.nodes[number].parent:
+                self.walk(kid, below, below)
+            else:
+                last = kid == kids[-1]
+                self.walk(kid, below + ("╰─" if last else "├─"), below + ("  " if last else "│ "))
+
+
+def check(rows: TreeRows, nodes: Nodes, wanted: set[int] | None = None) -> None:
+    naive = Naive(nodes, rows.sort, rows.closed, wanted)
+    assert [(row.id, row.lead) for row in rows.rows] == naive.rows
+    assert rows.index == {number: place for place, (number, _) in enumerate(naive.rows)}
+    for number, each in nodes.items():
+        below, branch = naive.below(number), rows.branches[number]
+        assert branch.record is each
+        assert (branch.nodes, branch.tokens) == (len(below), sum(one.tokens for one in below))
+        assert branch.blocks == sum(sum(one.blocks[1::2]) for one in below)
+        assert branch.newest == max(one.used for one in below)
+        assert branch.wanted == sum(wanted is None or one.id in wanted for one in below)
+    assert rows.branches.keys() == {0, *nodes}
+    assert rows.wanted == len(nodes if wanted is None else wanted)
+
+
+@settings(max_examples=120, deadline=None)
+@given(STEPS, st.sampled_from(sorted(SORTS)), st.integers(1, 4), st.booleans())
+def test_rows_of_a_living_cache_are_those_of_a_walk(
+    steps: list[tuple[str, int]], sort: str, told_every: int, is_filtered: bool
+) -> None:
+    life, rows = Life(), TreeRows(sort)
+    last = None
+    if is_filtered:
+        rows.filter(lambda branch: branch.node.locks > 0)
+    for index, step in enumerate(steps):
+        life.step(*step)
+        if index % told_every:
+            continue
+        state = life.state()
+        touched = state.touched_since(last)
+        before = [(row.id, row.lead) for row in rows.rows]
+        moved = rows.update(state.nodes, None if touched is None else touched.nodes)
+        last = state
+        held = {number for number, each in state.nodes.items() if each.locks} if is_filtered else None
+        check(rows, dict(state.nodes), held)
+        assert moved or [(row.id, row.lead) for row in rows.rows] == before
+        rows.open([step[1] % 40], is_open=step[1] % 3 == 0)
+        check(rows, dict(state.nodes), held)
+
+
+FORESTS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 5)), max_size=25)
+
+
+@settings(max_examples=150, deadline=None)
+@given(FORESTS, st.sampled_from(sorted(SORTS)), st.integers(0, 30))
+def test_rows_follow_any_forest_to_any_other(links: list[tuple[int, int, int]], sort: str, cut: int) -> None:
+    """Parents below children, nodes that go before their children, and orders that change: only the sum counts."""
+    rows = TreeRows(sort)
+    nodes: Nodes = {}
+    for number, parent, size in links:
+        if number == parent:
+            nodes = {kept: each for kept, each in nodes.items() if kept != number}
+        else:
+            nodes = {**nodes, number: node(number, parent, tokens=size, hits=size, used=float(size))}
+        rows.update(nodes)
+        reachable = [number for number in nodes if _reaches_top(nodes, number)]
+        if len(reachable) == len(nodes):
+            check(rows, nodes)
+        assert rows.index.keys() == nodes.keys(), "no node is lost, even where parents are missing or go round"
+    rows.update({}, touched=list(nodes))
+    assert not rows.rows and rows.branches.keys() == {0} and rows.branches[0].tokens == rows.wanted == 0
+
+
+def _reaches_top(nodes: Nodes, number: int) -> bool:
+    seen = set()
+    while number in nodes and number not in seen:
+        seen.add(number)
+        number = nodes[number].parent
+    return number == 0
+
+
+@pytest.fixture
+def small() -> tuple[TreeRows, Nodes]:
+    """1 (team) -> 2 -> (3 -> 5, 4); 6 (another root) -> 7."""
+    nodes = {
+        1: node(1, 0, tokens=0, blocks=(), namespace="team", used=0.0), 2: node(2, 1, used=2.0),
+        3: node(3, 2, start=4, used=9.0), 4: node(4, 2, start=4, used=5.0), 5: node(5, 3, start=8, used=3.0),
+        6: node(6, 0, tokens=0, blocks=(), used=0.0), 7: node(7, 6, used=4.0),
+    }  # fmt: skip
+    rows = TreeRows()
+    rows.update(nodes)
+    return rows, nodes
+
+
+def ids(rows: TreeRows) -> list[int]:
+    return [row.id for row in rows.rows]
+
+
+def test_a_trunk_grows_straight_on_and_forks_are_indented(small: tuple[TreeRows, Nodes]) -> None:
+    rows, _ = small
+    assert [(row.id, row.lead) for row in rows.rows] == [
+        (1, ""), (2, "╰─"), (3, "  ├─"), (5, "  │ "), (4, "  ╰─"), (6, ""), (7, "╰─"),
+    ]  # fmt: skip
+
+
+def test_the_hottest_path_ends_where_something_was_used_last(small: tuple[TreeRows, Nodes]) -> None:
+    rows, nodes = small
+    hottest = rows.hottest()
+    assert hottest is not None and hottest.node.id == 3
+    nodes[7] = node(7, 6, used=50.0)
+    rows.update(nodes, [7])
+    hottest = rows.hottest()
+    assert hottest is not None and hottest.node.id == 7 and ids(rows)[0] == 6
+    assert TreeRows().hottest() is None
+
+
+def test_closing_hides_what_is_below_and_opening_to_a_node_shows_it(small: tuple[TreeRows, Nodes]) -> None:
+    rows, _ = small
+    rows.open([2, 6], is_open=False)
+    assert ids(rows) == [1, 2, 6]
+    assert rows.open_to(5) and ids(rows) == [1, 2, 3, 5, 4, 6]
+    assert not rows.open_to(77)
+
+
+def test_a_filter_shows_matches_and_their_paths_and_opens_them(small: tuple[TreeRows, Nodes]) -> None:
+    rows, nodes = small
+    rows.open([1], is_open=False)
+    rows.filter(lambda branch: branch.node.id in (5, 7))
+    assert ids(rows) == [1, 2, 3, 5, 6, 7] and rows.wanted == 2 and rows.is_filtered
+    assert not rows.open_to(4)
+    assert rows.next_wanted(0, 1) == 3 and rows.next_wanted(3, 1) == 5 and rows.next_wanted(5, 1) == 3
+    assert rows.next_wanted(3, -1) == 5
+    check(rows, nodes, {5, 7})
+    rows.filter(None)
+    assert ids(rows) == [1, 6, 7], "closed branches are closed again"
+
+
+def test_a_filter_is_asked_anew_about_nodes_that_changed(small: tuple[TreeRows, Nodes]) -> None:
+    rows, nodes = small
+    rows.filter(lambda branch: branch.node.hits > 2)
+    assert not rows.rows and rows.next_wanted(0, 1) is None
+    nodes[4] = node(4, 2, hits=3, start=4)
+    assert rows.update(nodes, [4]) and ids(rows) == [1, 2, 4]
+
+
+def test_nothing_moves_where_only_numbers_changed(small: tuple[TreeRows, Nodes]) -> None:
+    rows, nodes = small
+    nodes[5] = node(5, 3, start=8, used=3.5, hits=4)
+    assert not rows.update(nodes, [5])
+    assert not rows.update(nodes)
+    assert rows.rows[rows.index[5]].branch.node.hits == 4
+
+
+def test_namespaces_are_those_of_roots(small: tuple[TreeRows, Nodes]) -> None:
+    rows, _ = small
+    assert rows.branches[5].namespace == "team" and rows.branches[7].namespace is None
+    assert rows.branches[1].is_root and not rows.branches[5].is_root
+    assert Row(rows.branches[5], "").id == 5 and isinstance(rows.branches[0], Branch)
+
+
+# ---- the filter's line
+
+
+@pytest.mark.parametrize(
+    ("line", "fits", "not_fit"),
+    [
+        ("team", {"namespace": "TEAM-a"}, {"namespace": None}),
+        ("default", {"namespace": None}, {"namespace": "team"}),
+        ("ns:red hello", {"namespace": "red", "text": "Say Hello"}, {"namespace": "red", "text": "bye"}),
+        ("session:3", {"session": 3}, {"session": 4}),
+        ("s:3 s:5", {"session": 5}, {"session": None}),
+        ("ids:8,9", {"head": (7, 8, 9)}, {"head": (8, 7, 9)}),
+        ("min:100", {"tokens": 100}, {"tokens": 99}),
+        ("active", {"locks": 1}, {"locks": 0}),
+        ("cached", {"locks": 0}, {"locks": 1}),
+        ("pinned done", {"pins": 1}, {"locks": 1}),
+        ("done", {"demoted": True}, {"demoted": False}),
+        ("min:9 active", {"tokens": 9, "locks": 2}, {"tokens": 9}),
+    ],
+)
+def test_terms_of_a_filter(line: str, fits: dict[str, object], not_fit: dict[str, object]) -> None:
+    wanted = parse(line)
+    assert wanted is not None
+    for facts, answer in ((fits, True), (not_fit, False)):
+        values = {name: value for name, value in facts.items() if name not in ("namespace", "session")}
+        assert wanted.fits(node(2, 1, **values), facts.get("namespace"), facts.get("session")) is answer  # type: ignore[arg-type]
+
+
+def test_a_root_fits_by_its_name_only() -> None:
+    root = node(1, tokens=0)
+    assert NodeFilter(words=("team",)).fits(root, "team", None)
+    for line in ("min:1", "cached", "ids:1", "session:1"):
+        wanted = parse(line)
+        assert wanted is not None and not wanted.fits(root, "team", 1)
+
+
+def test_an_empty_line_is_no_filter() -> None:
+    assert parse("  ") is None
+
+
+@pytest.mark.parametrize("line", ["min:x", "ids:1,b", "session:", "color:red"])
+def test_a_term_that_nobody_understands_is_named(line: str) -> None:
+    with pytest.raises(InvalidFilter, match=line.split(":")[0]):
+        parse(line)
+
+
+def test_states_of_a_node() -> None:
+    assert states_of(node(1)) == {"cached"}
+    assert states_of(node(1, locks=1, pins=1)) == {"active", "pinned"}
+    assert states_of(node(1, demoted=True)) == {"cached", "done"}
