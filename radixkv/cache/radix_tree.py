@@ -136,7 +136,7 @@ class RadixTree:
             self.shared.repoint(up)
 
     def want(self, node: Node) -> None:
-        """Who has just come to hold it wants a finished tail again: it is not first to go any more. O(nodes demoted)."""
+        """Who has just come to hold a finished tail wants it: it is not first to go any more. O(nodes demoted)."""
         up: Node | None = node
         while up is not None and up.demoted:
             up.demoted = False
