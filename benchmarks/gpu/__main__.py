@@ -1,0 +1,94 @@
+"""Everything worth measuring on a GPU, in one command and under ten minutes.
+
+    python benchmarks/gpu                         all parts
+    python benchmarks/gpu --only decode tree      some of them (the ceilings are measured always)
+    python benchmarks/gpu --peers FOLDER          also vLLM's and SGLang's Triton kernels, from unpacked wheels
+    python benchmarks/gpu --list                  the parts, and the time that each may take
+
+Each part runs in a process of its own and has a budget; what it has measured by then counts. Before a kernel is timed,
+ours or a peer's, its output is compared with the plain-torch reference in float64, with NaN in all memory that nobody
+should read. Times are medians of graph replays over pools of 2 GB, so that no cache helps.
+
+Writes docs/results/gpu-<device>-<date>.json and a Markdown page beside it, and ends in one JSON line: the bars, each
+met, missed or unmeasured. Without a GPU every part is skipped with its reason, and nothing is written unless --out says
+where. The exit code is 1 if a part failed, not if a bar was missed. `--smoke` runs everything once on tiny shapes in
+Triton's interpreter, on a CPU: its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # this folder is the package `gpu`
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    if options.smoke:
+        os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton
+    from gpu import run
+    from gpu.result import Ceilings
+
+    names = [part.name for part in run.PARTS]
+    if options.list:
+        for part in run.PARTS:
+            print(f"{part.name:10s} {part.budget_s:4d} s  {part.says}")
+        return 0
+    if unknown := set(options.only or []) - set(names):
+        raise SystemExit(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    default = ROOT / ".peers"
+    peers = options.peers or (default if default.is_dir() else None)
+    order = run.Order(tuple(options.only or names), options.smoke, options.here, peers, options.stretch)
+    if options.part:
+        return run.part_main(options.part, order, Ceilings(**json.loads(options.ceilings)), options.rows_to)
+    result = run.whole(order, lambda text: print(text, flush=True))
+    return _finish(result, options.out)
+
+
+def _finish(result: dict, out: Path | None) -> int:
+    """Write the result, print the bars, end in one JSON line."""
+    from gpu.report import bar_table, markdown
+
+    device = result["device"]
+    folder = out or (ROOT / "docs" / "results" if device and not result["smoke"] else None)
+    if folder is not None:
+        stem = f"gpu-{device['slug'] if device else 'none'}-{result['date']}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (folder / f"{stem}.md").write_text(markdown(result))
+        print(f"\nwritten: {folder / stem}.json and .md")
+    if result["reason"]:
+        print(f"\nnothing was measured: {result['reason']}")
+    print("\n" + "\n".join(bar_table(result["bars"])) + "\n")
+    parts = {name: part["status"] for name, part in result["parts"].items()}
+    states = {bar["name"]: bar.get("found", bar["state"]) for bar in result["bars"]}
+    missed = [bar["name"] for bar in result["bars"] if bar["state"] == "missed"]
+    line = {"benchmark": "gpu", "device": device["name"] if device else None, "reason": result["reason"]}
+    print(json.dumps({**line, "smoke": result["smoke"], "parts": parts, "bars": states, "missed": missed}))
+    return 1 if "failed" in parts.values() else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="PART", help="measure these parts only")
+    parser.add_argument("--list", action="store_true", help="list the parts and their budgets")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="holds vllm/ and sglang/ (default: .peers)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write (default: docs/results)")
+    parser.add_argument("--stretch", type=float, default=1.0, help="give every part so many times its budget")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes in Triton's interpreter, no GPU")
+    parser.add_argument("--here", action="store_true", help="all parts in this process: for a debugger")
+    for name, kind in (("--part", str), ("--rows-to", Path), ("--ceilings", str)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
