@@ -14,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
+from radixkv_monitor.runs import Runs, runs, without_last
 
 FREE, CACHED, ACTIVE, PRIVATE, PINNED = range(5)
 """States of a block. Cached: in the tree, held by nobody. Private: of a sequence, not in the tree (yet)."""
 
 NOBODY = 0
 """The slot of no owner."""
-
-Runs = tuple[int, ...]
 
 
 Owner = int
@@ -217,42 +216,6 @@ class BlockMap:
 def is_node(owner: Owner) -> bool:
     """Whether the owner is a node of the tree."""
     return owner > 0
-
-
-def runs(blocks: Runs) -> Iterable[tuple[int, int]]:
-    """The runs (first, count) of a record's blocks."""
-    return zip(blocks[0::2], blocks[1::2], strict=False)
-
-
-def count_blocks(blocks: Runs) -> int:
-    """How many blocks these runs have."""
-    return sum(blocks[1::2])
-
-
-def without_last(blocks: Runs) -> Runs:
-    """The runs but for their last block."""
-    if not blocks:
-        return ()
-    return (*blocks[:-1], blocks[-1] - 1) if blocks[-1] > 1 else blocks[:-2]
-
-
-def block_at(blocks: Runs, place: int) -> int | None:
-    """The block that stands at this place in logical order; None behind the end."""
-    for first, count in runs(blocks):
-        if place < count:
-            return first + place
-        place -= count
-    return None
-
-
-def place_of(blocks: Runs, block: int) -> int | None:
-    """The place of a block in logical order; None if it is not there."""
-    before = 0
-    for first, count in runs(blocks):
-        if first <= block < first + count:
-            return before + block - first
-        before += count
-    return None
 
 
 def _note(changed: dict[Owner, Claim | None], owner: Owner, old: Claim | None, new: Claim | None) -> None:

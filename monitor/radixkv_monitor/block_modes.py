@@ -1,12 +1,12 @@
 """What a block map shows of a block: its state, its age, who refers to it, or whose it is; as levels with a legend.
 
-Knows states of an engine, the owners of blocks, and shades. Knows no widget. A level is a small number, the index of a
-meaning in the legend of its mode.
+Knows states of an engine, the owners of blocks, who was seen to hold them, and shades. Knows no widget. A level is a
+small number, the index of a meaning in the legend of its mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,16 +14,16 @@ import numpy.typing as npt
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor import palette
-from radixkv_monitor.block_map import NOBODY, BlockMap, Owner, count_blocks, is_node
+from radixkv_monitor.block_map import NOBODY, BlockMap, Owner, is_node
 from radixkv_monitor.palette import Shade
+from radixkv_monitor.runs import count_blocks
+from radixkv_monitor.sessions_seen import SHARED, UNKNOWN, SessionsSeen, path
 from radixkv_monitor.state import State
 
 Levels = npt.NDArray[np.uint8]
 
 AGE_LIMITS = (10.0, 60.0, 600.0, 3600.0)
 REFERENCE_LIMITS = (2, 3, 5, 9)
-SHARED, UNKNOWN = -1, -2
-"""Not the numbers of sessions: held by several sessions; by none that we saw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class Mode:
 
 
 class Blocks:
-    """The blocks of the engine that is shown: their owners, and what was seen of sessions while we looked."""
+    """The blocks of the engine that is shown: their owners, and the sessions that were seen to hold them."""
 
     def __init__(self) -> None:
         self.map = BlockMap(0, 1)
         self.state: State | None = None
-        self.session_of: dict[int, int] = {}  # node -> the session that held it, or SHARED
+        self.sessions = SessionsSeen()
         self.letters: list[int | None] = [None] * len(palette.SESSIONS)  # which session has which shade
 
     def update(self, state: State) -> None:
@@ -57,33 +57,13 @@ class Blocks:
         last = self.state
         if last is None or last.line != state.line or last.facts.engine != state.facts.engine:
             self.map = BlockMap(state.facts.num_blocks, state.facts.block_size)
-            self.session_of.clear()
         touched = state.touched_since(last)
         if touched is None:
             self.map.update(state.nodes, state.sequences)
         else:
             self.map.update(state.nodes, state.sequences, touched.nodes, touched.sequences)
         self.state = state
-        self._see_sessions(state)
-
-    def _see_sessions(self, state: State) -> None:
-        for sequence in state.sequences.values():
-            session = session_of(state, sequence)
-            if session is None:
-                continue
-            for node in path(state, sequence.node):
-                if self.session_of.setdefault(node, session) != session:
-                    self.session_of[node] = SHARED
-        if len(self.session_of) > 2 * len(state.nodes) + 64:
-            self.session_of = {node: seen for node, seen in self.session_of.items() if node in state.nodes}
-
-    def session(self, owner: Owner) -> int:
-        """The session of a block's owner, or SHARED or UNKNOWN."""
-        if is_node(owner):
-            return self.session_of.get(owner, UNKNOWN)
-        sequence = None if self.state is None else self.state.sequences.get(-owner)
-        session = None if sequence is None or self.state is None else session_of(self.state, sequence)
-        return UNKNOWN if session is None else session
+        self.sessions.update(state)
 
     def per_slot(self, values: Callable[[Owner], float], nobody: float) -> npt.NDArray[np.float64]:
         """A value for each slot of the map. O(owners)."""
@@ -146,22 +126,6 @@ def _copied_last(node: NodeRecord, sequence: SequenceRecord, block_size: int) ->
     return bool(sequence.blocks) and first * block_size < node.start + node.tokens
 
 
-def path(state: State, node: int) -> Iterator[int]:
-    """The ids from a node up to its root. O(depth)."""
-    left = len(state.nodes)
-    while (record := state.nodes.get(node)) is not None and left:
-        yield node
-        node, left = record.parent, left - 1
-
-
-def session_of(state: State, sequence: SequenceRecord) -> int | None:
-    """The session that a sequence works for; None if it has none, or none that is known."""
-    if sequence.request is None:
-        return None
-    request = state.live.get(sequence.request) or state.ended.get(sequence.request)
-    return None if request is None else request.session
-
-
 # ---- modes
 
 
@@ -220,7 +184,7 @@ _REFERENCES = (
 def _session_levels(blocks: Blocks) -> Levels:
     """0 free, 1 nobody's, 2 several sessions', 3 of a session without a shade, 4 and more: the sessions with one."""
     slots = blocks.map.slots
-    sessions = blocks.per_slot(blocks.session, UNKNOWN).astype(np.int64)
+    sessions = blocks.per_slot(blocks.sessions.of, UNKNOWN).astype(np.int64)
     size = np.bincount(blocks.map.tip, minlength=blocks.map.capacity)
     sizes: dict[int, int] = {}
     for slot in slots.values():

@@ -7,6 +7,7 @@ people who see few colours; every meaning has a sign beside its colour.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,20 @@ class Shade:
     def on(self, dark: bool) -> str:
         """The colour for a dark or a light screen."""
         return self.dark if dark else self.light
+
+    def lit(self) -> Shade:
+        """The shade of one that stands out: nearer to white on dark screens, to black on light ones."""
+        return _lit(self)
+
+
+@lru_cache
+def _lit(shade: Shade) -> Shade:
+    return Shade(_mixed(shade.dark, 255), _mixed(shade.light, 0), shade.sign)
+
+
+def _mixed(colour: str, other: int) -> str:
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(0.4 * part + 0.6 * other):02x}" for part in parts)
 
 
 FREE = Shade("#2a2f3a", "#dfe3ea", "·")

@@ -19,12 +19,10 @@ from radixkv_monitor.block_map import (
     PINNED,
     PRIVATE,
     BlockMap,
-    block_at,
-    count_blocks,
-    place_of,
-    without_last,
 )
-from radixkv_monitor.block_modes import MODES, SHARED, UNKNOWN, Blocks, reduce
+from radixkv_monitor.block_modes import MODES, Blocks, reduce
+from radixkv_monitor.runs import block_at, count_blocks, place_of, without_last
+from radixkv_monitor.sessions_seen import SHARED, UNKNOWN
 from tests.monitor.cache_lives import STEPS, Life
 
 RUNS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), max_size=5).map(lambda runs: sum(runs, ()))
@@ -129,12 +127,12 @@ def test_a_block_has_the_session_that_held_it_or_is_shared(steps: list[tuple[str
             sessions = seen.get(node.id, set())
             if node.parent is not None:
                 wanted = SHARED if len(sessions) > 1 else next(iter(sessions), UNKNOWN)
-                assert blocks.session(node.id) == wanted
+                assert blocks.sessions.of(node.id) == wanted
         levels = MODES[3].levels(blocks).tolist()
         legend = MODES[3].legend(blocks)
         for block, level in enumerate(levels):
             owner = blocks.map.owner(block)
-            session = None if owner is None else blocks.session(owner)
+            session = None if owner is None else blocks.sessions.of(owner)
             named = {None: "free", UNKNOWN: "nobody's", SHARED: "several"}.get(session, f"session {session}")
             assert legend[level].name == named
 

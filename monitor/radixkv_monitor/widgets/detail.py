@@ -1,0 +1,63 @@
+"""A pane that tells of one thing. Knows accounts, and the room that there is."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
+
+from radixkv_monitor.account import Account
+
+
+class Detail(VerticalScroll, can_focus=False):
+    """Shows an Account; drawn only if that is another one. Facts stand in as many columns as there is room for."""
+
+    DEFAULT_CSS = """
+    Detail { scrollbar-size-vertical: 1; padding: 0 1; }
+    Detail > Static { height: auto; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._account: Account | None = None
+        self._drawn: tuple[Account, int] | None = None
+
+    def compose(self) -> ComposeResult:
+        """One text."""
+        yield Static("", markup=False)
+
+    @property
+    def account(self) -> Account | None:
+        """What is told."""
+        return self._account
+
+    def tell(self, account: Account) -> None:
+        """Tell this."""
+        self._account = account
+        self._draw()
+
+    def on_resize(self) -> None:
+        """Other columns."""
+        self._draw()
+
+    def _draw(self) -> None:
+        width = self.content_size.width
+        if self._account is None or (self._account, width) == self._drawn or not width:
+            return
+        self._drawn = (self._account, width)
+        self.query_one(Static).update(_text(self._account, width))
+
+
+def _text(account: Account, width: int) -> Content:
+    """The account as it looks in so many cells."""
+    names = max((len(name) for name, _ in account.facts), default=0)
+    widest = max((len(value) for _, value in account.facts), default=0)
+    across = max(1, (width + 3) // (names + widest + 5)) if width > 64 else 1
+    parts: list[str | tuple[str, str]] = [(account.title, "bold")]
+    for place, (name, value) in enumerate(account.facts):
+        parts.append("\n" if place % across == 0 else "   ")
+        parts.append((f"{name:<{names}}  ", "$text-muted"))
+        parts.append(f"{value:<{widest}}" if across > 1 else value)
+    parts.extend(f"\n{note}" for note in account.notes)
+    return Content.assemble(*parts)

@@ -1,0 +1,229 @@
+"""A map of cells, each of which is one small number: two cells a character where signs do not matter.
+
+Knows cells, shades and a cursor. Does not know what a cell stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from rich.segment import Segment
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.geometry import Size
+from textual.message import Message
+from textual.strip import Strip
+
+from radixkv_monitor.palette import SELECTED, Shade
+from radixkv_monitor.widgets.cached_lines import CachedLines
+
+Cells = npt.NDArray[np.uint8]
+Key = tuple[bytes, int, int]
+
+GUTTER = 9
+"""Columns for the number of a line's first block."""
+LEVEL, MARKED, CURSOR = 0x3F, 0x40, 0x80
+"""A cell as it is drawn: its level, and whether it is marked or has the cursor."""
+OUTSIDE = LEVEL
+DIM = Shade("#7d8590", "#6a717c", " ")
+
+
+class HeatMap(CachedLines[Key]):
+    """Cells line by line, in reading order; O(visible cells) an update, and drawn only where they differ."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left,h", "move(-1, 0)", "left", show=False),
+        Binding("right,l", "move(1, 0)", "right", show=False),
+        Binding("up,k", "move(0, -1)", "up", show=False),
+        Binding("down,j", "move(0, 1)", "down", show=False),
+        Binding("pageup", "page(-1)", "page up", show=False),
+        Binding("pagedown", "page(1)", "page down", show=False),
+        Binding("home", "edge(0)", "first", show=False),
+        Binding("end", "edge(-1)", "last", show=False),
+        Binding("enter", "open", "open", show=False),
+    ]
+
+    class Moved(Message):
+        """The cursor is on another cell."""
+
+        def __init__(self, cell: int) -> None:
+            super().__init__()
+            self.cell = cell
+
+    class Opened(Moved):
+        """Enter, or a click on the cell under the cursor."""
+
+    class Resized(Message):
+        """There is room for more, or fewer, cells."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._cells: Cells = np.empty(0, np.uint8)
+        self._shown: Cells = self._cells  # with marks and the cursor
+        self._marked: npt.NDArray[np.bool_] | None = None
+        self._shades: tuple[Shade, ...] = ()
+        self.cursor = 0
+        self.per = 1  # blocks a cell
+        self.signs = False  # one cell a character, which has its sign
+
+    # ---- geometry
+
+    @property
+    def columns(self) -> int:
+        """Cells beside each other: a multiple of eight, if there is room."""
+        room = max(1, self.size.width - GUTTER)
+        return room // 8 * 8 or room
+
+    @property
+    def cells_a_line(self) -> int:
+        """Cells of one line of characters."""
+        return self.columns if self.signs else 2 * self.columns
+
+    def room(self, signs: bool) -> int:
+        """How many cells can be seen at once."""
+        return self.columns * self.size.height * (1 if signs else 2)
+
+    # ---- what is shown
+
+    def look(self, per: int, signs: bool) -> None:
+        """Show so many blocks a cell, with signs or two cells a character."""
+        if (per, signs) != (self.per, self.signs):
+            self.cursor = self.cursor * self.per // per
+            self.per, self.signs = per, signs
+            self.forget_lines()
+
+    def show(self, cells: Cells, shades: Sequence[Shade], marked: npt.NDArray[np.bool_] | None = None) -> None:
+        """Show these cells, in these shades; `marked` ones stand out."""
+        if tuple(shades) != self._shades:
+            self._shades = tuple(shades)
+            self._strips.clear()
+        self._cells, self._marked = cells, marked
+        self.cursor = min(self.cursor, max(0, len(cells) - 1))
+        lines = -(-len(cells) // self.cells_a_line)
+        if self.virtual_size.height != lines or self.virtual_size.width != self.size.width:
+            self.virtual_size = Size(self.size.width, lines)
+        self._overlay()
+
+    def _overlay(self) -> None:
+        shown = self._cells.copy() if self._marked is None else self._cells | (self._marked * np.uint8(MARKED))
+        if self.has_focus and len(shown):
+            shown[self.cursor] |= CURSOR
+        self._shown = shown
+        self.repaint()
+
+    def go_to(self, cell: int) -> None:
+        """Put the cursor on a cell, in view, and say so."""
+        cell = min(max(cell, 0), max(0, len(self._cells) - 1))
+        self.bring_into_view(cell // self.cells_a_line)
+        if cell != self.cursor:
+            self.cursor = cell
+            self._overlay()
+            self.post_message(self.Moved(cell))
+
+    # ---- keys and mouse
+
+    def action_move(self, across: int, down: int) -> None:
+        """Move the cursor; it stays where the map ends."""
+        cell = self.cursor + across + down * self.columns
+        if 0 <= cell < len(self._cells):
+            self.go_to(cell)
+
+    def action_page(self, by: int) -> None:
+        """Move the cursor by a screen."""
+        self.go_to(self.cursor + by * self.body * self.cells_a_line)
+
+    def action_edge(self, place: int) -> None:
+        """Move the cursor to the first (0) or the last (-1) cell."""
+        self.go_to(len(self._cells) - 1 if place else 0)
+
+    def action_open(self) -> None:
+        """Open the cell under the cursor."""
+        if len(self._cells):
+            self.post_message(self.Opened(self.cursor))
+
+    def cell_at(self, x: int, y: int) -> int | None:
+        """The cell at this place of the widget: of two in a character, the upper one."""
+        column = x - GUTTER
+        cell = (y + self.top) * self.cells_a_line + column
+        return cell if 0 <= column < self.columns and cell < len(self._cells) else None
+
+    def on_click(self, event: events.Click) -> None:
+        """Move the cursor to the cell that was clicked; a click on the cursor opens it."""
+        cell = self.cell_at(event.x, event.y)
+        if cell is None:
+            return
+        if not self.signs and self.cursor == cell + self.columns:
+            cell = self.cursor  # the lower one of the same character
+        if cell == self.cursor and self.has_focus:
+            self.action_open()
+        self.go_to(cell)
+
+    def on_focus(self) -> None:
+        """The cursor appears."""
+        self._overlay()
+
+    def on_blur(self) -> None:
+        """The cursor disappears."""
+        self._overlay()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Other lines."""
+        self.forget_lines()
+        self.post_message(self.Resized())
+
+    # ---- drawing
+
+    def key_of(self, line: int) -> Key:
+        """Its cells."""
+        first = line * self.cells_a_line
+        return self._shown[first : first + self.cells_a_line].tobytes(), self.per, self.columns
+
+    def draw(self, line: int, key: Key) -> Strip:
+        """The number of its first block, and runs of equal characters."""
+        cells = np.frombuffer(key[0], np.uint8)
+        if not len(cells):
+            return Strip.blank(self.size.width, self.rich_style)
+        here = bool((cells & CURSOR).any())
+        number = f"{line * self.cells_a_line * self.per:>{GUTTER - 1},}{'▸' if here else ' '}"
+        gutter = Segment(number, self.style(SELECTED, None, "bold") if here else self.style(DIM))
+        return Strip([gutter, *(self._signs(cells) if self.signs else self._halves(cells))])
+
+    def _signs(self, cells: Cells) -> list[Segment]:
+        segments = []
+        for value, length in _runs(cells):
+            shade = self._shades[value & LEVEL]
+            look = "reverse bold" if value & CURSOR else "reverse" if value & MARKED else ""
+            segments.append(Segment(shade.sign * length, self.style(shade, None, look)))
+        return segments
+
+    def _halves(self, cells: Cells) -> list[Segment]:
+        """Of each pair one above the other, the upper one is ink and the lower one paper."""
+        width = self.columns
+        padded = np.full(2 * width, OUTSIDE, np.uint8)
+        padded[: len(cells)] = cells
+        pairs = padded[:width].astype(np.int32) * 256 + padded[width:]
+        return [
+            Segment("▀" * length, self.style(self._ink(value >> 8), self._ink(value & 255)))
+            if value >> 8 != OUTSIDE
+            else Segment(" " * length, self.rich_style)
+            for value, length in _runs(pairs)
+        ]
+
+    def _ink(self, value: int) -> Shade | None:
+        if value == OUTSIDE:
+            return None
+        if value & CURSOR:
+            return SELECTED
+        shade = self._shades[value & LEVEL]
+        return shade.lit() if value & MARKED else shade
+
+
+def _runs(values: npt.NDArray[np.integer[Any]]) -> list[tuple[int, int]]:
+    """Equal neighbours as (value, how many)."""
+    cuts = np.flatnonzero(np.diff(values)) + 1
+    starts = np.concatenate(([0], cuts))
+    lengths = np.diff(np.concatenate((starts, [len(values)])))
+    return list(zip(values[starts].tolist(), lengths.tolist(), strict=True))
