@@ -6,51 +6,93 @@ Knows a feed, the table of views and the person's keys. Does not know what a vie
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from textual import on
-from textual.app import App, ComposeResult
+from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
-from radixkv_monitor.feed import Feed, Status
+from radixkv_monitor.feed import Feed
+from radixkv_monitor.help import ExportScreen, HelpScreen, key_name
 from radixkv_monitor.messages import Selected, Selection
+from radixkv_monitor.meter import Meter
 from radixkv_monitor.state import State
+from radixkv_monitor.theme import DARK, THEMES
+from radixkv_monitor.viewing import Viewing
 from radixkv_monitor.views import VIEWS, View
+from radixkv_monitor.widgets.lines import Banner, BottomLine, TopLine
 
 FRAMES_PER_SECOND = 10
+STEP, LEAP = 5.0, 60.0
+"""Seconds that the keys for the past go."""
+
+KEYS: tuple[Binding, ...] = (
+    *(
+        Binding(str(at), f"show('{view.name}')", view.title, show=False, tooltip=view.about)
+        for at, view in enumerate(VIEWS, 1)
+    ),
+    Binding("question_mark", "help", "Help", tooltip="this help"),
+    Binding("space", "freeze", "Freeze", tooltip="freeze the picture, or go on; a recording pauses"),
+    Binding("left_square_bracket", f"scrub({-STEP})", "Past", tooltip="5 seconds back: the last ten minutes are kept"),
+    Binding("right_square_bracket", f"scrub({STEP})", "forth", show=False, tooltip="5 seconds forth"),
+    Binding("left_curly_bracket", f"scrub({-LEAP})", "back", show=False, tooltip="a minute back"),
+    Binding("right_curly_bracket", f"scrub({LEAP})", "forth", show=False, tooltip="a minute forth"),
+    Binding("less_than_sign", "speed(-1)", "slower", show=False, tooltip="play a recording more slowly"),
+    Binding("greater_than_sign", "speed(1)", "faster", show=False, tooltip="play a recording faster"),
+    Binding("b", "baseline", "Baseline", tooltip="count from now on; again: from the beginning"),
+    Binding("r", "record", "Record", tooltip="record to a file in the current folder, or stop that"),
+    Binding("e", "export", "Export", tooltip="write what you see to a file: JSON, CSV or SVG"),
+    Binding("m", "maximise", "Maximise", show=False, tooltip="only the view, without the lines around it"),
+    Binding("q", "quit", "Quit", tooltip="quit"),
+)
 
 
 class MonitorApp(App[None]):
-    """Shows what `feed` tells, beginning with the view `start_screen`."""
+    """Shows what `feed` tells, beginning with the view `start_screen`; with a `meter` also what that costs."""
 
     CSS_PATH = "app.tcss"
     TITLE = "radixkv-monitor"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(i), f"show('{entry.name}')", entry.title, show=False) for i, entry in enumerate(VIEWS, 1)),
-        Binding("space", "freeze", "Freeze"),
-        Binding("q", "quit", "Quit"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*KEYS]
 
-    def __init__(self, feed: Feed, start_screen: str = "overview") -> None:
+    def __init__(
+        self, feed: Feed, start_screen: str = "overview", *, sort: str | None = None, meter: Meter | None = None
+    ) -> None:
         super().__init__()
         self.feed = feed
         self.start_screen = start_screen
-        self.shown: State | None = None
+        self.sort = sort
+        self.viewing = Viewing(feed)
         self.selection = Selection()
-        self.is_frozen = False
+        self.shown: State | None = None
+        self._meter = meter
         self._drawn: tuple[object, ...] = ()
+        self._top = TopLine([(entry.name, entry.title) for entry in VIEWS])
+        self._banner = Banner()
+        self._bottom = BottomLine()
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = DARK.name
 
     def compose(self) -> ComposeResult:
         """The parts from top to bottom."""
+        yield self._top
+        yield self._banner
         yield ContentSwitcher(id="views")
+        yield self._bottom
 
     async def on_mount(self) -> None:
         """Start to read and to draw."""
         self.feed.start()
         await self.action_show(self.start_screen)
         self.set_interval(1 / FRAMES_PER_SECOND, self.tick)
+        self.set_interval(1, self._say_below)
+        self.screen.bindings_updated_signal.subscribe(self, lambda _: self._say_below())
 
     def on_unmount(self) -> None:
         """Let the feed go."""
@@ -59,50 +101,179 @@ class MonitorApp(App[None]):
     @property
     def view(self) -> View | None:
         """The view in front."""
-        current = self.query_one("#views", ContentSwitcher).visible_content
+        found = self.screen_stack[0].query(ContentSwitcher) if self.screen_stack else ()
+        current = found[0].visible_content if found else None
         return current if isinstance(current, View) else None
 
-    def tick(self) -> None:
-        """Draw the feed's newest state, if it differs from what is shown, or a second has passed."""
-        latest = self.shown if self.is_frozen else self.feed.latest
-        if latest is None:
-            return
-        status = self.feed.status
-        key = (latest.line, latest.tick, status, self.is_frozen, int(time.time()))
-        if key == self._drawn:
-            return
-        self._drawn = key
-        self._draw(latest, status)
+    # ---- drawing
 
-    def _draw(self, state: State, status: Status) -> None:
-        live = status.link == "live" and not self.is_frozen
-        now = max(state.time, time.time()) if live else state.now
-        self.shown = replace(state, now=now, stale=status.link == "stale", frozen=self.is_frozen)
-        if self.view is not None:
-            self.view.update(self.shown)
+    def tick(self) -> None:
+        """Draw, if anything differs from what is shown, or a second has passed."""
+        state = self.viewing.look()
+        self._say_around()
+        if state is None:
+            return
+        key = (state.line, state.tick, state.stale, state.frozen, state.baseline, int(state.now))
+        if key != self._drawn:
+            self._drawn, self.shown = key, state
+            if self.view is not None:
+                self.view.update(state)
+
+    def _say_around(self) -> None:
+        """The lines around the view, and its look."""
+        facts = self.shown.facts if self.shown is not None else None
+        source = f"{facts.model} · pid {facts.pid}" if facts is not None else self.feed.title
+        self._top.say(source, self.viewing.link)
+        self._banner.say(*self.viewing.banner)
+        self.screen_stack[0].set_class(self.feed.status.link == "stale", "-stale")
+
+    def _say_below(self) -> None:
+        """Keys, the view's own first, and the cost."""
+        first = self.screen_stack[0]
+        if self.screen is not first:
+            return
+        shown = [each for each in first.active_bindings.values() if each.binding.show and each.enabled]
+        shown.sort(key=lambda each: each.node is self)
+        keys = [(each.binding.key_display or key_name(each.binding.key), each.binding) for each in shown]
+        cost = str(self._meter.read(self.feed.traffic)) if self._meter is not None else ""
+        self._bottom.say(keys, cost if self.size.width >= 100 else cost.partition(", ")[0])
+
+    # ---- views
 
     async def action_show(self, name: str) -> None:
         """Bring a view to the front; it is made when it is first shown."""
         entry = next(each for each in VIEWS if each.name == name)
-        switcher = self.query_one("#views", ContentSwitcher)
+        switcher = self.screen_stack[0].query_one("#views", ContentSwitcher)
         if not switcher.query(f"#{name}"):
-            await switcher.add_content(entry.load()(id=name))
+            made = entry.load()(id=name)
+            await switcher.add_content(made)
+            if self.sort is not None:
+                made.sort_by(self.sort)
         switcher.current = name
+        self._top.show(name)
         if self.view is not None:
-            self.view.select(self.selection)
             if self.shown is not None:
                 self.view.update(self.shown)
-
-    def action_freeze(self) -> None:
-        """Stop the picture, or let it go on; reading goes on in either case."""
-        self.is_frozen = not self.is_frozen
-        self.tick()
+            self.view.select(self.selection)
+            self.view.take_focus()
 
     @on(Selected)
     async def remember(self, message: Selected) -> None:
-        """Remember what was selected, tell the view in front, and bring its home to the front if it asks for that."""
+        """Remember what was selected, and bring its home to the front if it asks for that."""
         self.selection = replace(self.selection, **{message.kind: message.number})
         if message.show:
             await self.action_show(message.home)
-        elif self.view is not None:
-            self.view.select(self.selection)
+
+    # ---- keys
+
+    def action_freeze(self) -> None:
+        """Stop the picture, or let it go on; reading goes on in either case."""
+        self.viewing.freeze()
+        self.tick()
+
+    def action_scrub(self, seconds: float) -> None:
+        """Go through what is remembered."""
+        self.viewing.scrub(seconds)
+        self.tick()
+
+    def action_speed(self, steps: int) -> None:
+        """Play a recording faster or more slowly."""
+        if self.viewing.replay is None:
+            self.notify("Only a recording has a speed: radixkv-monitor --replay FILE", severity="warning")
+        else:
+            self.viewing.replay.faster(steps)
+            self.tick()
+
+    def action_baseline(self) -> None:
+        """Count deltas from here on."""
+        began = self.viewing.set_baseline()
+        self.notify("Counting from now on; b: from the beginning" if began else "Counting from the beginning")
+        self.tick()
+
+    def action_record(self) -> None:
+        """Begin to record, or stop."""
+        tape = self.feed.tape
+        if tape is not None and tape.running:
+            self.feed.stop_recording()
+            self.notify(f"Recorded to {tape.path}")
+        else:
+            self._write("recording", "rec", self.feed.record)
+
+    def action_save(self) -> None:
+        """Write the last minutes to a file, as a recording."""
+        self._write("past", "rec", self.feed.save)
+
+    def action_export(self) -> None:
+        """Ask for a format, and write a file."""
+        if self.view is not None:
+            self.push_screen(ExportScreen(), self._export)
+
+    def action_maximise(self) -> None:
+        """Hide the lines around the view, or show them again."""
+        self.screen_stack[0].toggle_class("-bare")
+
+    def action_help(self) -> None:
+        """All keys of this view and of all views."""
+        view = self.view
+        own = [*_shown_bindings(view)] if view is not None else []
+        title = next((entry.title for entry in VIEWS if view is not None and entry.name == view.id), "")
+        sections: list[tuple[str, Iterable[Binding]]] = [("Everywhere", KEYS)]
+        if own:
+            sections.insert(0, (title, own))
+        self.push_screen(HelpScreen(sections))
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """The palette: Textual's own, every view, and every key that does something at once."""
+        yield from super().get_system_commands(screen)
+        for entry in VIEWS:
+            show = partial(self.call_later, self.action_show, entry.name)
+            yield SystemCommand(entry.title, entry.about.capitalize(), show)
+        yield SystemCommand("Freeze", "Freeze the picture, or go on", self.action_freeze)
+        yield SystemCommand("Record", "Record to a file, or stop that", self.action_record)
+        yield SystemCommand("Save the past", "Write the last ten minutes to a file", self.action_save)
+        yield SystemCommand("Export", "Write what you see to a file", self.action_export)
+        yield SystemCommand("Baseline", "Count from now on, or from the beginning", self.action_baseline)
+        yield SystemCommand("Bare", "Only the view, without the lines around it", self.action_maximise)
+
+    # ---- files
+
+    def _export(self, kind: str | None) -> None:
+        view = self.view
+        if kind is None or view is None:
+            return
+        if kind == "svg":
+            # The dialog is still on screen: the picture is taken once it is gone.
+            self.call_after_refresh(lambda: self._write(str(view.id), "svg", self._write_svg))
+        else:
+            table = view.export()
+            text = table.to_json() if kind == "json" else table.to_csv()
+            self._write(table.name, kind, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def _write_svg(self, path: Path) -> None:
+        path.write_text(self.export_screenshot(), encoding="utf-8")
+
+    def _write(self, name: str, kind: str, write: Callable[[Path], object]) -> None:
+        """Write a new file in the current folder, and say so; or say why not."""
+        path = _fresh(Path.cwd(), f"radixkv-{name}-{time.strftime('%Y%m%d-%H%M%S')}", kind)
+        try:
+            write(path)
+        except (OSError, ValueError) as error:
+            self.notify(f"{error}", title="Nothing was written", severity="error")
+        else:
+            self.notify(f"{path}", title="Writing" if name == "recording" else "Written")
+
+
+def _fresh(folder: Path, stem: str, kind: str) -> Path:
+    """A path at which nothing is yet."""
+    names = (f"{stem}{f'-{number}' if number else ''}.{kind}" for number in range(1_000_000))
+    return next(path for path in (folder / name for name in names) if not path.exists())
+
+
+def _shown_bindings(view: View) -> Iterable[Binding]:
+    """The bindings of a view and of what it is made of, each key once."""
+    known: set[str] = set()
+    for widget in (view, *view.query("*")):
+        for binding in Binding.make_bindings(type(widget).BINDINGS):
+            if binding.key not in known and binding.description:
+                known.add(binding.key)
+                yield binding

@@ -27,8 +27,13 @@ class Sampler:
         self._kept: list[Sample] = []
         self._newest: Sample | None = None
 
-    def note(self, time: float, engine: str, stats: Mapping[str, float]) -> tuple[Sample, ...]:
-        """The samples up to now, oldest first, the last one made of `stats`. O(samples)."""
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """What is kept, oldest first, and what was told last. O(samples)."""
+        return (*self._kept, self._newest) if self._newest is not None else ()
+
+    def note(self, time: float, engine: str, stats: Mapping[str, float]) -> None:
+        """Be told of `stats`; they are copied. O(stats)."""
         newest, self._newest = self._newest, Sample(time, engine, dict(stats))
         if newest is not None and time < newest.time:
             self._kept.clear()  # a clock that was set back, or another recording: no line leads through both
@@ -36,7 +41,6 @@ class Sampler:
             self._keep(newest, time)
         oldest = bisect_right(self._kept, time - self._seconds, key=_time)
         del self._kept[: max(0, oldest - 1)]  # one from before, so that the line reaches the edge
-        return (*self._kept, self._newest)
 
     def _keep(self, newest: Sample, time: float) -> None:
         """Keep what was newest until now if a second has passed, and that it held while nobody said otherwise."""

@@ -108,19 +108,21 @@ class Intake:
         pages, self._pages, self._whole = self._pages, [], True
         for page in pages:
             self._mirror.apply(page.changes)
+        self._sampler.note(self._mirror.time, self.facts.engine, self._mirror.stats)
         self.timeline.begin(self.facts, pages)
         return [page.changes for page in pages]
 
     def _delta(self, frame: Delta) -> list[Changes]:
         assert self.facts is not None
         self._mirror.apply(frame.changes)
+        self._sampler.note(self._mirror.time, self.facts.engine, self._mirror.stats)
         if self.timeline.add(frame):
             self.timeline.begin(self.facts, list(snapshot_frames(self._mirror, frame.seq, frame.ts)))
         return [frame.changes]
 
     def _publish(self, told: list[Changes]) -> State:
         assert self._camera is not None and self.facts is not None
-        history = self._sampler.note(self._mirror.time, self.facts.engine, self._mirror.stats)
+        history = self._sampler.samples
         self._baseline = self._baseline or history[-1]
         self.latest = replace(self._camera.take(self._mirror, told, history), baseline=self._baseline)
         return self.latest

@@ -10,12 +10,11 @@ import random
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from radixkv.errors import RadixKVError
-from radixkv.telemetry.frames import Attach, Delta, Frame, Hello, Snapshot
-from radixkv.telemetry.protocol import Decoder, encode
+from radixkv.telemetry.frames import Delta, Frame, Hello, Snapshot
+from radixkv.telemetry.protocol import Decoder
 from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.feed import Link, Status, ThreadFeed, Traffic
 from radixkv_monitor.phrases import duration
@@ -30,24 +29,17 @@ SHORTEST, LONGEST = 0.25, 8.0
 _CHUNK = 256 * 1024
 
 
-@dataclass(frozen=True)
-class Line:
-    """A connection that was made, and the token that it asks for, if any."""
-
-    socket: socket.socket
-    token: str = ""
-
-
 class SocketFeed(ThreadFeed):
     """An engine behind a socket, reached again and again until closed.
 
-    `connect` makes one attempt and raises OSError or RadixKVError. An engine that was restarted is told by its name.
+    `connect` makes one attempt: a socket on which frames arrive. It raises OSError or RadixKVError. An engine that was
+    restarted is told by its name.
     """
 
     def __init__(
         self,
         title: str,
-        connect: Callable[[], Line],
+        connect: Callable[[], socket.socket],
         *,
         clock: Callable[[], float] = time.time,
         seed: int | None = None,
@@ -73,17 +65,12 @@ class SocketFeed(ThreadFeed):
     def _attend(self) -> str:
         """One connection, from its beginning to its end; returns why it ended."""
         try:
-            line = self._connect()
-        except (OSError, RadixKVError) as error:
-            return _plain(error)
-        with line.socket as connection:
-            try:
+            with self._connect() as connection:
                 connection.settimeout(0.5)
-                connection.sendall(encode(Attach(token=line.token, hz=HZ)))
                 return self._read(connection)
-            except (OSError, RadixKVError) as error:
-                _log.info("the connection broke: %s", error)
-                return _plain(error)
+        except (OSError, RadixKVError) as error:
+            _log.info("no connection: %s", error)
+            return _plain(error)
 
     def _read(self, connection: socket.socket) -> str:
         decoder = Decoder()

@@ -45,7 +45,7 @@ class Touched:
     sequences: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class State:
     """One engine at one time.
 
@@ -74,6 +74,10 @@ class State:
     frozen: bool = False
     baseline: Sample | None = None
 
+    def __repr__(self) -> str:
+        """Short: a state may hold a hundred thousand records, and a traceback shows them all."""
+        return f"<State of {self.facts.engine} at {self.time}, line {self.line}, tick {self.tick}>"
+
     def touched_since(self, earlier: State | None) -> Touched | None:
         """The ids of nodes and sequences that may differ from `earlier`; None: all of them may. O(ticks + ids)."""
         if (
@@ -87,7 +91,7 @@ class State:
         return Touched(self.tick, nodes, frozenset[int]().union(*(each.sequences for each in since)))
 
 
-@dataclass
+@dataclass(repr=False)
 class Camera:
     """Takes states of one engine's mirror, tick by tick; copies only those mappings that changed.
 

@@ -27,6 +27,13 @@ class View(Widget, can_focus=False):
     def select(self, selection: Selection) -> None:
         """Show what another view selected; told when it changes and when this view comes to the front."""
 
+    def take_focus(self) -> None:
+        """Give the keyboard to what in this view wants it: by default the first that can have it."""
+        for widget in self.query("*"):
+            if widget.focusable:
+                widget.focus(scroll_visible=False)
+                return
+
     def sort_by(self, name: str) -> bool:
         """Sort by a column's or an order's name; False if this view has none of that name."""
         return False
@@ -34,20 +41,27 @@ class View(Widget, can_focus=False):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A view's place in the app: its name, title and module; the class is imported when it is first shown."""
+    """A view's place in the app. Its class, such as `tree.TreeView`, is imported when it is first shown."""
 
-    name: str
     title: str
-    module: str
-    class_name: str
+    about: str
+
+    @property
+    def name(self) -> str:
+        """By which messages and options call it."""
+        return self.title.lower()
 
     def load(self) -> type[View]:
         """The view's class."""
-        return cast("type[View]", getattr(import_module(self.module), self.class_name))
+        return cast("type[View]", getattr(import_module(f"radixkv_monitor.views.{self.name}"), f"{self.title}View"))
 
 
-VIEWS = tuple(
-    Entry(title.lower(), title, f"radixkv_monitor.views.{title.lower()}", f"{title}View")
-    for title in ("Overview", "Tree", "Pool", "Sessions", "Evictions", "Requests")
+VIEWS = (
+    Entry("Overview", "how the engine is doing: hits, pool, times, trouble"),
+    Entry("Tree", "the radix tree: what is cached, who holds it"),
+    Entry("Pool", "the blocks: free, active, cached, pinned"),
+    Entry("Sessions", "conversations, and what they found in the cache"),
+    Entry("Evictions", "what had to go, and what was wanted again"),
+    Entry("Requests", "requests in time, and why a prompt was not found"),
 )
 """In the order of the keys 1 to 6."""

@@ -1,0 +1,129 @@
+"""The screens on top of a view: help, and what to export. Knows bindings and text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+WORDS = (
+    ("free", "blocks that hold nothing"),
+    ("cached", "blocks that only the tree holds: they go when room is needed"),
+    ("active", "blocks of sequences that are open now: they stay"),
+    ("pinned", "blocks that a pin holds: they stay until it is released or runs out"),
+    ("hit rate", "prompt tokens found in the cache, of all; each request counts once, at its admission"),
+    ("hit, miss", "of times to the first token: at least half of the prompt was cached, or less"),
+    ("regret", "tokens that were asked for again after they had been evicted"),
+    ("audit", "cached blocks that were computed again, to see that they are what they should be"),
+    ("stale", "the engine cannot be reached: what you see is the last that it told"),
+)
+"""What the words on the screens mean."""
+
+
+class HelpScreen(ModalScreen[None]):
+    """All keys, and the words that the screens use."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("question_mark,escape,q,enter", "close", "Close"),
+        Binding("down,j", "scroll(1)", "down", show=False),
+        Binding("up,k", "scroll(-1)", "up", show=False),
+    ]
+
+    def __init__(self, sections: Sequence[tuple[str, Iterable[Binding]]]) -> None:
+        super().__init__()
+        self._sections = sections
+
+    def compose(self) -> ComposeResult:
+        """One long text in a box that scrolls."""
+        with VerticalScroll(id="dialog"):
+            yield Static(self._text(), markup=False)
+
+    def action_close(self) -> None:
+        """Back to the view."""
+        self.dismiss()
+
+    def action_scroll(self, lines: int) -> None:
+        """One line up or down."""
+        self.query_one("#dialog").scroll_relative(y=lines, animate=False)
+
+    def _text(self) -> Content:
+        parts = [
+            Content.styled("radixkv-monitor", "bold $primary"),
+            Content("  shows; it changes nothing in the engine.\n"),
+        ]
+        for title, bindings in self._sections:
+            parts.append(Content.styled(f"\n{title}\n", "bold"))
+            parts += [_line(_keys(binding), binding.tooltip or binding.description) for binding in bindings]
+        parts.append(Content.styled("\nWords\n", "bold"))
+        parts += [_line(word, meaning) for word, meaning in WORDS]
+        return Content("").join(parts)
+
+
+class ExportScreen(ModalScreen[str | None]):
+    """Asks for a format; its answer is "json", "csv", "svg" or None."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "choose('json')", "JSON"),
+        Binding("c", "choose('csv')", "CSV"),
+        Binding("s", "choose('svg')", "SVG"),
+        Binding("escape,q,e", "choose('')", "Cancel"),
+    ]
+
+    def compose(self) -> ComposeResult:
+        """The question."""
+        with VerticalScroll(id="dialog"):
+            yield Static(self._text(), markup=False)
+
+    def action_choose(self, kind: str) -> None:
+        """Answer."""
+        self.dismiss(kind or None)
+
+    def _text(self) -> Content:
+        lines = (
+            ("j", "[@click=screen.choose('json')]JSON: the rows of this view[/]"),
+            ("c", "[@click=screen.choose('csv')]CSV: the rows of this view[/]"),
+            ("s", "[@click=screen.choose('svg')]SVG: a picture of the screen[/]"),
+            ("esc", "[@click=screen.choose('')]nothing[/]"),
+        )
+        parts = [Content.styled("Write a file into the current folder\n\n", "bold")]
+        parts += [
+            Content.assemble((f"{key:>5}  ", "bold $accent"), Content.from_markup(text), "\n") for key, text in lines
+        ]
+        return Content("").join(parts)
+
+
+NAMES = {
+    "question_mark": "?",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
+    "left_curly_bracket": "{",
+    "right_curly_bracket": "}",
+    "less_than_sign": "<",
+    "greater_than_sign": ">",
+    "slash": "/",
+    "comma": ",",
+    "full_stop": ".",
+    "minus": "-",
+    "plus": "+",
+    "equals_sign": "=",
+}
+"""How keys are written, where that is not their name."""
+
+
+def key_name(key: str) -> str:
+    """A key as it is written: `question_mark` is `?`."""
+    return NAMES.get(key, key)
+
+
+def _keys(binding: Binding) -> str:
+    return binding.key_display or " ".join(key_name(key.strip()) for key in binding.key.split(","))
+
+
+def _line(left: str, right: str) -> Content:
+    return Content.assemble((f"{left:>12}", "$accent"), f"  {right}\n")

@@ -1,0 +1,141 @@
+"""Which moment the person looks at: the present, a frozen one, the past, or where a recording plays.
+
+Knows a feed and the person's wishes. Knows no widget.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from radixkv_monitor.feed import Feed
+from radixkv_monitor.phrases import duration, size
+from radixkv_monitor.replay import FileFeed
+from radixkv_monitor.state import Sample, State
+
+
+class Viewing:
+    """Chooses the state to draw, and says what is unusual about it."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed = feed
+        self.frozen = False
+        self._kept: State | None = None
+        self._cursor: float | None = None
+        self._baseline: Sample | None = None
+        self._shown: State | None = None
+
+    @property
+    def replay(self) -> FileFeed | None:
+        """The feed, if it plays a recording: it is then paused and sought itself."""
+        return self.feed if isinstance(self.feed, FileFeed) else None
+
+    def look(self) -> State | None:
+        """The state to draw; None before there is one."""
+        state = self._kept if self.frozen else self.feed.latest
+        if state is None:
+            return None
+        now = state.now if self.frozen else self.feed.now
+        stale = self.feed.status.link == "stale"
+        mine = self._baseline is not None and self._baseline.engine == state.facts.engine
+        baseline = self._baseline if mine else state.baseline
+        self._shown = replace(state, now=now, stale=stale, frozen=self.frozen, baseline=baseline)
+        return self._shown
+
+    # ---- wishes
+
+    def freeze(self) -> None:
+        """Stop the picture, or go on with the present; a recording pauses, or plays on."""
+        if self.replay is not None:
+            self.replay.pause()
+        elif self.frozen:
+            self._thaw()
+        else:
+            self._hold(self._shown)
+
+    def scrub(self, seconds: float) -> None:
+        """Go so many seconds back, or forth if above 0; forth beyond the newest is the present again."""
+        span = self.feed.span
+        if span is None:
+            return
+        if self.replay is not None:
+            self.replay.seek(self.replay.now + seconds)
+            return
+        start = self._cursor if self._cursor is not None else self._shown.time if self._shown else span[1]
+        self._cursor = max(start + seconds, span[0])
+        if seconds > 0 and self._cursor >= span[1]:
+            self._thaw()
+        else:
+            self._hold(self.feed.at(self._cursor))
+
+    def set_baseline(self) -> bool:
+        """Count deltas from what is shown on; the second time from where they were counted before. Says which."""
+        if self._shown is None or self._baseline is not None:
+            self._baseline = None
+            return False
+        self._baseline = Sample(self._shown.time, self._shown.facts.engine, self._shown.stats)
+        return True
+
+    def _hold(self, state: State | None) -> None:
+        self.frozen = state is not None
+        self._kept = state
+
+    def _thaw(self) -> None:
+        self.frozen, self._kept, self._cursor = False, None, None
+
+    # ---- words
+
+    @property
+    def link(self) -> str:
+        """How the source is doing, in a sign and a word or two."""
+        if self.frozen:
+            return "‖ past" if self._cursor is not None else "‖ frozen"
+        status = self.feed.status
+        if self.replay is not None and status.link in ("replay", "ended"):
+            return f"{'▶' if self.replay.playing else '‖'} replay {self.replay.speed:g}x"
+        return {"connecting": "◌ connecting", "live": "● live", "stale": "✗ stale"}.get(status.link, "■ ended")
+
+    @property
+    def banner(self) -> tuple[str, str]:
+        """What is unusual, most important first, and how bad that is: "bad", "warn", "info"."""
+        said = [each for each in (self._source(), self._moment(), self._taping()) if each]
+        kind = "bad" if self.feed.status.link == "stale" else "warn" if self.frozen else "info"
+        return "; ".join(said), kind
+
+    def _source(self) -> str:
+        status = self.feed.status
+        if status.link == "stale":
+            return f"Not connected since {clock(status.since)}, what you see is old: {status.sentence}"
+        if status.link == "connecting":
+            return f"Looking for an engine at {self.feed.title}: {status.sentence or 'no answer yet'}"
+        return status.sentence
+
+    def _moment(self) -> str:
+        state = self._kept
+        if self.replay is not None:
+            span = self.feed.span
+            return f"{length(self.feed.now - span[0])} of {length(span[1] - span[0])}" if span else ""
+        if state is None:
+            return ""
+        ago = duration(max(0.0, self.feed.now - state.time))
+        return f"{clock(state.time)}, {ago} ago; reading goes on; space: back to the present, [ ]: through the past"
+
+    def _taping(self) -> str:
+        tape = self.feed.tape
+        if tape is None:
+            return ""
+        return tape.trouble or (f"● recording to {tape.path.name}, {size(tape.bytes)}" if tape.running else "")
+
+
+def clock(when: float) -> str:
+    """The local time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(when))
+
+
+def length(seconds: float) -> str:
+    """Minutes and seconds.
+
+    >>> length(0), length(65.2), length(3600)
+    ('0:00', '1:05', '60:00')
+    """
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -1,0 +1,329 @@
+"""The first screen: one sentence, the pool, and six cards of numbers, each with its last minutes.
+
+Knows summaries and how to lay them out. Knows no node and no request by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from rich.console import Group
+from rich.style import Style
+from rich.text import Text
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import Grid
+from textual.widget import Widget
+
+from radixkv_monitor import history as counters
+from radixkv_monitor import palette
+from radixkv_monitor.export import Table
+from radixkv_monitor.phrases import count, duration, share, short, size, some
+from radixkv_monitor.state import Sample, State
+from radixkv_monitor.summary import Percentiles, Summary, summarise, verdict
+from radixkv_monitor.views import View
+from radixkv_monitor.widgets.bars import columns, stacked
+
+SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
+POOL = (("active", palette.ACTIVE), ("pinned", palette.PINNED), ("cached", palette.CACHED), ("free", palette.FREE))
+MINUTES = 10
+
+
+class Panel(Widget):
+    """A title and lines of text; draws again only if they differ."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"panel--title", "panel--dim", "panel--spark", "panel--strong"}
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id=id)
+        self._lines: tuple[Text, ...] = ()
+
+    def show(self, lines: Sequence[Text]) -> None:
+        """Draw these lines."""
+        if tuple(lines) != self._lines:
+            self._lines = tuple(lines)
+            self.refresh()
+
+    def render(self) -> Group:
+        """All lines."""
+        return Group(*self._lines)
+
+    def style_of(self, name: str) -> Style:
+        """One of the component styles: title, dim, spark, strong."""
+        return self.get_component_rich_style(f"panel--{name}", partial=True)
+
+    def title(self, name: str, aside: str = "") -> Text:
+        """The first line."""
+        return Text.assemble((name, self.style_of("title")), ("  " + aside if aside else "", self.style_of("dim")))
+
+    def numbers(self, *pairs: tuple[str, str]) -> Text:
+        """Values with their names behind them, on one line."""
+        line = Text(no_wrap=True, overflow="ellipsis")
+        for value, name in pairs:
+            line.append("  " if line else "")
+            line.append(value, self.style_of("strong"))
+            line.append(f" {name}", self.style_of("dim"))
+        return line
+
+    def spark(self, values: Sequence[float | None], height: int, top: float | None = None) -> list[Text]:
+        """Columns over time."""
+        return [Text(line, self.style_of("spark"), no_wrap=True) for line in columns(values, height, top)]
+
+
+class OverviewView(View):
+    """How the engine is doing."""
+
+    DEFAULT_CSS = """
+    OverviewView { layout: vertical; padding: 0 1; }
+    #verdict { height: 1; }
+    #facts { height: 1; }
+    #pool-bar { height: 3; margin: 1 0 0 0; }
+    #cards { grid-size: 2 3; grid-gutter: 0 3; height: 1fr; }
+    .-wide #cards { grid-size: 3 2; grid-gutter: 1 4; }
+    .-wide #verdict, .-wide #facts { margin: 0 0 1 0; }
+    .-wide #pool-bar { height: 4; margin: 0 0 1 0; }
+    .-wide #verdict { height: auto; max-height: 2; }
+    Panel { height: 1fr; }
+    Panel > .panel--title { color: $primary; text-style: bold; }
+    Panel > .panel--dim { color: $text-muted; }
+    Panel > .panel--spark { color: $accent; }
+    Panel > .panel--strong { text-style: bold; }
+    """
+
+    def __init__(self, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._state: State | None = None
+        self._summary: Summary | None = None
+
+    def compose(self) -> ComposeResult:
+        """The sentence, facts, pool and cards."""
+        for name in ("verdict", "facts", "pool-bar"):
+            yield Panel(name)
+        with Grid(id="cards"):
+            for name in CARDS:
+                yield Panel(name)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Two columns of cards, or three."""
+        self.set_class(event.size.width >= 120, "-wide")
+        self.call_after_refresh(self._draw)
+
+    def update(self, state: State) -> None:
+        """Draw a state."""
+        self._state, self._summary = state, summarise(state)
+        self._draw()
+
+    def export(self) -> Table:
+        """The summary, as one row a number."""
+        if self._summary is None or self._state is None:
+            return Table("overview", [])
+        rows = [{"name": "verdict", "value": verdict(self._state, self._summary).sentence}]
+        return Table("overview", [*rows, *_flat("", self._summary.as_dict())])
+
+    # ---- drawing
+
+    def _draw(self) -> None:
+        if self._state is None or self._summary is None:
+            return
+        self._draw_verdict(self._state, self._summary)
+        self._panel("facts").show([Text(facts_line(self._state), self._panel("facts").style_of("dim"), no_wrap=True)])
+        self._panel("pool-bar").show(self._pool(self._panel("pool-bar"), self._state, self._summary))
+        history = counters.of_one_engine(self._state.history)
+        for name, card in CARDS.items():
+            panel = self._panel(name)
+            lines = card(panel, self._state, self._summary, history)
+            panel.show(lines[: max(1, panel.size.height)])
+
+    def _panel(self, name: str) -> Panel:
+        return self.query_one(f"#{name}", Panel)
+
+    def _draw_verdict(self, state: State, summary: Summary) -> None:
+        said = verdict(state, summary)
+        colours = {"good": "success", "idle": "primary", "warn": "warning", "bad": "error"}
+        style = Style(color=self.app.theme_variables.get(colours[said.level]), bold=True)
+        line = Text(
+            f"{SIGNS[said.level]} {said.sentence}", style, overflow="ellipsis", no_wrap=not self.has_class("-wide")
+        )
+        self._panel("verdict").show([line])
+
+    def _pool(self, panel: Panel, state: State, summary: Summary) -> list[Text]:
+        facts, pool, dark = state.facts, summary.pool, self.app.current_theme.dark
+        parts = [(getattr(pool, name), shade.sign, Style(color=shade.on(dark))) for name, shade in POOL]
+        legend = Text(no_wrap=True, overflow="ellipsis")
+        for (name, _), (blocks, sign, style) in zip(POOL, parts, strict=True):
+            legend.append("   " if legend else "")
+            legend.append(f"{sign * 2} ", style)
+            legend.append(f"{name} {share(blocks, pool.total)} ", panel.style_of("strong"))
+            legend.append(count(blocks), panel.style_of("dim"))
+        aside = (
+            f"{some(pool.total, 'block')} of {facts.block_size} tokens, {size(pool.total * facts.bytes_per_block)}"
+            f" · {count(len(state.nodes))} nodes"
+        )
+        bar = stacked(parts, panel.size.width)
+        return [panel.title("Pool", aside), *([bar] * max(1, panel.size.height - 2)), legend]
+
+
+def facts_line(state: State) -> str:
+    """What the engine is."""
+    facts = state.facts
+    where = " ".join(dict.fromkeys(each for each in (facts.device, facts.dtype) if each != "none"))
+    parts = (
+        facts.model,
+        where,
+        "" if facts.attention == "none" else f"{facts.attention} attention",
+        f"eviction {facts.eviction}",
+        f"up {duration(state.now - facts.started)}",
+        f"pid {facts.pid}",
+        f"radixkv {facts.version}",
+    )
+    return " · ".join(part for part in parts if part)
+
+
+# ---- the cards
+
+Card = Callable[[Panel, State, Summary, Sequence[Sample]], list[Text]]
+
+
+def _spark_room(panel: Panel, lines: int) -> tuple[int, int]:
+    """Columns and lines that are left for a sparkline."""
+    return max(1, panel.size.width), min(6, max(1, panel.size.height - lines - 1))
+
+
+def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """Of prompt tokens, over three spans."""
+    width, height = _spark_room(panel, 2)
+    span = MINUTES * 60.0
+    asked = counters.series(history, "prompt_tokens", state.now, span, width)
+    found = counters.series(history, "cached_tokens", state.now, span, width)
+    rates = [hits / tokens if tokens >= 1 else None for hits, tokens in zip(found, asked, strict=True)]
+    since = duration(state.now - state.baseline.time) if state.baseline is not None else ""
+    return [
+        panel.title("Hit rate", "of prompt tokens, ten minutes"),
+        panel.numbers(
+            (str(summary.hit_minute), "minute"),
+            (str(summary.hit_run), f"last {since}" if since else "run"),
+            (str(summary.hit_lifetime), "lifetime"),
+        ),
+        *panel.spark(rates, height, top=1.0),
+    ]
+
+
+def first_token(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """Times to the first token, of hits and of misses."""
+    return [
+        panel.title("Time to first token", _gain(summary)),
+        _times(panel, "hit ", summary.ttft_hit),
+        _times(panel, "miss", summary.ttft_miss),
+    ]
+
+
+def _times(panel: Panel, name: str, times: Percentiles) -> Text:
+    line = Text(f"{name}  ", panel.style_of("dim"), no_wrap=True, overflow="ellipsis")
+    if not times.count:
+        return line.append("none yet")
+    return line.append_text(
+        panel.numbers(
+            (f"{duration(times.median):>7}", "median"),
+            (f"{duration(times.p90):>7}", "p90"),
+            (f"{times.count:>4}", "seen"),
+        )
+    )
+
+
+def _gain(summary: Summary) -> str:
+    hit, miss = summary.ttft_hit.median, summary.ttft_miss.median
+    return f"hits {miss / hit:.1f}x faster" if hit and miss and miss > hit else ""
+
+
+def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """Tokens a second, and steps."""
+    width, height = _spark_room(panel, 3)
+    return [
+        panel.title("Tokens per second", "output, ten minutes"),
+        panel.numbers(
+            (short(summary.output_per_second), "output"),
+            (short(summary.computed_per_second), "computed"),
+            (short(summary.cached_per_second), "from cache"),
+        ),
+        *panel.spark(counters.series(history, "output_tokens", state.now, MINUTES * 60.0, width), height),
+        panel.numbers(
+            (duration(summary.seconds_per_step), "a step"), (_plain(summary.tokens_per_step), "tokens in it")
+        ),
+    ]
+
+
+def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """Now and so far."""
+    width, height = _spark_room(panel, 3)
+    return [
+        panel.title("Requests", "running, ten minutes"),
+        panel.numbers(
+            (count(summary.running), "running"),
+            (count(summary.waiting), "waiting"),
+            (count(summary.finished), "finished"),
+            (count(summary.failed), "failed"),
+        ),
+        *panel.spark(counters.gauges(history, "running", state.now, MINUTES * 60.0, width), height),
+        panel.numbers(
+            (count(summary.requests_minute), "ended in the last minute"), (count(summary.cancelled), "cancelled")
+        ),
+    ]
+
+
+def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """What had to go, and what of it was wanted again."""
+    width, height = _spark_room(panel, 3)
+    return [
+        panel.title("Evictions", "tokens, ten minutes"),
+        panel.numbers((short(summary.evicted_per_second), "tokens/s"), (str(summary.regret_minute), "regret, minute")),
+        *panel.spark(counters.series(history, "cache.evicted_tokens", state.now, MINUTES * 60.0, width), height),
+        panel.numbers(
+            (str(summary.regret_lifetime), "regret, lifetime:"),
+            (short(summary.regret_lifetime.part), "tokens came back"),
+        ),
+    ]
+
+
+def trouble(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """Preemptions and audits, and what telling all of this costs the engine."""
+    audited = f"{some(summary.audited_blocks, 'block')} audited"
+    return [
+        panel.title("Trouble"),
+        panel.numbers(
+            (count(summary.preemptions_minute), "preemptions in the last minute"),
+            (count(summary.preemptions), "in all"),
+        ),
+        panel.numbers(
+            (count(summary.recomputed_tokens), "tokens computed twice"), (count(summary.failed_minute), "failures")
+        ),
+        panel.numbers(
+            (count(summary.differing_blocks), f"wrong of {audited}" if summary.audited_blocks else "audits yet")
+        ),
+        panel.numbers((f"{100 * summary.telemetry_share:.2f}%", "of the engine's thread for telemetry")),
+    ]
+
+
+def _plain(number: float | None) -> str:
+    return "-" if number is None else short(number)
+
+
+CARDS: dict[str, Card] = {
+    "hit-rate": hit_rate,
+    "first-token": first_token,
+    "throughput": throughput,
+    "requests": requests,
+    "evictions": evictions,
+    "trouble": trouble,
+}
+"""In the order of the grid."""
+
+
+def _flat(prefix: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Nested values as rows of dotted names."""
+    rows: list[dict[str, Any]] = []
+    for name, value in values.items():
+        rows += (
+            _flat(f"{prefix}{name}.", value) if isinstance(value, dict) else [{"name": prefix + name, "value": value}]
+        )
+    return rows

@@ -1,0 +1,111 @@
+"""The lines around a view: tabs and state of the source above, what is unusual below them, keys and cost at the foot.
+
+Knows text and actions of the app by name. Does not know what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.widgets import Static
+
+
+class Tabs(Static):
+    """The views, each behind its key; a click does what the key does."""
+
+    def __init__(self, titles: Sequence[tuple[str, str]]) -> None:
+        super().__init__(id="tabs", markup=False)
+        self._titles = titles
+
+    def show(self, current: str) -> None:
+        """Mark the current one."""
+        parts = [
+            Content.from_markup(
+                f"[@click=app.show('{name}')] $number $title [/]", number=str(number), title=title
+            ).stylize("reverse bold" if name == current else "")
+            for number, (name, title) in enumerate(self._titles, 1)
+        ]
+        self.update(Content("").join(parts))
+
+
+class TopLine(Horizontal):
+    """Tabs on the left, the source and how it is doing on the right."""
+
+    def __init__(self, titles: Sequence[tuple[str, str]]) -> None:
+        super().__init__(id="top")
+        self._titles = titles
+        self._tabs = Tabs(titles)
+        self._source = Static(id="source", markup=False)
+        self._said: tuple[str, str] = ("", "")
+
+    def compose(self) -> ComposeResult:
+        """Both halves."""
+        yield self._tabs
+        yield self._source
+
+    def show(self, current: str) -> None:
+        """Mark the current view."""
+        self._tabs.show(current)
+
+    def say(self, source: str, link: str) -> None:
+        """The source, if there is room for it, and how it is doing."""
+        if (source, link) != self._said:
+            self._said = (source, link)
+            self._draw()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """There may be room for more, or less."""
+        self._draw()
+
+    def _draw(self) -> None:
+        source, link = self._said
+        room = self.size.width - sum(len(title) + 4 for _, title in self._titles)
+        long = f"{source}  {link} "
+        self._source.update(long if len(long) <= room else f"{link} ")
+
+
+class Banner(Static):
+    """One line for what is unusual; not there while nothing is."""
+
+    def __init__(self) -> None:
+        super().__init__(id="banner", markup=False)
+        self.display = False
+
+    def say(self, text: str, kind: str) -> None:
+        """Show a text; `kind` is "bad", "warn" or "info"."""
+        self.display = bool(text)
+        self.update(text)
+        for each in ("bad", "warn", "info"):
+            self.set_class(each == kind, f"-{each}")
+
+
+class BottomLine(Horizontal):
+    """The keys that matter now, and what the monitor costs."""
+
+    def __init__(self) -> None:
+        super().__init__(id="bottom")
+        self._hints = Static(id="keys", markup=False)
+        self._cost = Static(id="cost", markup=False)
+        self._keys: tuple[tuple[str, str, str], ...] = ()
+
+    def compose(self) -> ComposeResult:
+        """Both halves."""
+        yield self._hints
+        yield self._cost
+
+    def say(self, bindings: Iterable[tuple[str, Binding]], cost: str) -> None:
+        """Show these keys, and the cost."""
+        keys = tuple((key, binding.description, binding.action) for key, binding in bindings)
+        if keys != self._keys:
+            self._keys = keys
+            self._hints.update(Content(" ").join(_hint(*each) for each in keys))
+        self._cost.update(f"{cost} " if cost else "")
+
+
+def _hint(key: str, description: str, action: str) -> Content:
+    return Content.assemble((f" {key} ", "bold $accent"), description.lower())
