@@ -34,6 +34,7 @@ class _Turn:
     answers: list[array[int]]
     sequences: list[Sequence] = field(default_factory=list)
     computed: int = 0  # tokens of the prompt that are committed
+    reached: int = 0  # how far it was ever, so that what is computed again is told apart
     spoken: float = 0.0  # tokens of each answer that are due
 
 
@@ -163,8 +164,10 @@ class DemoSource:
         )
         turn.sequences, turn.computed, turn.spoken = [sequence], sequence.length, 0.0
         self._running.append(turn)
+        gained, turn.reached = max(0, sequence.length - turn.reached), max(sequence.length, turn.reached)
         if again:
-            self._tell(turn, phase="prefill")
+            self._counts["cached_tokens"] += gained  # somebody else computed what it would have
+            self._tell(turn, phase="prefill", cached_tokens=turn.record.cached_tokens + gained)
             return
         self._counts["prompt_tokens"] += len(turn.prompt)
         self._counts["cached_tokens"] += sequence.length
@@ -186,12 +189,15 @@ class DemoSource:
         if not chunk or not self._extend(turn, turn.sequences[0], chunk):
             return 0
         turn.computed += len(chunk)
-        again = turn.record.preemptions > 0
-        self._counts["recomputed_tokens" if again else "computed_tokens"] += len(chunk)
-        if again:
-            self._tell(turn, recomputed_tokens=turn.record.recomputed_tokens + len(chunk))
-        else:
-            self._tell(turn, computed_tokens=turn.record.computed_tokens + len(chunk))
+        new = max(0, turn.computed - turn.reached)
+        turn.reached += new
+        self._counts["computed_tokens"] += new
+        self._counts["recomputed_tokens"] += len(chunk) - new
+        self._tell(
+            turn,
+            computed_tokens=turn.record.computed_tokens + new,
+            recomputed_tokens=turn.record.recomputed_tokens + len(chunk) - new,
+        )
         if turn.computed == len(turn.prompt):
             turn.sequences += [turn.sequences[0].fork() for _ in turn.answers[1:]]
             first = turn.record.first_token or self._now
