@@ -94,6 +94,8 @@ def hosted(
     async def run() -> None:
         async with app.run_test(size=size) as pilot:
             await pilot.pause()
+            view.take_focus()
+            await pilot.pause()
             await script(pilot)
 
     asyncio.run(run())

@@ -112,7 +112,7 @@ class Listing(View, Generic[Row]):
         """Show what came before there was a screen."""
         self._refresh()
 
-    def on_show(self) -> None:
+    def take_focus(self) -> None:
         """The keys go to the table."""
         self.table.focus()
 
