@@ -25,7 +25,9 @@ _NUMBER, _RECORD = 5, 100  # bytes of a packed block id, and of a record without
 
 
 def pages(changes: Changes) -> list[Changes]:
-    """The same changes in pieces, at least one, to be applied in order. Only the first resets. O(changes)."""
+    """The same changes in pieces, at least one, to be applied in order. Only the first resets, and only the last has
+    the stats: whoever knows them knows all else. O(changes).
+    """
     found: list[dict[str, list[Any]]] = [{}]
     room = PAGE_BYTES
     for name, item in _items(changes):
@@ -36,7 +38,8 @@ def pages(changes: Changes) -> list[Changes]:
         found[-1].setdefault(name, []).append(_cut(item) if size > LONGEST_TEXT else item)
         room -= size
     cut = [Changes(changes.time, **{name: tuple(items) for name, items in page.items()}) for page in found]  # type: ignore[arg-type]  # the names are LISTS
-    cut[0] = replace(cut[0], reset=changes.reset, stats=changes.stats)
+    cut[0] = replace(cut[0], reset=changes.reset)
+    cut[-1] = replace(cut[-1], stats=changes.stats)
     return cut
 
 

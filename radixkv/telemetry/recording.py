@@ -1,15 +1,19 @@
 """Recordings: a line that says what the file is, then the frames of the protocol: hello, a snapshot, deltas.
 
 Knows files. Does not know where frames come from. The engine's flight recorder, the monitor's `r` key and `--replay`
-share this format.
+share this format. The flight recorder keeps its frames in memory, and costs the disk nothing until it is asked.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import IO, Self
 
@@ -22,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 MAGIC = b"RADIXKV-TELEMETRY 1\n"
 _CHUNK = 64 * 1024
+_SEGMENTS = 10  # that the flight recorder's time and bytes are cut into
 
 
 class RecordingWriter:
@@ -55,6 +60,88 @@ class RecordingWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+@dataclass
+class _Segment:
+    """Frames that begin with a whole snapshot."""
+
+    begun: float
+    frames: list[bytes]
+    size: int
+    snapshot: int  # bytes of it
+
+
+class FlightRecorder:
+    """The last minutes of an engine, as encoded frames in memory; for any thread.
+
+    Frames lie in segments that begin with a snapshot, so that the oldest can go: `seconds` are kept, and less if they
+    take more than `max_bytes`, to which a tenth and the newest snapshot may come on top.
+    """
+
+    def __init__(self, facts: EngineFacts, seconds: float = 600.0, max_bytes: int = 16 * 1024 * 1024) -> None:
+        self._facts = facts
+        self._seconds, self._max_bytes = seconds, max_bytes
+        self._segments: deque[_Segment] = deque()
+        self._lock = Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes that are kept."""
+        with self._lock:
+            return sum(segment.size for segment in self._segments)
+
+    def is_due(self, now: float) -> bool:
+        """Whether the next frames should be a whole snapshot, given to `begin`. O(1)."""
+        if not self._segments:
+            return True
+        newest = self._segments[-1]
+        deltas = newest.size - newest.snapshot
+        return now - newest.begun >= self._seconds / _SEGMENTS or deltas >= self._max_bytes // _SEGMENTS
+
+    def begin(self, snapshot: Iterable[bytes], now: float) -> None:
+        """A new segment, with the frames of a snapshot; `now` in seconds of any clock. The oldest may go."""
+        frames = list(snapshot)
+        size = sum(map(len, frames))
+        with self._lock:
+            self._segments.append(_Segment(now, frames, size, size))
+            while len(self._segments) > 1 and self._may_go(now):
+                self._segments.popleft()
+
+    def add(self, delta: bytes) -> None:
+        """The frame of a delta, behind a first `begin`. O(1)."""
+        with self._lock:
+            newest = self._segments[-1]
+            newest.frames.append(delta)
+            newest.size += len(delta)
+
+    def _may_go(self, now: float) -> bool:
+        """Whether the oldest segment is too old, or too much."""
+        total = sum(segment.size for segment in self._segments)
+        return self._segments[1].begun <= now - self._seconds or total > self._max_bytes
+
+    def save(self, path: str | PathLike[str], ts: float, more: Iterable[Frame] = ()) -> int:
+        """Write what is kept, and `more` behind it, as a recording; returns its bytes. Nothing that is kept goes.
+
+        The file is there whole, or not at all: one of the same name is replaced at the end. Raises OSError.
+        """
+        with self._lock:
+            frames = [frame for segment in self._segments for frame in segment.frames]
+        target = Path(path)
+        fresh = target.with_name(f".{target.name}.{os.getpid()}.new")
+        try:
+            with fresh.open("wb") as file:
+                writer = RecordingWriter(file, self._facts, ts)
+                file.writelines(frames)
+                for frame in more:
+                    writer.write(frame)
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+            fresh.replace(target)
+        finally:
+            fresh.unlink(missing_ok=True)
+        return size
 
 
 def _opened(path: str | PathLike[str]) -> IO[bytes]:

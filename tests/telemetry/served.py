@@ -1,0 +1,169 @@
+"""A publisher with an engine that is none behind it, and readers of its socket, for the tests of who is served what."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+from radixkv.telemetry.audience import Limits
+from radixkv.telemetry.discovery import connect
+from radixkv.telemetry.frames import Bye, Delta, Frame, Gap, Hello, Snapshot
+from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.protocol import Decoder
+from radixkv.telemetry.publisher import Publisher
+from radixkv.telemetry.records import Changes, NodeRecord
+from tests.telemetry.wire import FACTS, node
+
+PATIENCE = 20.0  # seconds until a test gives up: never what it takes
+
+
+def wait_until(true: Callable[[], object], what: str = "it") -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.002)
+
+
+@contextmanager
+def runtime_folder() -> Iterator[Path]:
+    """A folder for sockets whose path is short enough, in the place of the user's own."""
+    folder = Path(tempfile.mkdtemp(prefix="rkv"))
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    os.environ["XDG_RUNTIME_DIR"] = str(folder)
+    try:
+        yield folder / "radixkv"
+    finally:
+        os.environ.pop("XDG_RUNTIME_DIR")
+        if before is not None:
+            os.environ["XDG_RUNTIME_DIR"] = before
+        shutil.rmtree(folder)
+
+
+class Engine:
+    """Collects at once what it is told to change, or never while it is `stuck`."""
+
+    def __init__(self) -> None:
+        self.mirror = Mirror()  # the truth
+        self.fresh: dict[int, NodeRecord] = {}
+        self.steps = 0
+        self.collected = 0
+        self.stuck = False
+        self.waiting: list[Future[Changes]] = []
+        self.lock = threading.Lock()  # of the truth: tests change it while the publisher asks
+
+    def change(self, *nodes: NodeRecord) -> None:
+        with self.lock:
+            self.steps += 1
+            self.fresh.update({each.id: each for each in nodes})
+
+    def pending(self) -> bool:
+        return self.steps != self.mirror.stats.get("steps", 0)
+
+    def collect(self) -> Future[Changes]:
+        self.collected += 1
+        future: Future[Changes] = Future()
+        self.waiting.append(future)
+        if not self.stuck:
+            self.answer()
+        return future
+
+    def answer(self) -> None:
+        self.stuck = False
+        while self.waiting:
+            with self.lock:
+                fresh, self.fresh = self.fresh, {}
+                changes = Changes(float(self.steps), stats={"steps": float(self.steps)}, nodes=tuple(fresh.values()))
+                self.mirror.apply(changes)
+            self.waiting.pop().set_result(changes)
+
+
+@contextmanager
+def serving(listen: str | None = None, **limits: float) -> Iterator[tuple[Publisher, Engine]]:
+    """A publisher that runs in a folder of its own, and its engine."""
+    engine = Engine()
+    limits = {"hz": 500.0, **limits}
+    with runtime_folder():
+        publisher = Publisher(FACTS, engine.collect, engine.pending, listen, limits=Limits(**limits))  # type: ignore[arg-type]
+        publisher.start()
+        try:
+            yield publisher, engine
+        finally:
+            publisher.close()
+
+
+class Reader:
+    """A monitor: reads frames, adds them up, and says what was wrong with their order."""
+
+    def __init__(self, target: object, token: str = "", hz: float = 500.0) -> None:
+        self.socket: socket.socket = connect(target, token, hz)  # type: ignore[arg-type]
+        self.socket.settimeout(PATIENCE)
+        self.decoder = Decoder()
+        self.frames: list[Frame] = []
+        self.mirror = Mirror()
+        self.gaps = 0
+        self.bye: str | None = None
+        self._whole = True
+
+    def read(self, size: int = 65_536) -> list[Frame]:
+        """The frames of one more piece; none at the end."""
+        fresh = list(self.decoder.feed(self.socket.recv(size)))
+        for frame in fresh:
+            self._add(frame)
+        return fresh
+
+    def _add(self, frame: Frame) -> None:
+        before = self.frames[-1].seq if self.frames else 0
+        self.frames.append(frame)
+        if isinstance(frame, Hello):
+            assert len(self.frames) == 1
+        elif isinstance(frame, Gap):
+            assert frame.dropped > 0
+            self.gaps += frame.dropped
+        elif isinstance(frame, Snapshot):
+            self._whole = frame.last
+            self.mirror.apply(frame.changes)
+        elif isinstance(frame, Delta):
+            assert frame.seq == before + 1, "a delta is missing, and no gap says so"
+            assert self._whole, "a delta came between the pages of a snapshot"
+            self.mirror.apply(frame.changes)
+        elif isinstance(frame, Bye):
+            self.bye = frame.reason
+
+    def until(self, true: Callable[[], object], what: str = "it") -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not true():
+            assert time.monotonic() < deadline, f"read in vain until {what}"
+            self.read()
+
+    def until_it_knows(self, engine: Engine) -> None:
+        self.until(lambda: self._whole and self.mirror.stats.get("steps") == engine.steps, "the mirror knows all")
+        assert self.mirror.nodes == engine.mirror.nodes
+
+    def until_the_end(self) -> str | None:
+        """What the last frame said, if anything did."""
+        try:
+            while data := self.socket.recv(65_536):
+                for frame in self.decoder.feed(data):
+                    self._add(frame)
+        except ConnectionResetError:
+            pass
+        return self.bye
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def many(count: int, blocks: int = 4, seed: int = 0) -> list[NodeRecord]:
+    """Nodes of some size."""
+    return [
+        node(at, max(0, at - 1), tuple(number for run in range(blocks) for number in (seed + at + 2 * run, 1)))
+        for at in range(1, count + 1)
+    ]
