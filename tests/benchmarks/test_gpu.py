@@ -1,0 +1,486 @@
+"""The arithmetic, the adapters and the judgement of benchmarks/gpu; what it launches is run by test_gpu_smoke.py."""
+
+# ruff: noqa: E402  (the benchmark's modules import Triton, which is looked for before)
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from gpu import bars, foreign, peers, report, run, shapes, timing  # found beside the benchmarks, not installed
+from gpu.chunks import _contiguous
+from gpu.device import Device
+from gpu.model import LLAMA_3_8B, TINY, build
+from gpu.pools import Mismatch, Pools, copies_for, error, poisoned, truth
+from gpu.profiles import difference, table
+from gpu.result import Bench, Ceilings, Row, Skipped
+
+CPU = Device(torch.device("cpu"), "test", 2, 9, 0, 1 << 16, True)
+HEADS = shapes.HeadShape("test", 4, 2, 8)
+
+
+# ---- shapes
+
+lengths = st.integers(1, 70)
+batches = st.one_of(
+    st.builds(shapes.private, st.integers(1, 4), lengths, scattered=st.booleans()),
+    st.builds(shapes.shared, st.integers(1, 4), st.integers(1, 4).map(lambda n: n * shapes.BLOCK), lengths),
+    st.builds(
+        shapes.two_level,
+        *[st.integers(1, 3)] * 2,
+        *[st.integers(1, 3).map(lambda n: n * shapes.BLOCK)] * 2,
+        lengths,
+    ),
+    st.builds(shapes.chunk, lengths, st.integers(0, 70)),
+)
+
+
+@given(batches)
+@settings(max_examples=40, deadline=None)
+def test_a_batch_is_counted_as_it_is(batch: shapes.Batch) -> None:
+    keys = {
+        (int(table[i // shapes.BLOCK]), i % shapes.BLOCK)
+        for table, n in zip(batch.tables, batch.kv, strict=True)
+        for i in range(n)
+    }
+    assert batch.unique_tokens == len(keys)
+    assert all(shapes.GUARD <= block < batch.num_blocks - 1 for block, _ in keys)  # guards on both sides
+    assert batch.flat_tokens == sum(batch.kv)
+    pairs = sum(
+        1 for kv, n in zip(batch.kv, batch.queries, strict=True) for q in range(kv - n, kv) for _ in range(q + 1)
+    )
+    assert batch.visible == pairs
+    assert shapes.flops(HEADS, batch) == pairs * HEADS.heads * HEADS.dim * 2 * 2
+
+
+@given(batches.filter(lambda batch: bool(batch.levels)))
+@settings(max_examples=30, deadline=None)
+def test_a_cascade_reads_what_the_tables_say(batch: shapes.Batch) -> None:
+    """FlashInfer's levels, read back as its documentation says, give each sequence its keys in order."""
+    found: list[list[int]] = [[] for _ in batch.tables]
+    for edges, starts, indices, last in peers.cascade(batch):
+        assert (edges[0], edges[-1]) == (0, len(batch.tables))
+        for index in range(len(edges) - 1):
+            blocks = indices[starts[index] : starts[index + 1]].tolist()
+            slots = [block * shapes.BLOCK + slot for block in blocks for slot in range(shapes.BLOCK)]
+            slots = slots[: len(slots) - shapes.BLOCK + int(last[index])]
+            for sequence in range(int(edges[index]), int(edges[index + 1])):
+                found[sequence] += slots
+    for slots, table_, n in zip(found, batch.tables, batch.kv, strict=True):
+        assert slots == [int(table_[i // shapes.BLOCK]) * shapes.BLOCK + i % shapes.BLOCK for i in range(n)]
+
+
+def test_the_roofline_of_the_issue() -> None:
+    """Per layer of Llama-3-8B: 2.28 GB flat, 168 MB along the tree, 39 us at 4.3 TB/s."""
+    batch = shapes.shared(*shapes.BAR_TREE)
+    assert shapes.kv_bytes(shapes.LLAMA_8B, batch.flat_tokens) == pytest.approx(2.28e9, rel=0.01)
+    nbytes = shapes.kv_bytes(shapes.LLAMA_8B, batch.unique_tokens)
+    assert nbytes == pytest.approx(168e6, rel=0.01)
+    assert nbytes / 4.3e12 * 1e6 == pytest.approx(39, abs=0.5)
+    assert LLAMA_3_8B.token_bytes == 32 * shapes.LLAMA_8B.token_bytes
+
+
+def test_the_bars_decodes_come_first_and_pools_outgrow_a_cache() -> None:
+    decodes = shapes.FULL.decodes()
+    assert len(decodes) == len(set(decodes)) == 2 * 3 * 4
+    assert {case[1:] for case in decodes[:2]} == {(shapes.BAR_BATCH, shapes.BAR_CONTEXT)}
+    for shape, count, context in decodes:
+        copies = copies_for(shape, count * context, shapes.FULL.rotate, shapes.FULL.copies)
+        assert copies == shapes.FULL.copies or copies * count * context * shape.token_bytes >= shapes.FULL.rotate
+
+
+def test_all_parts_together_take_less_than_ten_minutes() -> None:
+    assert sum(part.budget_s for part in run.PARTS) <= 540
+
+
+def test_what_a_step_reads_leaves_the_embedding_out() -> None:
+    model, weights = build(TINY, CPU)
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    assert weights.step_bytes == 4 * (2 * layer + 64 + 64 * 128)
+    assert sum(p.numel() for p in model.parameters()) * 4 == weights.step_bytes + 4 * 64 * 128
+
+
+# ---- pools and checks
+
+
+def attended(pools: Pools, batch: shapes.Batch, query: torch.Tensor) -> torch.Tensor:
+    return torch.cat([truth(pools, batch, query, index)[1] for index in range(len(batch.tables))]).to(query.dtype)
+
+
+def test_a_check_notices_a_wrong_key_a_missing_row_and_a_guard() -> None:
+    batch = shapes.private(2, 40)
+    pools = Pools(HEADS, batch.num_blocks, 1, CPU)
+    query = pools.query(2)
+    right = attended(pools, batch, query)
+    assert error(lambda: right, pools, batch, query) < 1e-2
+    wrong = right.clone()
+    wrong[1, 0] += 0.05
+    with pytest.raises(Mismatch, match="off by"):
+        error(lambda: wrong, pools, batch, query)
+    with pytest.raises(Mismatch, match="nobody wrote"):
+        error(lambda: torch.empty_like(right), pools, batch, query)
+    assert torch.isnan(pools.store.keys[0][:, 0]).all()
+    assert torch.isnan(pools.store.values[0][:, -1]).all()
+
+
+def test_poison_is_in_the_memory_while_it_is_asked_for() -> None:
+    with poisoned():
+        assert torch.isnan(torch.ones(1).new_empty(1000)).all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_contiguous_keys_are_the_sequences_in_order() -> None:
+    batch = shapes.chunk(20, 40)
+    pools = Pools(HEADS, batch.num_blocks, 1, CPU)
+    key = _contiguous(pools.of(0)[0], batch)
+    assert key.shape == (1, 2, 60, 8)
+    block = int(batch.tables[0][37 // shapes.BLOCK])
+    assert torch.equal(key[0, :, 37], pools.of(0)[0][:, block, 37 % shapes.BLOCK])
+
+
+def test_a_timing_is_a_median_with_percentiles() -> None:
+    found = timing.summary([5.0, 1.0, 3.0, 2.0, 100.0], "graph")
+    assert (found.us, found.low_us, found.high_us, found.samples) == (3.0, 1.0, 100.0, 5)
+
+
+# ---- peers, as files of a folder
+
+
+VLLM = """
+import torch
+import vllm.envs as envs
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.made_up import gather
+
+torch.finfo(current_platform.fp8_dtype())
+assert not envs.VLLM_BATCH_INVARIANT
+
+
+def unified_attention(
+    *, q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
+    block_table, softcap, q_descale, k_descale, v_descale, seq_threshold_3D, num_par_softmax_segments,
+    softmax_segm_output, softmax_segm_max, softmax_segm_expsum,
+):
+    assert k.is_contiguous() and causal and max_seqlen_q == 1 and max_seqlen_k == int(seqused_k.max())
+    for row, length in enumerate(seqused_k.tolist()):
+        assert cu_seqlens_q[row] == row
+        own = (cache[block_table[row]].flatten(0, 1)[:length] for cache in (k, v))
+        out[row] = gather(q[row], *own, softmax_scale)
+"""
+GATHER = """
+import torch
+
+
+def gather(q, k, v, scale):
+    group = q.shape[0] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    weights = torch.softmax(torch.einsum("hd,nhd->hn", q.double(), k) * scale, 1)
+    return torch.einsum("hn,nhd->hd", weights, v).to(q.dtype)
+"""
+SGLANG = """
+import logging
+from sglang.kernels.ops.attention.made_up import gather
+from sglang.srt.environ import envs
+from sglang.srt.utils import get_device_core_count, is_hip
+
+assert not is_hip() and get_device_core_count() == 2
+
+
+def decode_attention_fwd(
+    q, k_buffer, v_buffer, o, kv_indptr, kv_indices, attn_logits, attn_lse, num_kv_splits, max_kv_splits, sm_scale,
+    k_scale, v_scale,
+):
+    assert attn_logits.shape[2] == max_kv_splits and num_kv_splits.tolist() == [3] * len(q)
+    for row in range(len(q)):
+        slots = kv_indices[kv_indptr[row] : kv_indptr[row + 1]]
+        o[row] = gather(q[row], k_buffer[slots], v_buffer[slots], sm_scale)
+"""
+SPLITS = """
+class _Launch:
+    def __getitem__(self, grid):
+        return lambda splits, *arguments, **options: splits.fill_(3)
+
+
+get_num_kv_splits_triton = _Launch()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Made-up kernels where those of vLLM and SGLang would be, with an `__init__` that must not run."""
+    vllm, sglang = tmp_path / "vllm/v1/attention/ops", tmp_path / "sglang/kernels/ops/attention"
+    for place in (vllm, sglang):
+        place.mkdir(parents=True)
+        (place / "made_up.py").write_text(GATHER)
+        (place / "__init__.py").write_text("raise ImportError('a whole engine')")
+    (vllm / "triton_unified_attention.py").write_text(VLLM)
+    (sglang / "decode_attention.py").write_text(SGLANG)
+    (sglang / "metadata.py").write_text(SPLITS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("batch", [shapes.private(3, 40), shapes.shared(3, 32, 21)], ids=lambda batch: batch.name)
+@pytest.mark.parametrize("which", ["vllm", "sglang"])
+def test_a_peer_gets_keys_and_tables_in_the_layout_that_it_reads(folder: Path, which: str, batch: shapes.Batch) -> None:
+    peer = peers.VllmTriton(folder) if which == "vllm" else peers.SglangTriton(folder, 2, early=False)
+    pools = Pools(HEADS, batch.num_blocks, 2, CPU)
+    query = pools.query(batch.rows)
+    calls = peer.calls(pools, batch, query)
+    assert len(calls) == 2
+    assert error(calls[0], pools, batch, query) < 1e-2
+    assert not torch.equal(calls[0](), calls[1]())  # another pool, other numbers
+
+
+class _Wrapper:
+    """FlashInfer's wrapper, by its documentation: pages [blocks, kv_heads, BLOCK, dim], runs told by `plan`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        assert "HND" in arguments
+
+    def plan(self, starts: Any, indices: Any, last: Any, heads: int, *sizes: Any, **options: Any) -> None:
+        self.runs = [
+            (indices[a:b].long(), int((b - a - 1) * shapes.BLOCK + n))
+            for a, b, n in zip(starts[:-1], starts[1:], last, strict=True)
+        ]
+        self.scale = options["sm_scale"]
+
+    def run(self, query: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        gather: dict[str, Any] = {}
+        exec(GATHER, gather)
+        key, value = (pool.transpose(1, 2) for pool in kv)
+        rows = [
+            gather["gather"](q, *(x[blocks].flatten(0, 1)[:n] for x in (key, value)), self.scale)
+            for q, (blocks, n) in zip(query, self.runs, strict=True)
+        ]
+        return torch.stack(rows)
+
+
+def test_flashinfers_decode_gets_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = type("flashinfer", (), {"BatchDecodeWithPagedKVCacheWrapper": _Wrapper})
+    monkeypatch.setitem(sys.modules, "flashinfer", made)  # type: ignore[arg-type]
+    batch = shapes.shared(3, 32, 21)
+    pools = Pools(HEADS, batch.num_blocks, 1, CPU)
+    query = pools.query(3)
+    calls = peers.FlashInferDecode(tensor_cores=True).calls(pools, batch, query)
+    assert error(calls[0], pools, batch, query) < 1e-2
+
+
+def test_a_folder_without_the_file_says_so_and_leaves_modules_alone(folder: Path) -> None:
+    before = dict(sys.modules)
+    with pytest.raises(ImportError, match="has no"):
+        foreign.load("vllm.nothing.here", folder, {})
+    with pytest.raises(ImportError):
+        foreign.load("vllm.v1.attention.ops.triton_unified_attention", folder, {})  # without its stubs
+    assert "vllm" not in sys.modules
+    assert set(before) <= set(sys.modules)
+
+
+# ---- results
+
+
+def parts_of(rows: dict[str, list[Row]]) -> dict[str, Any]:
+    return {name: {"status": "measured", "reason": "", "says": "", "rows": each} for name, each in rows.items()}
+
+
+def all_met() -> dict[str, list[Row]]:
+    """Rows that meet every bar, at full size."""
+    sizes = shapes.FULL
+    tree = shapes.shared(*shapes.BAR_TREE).name
+    decode = [
+        {"case": f"{b} x {c}", "shape": s.name, "batch": b, "context": c, "layout": how, "us": us, "share": 0.9}
+        for s, b, c in sizes.decodes()
+        for how, us in (("paged", 10.2), ("contiguous", 10.0))
+    ]
+    ratios = {
+        "FlashInfer decode": 1.2,
+        "FlashInfer decode, tensor cores": 1.1,
+        "vLLM Triton": 1.3,
+        "SGLang Triton": 1.3,
+    }
+    found = [
+        {"case": str(case), "shape": s.name, "peer": name, "kind": "decode", "ratio": ratio}
+        for s in sizes.shapes
+        for case in sizes.peers
+        for name, ratio in ratios.items()
+    ]
+    found += [
+        {"case": str(case), "shape": s.name, "peer": "FlashInfer cascade", "kind": "tree", "ratio": 1.0}
+        for s in sizes.shapes
+        for case in range(2)
+    ]
+    return {
+        "decode": decode,
+        "tree": [
+            {"case": tree, "shape": shapes.LLAMA_8B.name, "mode": mode, "us": us, "speedup": 5.5}
+            for mode, us in (("tree", 55.0), ("flat", 400.0))
+        ],
+        "peers": found,
+        "chunks": [{"case": str(i), "of_sdpa": 0.7} for i in range(9)],
+        "engine": [{"case": f"step {i}", "mode": "tree", "of_floor": 1.3} for i in range(3)],
+    }
+
+
+def states(rows: dict[str, list[Row]]) -> dict[str, str]:
+    return {bar["name"]: bar["state"] for bar in bars.judge(parts_of(rows), shapes.FULL)}
+
+
+def test_bars_are_met_when_all_cases_meet_them() -> None:
+    assert set(states(all_met()).values()) == {"met"}
+
+
+@pytest.mark.parametrize(
+    ("bar", "part", "field", "value"),
+    [
+        ("decode_bandwidth", "decode", "share", 0.84),
+        ("paged", "decode", "us", 10.6),
+        ("tree_us", "tree", "us", 61.0),
+        ("tree_speedup", "tree", "speedup", 4.9),
+        ("flashinfer_cascade", "peers", "ratio", 0.99),
+        ("chunks", "chunks", "of_sdpa", 0.64),
+        ("engine_step", "engine", "of_floor", 1.41),
+    ],
+)
+def test_one_case_too_slow_misses_a_bar_and_one_without_a_number_leaves_it_unmeasured(
+    bar: str, part: str, field: str, value: float
+) -> None:
+    for number, state in ((value, "missed"), (None, "unmeasured")):
+        rows = all_met()
+        row = rows[part][-1 if part in ("peers", "chunks", "engine") else 0]
+        row[field] = number
+        found = states(rows)
+        assert found.pop(bar) == state
+        others = {"paged"} if bar == "decode_bandwidth" else set()
+        assert {name for name, other in found.items() if other != "met"} <= others
+
+
+@pytest.mark.parametrize(("bar", "peer"), [("vllm", "vLLM Triton"), ("sglang", "SGLang Triton")])
+def test_a_peer_that_failed_in_one_case_leaves_its_bar_unmeasured(bar: str, peer: str) -> None:
+    rows = all_met()
+    failed = next(row for row in rows["peers"] if row["peer"] == peer)
+    del failed["ratio"]
+    failed["failed"] = "out of memory"
+    verdict = next(each for each in bars.judge(parts_of(rows), shapes.FULL) if each["name"] == bar)
+    assert verdict["state"] == "unmeasured"
+    assert "out of memory" in verdict["why"]
+
+
+def test_flashinfer_is_judged_by_its_faster_way() -> None:
+    rows = all_met()
+    for row in rows["peers"]:
+        if row["peer"] == "FlashInfer decode":
+            row["ratio"] = 0.7
+    assert states(rows)["flashinfer_decode"] == "missed"
+
+
+def test_a_smoke_test_meets_no_bar() -> None:
+    judged = bars.judge(parts_of(all_met()), shapes.FULL, smoke=True)
+    assert {bar["state"] for bar in judged} == {"unmeasured"}
+    assert not any("found" in bar for bar in judged)
+
+
+def test_ceilings_are_the_best_of_their_kind() -> None:
+    rows = [
+        {"case": "read, one", "tb_s": 4.0},
+        {"case": "read, two", "tb_s": 4.2},
+        {"case": "read, three", "failed": "x"},
+    ]
+    assert Ceilings.of(rows) == Ceilings(None, 4.2, None)
+    assert Ceilings.of(rows).share(2.1) == 0.5
+    assert Ceilings().share(2.1) is None
+
+
+def test_a_case_that_raises_is_a_row_and_the_next_one_runs() -> None:
+    def half() -> Any:
+        yield {"us": 1}
+        raise ValueError("broken")
+
+    def skipped() -> Row:
+        raise Skipped("no memory")
+
+    bench = Bench(CPU, shapes.SMOKE, deadline=float("inf"))
+    rows = [*bench.case("a", half, shape="s"), *bench.case("b", skipped)]
+    assert rows[0] == {"case": "a", "shape": "s", "us": 1}
+    assert rows[1:] == [
+        {"case": "a", "shape": "s", "failed": "ValueError: broken"},
+        {"case": "b", "skipped": "no memory"},
+    ]
+    late = Bench(CPU, shapes.SMOKE, deadline=0.0)
+    assert [*late.case("c", half)] == [{"case": "c", "skipped": "the time of this part was used up"}]
+
+
+def test_rows_survive_a_part_that_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.write_text('{"row": {"case": "a", "us": 1}}\n{"row": {"ca')
+    rows, end = run.read_rows(path)
+    assert run.verdict(rows, end, "it was ended after 9 s") == ("partial", "it was ended after 9 s")
+    assert run.verdict([], None, "its process ended with -11") == ("failed", "its process ended with -11")
+    assert run.verdict(rows, {}, "") == ("measured", "")
+    assert run.verdict([{"case": "a", "failed": "x"}], {}, "") == ("failed", "x")
+    assert run.verdict([*rows, {"case": "b", "skipped": "y"}], {}, "")[0] == "partial"
+    assert run.verdict([], {"skipped": "no GPU"}, "") == ("skipped", "no GPU")
+    assert run.read_rows(tmp_path / "none") == ([], None)
+
+
+def test_kernels_of_a_step_are_a_difference() -> None:
+    long, short = {"a": (40, 400.0), "b": (2, 9.0)}, {"a": (8, 80.0), "b": (2, 9.0)}
+    found = table(difference(long, short), 32)
+    assert (found["launches"], found["kernel_us"]) == (1.0, 10.0)
+    assert [kernel["kernel"] for kernel in found["top"]] == ["a"]
+
+
+def test_a_page_has_every_part_and_its_reasons() -> None:
+    parts = parts_of(all_met())
+    parts["peers"]["rows"].append({"case": "all", "peer": "other", "skipped": "not installed"})
+    for part in parts.values():
+        part["seconds"] = 1.0
+    result = {
+        "device": None,
+        "date": "2026-01-01",
+        "versions": {"torch": "2"},
+        "commit": "abc",
+        "seconds": 3.0,
+        "reason": "",
+        "parts": parts,
+        "bars": bars.judge(parts, shapes.FULL),
+    }
+    page = report.markdown(json.loads(json.dumps(result)))
+    assert "- other: not installed" in page
+    assert all(f"## {name}" in page for name in parts)
+    widths = {line.count("|") for line in report.bar_table(result["bars"])}
+    assert widths == {5}
+
+
+def test_without_a_gpu_everything_is_skipped_with_a_reason_and_nothing_is_written(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    before = sorted((ROOT / "docs" / "results").iterdir())
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu"), "--here"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["reason"] == "torch sees no GPU here"
+    assert set(line["parts"].values()) == {"skipped"}
+    assert len(line["parts"]) == 7
+    assert set(line["bars"].values()) == {"unmeasured"}
+    assert sorted((ROOT / "docs" / "results").iterdir()) == before
+
+
+def test_scattered_blocks_are_scattered_and_contiguous_ones_are_not() -> None:
+    assert np.array_equal(np.diff(shapes.private(1, 400, scattered=False).tables[0]), np.ones(24))
+    assert (np.diff(shapes.private(1, 400).tables[0]) != 1).any()
