@@ -96,7 +96,7 @@ def _read(path: Path) -> Found | None:
         known = {name: said.get(name) for name in Found.__slots__ if name not in ("socket", "alive")}
         found = Found(**known, socket=str(path.with_suffix(".sock")))
         return replace(found, alive=_is_alive(found)) if _is_sound(found) else None
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 

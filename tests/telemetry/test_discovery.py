@@ -1,0 +1,302 @@
+"""Engines are found while they live and no longer, and in no folder that somebody else could have made."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from radixkv.errors import EngineNotFound, InvalidInput, UnsafeFolder
+from radixkv.telemetry import places
+from radixkv.telemetry.discovery import Found, advertise, connect, engines, is_loopback, tcp_address
+from radixkv.telemetry.frames import Attach
+from radixkv.telemetry.places import answers, claim, own_folder, process_start, release
+from radixkv.telemetry.protocol import Decoder
+from tests.telemetry.served import runtime_folder
+from tests.telemetry.wire import FACTS
+
+
+@pytest.fixture
+def folder():
+    with runtime_folder() as there:
+        yield there
+
+
+@pytest.fixture
+def claimed(folder):
+    path, listener = claim()
+    advertise(FACTS, path)
+    yield path, listener
+    listener.close()
+    release(path)
+
+
+# ---- the folder
+
+
+def test_the_folder_is_private_and_so_is_what_is_in_it(claimed):
+    path, _ = claimed
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.with_suffix(".json").stat().st_mode) == 0o600
+
+
+def test_without_a_runtime_folder_there_is_one_in_the_temporary_folder(folder, monkeypatch):
+    for unusable in ("", "relative/path", "/no/such/folder"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
+        monkeypatch.setattr("tempfile.tempdir", str(folder.parent))
+        assert own_folder() == folder.parent / f"radixkv-{os.geteuid()}"
+
+
+@pytest.fixture
+def only(folder, monkeypatch):
+    """The one folder that there is, not made yet."""
+    monkeypatch.setattr(places, "folders", lambda: [folder])
+    return folder
+
+
+def test_a_link_is_not_followed(only, tmp_path):
+    only.symlink_to(tmp_path)
+    with pytest.raises(UnsafeFolder, match="it is no folder"):
+        own_folder()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_others_can_enter_is_refused(only):
+    only.mkdir(mode=0o755)
+    with pytest.raises(UnsafeFolder, match="chmod 700"):
+        own_folder()
+
+
+def test_a_folder_of_somebody_else_is_refused(only, monkeypatch):
+    only.mkdir(mode=0o700)
+    monkeypatch.setattr("os.geteuid", lambda: only.stat().st_uid + 1)
+    with pytest.raises(UnsafeFolder, match=f"belongs to user {only.stat().st_uid}"):
+        own_folder()
+
+
+def test_a_folder_that_anybody_may_rename_is_refused(only):
+    only.parent.chmod(0o777)
+    with pytest.raises(UnsafeFolder, match="anybody may rename"):
+        own_folder()
+    only.parent.chmod(0o1777)  # sticky, as /tmp is
+    assert own_folder() == only
+
+
+def test_a_path_too_long_for_a_socket_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(places, "folders", lambda: [folder.parent / ("x" * 80)])
+    with pytest.raises(UnsafeFolder, match="too long"):
+        own_folder()
+
+
+def test_all_reasons_are_said(folder, monkeypatch):
+    monkeypatch.setattr(places, "folders", lambda: [Path("/proc/nowhere"), folder.parent / ("x" * 80)])
+    with pytest.raises(UnsafeFolder, match=r"/proc/nowhere: .*; .*too long"):
+        own_folder()
+
+
+def test_nothing_is_read_in_a_folder_that_is_not_private(claimed):
+    path, _ = claimed
+    assert len(engines()) == 1
+    path.parent.chmod(0o755)
+    assert engines() == []
+    path.parent.chmod(0o700)
+
+
+# ---- who is there
+
+
+def test_an_engine_is_found_with_what_it_said(claimed):
+    path, _ = claimed
+    (found,) = engines()
+    assert found == Found(
+        FACTS.engine, os.getpid(), process_start(os.getpid()), 1000.0, "tiny", "0.1.0", "cpu", str(path)
+    )
+
+
+def test_a_token_is_kept_and_not_shown(claimed):
+    advertise(FACTS, claimed[0], "127.0.0.1:7", "s3cret")
+    (found,) = engines()
+    assert (found.tcp, found.token) == ("127.0.0.1:7", "s3cret")
+    assert "s3cret" not in repr(found)
+
+
+def test_what_a_killed_process_left_is_removed(folder):
+    code = (
+        "import os, signal\nfrom radixkv.telemetry.discovery import advertise\n"
+        "from radixkv.telemetry.places import claim\nfrom tests.telemetry.wire import FACTS\n"
+        "path, listener = claim()\nadvertise(FACTS, path)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".sock"}
+    (dead,) = engines(dead=True)
+    assert not dead.alive
+    assert engines() == []
+    assert list(folder.iterdir()) == []
+
+
+def rewritten(path: Path, **other: object) -> None:
+    file = path.with_suffix(".json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
+
+
+def test_another_process_of_the_same_number_is_not_taken_for_the_engine(claimed):
+    path, listener = claimed
+    listener.close()  # the socket is there, and nobody listens
+    assert [found.alive for found in engines(dead=True)] == [True]  # by its process
+    rewritten(path, process="another-boot:17")
+    assert [found.alive for found in engines(dead=True)] == [False]
+    assert engines() == []
+    assert not path.exists()
+
+
+def test_where_processes_cannot_be_told_apart_connecting_decides(claimed, monkeypatch):
+    path, listener = claimed
+    rewritten(path, process=None)
+    monkeypatch.setattr("radixkv.telemetry.discovery.process_start", lambda pid: None)
+    assert len(engines()) == 1
+    listener.close()
+    assert engines() == []
+
+
+def test_processes_are_told_apart():
+    if process_start(os.getpid()) is None:
+        pytest.skip("there is no /proc here")
+    assert process_start(os.getpid()) == process_start(os.getpid()) != process_start(1)
+    assert process_start(2**22 + 7) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "nonsense", "[]", "7", "null", "{}", '{"engine": 1}', "\x00" * 100, '{"pid": "1"}', "[" * 5000],
+    ids=range(10),
+)
+def test_files_that_are_no_description_are_passed_over(claimed, text):
+    path, _ = claimed
+    (path.parent / "77.json").write_text(text)
+    assert len(engines()) == 1
+    (path.parent / "77.json").unlink()
+
+
+def test_values_of_wrong_types_are_passed_over(claimed):
+    path, _ = claimed
+    good = json.loads(path.with_suffix(".json").read_text())
+    for name in good:
+        rewritten(path, **{**good, name: ["x"]})
+        assert engines() == [] or name == "socket"
+    rewritten(path, **{**good, "socket": "/somewhere/else.sock"})
+    assert [found.socket for found in engines()] == [str(path)]  # nobody is sent elsewhere
+
+
+# ---- a place of one's own
+
+
+def test_stale_files_of_the_same_number_are_taken_over(folder):
+    folder.mkdir(mode=0o700)
+    stale = folder / f"{os.getpid()}.sock"
+    stale.write_text("not even a socket")
+    path, listener = claim()
+    assert path == stale
+    assert answers(path)
+    listener.close()
+    release(path)
+    release(path)
+    assert not path.exists()
+
+
+def test_a_socket_that_somebody_listens_on_is_left_alone(folder):
+    """As in two containers that share the folder, where both have the same number."""
+    folder.mkdir(mode=0o700)
+    taken = folder / f"{os.getpid()}.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(taken))
+        other.listen(1)
+        path, listener = claim()
+        assert path.name == f"{os.getpid()}-2.sock"
+        listener.close()
+        release(path)
+        assert answers(taken)
+
+
+# ---- attaching
+
+
+def heard(listener: socket.socket) -> Attach:
+    listener.setblocking(True)
+    connection, _ = listener.accept()
+    with connection:
+        (frame,) = Decoder().feed(connection.recv(4096))
+    assert isinstance(frame, Attach)
+    return frame
+
+
+def test_connecting_says_what_one_wants(claimed):
+    path, listener = claimed
+    (found,) = engines()
+    for target in (os.getpid(), str(os.getpid()), path, str(path), found):
+        with connect(target, hz=7.0) as connection:
+            assert heard(listener) == Attach("", 7.0)
+            assert connection.gettimeout() is None
+
+
+def test_a_token_is_looked_up_for_a_port_of_ours_alone(claimed):
+    path, _ = claimed
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        advertise(FACTS, path, f"127.0.0.1:{port}", "s3cret")
+        for given, sent in (("", "s3cret"), ("mine", "mine")):
+            with connect(f"tcp://127.0.0.1:{port}", token=given):
+                assert heard(listener).token == sent
+        advertise(FACTS, path, "127.0.0.1:1", "s3cret")
+        with connect(f"tcp://127.0.0.1:{port}"):
+            assert heard(listener).token == ""
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (1, "process 1 runs no engine that can be watched; running here: "),
+        ("/no/such.sock", "no engine answers at /no/such.sock: No such file"),
+        ("/" + "x" * 200, "no engine answers at"),
+        ("tcp://127.0.0.1:1", "no engine answers at tcp://127.0.0.1:1: Connection refused"),
+    ],
+)
+def test_nobody_there_is_said(claimed, target, said):
+    with pytest.raises(EngineNotFound, match=said):
+        connect(target)
+
+
+def test_of_several_engines_in_a_process_one_has_to_be_named(claimed):
+    path, listener = claim()
+    advertise(FACTS, path)
+    with pytest.raises(EngineNotFound, match="runs 2 engines: name a socket"):
+        connect(os.getpid())
+    listener.close()
+    release(path)
+
+
+def test_somebody_elses_socket_is_not_believed(claimed, monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    monkeypatch.setattr(places, "peer_user", lambda connection: 777)
+    with pytest.raises(EngineNotFound, match="not yours"):
+        connect(claimed[0])
+
+
+@pytest.mark.parametrize("text", ["tcp://", "tcp://host", "tcp://host:x", "tcp://host:1/path", "udp://host:1"])
+def test_addresses_that_are_none_are_refused(text):
+    with pytest.raises(InvalidInput, match="is no address"):
+        tcp_address(text)
+
+
+def test_addresses():
+    assert tcp_address("tcp://127.0.0.1:80") == ("127.0.0.1", 80)
+    assert tcp_address("tcp://[::1]:80") == ("::1", 80)
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost", "10.0.0.1", "x.org")] == [
+        *[True] * 4,
+        *[False] * 2,
+    ]
