@@ -1,124 +1,76 @@
 """Compile the Triton kernels for GPUs that this machine need not have, and read what came out: `make kernels`.
 
 What is compiled is what the wrappers launch: they run on CPU tensors, under a driver that takes each launch for a
-request to compile. Prints a table: registers, shared memory, spills, how wide its loads are, tensor-core instructions.
-Fails on spills, on more shared memory than the GPU has, on kernels without 128-bit loads, and on half-width products
-without tensor cores. `--pinned` is the choice that the tests make; `--json` ends in one line for a program. A kernel
-that Triton has in its own cache, keyed by all source that it was made from, is not compiled again.
+request to compile. Ends in a table of registers, shared memory, spills, loads and tensor-core instructions, and fails
+if a kernel does not compile, spills, takes more than its share of a processor, loads what it could load wider, does not
+pipeline its loads, or multiplies half-width numbers without tensor cores. `--pinned` is the choice that the tests make;
+`--json` ends in one line for a program. Takes some minutes on two cores; a kernel that Triton has in its own cache,
+keyed by all source that it was made from, is not compiled again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
+import multiprocessing
+import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
+from kernel_cases import CASES, PINNED, Case, launches
+from machine_code import Code, read
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from radixkv_kernels import attention, blocks
-from radixkv_kernels.work_list import WorkList
-
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-
-GENERATION = {"sm_80": 8, "sm_90": 9, "sm_100": 10, "gfx942": 8}
-"""What `attention.kinds` is told."""
-
-SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-"""Bytes of shared memory that one program may have."""
-
-TENSOR_CORES = r"\b(HMMA|HGMMA|UTCHMMA|UTCQMMA|v_mfma_\w+)"
+from radixkv_kernels.attention import parts
+from radixkv_kernels.kinds import AMD, Kind
 
 
 @dataclass(frozen=True)
-class Case:
-    """Heads of one model, and what its attention asks for."""
+class Gpu:
+    """What a kernel is compiled for, and what one processor of it has."""
 
-    name: str
-    key_dim: int
-    value_dim: int
-    heads: int
-    kv_heads: int
-    dtype: torch.dtype = torch.bfloat16
-    block_size: int = 16
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    wide: bool = False
+    target: GPUTarget
+    generation: int  # as `kinds` means it
+    most_shared: int  # KiB that one program may have
+    shared: int  # KiB for all programs
+    reserved: int  # KiB of them that each program costs beside
+    registers: int  # 32-bit, for all programs
 
 
-CASES = [
-    Case("gqa 128", 128, 128, 32, 8),
-    Case("gqa 128, 64-bit offsets", 128, 128, 32, 8, wide=True),
-    Case("gqa 128, block 32", 128, 128, 28, 4, block_size=32),
-    Case("gqa 128, block 64, fp16", 128, 128, 64, 8, torch.float16, 64),
-    Case("mha 64", 64, 64, 12, 12),
-    Case("gqa 64, window, sinks", 64, 64, 64, 8, window=128, sinks=True),
-    Case("mha 80", 80, 80, 32, 32),
-    Case("mha 96, window", 96, 96, 32, 32, torch.float16, window=2048),
-    Case("mqa 128", 128, 128, 32, 1),
-    Case("gqa 256, window, softcap", 256, 256, 8, 4, window=4096, softcap=50.0),
-    Case("mqa 256", 256, 256, 8, 1),
-    Case("192/128", 192, 128, 16, 16),
-    Case("gqa 64, fp32", 64, 64, 32, 8, torch.float32),
-    Case("gqa 128, fp32", 128, 128, 32, 8, torch.float32),
-    Case("gqa 256, fp32", 256, 256, 8, 4, torch.float32),
-]
-
-PINNED = {
-    "gqa 128": {"tails", "sharers", "chunks", "merge", "write", "copy"},
-    "gqa 64, window, sinks": {"tails"},
-    "mha 80": {"chunks"},
-    "mha 96, window": {"sharers"},
-    "gqa 256, window, softcap": {"tails"},
-    "192/128": {"sharers"},
-    "gqa 128, 64-bit offsets": {"tails"},
+GPUS = {
+    "sm_80": Gpu(GPUTarget("cuda", 80, 32), 8, 163, 164, 1, 1 << 16),
+    "sm_90": Gpu(GPUTarget("cuda", 90, 32), 9, 227, 228, 1, 1 << 16),
+    "sm_100": Gpu(GPUTarget("cuda", 100, 32), 10, 227, 228, 1, 1 << 16),
+    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), AMD, 64, 64, 0, 1 << 17),
 }
-"""The launches that the tests compile, on sm_80 and sm_90."""
-
-KINDS = ("tails", "sharers", "chunks")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
-    """One compiled kernel; widths count the instructions that load so many bits from global memory."""
+    """One compiled kernel; `code` is None if it does not compile."""
 
     target: str
     case: str
     launch: str
+    kind: Kind | None
     seconds: float
-    registers: int
-    shared: int
-    spilled: int
-    widths: dict[int, int]
-    tensor_cores: dict[str, int]
-    faults: list[str] = field(default_factory=list)
+    code: Code | None
+    faults: list[str]
 
 
 class CompileOnly:
     """A Triton driver for a GPU that is not there."""
 
-    def __init__(self, target: GPUTarget, number: int) -> None:
-        self.target, self.number = target, number
+    def __init__(self, name: str) -> None:
+        self.target, self.number = GPUS[name].target, list(GPUS).index(name)
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -134,18 +86,16 @@ class CompileOnly:
 
 
 @contextmanager
-def compiled_for(name: str) -> Iterator[list[tuple[Any, float]]]:
-    """While this is open, a launch compiles for the target, runs nothing, and adds (kernel, seconds) to the list."""
-    seen: list[tuple[Any, float]] = []
+def compiled_for(name: str) -> Iterator[list[Any]]:
+    """While this is open, a launch compiles for the target, runs nothing, and adds its kernel to the list."""
+    seen: list[Any] = []
     run = jit.JITFunction.run
 
     def compile_it(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        start = time.perf_counter()
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        seen.append((kernel, time.perf_counter() - start))
-        return kernel
+        seen.append(run(self, *args, grid=grid, warmup=True, **options))
+        return seen[-1]
 
-    driver.set_active(CompileOnly(TARGETS[name], list(TARGETS).index(name)))
+    driver.set_active(CompileOnly(name))
     jit.JITFunction.run = compile_it
     try:
         yield seen
@@ -153,102 +103,85 @@ def compiled_for(name: str) -> Iterator[list[tuple[Any, float]]]:
         jit.JITFunction.run = run
 
 
-def one_tile(case: Case) -> WorkList:
-    """A list of one item that one row reads."""
-    one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
-    return WorkList(
-        case.block_size, case.window, zero, zero, one, zero, one, one.astype(bool), zero, zero, zero,
-        np.array([0, 1], np.int32), zero,
-    )  # fmt: skip
+def compiled(job: tuple[str, Case, str]) -> Row:
+    """One launch, compiled and read; what Triton refuses is a row, too."""
+    target, case, name = job
+    launch = launches(case, GPUS[target].generation)[name]
+    start = time.perf_counter()
+    try:
+        with compiled_for(target) as seen:
+            launch.call()
+    except Exception as error:  # whatever the compiler raises: the table says so, and the others are compiled
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return Row(target, case.name, name, launch.kind, 0.0, None, [f"does not compile: {reason[:200]}"])
+    seconds = round(time.perf_counter() - start, 2)
+    kernel, code = seen[-1], read(seen[-1])
+    threads = kernel.metadata.num_warps * GPUS[target].target.warp_size
+    found = faults(code, case, name, launch.kind, GPUS[target], threads)
+    return Row(target, case.name, name, launch.kind, seconds, code, found)
 
 
-def pool(case: Case, dim: int) -> torch.Tensor:
-    """[kv_heads, blocks, block_size, dim] as a GPU lays it out; never touched, so it takes no memory."""
-    count = 3 + (1 << 31) // (case.kv_heads * case.block_size * dim) if case.wide else 2
-    return torch.empty(count, case.kv_heads, case.block_size, dim, dtype=case.dtype).transpose(0, 1)
-
-
-def launches(case: Case, generation: int) -> dict[str, Callable[[], object]]:
-    """The wrappers' calls, by name."""
-    key_pool, value_pool = pool(case, case.key_dim), pool(case, case.value_dim)
-    query = torch.zeros(2, case.heads, case.key_dim, dtype=case.dtype).transpose(0, 1)
-    new = [
-        torch.zeros(2, case.kv_heads, dim, dtype=case.dtype).transpose(0, 1) for dim in (case.key_dim, case.value_dim)
-    ]
-    sinks = torch.zeros(case.heads, dtype=case.dtype) if case.sinks else None
-
-    def attend(chosen: tuple[attention.Kind, ...], rows: int = 1) -> object:
-        work = one_tile(case)
-        if rows > 1:  # a second row that reads nothing, for the merge
-            work = WorkList(**{**vars(work), "positions": np.zeros(rows, np.int32)})
-        step = attention.plan(
-            work, heads=case.heads, kv_heads=case.kv_heads, chosen=chosen, device=torch.device("cpu"), processors=132
-        )
-        return attention.attend(
-            query[:, :rows], key_pool, value_pool, step, scale=0.1, softcap=case.softcap, sinks=sinks
-        )
-
-    kinds = attention.kinds(case.key_dim, case.value_dim, case.dtype, generation=generation)
-    group = case.heads // case.kv_heads
-    found: dict[str, Callable[[], object]] = {
-        name: lambda kind=kind: attend((kind,)) for name, kind in zip(KINDS, kinds, strict=False) if kind.rows >= group
-    }
-    found["merge"] = lambda: attend((kinds[-1],), rows=2)
-    found["write"] = lambda: blocks.write(*new, key_pool, value_pool, torch.zeros(2, dtype=torch.int64))
-    pairs = torch.zeros(2, 2, dtype=torch.int64)
-    found["copy"] = lambda: blocks.copy(blocks.regions([key_pool, value_pool]), pairs)
-    return found
-
-
-def read(target: str, case: Case, launch: str, kernel: Any, seconds: float) -> Row:
-    """What the machine code of a kernel says about it."""
-    if target.startswith("gfx"):
-        text = kernel.asm["amdgcn"]
-        registers, spilled = (
-            int(re.search(rf"\.{key}:\s+(\d+)", text)[1]) for key in ("vgpr_count", "vgpr_spill_count")
-        )  # type: ignore[index]
-        loads = [{"x4": 128, "x2": 64, "": 32}.get(width or "", 16) for width in
-                 re.findall(r"(?:global|buffer)_load_(?:dword|ushort|short|ubyte)(x\d)?", text)]  # fmt: skip
-    else:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel.asm["cubin"])
-            file.flush()
-            usage = tool("cuobjdump", "-res-usage", file.name)
-            text = tool("nvdisasm", "-c", file.name)
-        registers, spilled = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))  # type: ignore[index]
-        names = re.findall(r"\b(?:LDG|LDGSTS)((?:\.\w+)+)", text)
-        loads = [next((int(part) for part in name.split(".") if part in ("64", "128", "256")), 32) for name in names]
-    widths = {width: loads.count(width) for width in sorted(set(loads), reverse=True)}
-    shared, cores = kernel.metadata.shared, count(TENSOR_CORES, text)
-    row = Row(target, case.name, launch, round(seconds, 2), registers, shared, spilled, widths, cores)
-    row.faults = faults(row, case)
-    return row
-
-
-def tool(name: str, *arguments: str) -> str:
-    """What one of the tools that come with Triton prints."""
-    return subprocess.run([str(TOOLS / name), *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def count(pattern: str, text: str) -> dict[str, int]:
-    """How often each match of the pattern's group stands in the text."""
-    found = re.findall(pattern, text)
-    return {name: found.count(name) for name in sorted(set(found))}
-
-
-def faults(row: Row, case: Case) -> list[str]:
+def faults(code: Code, case: Case, name: str, kind: Kind | None, gpu: Gpu, threads: int) -> list[str]:
     """What a kernel may not be."""
     found = []
-    if row.spilled:
-        found.append(f"{row.spilled} bytes spilled")
-    if row.shared > SHARED_LIMIT[row.target]:
-        found.append(f"{row.shared} bytes of shared memory")
-    small = row.launch == "write" and case.kv_heads * case.key_dim * case.dtype.itemsize < 32 * 16  # a warp's worth
-    if not row.widths.get(128) and not small:
-        found.append("no 128-bit load")
-    if row.launch in KINDS and case.dtype.itemsize < 4 and not row.tensor_cores:
-        found.append("no tensor cores")
+    if code.spilled:
+        found.append(f"{code.spilled} bytes spilled")
+    if code.shared > gpu.most_shared << 10:
+        found.append(f"{code.shared} bytes of shared memory")
+    for load, bits in needed(case, name, kind, threads).items():
+        narrow = {width for width in code.loads.get(load, {0: 1}) if width < bits}
+        if narrow:
+            found.append(f"{load} is loaded {min(narrow)} bits wide, not {bits}")
+    if kind is not None:
+        found += unlike(kind, code, gpu, threads)
+        if case.dtype.itemsize < 4 and not code.tensor_cores:
+            found.append("no tensor cores")
     return found
+
+
+def needed(case: Case, name: str, kind: Kind | None, threads: int) -> dict[str, int]:
+    """How wide each tile that is read must be loaded: 128 bits, or a thread's share of the tile, if that is less."""
+    element = 8 * case.dtype.itemsize
+    if kind is not None:
+        keys, values = parts(case.key_dim), parts(case.value_dim)
+        numbers = {f"key{i}": kind.keys * width for i, width in enumerate(keys) if width}
+        numbers |= {f"value{i}": kind.keys * width for i, width in enumerate(values) if width}
+        numbers |= {f"query{i}": kind.rows * width for i, width in enumerate(keys) if width}
+    elif name == "merge":
+        numbers, element = {"parts": 16 * triton.next_power_of_2(case.value_dim)}, 32
+    elif name == "write":  # the last launch, of values
+        numbers = {"numbers": triton.next_power_of_2(case.kv_heads) * triton.next_power_of_2(case.value_dim)}
+    else:
+        numbers, element = {"words": case.kv_heads * case.block_size * case.value_dim * element // 32}, 32
+    return {load: max(element, min(128, element * (number // threads))) for load, number in numbers.items()}
+
+
+def unlike(kind: Kind, code: Code, gpu: Gpu, threads: int) -> list[str]:
+    """Where a kernel is not what its kind of tile says: so many at once, and so many tiles of keys in flight."""
+    found = []
+    if kind.resident * (code.shared + (gpu.reserved << 10)) > gpu.shared << 10:
+        found.append(f"{code.shared} bytes of shared memory do not fit {kind.resident} times")
+    if kind.resident * threads * (-(-code.registers // 8) * 8) > gpu.registers:
+        found.append(f"{code.registers} registers a thread do not fit {kind.resident} times")
+    if gpu.target.backend == "cuda":  # AMD's keep what is in flight in registers
+        found += [
+            f"{load} has {code.buffers.get(load, 0)} buffers for {kind.stages} stages"
+            for load in ("key0", "value0")
+            if code.buffers.get(load, 0) < kind.stages - 1 or load not in code.asynchronous
+        ]
+    return found
+
+
+def jobs(options: argparse.Namespace) -> list[tuple[str, Case, str]]:
+    """What is to be compiled: (target, case, launch)."""
+    return [
+        (target, case, name)
+        for target in options.target or (["sm_80", "sm_90"] if options.pinned else GPUS)
+        for case in CASES
+        if not options.case or options.case in case.name
+        for name in launches(case, GPUS[target].generation)
+        if not options.pinned or name in PINNED.get(case.name, ())
+    ]
 
 
 def main() -> int:
@@ -256,35 +189,63 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     arguments.add_argument("--pinned", action="store_true", help="only what the tests compile")
     arguments.add_argument("--json", action="store_true", help="end in one line of JSON")
-    arguments.add_argument("--target", action="append", choices=TARGETS, help="only for this GPU; may be repeated")
+    arguments.add_argument("--target", action="append", choices=GPUS, help="only for this GPU; may be repeated")
     arguments.add_argument("--case", help="only cases whose name contains this")
+    arguments.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = arguments.parse_args()
-    rows = []
-    for target in options.target or (["sm_80", "sm_90"] if options.pinned else TARGETS):
-        for case in CASES:
-            if options.case and options.case not in case.name:
-                continue
-            for name, launch in launches(case, GENERATION[target]).items():
-                if options.pinned and name not in PINNED.get(case.name, ()):
-                    continue
-                with compiled_for(target) as seen:
-                    launch()
-                row = read(target, case, name, *seen[-1])
-                rows.append(row)
-                print(line(row), flush=True)
+    todo, rows = jobs(options), []
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+        for row in pool.map(compiled, todo):
+            rows.append(row)
+            told = f"{row.target} {row.case}, {row.launch}: {row.seconds} s {'; '.join(row.faults)}"
+            print(f"[{len(rows)}/{len(todo)}] {told}", file=sys.stderr, flush=True)
+    print("\n".join(table(rows)), "", *summary(rows), sep="\n")
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
     return int(any(row.faults for row in rows))
 
 
-def line(row: Row) -> str:
-    """A row of the table."""
-    widths = " ".join(f"{number}x{width}" for width, number in row.widths.items())
-    cores = " ".join(f"{number} {name}" for name, number in row.tensor_cores.items())
-    return (
-        f"{row.target:7} {row.case:26} {row.launch:8} {row.seconds:6.1f} s {row.registers:4} registers "
-        f"{row.shared / 1024:6.1f} KiB  spilled {row.spilled:4}  loads {widths:26} {cores:12} {'; '.join(row.faults)}"
-    )
+def table(rows: list[Row]) -> list[str]:
+    """The rows in Markdown; `loads` are those of keys and values, or of what is moved, by their bits."""
+    head = (
+        "GPU", "heads", "launch", "rows x keys", "warps", "stages", "registers", "KiB shared", "spilled", "loads",
+        "tensor cores", "at fault",
+    )  # fmt: skip
+    lines = [head, tuple("-" * len(title) for title in head), *map(line, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))} |" for cells in lines
+    ]
+
+
+def line(row: Row) -> tuple[str, ...]:
+    """A row's cells."""
+    kind = ("", "", "")
+    if row.kind is not None:
+        kind = (f"{row.kind.rows} x {row.kind.keys}", str(row.kind.warps), str(row.kind.stages))
+    code, found = ("",) * 5, "; ".join(row.faults)
+    if row.code is not None:
+        moved = [
+            name for name in row.code.loads if name[:-1] in ("key", "value") or name in ("parts", "numbers", "words")
+        ]
+        wide = ", ".join(f"{name} {'/'.join(map(str, row.code.loads[name]))}" for name in moved)
+        cores = ", ".join(f"{number} {name}" for name, number in row.code.tensor_cores.items())
+        code = (str(row.code.registers), f"{row.code.shared / 1024:.1f}", str(row.code.spilled), wide, cores)
+    return (row.target, row.case, row.launch, *kind, *code, found)
+
+
+def summary(rows: list[Row]) -> list[str]:
+    """One line for each target."""
+    lines = []
+    for target in dict.fromkeys(row.target for row in rows):
+        codes = [row.code for row in rows if row.target == target and row.code is not None]
+        total, bad = (sum(row.target == target for row in some) for some in (rows, [row for row in rows if row.faults]))
+        registers, shared = (max([0, *found]) for found in zip(*((c.registers, c.shared) for c in codes), strict=True))
+        lines.append(
+            f"{target}: {len(codes)} of {total} kernels compile, {bad} at fault; at most {registers} registers, "
+            f"{shared / 1024:.1f} KiB of shared memory, {sum(c.spilled > 0 for c in codes)} spill"
+        )
+    return lines
 
 
 if __name__ == "__main__":

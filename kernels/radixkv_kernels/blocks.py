@@ -48,7 +48,7 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
             DIM=dim,
             DIM_PADDED=triton.next_power_of_2(dim),
             BLOCK_SIZE=pool.shape[2],
-            num_warps=max(1, min(4, padded * new.itemsize // (32 * 16))),  # 16 bytes a thread
+            num_warps=_warps(padded * new.itemsize),
         )
 
 
@@ -101,5 +101,16 @@ def copy(places: Sequence[Regions], pairs: Tensor) -> None:
         if len(pairs):
             span = min(SPAN, triton.next_power_of_2(place.words))
             copy_regions[(len(pairs), len(place.addresses), triton.cdiv(place.words, span))](
-                place.addresses, place.strides, pairs, WORDS=place.words, SPAN=span, ALIGNMENT=place.alignment
+                place.addresses,
+                place.strides,
+                pairs,
+                WORDS=place.words,
+                SPAN=span,
+                ALIGNMENT=place.alignment,
+                num_warps=_warps(WORD * span),
             )
+
+
+def _warps(size: int) -> int:
+    """Warps for a program that moves so many bytes: 16 for each thread at least, of which AMD's warps have 64."""
+    return max(1, min(4, size // (64 * 16)))

@@ -28,20 +28,46 @@ class Kind:
         return tiling.Shape(self.rows, self.keys)
 
 
+AMD = 0
+"""What `kinds` takes for the generation of an AMD GPU: a processor has 64 KiB of shared memory, and wide warps."""
+
+
 def kinds(key_dim: int, value_dim: int, dtype: torch.dtype, *, generation: int = 9) -> tuple[Kind, ...]:
     """The kinds of tile for heads of this size: for private tails, for some sharers, and for many and chunks.
 
     `generation` is the major number of a GPU's compute capability: from 9 on, products read their operands from shared
-    memory, which leaves registers for larger tiles. Chosen among those that spill nothing, not yet by speed.
+    memory, which leaves registers for larger tiles. Chosen among those that spill nothing and fit a processor as often
+    as they say (`make kernels`), not yet by speed.
     """
-    wide = max(key_dim, value_dim) > 128
-    if dtype.itemsize > 2:  # in plain float32, without tensor cores
-        return (Kind(16, 16, 8, 2, 2), Kind(32, 16, 8, 2, 1))
-    if wide and generation >= 9:
+    if torch.version.hip is not None:
+        generation = AMD
+    size = max(key_dim, value_dim)
+    if dtype.itemsize > 2:  # in plain float32, on NVIDIA's without tensor cores
+        return (Kind(16, 16, 8, 2, 1), Kind(32, 16, 8, 2, 1)) if generation == AMD else _float32()
+    if generation == AMD:
+        return _amd(size)
+    return _hopper(size) if generation >= 9 else _ampere(size)
+
+
+def _float32() -> tuple[Kind, ...]:
+    return (Kind(16, 16, 8, 2, 2), Kind(32, 16, 8, 3, 1))
+
+
+def _hopper(size: int) -> tuple[Kind, ...]:
+    if size > 128:
         return (Kind(16, 32, 4, 3, 2), Kind(64, 32, 8, 2, 1), Kind(128, 32, 8, 2, 1))
-    if wide:
+    return (Kind(16, 64, 4, 3, 2), Kind(64, 64, 4, 3, 2), Kind(128, 64, 8, 3, 1))
+
+
+def _ampere(size: int) -> tuple[Kind, ...]:
+    if size > 128:
         return (Kind(16, 64, 4, 2, 2), Kind(64, 32, 8, 2, 1))
-    if generation >= 9:
-        return (Kind(16, 64, 4, 3, 2), Kind(64, 64, 4, 3, 2), Kind(128, 64, 8, 3, 1))
-    tails = Kind(16, 64, 4, 3, 2) if max(key_dim, value_dim) <= 64 else Kind(16, 32, 4, 4, 2)
+    tails = Kind(16, 64, 4, 3, 2) if size <= 64 else Kind(16, 32, 4, 4, 2)
     return (tails, Kind(64, 32, 4, 3, 2), Kind(128, 32, 8, 3, 1))
+
+
+def _amd(size: int) -> tuple[Kind, ...]:
+    if size > 128:
+        return (Kind(16, 32, 4, 2, 1), Kind(64, 32, 8, 2, 1))
+    tails = Kind(16, 64, 4, 3, 2) if size <= 64 else Kind(16, 32, 4, 3, 2)
+    return (tails, Kind(64, 32, 4, 3, 1), Kind(128, 32, 8, 3, 1))

@@ -1,0 +1,135 @@
+"""The heads and features that the Triton kernels are compiled for, and the wrappers' calls that launch them.
+
+Knows models' shapes and the public functions of `radixkv_kernels`. Does not know GPUs, nor what becomes of a launch
+(`compile_kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radixkv_kernels import attention, blocks
+from radixkv_kernels.kinds import Kind, kinds
+from radixkv_kernels.work_list import WorkList
+
+KINDS = ("tails", "sharers", "chunks")
+"""Launches of attention, by kind of tile: private tails, some sharers, many sharers and chunks."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Heads of one model, and what its attention asks for."""
+
+    name: str
+    key_dim: int
+    value_dim: int
+    heads: int
+    kv_heads: int
+    dtype: torch.dtype = torch.bfloat16
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    wide: bool = False
+
+
+def _everywhere() -> list[Case]:
+    """Each head size in each dtype, with all features; heads a group and block sizes take turns."""
+    found: list[Case] = []
+    for size, dims in enumerate(((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))):
+        for turn, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+            sharing, heads, kv_heads = (("mha", 16, 16), ("gqa", 32, 8), ("mqa", 8, 1))[(size + turn) % 3]
+            block_size = (16, 32, 64)[(size + 2 * turn) % 3]
+            name = f"{sharing} {dims[0]}/{dims[1]}, {('bf16', 'fp16', 'fp32')[turn]}, block {block_size}, all features"
+            found.append(Case(name, *dims, heads, kv_heads, dtype, block_size, window=512, softcap=30.0, sinks=True))
+    return found
+
+
+CASES = [
+    Case("gqa 128", 128, 128, 32, 8),
+    Case("gqa 128, 64-bit offsets", 128, 128, 32, 8, wide=True),
+    Case("gqa 128, block 32", 128, 128, 28, 4, block_size=32),
+    Case("gqa 128, block 64, fp16", 128, 128, 64, 8, torch.float16, 64),
+    Case("mha 64", 64, 64, 12, 12),
+    Case("gqa 64, window, sinks", 64, 64, 64, 8, window=128, sinks=True),
+    Case("mha 80", 80, 80, 32, 32),
+    Case("mha 96, window", 96, 96, 32, 32, torch.float16, window=2048),
+    Case("mqa 128", 128, 128, 32, 1),
+    Case("gqa 256, window, softcap", 256, 256, 8, 4, window=4096, softcap=50.0),
+    Case("gqa 256, 64-bit offsets", 256, 256, 8, 4, wide=True),
+    Case("192/128", 192, 128, 16, 16),
+    Case("gqa 128, fp32", 128, 128, 32, 8, torch.float32),
+    Case("gqa 256, fp32", 256, 256, 8, 4, torch.float32),
+    *_everywhere(),
+]
+
+PINNED = {
+    "gqa 128": {"tails", "sharers", "chunks", "merge", "write", "copy"},
+    "gqa 64, window, sinks": {"tails"},
+    "mha 80": {"chunks"},
+    "mha 96, window": {"sharers"},
+    "gqa 256, window, softcap": {"tails"},
+    "192/128": {"sharers"},
+    "gqa 128, 64-bit offsets": {"tails"},
+}
+"""The launches that the tests compile, on sm_80 and sm_90."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A wrapper's call, and the kind of tile that it launches, if it is attention's."""
+
+    call: Callable[[], object]
+    kind: Kind | None = None
+
+
+def launches(case: Case, generation: int) -> dict[str, Launch]:
+    """The wrappers' calls, by name, with the kinds of tile of a generation of GPUs."""
+    key_pool, value_pool = _pool(case, case.key_dim), _pool(case, case.value_dim)
+    query = torch.zeros(2, case.heads, case.key_dim, dtype=case.dtype).transpose(0, 1)
+    new = [
+        torch.zeros(2, case.kv_heads, dim, dtype=case.dtype).transpose(0, 1) for dim in (case.key_dim, case.value_dim)
+    ]
+    sinks = torch.zeros(case.heads, dtype=case.dtype) if case.sinks else None
+
+    def attend(kind: Kind, rows: int = 1) -> object:
+        work = _one_tile(case)
+        if rows > 1:  # a second row that reads nothing, for the merge
+            work = WorkList(**{**vars(work), "positions": np.zeros(rows, np.int32)})
+        step = attention.plan(
+            work, heads=case.heads, kv_heads=case.kv_heads, chosen=(kind,), device=torch.device("cpu"), processors=132
+        )
+        return attention.attend(
+            query[:, :rows], key_pool, value_pool, step, scale=0.1, softcap=case.softcap, sinks=sinks
+        )
+
+    chosen = kinds(case.key_dim, case.value_dim, case.dtype, generation=generation)
+    found = {
+        name: Launch(lambda kind=kind: attend(kind), kind)  # type: ignore[misc]
+        for name, kind in zip(KINDS, chosen, strict=False)
+        if kind.rows >= case.heads // case.kv_heads
+    }
+    found["merge"] = Launch(lambda: attend(chosen[-1], rows=2))
+    found["write"] = Launch(lambda: blocks.write(*new, key_pool, value_pool, torch.zeros(2, dtype=torch.int64)))
+    pairs = torch.zeros(2, 2, dtype=torch.int64)
+    found["copy"] = Launch(lambda: blocks.copy(blocks.regions([key_pool, value_pool]), pairs))
+    return found
+
+
+def _one_tile(case: Case) -> WorkList:
+    """A list of one item that one row reads."""
+    one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
+    return WorkList(
+        case.block_size, case.window, zero, zero, one, zero, one, one.astype(bool), zero, zero, zero,
+        np.array([0, 1], np.int32), zero,
+    )  # fmt: skip
+
+
+def _pool(case: Case, dim: int) -> torch.Tensor:
+    """[kv_heads, blocks, block_size, dim] as a GPU lays it out; never touched, so it takes no memory."""
+    count = 3 + (1 << 31) // (case.kv_heads * case.block_size * dim) if case.wide else 2
+    return torch.empty(count, case.kv_heads, case.block_size, dim, dtype=case.dtype).transpose(0, 1)
