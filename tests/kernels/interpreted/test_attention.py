@@ -12,63 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from radixkv.attention import worklist
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv_kernels import attention, reference
-from radixkv_kernels.attention import Kind
 from tests.attention.batches import Batch, BlocksFirst, random_batch
+from tests.kernels.interpreted.attending import CPU, SMALL, TOLERANCE, attend, cast, close, truth
 
-SMALL = (Kind(16, 16, 4, 1, 1), Kind(32, 16, 4, 1, 2), Kind(64, 32, 4, 1, 1))
-"""Tiles with many edges, at little cost."""
-
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE)
-HEADS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)]
-CPU = torch.device("cpu")
-
-
-def cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The same batch with KV and queries in another dtype, in the same memory order."""
-    store = type(batch.store)(batch.store.layers, batch.store.num_blocks, batch.store.block_size, dtype=dtype)
-    store.keys[0].copy_(batch.store.keys[0])
-    store.values[0].copy_(batch.store.values[0])
-    return dataclasses.replace(batch, store=store, query=batch.query.to(dtype))
-
-
-def truth(batch: Batch, **options: object) -> Tensor:
-    """The reference in float64, on the numbers as the store rounds them."""
-    pools = batch.store.keys[0].double(), batch.store.values[0].double()
-    lengths = batch.tables, batch.kv_lengths, batch.query_lengths
-    return reference.attend(batch.query.double(), *pools, *lengths, **options)  # type: ignore[arg-type]
-
-
-def attend(
-    batch: Batch,
-    window: int | None = None,
-    *,
-    worth: int = 1,
-    kinds: tuple[Kind, ...] = SMALL,
-    split: int | None = None,
-    processors: int = 3,
-    **options: object,
-) -> Tensor:
-    work = worklist.build(
-        batch.tables, batch.kv_lengths, batch.query_lengths, window, block_size=batch.store.block_size, worth=worth
-    )
-    heads, kv_heads = len(batch.query), batch.store.layers[0].kv_heads
-    step = attention.plan(
-        work, heads=heads, kv_heads=kv_heads, chosen=kinds, device=CPU, processors=processors, split=split
-    )
-    shape = batch.query.shape[1], heads, batch.store.layers[0].value_dim
-    output = torch.full(shape, torch.nan, dtype=batch.query.dtype)
-    pools = batch.store.keys[0], batch.store.values[0]
-    return attention.attend(batch.query, *pools, step, output=output, **options)  # type: ignore[arg-type]
-
-
-def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
 @st.composite
@@ -108,24 +59,6 @@ def test_equals_the_reference(
 def test_along_the_tree_equals_sequence_by_sequence(batch: Batch, window: int | None) -> None:
     flat = attend(batch, window, worth=worklist.NEVER, scale=0.3)
     close(attend(batch, window, worth=1, split=16, scale=0.3), flat.double(), batch.query.dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("key_dim", "value_dim"), HEADS)
-def test_the_tiles_that_ship(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
-    """A decode, a shared prefix and a chunk, in tiles of every kind."""
-    block_size = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 64}[dtype]
-    prefix = list(range(1, -(-128 // block_size) + 1))
-    own = [[*prefix, 50], [*prefix, 51], [*prefix, 52, 53, 54, 55], [60]]
-    kv, queries = [128 + 1, 128 + block_size, 128 + 35, 1], [1, 1, 35, 1]
-    store = BlocksFirst([LayerShape(1, key_dim, value_dim)], 64, block_size, dtype=dtype)
-    for pool in (store.keys[0], store.values[0]):
-        pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(1)))
-        pool[:, 0] = torch.nan
-    query = torch.randn(4, sum(queries), key_dim, generator=torch.Generator().manual_seed(2)).to(dtype)
-    batch = Batch(store, own, kv, queries, query)
-    kinds = attention.kinds(key_dim, value_dim, dtype)
-    close(attend(batch, kinds=kinds, scale=key_dim**-0.5), truth(batch, scale=key_dim**-0.5), dtype)
 
 
 def long(lengths: list[int], seed: int = 0) -> Batch:

@@ -1,0 +1,182 @@
+"""The attention kernels at their edges: lengths around blocks and tiles, masks that leave nothing, sinks, 64 bits.
+
+Each case is small and fixed: it is there for one line of the kernels, and fails without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.attention import worklist
+from radixkv.attention.kv_store import KVStore, LayerShape
+from radixkv_kernels import attention, reference
+from radixkv_kernels.attention import Kind
+from tests.attention.batches import Batch
+from tests.kernels.interpreted.attending import CPU, SMALL, attend, close, separate, truth
+
+ONE = (Kind(16, 16, 4, 1, 1),)
+"""Sixteen rows over sixteen keys an iteration."""
+
+LENGTHS = [0, 1, 15, 16, 17, 32, 33, 49]
+
+
+def check(case: Batch, window: int | None = None, *, split: int | None = None, **options: object) -> None:
+    """The kernels give what the reference gives, in one tile a row and in tiles that are merged."""
+    sinks = options.get("sinks")
+    wide = sinks.double() if isinstance(sinks, torch.Tensor) else None
+    expected = truth(case, scale=0.3, window=window, **{**options, "sinks": wide})
+    for kinds, each in ((SMALL, split), (ONE, 16)):
+        close(attend(case, window, kinds=kinds, split=each, scale=0.3, **options), expected, torch.float32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("window", "block_size"), [(None, 16), (1, 16), (15, 16), (16, 32), (17, 16), (None, 64)])
+def test_decodes_of_lengths_around_blocks(window: int | None, block_size: int) -> None:
+    queries = [min(1, length) for length in LENGTHS]
+    check(separate(LENGTHS, queries, shape=LayerShape(1, 16, 16), block_size=block_size, group=2), window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 15, 16, 17])
+def test_chunks_around_blocks(window: int | None) -> None:
+    """Whole prompts and chunks behind a prefix; each query length is cut once by a tile and once not."""
+    lengths, queries = [5, 16, 33, 40, 49, 17], [5, 16, 33, 7, 16, 0]
+    check(separate(lengths, queries, shape=LayerShape(1, 16, 16), group=2), window)
+
+
+def test_a_row_that_sees_nothing_in_its_tiles_first_runs_of_keys() -> None:
+    """Twelve rows under a window of four: the last sees nothing before the tile's second run."""
+    check(separate([50], [12], shape=LayerShape(1, 16, 16), group=1), 4)
+    check(separate([50], [12], shape=LayerShape(1, 16, 16), group=1), 4, sinks=torch.tensor([2.0]))
+
+
+def test_runs_that_all_see_lie_between_runs_that_some_see() -> None:
+    case = separate([126], [5], shape=LayerShape(1, 16, 16), group=3)
+    work = worklist.build(case.tables, case.kv_lengths, case.query_lengths, 70, block_size=16)
+    step = attention.plan(work, heads=3, kv_heads=1, chosen=ONE, device=CPU, processors=1)
+    clear_from, clear_to, stop = (int(step.tiles[0][16 + field]) for field in (6, 7, 3))
+    assert 0 < clear_from < clear_to < -(-stop // 16)
+    check(case, 70)
+
+
+def test_heads_in_parts_of_any_size() -> None:
+    """A rest in the values but not in the keys, and the other way round; a rest that is padded; less than a part."""
+    for dims in ((16, 24), (24, 16), (20, 19), (3, 7)):
+        case = separate([37, 18], [3, 1], shape=LayerShape(1, *dims), group=2)
+        check(case)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 40.0])
+def test_a_softcap_bends_scores_and_not_sinks(softcap: float) -> None:
+    case = separate([37, 18], [3, 1])
+    case = dataclasses.replace(case, query=case.query * 8)
+    check(case, softcap=softcap)
+    check(case, softcap=softcap, sinks=torch.linspace(-1, 3, 6))
+
+
+@pytest.mark.parametrize("split", [None, 16])
+def test_sinks_count_once_however_many_tiles_a_row_has(split: int | None) -> None:
+    """All scores are 0 and each head's sink is as heavy as so many keys."""
+    case = separate([48], [1], group=3)
+    keys = torch.tensor([1.0, 16.0, 48.0, 96.0, 0.5, 480.0])
+    output = attend(case, split=split, scale=0.0, sinks=keys.log())
+    mean = case.store.values[0][:, case.tables[0]].flatten(1, 2).mean(1).repeat_interleave(3, 0)
+    torch.testing.assert_close(output[0], mean * (48 / (48 + keys))[:, None], rtol=0, atol=1e-5)
+
+
+def test_partials_of_very_different_weight_are_merged() -> None:
+    """One key outweighs all others by far more than float32 holds; first it is among the last, then among the first."""
+    for heavy in (40, 3):
+        case = separate([48], [1], shape=LayerShape(1, 16, 16), group=1)
+        case.query.fill_(1.0)
+        key = case.store.keys[0]
+        key[:, case.tables[0]] = 0.0
+        key[:, case.tables[0][heavy // 16], heavy % 16] = 100.0
+        output = attend(case, kinds=ONE, split=16, scale=1.0)
+        expected = case.store.values[0][0, case.tables[0][heavy // 16], heavy % 16]
+        torch.testing.assert_close(output[0, 0], expected, rtol=0, atol=1e-6)
+
+
+def test_more_partials_than_a_merge_loads_at_once() -> None:
+    case = separate([16 * attention.AT_ONCE + 40], [1], shape=LayerShape(1, 16, 24), group=2)
+    for sinks in (None, torch.tensor([6.0, 0.0])):
+        wide = None if sinks is None else sinks.double()
+        output = attend(case, kinds=ONE, split=16, scale=3.0, sinks=sinks)
+        close(output, truth(case, scale=3.0, sinks=wide), torch.float32)
+
+
+def test_a_row_of_sinks_alone_gets_zeros() -> None:
+    case = separate([20], [1], group=1)
+    work = worklist.build(case.tables, case.kv_lengths, [1], block_size=16)
+    work = dataclasses.replace(work, positions=np.append(work.positions, 0).astype(np.int32))
+    step = attention.plan(work, heads=2, kv_heads=2, chosen=ONE, device=CPU, processors=2)
+    query = torch.cat([case.query, case.query], dim=1)
+    pools = case.store.keys[0], case.store.values[0]
+    for sinks in (None, torch.zeros(2)):
+        output = torch.full((2, 2, 16), torch.nan)
+        attention.attend(query, *pools, step, scale=0.3, sinks=sinks, output=output)
+        assert not output[1].any()
+
+
+def test_how_many_tiles_of_a_kind_there_are_is_read_by_the_kernel() -> None:
+    """Each kind of tile has a count of its own, on the device: what lies behind it is not computed."""
+    case = separate([20, 40, 33], [1, 20, 1], shape=LayerShape(2, 16, 16), group=2)
+    work = worklist.build(case.tables, case.kv_lengths, case.query_lengths, block_size=16, worth=worklist.NEVER)
+    step = attention.plan(work, heads=4, kv_heads=2, chosen=SMALL, device=CPU, processors=2)
+    assert [int(tiles[0]) for tiles in step.tiles] == [2, 0, 1]
+    pools, expected = (case.store.keys[0], case.store.values[0]), truth(case, scale=0.3)
+    decodes, chunk = [0, 21], list(range(1, 21))
+    longest = 21  # tiles of a kind are in order of their length
+    for counts, done in (((2, 0, 0), decodes), ((0, 0, 1), chunk), ((1, 0, 0), [longest])):
+        for tiles, count in zip(step.tiles, counts, strict=True):
+            tiles[0] = count
+        output = attention.attend(case.query, *pools, step, scale=0.3, output=torch.full((22, 4, 16), torch.nan))
+        close(output[done], expected[done], torch.float32)
+        assert output[[row for row in range(22) if row not in done]].isnan().all()
+
+
+@pytest.mark.parametrize("processors", [1, 2, 64])
+def test_any_number_of_programs_does_all_tiles_once(processors: int) -> None:
+    case = separate([20, 40, 33, 1, 50], [1, 1, 1, 1, 2], group=2)
+    close(attend(case, processors=processors, split=16, scale=0.3), truth(case, scale=0.3), torch.float32)
+
+
+def test_queries_sinks_and_pools_of_other_dtypes() -> None:
+    """A model may compute in another dtype than its KV is kept in; what is stored counts."""
+    case = separate([37], [3], group=2)
+    sinks = torch.linspace(-1, 1, 4).half()
+    output = attend(case, scale=0.3, sinks=sinks)
+    close(output, truth(case, scale=0.3, sinks=sinks.double()), torch.float32)
+
+
+def test_a_head_beyond_two_gigabytes_is_reached() -> None:
+    """In a pool that keeps heads outermost, head 3 lies beyond 2^31 numbers, though no stride does."""
+    count = (1 << 31) // (3 * 16 * 16) + 2
+    big = torch.empty(4, count, 16, 16, dtype=torch.float16)
+    assert big.stride(0) < 1 << 31 < 3 * big.stride(0)
+    tables = [[1, count - 1]]
+    big[:, tables[0]] = torch.randn(4, 2, 16, 16, generator=torch.Generator().manual_seed(0)).half()
+    query = torch.randn(4, 1, 16, generator=torch.Generator().manual_seed(1)).half()
+    work = worklist.build(tables, [20], [1], block_size=16)
+    step = attention.plan(work, heads=4, kv_heads=4, chosen=ONE, device=CPU, processors=2)
+    output = attention.attend(query, big, big, step, scale=0.1)
+    pool = big[:, tables[0]].double()
+    expected = reference.attend(query.double(), pool, pool, [[0, 1]], [20], [1], scale=0.1)
+    close(output, expected, torch.float16)
+
+
+def test_softmax_does_not_overflow_where_scores_do() -> None:
+    """Scores of +-1e4 and more: only their differences count."""
+    case = separate([40], [1], group=1)
+    case = dataclasses.replace(case, query=case.query * 1e4)
+    output = attend(case, kinds=ONE, split=16, scale=1.0)
+    close(output, truth(case, scale=1.0), torch.float32)
+    assert math.isfinite(float(output.sum()))
+
+
+@pytest.mark.parametrize("kind", [KVStore])
+def test_heads_outermost(kind: type[KVStore]) -> None:
+    check(separate([37, 18], [3, 1], kind=kind), 11)
