@@ -61,12 +61,19 @@ class MonitorApp(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [*KEYS]
 
     def __init__(
-        self, feed: Feed, start_screen: str = "overview", *, sort: str | None = None, meter: Meter | None = None
+        self,
+        feed: Feed,
+        start_screen: str = "overview",
+        *,
+        sort: str | None = None,
+        record_to: Path | None = None,
+        meter: Meter | None = None,
     ) -> None:
         super().__init__()
         self.feed = feed
         self.start_screen = start_screen
         self.sort = sort
+        self._record_to = record_to
         self.viewing = Viewing(feed)
         self.selection = Selection()
         self.shown: State | None = None
@@ -113,6 +120,9 @@ class MonitorApp(App[None]):
         self._say_around()
         if state is None:
             return
+        if self._record_to is not None:
+            path, self._record_to = self._record_to, None
+            self._write(path, self.feed.record)
         key = (state.line, state.tick, state.stale, state.frozen, state.baseline, int(state.now))
         if key != self._drawn:
             self._drawn, self.shown = key, state
@@ -197,11 +207,11 @@ class MonitorApp(App[None]):
             self.feed.stop_recording()
             self.notify(f"Recorded to {tape.path}")
         else:
-            self._write("recording", "rec", self.feed.record)
+            self._write(_fresh("recording", "rec"), self.feed.record)
 
     def action_save(self) -> None:
         """Write the last minutes to a file, as a recording."""
-        self._write("past", "rec", self.feed.save)
+        self._write(_fresh("past", "rec"), self.feed.save)
 
     def action_export(self) -> None:
         """Ask for a format, and write a file."""
@@ -243,30 +253,30 @@ class MonitorApp(App[None]):
             return
         if kind == "svg":
             # The dialog is still on screen: the picture is taken once it is gone.
-            self.call_after_refresh(lambda: self._write(str(view.id), "svg", self._write_svg))
+            self.call_after_refresh(lambda: self._write(_fresh(str(view.id), "svg"), self._write_svg))
         else:
             table = view.export()
             text = table.to_json() if kind == "json" else table.to_csv()
-            self._write(table.name, kind, lambda path: path.write_text(text, encoding="utf-8"))
+            self._write(_fresh(table.name, kind), lambda path: path.write_text(text, encoding="utf-8"))
 
     def _write_svg(self, path: Path) -> None:
         path.write_text(self.export_screenshot(), encoding="utf-8")
 
-    def _write(self, name: str, kind: str, write: Callable[[Path], object]) -> None:
-        """Write a new file in the current folder, and say so; or say why not."""
-        path = _fresh(Path.cwd(), f"radixkv-{name}-{time.strftime('%Y%m%d-%H%M%S')}", kind)
+    def _write(self, path: Path, write: Callable[[Path], object]) -> None:
+        """Write a new file, and say so; or say why not."""
         try:
             write(path)
         except (OSError, ValueError) as error:
             self.notify(f"{error}", title="Nothing was written", severity="error")
         else:
-            self.notify(f"{path}", title="Writing" if name == "recording" else "Written")
+            self.notify(f"{path}", title="Recording to" if write == self.feed.record else "Written")
 
 
-def _fresh(folder: Path, stem: str, kind: str) -> Path:
-    """A path at which nothing is yet."""
+def _fresh(name: str, kind: str) -> Path:
+    """A path in the current folder at which nothing is yet."""
+    stem = f"radixkv-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (f"{stem}{f'-{number}' if number else ''}.{kind}" for number in range(1_000_000))
-    return next(path for path in (folder / name for name in names) if not path.exists())
+    return next(path for path in (Path.cwd() / name for name in names) if not path.exists())
 
 
 def _shown_bindings(view: View) -> Iterable[Binding]:

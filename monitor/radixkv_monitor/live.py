@@ -10,6 +10,8 @@ import random
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from typing import Protocol
 
 from radixkv.errors import RadixKVError
@@ -109,7 +111,7 @@ class SocketFeed(ThreadFeed):
 
 
 class Source(Protocol):
-    """What a DemoFeed shows: `step` says what has changed up to `now`, with a reset the first time."""
+    """What a DemoFeed shows: `step` says what has changed up to `now`."""
 
     facts: EngineFacts
 
@@ -128,13 +130,15 @@ class DemoFeed(ThreadFeed):
     def _run(self) -> None:
         source = self._source()
         self.intake.take(Hello(source.facts, ts=self._clock()))
-        for seq in range(1, 2**62):
-            changes, now = source.step(self._clock()), self._clock()
-            first = self.intake.latest is None
-            self.intake.take(Snapshot(0, 1, changes, ts=now) if first else Delta(changes, seq=seq, ts=now))
-            self._status = Status("live", self._status.since or now)
-            if self._closing.wait(1 / HZ):
-                return
+        when = source.facts.started
+        for seq in count(1):
+            when = min(when + 1.0, self._clock())  # its past in steps, so that it has a history from the beginning
+            changes = replace(source.step(when), reset=seq == 1)
+            self.intake.take(Snapshot(0, 1, changes, ts=when) if seq == 1 else Delta(changes, seq=seq, ts=when))
+            if self._clock() - when < 1.0:
+                self._status = Status("live", self._status.since or when)
+                if self._closing.wait(1 / HZ):
+                    return
 
 
 def _plain(error: Exception) -> str:

@@ -27,7 +27,8 @@ from radixkv_monitor.widgets.bars import columns, stacked
 
 SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
 POOL = (("active", palette.ACTIVE), ("pinned", palette.PINNED), ("cached", palette.CACHED), ("free", palette.FREE))
-MINUTES = 10
+SPANS = ((60.0, "one minute"), (300.0, "five minutes"), (600.0, "ten minutes"))
+"""How long the sparklines are: as short as shows all that was seen."""
 
 
 class Panel(Widget):
@@ -51,11 +52,12 @@ class Panel(Widget):
 
     def style_of(self, name: str) -> Style:
         """One of the component styles: title, dim, spark, strong."""
-        return self.get_component_rich_style(f"panel--{name}", partial=True)
+        return self.get_component_rich_style(f"panel--{name}")
 
     def title(self, name: str, aside: str = "") -> Text:
         """The first line."""
-        return Text.assemble((name, self.style_of("title")), ("  " + aside if aside else "", self.style_of("dim")))
+        parts = (name, self.style_of("title")), ("  " + aside if aside else "", self.style_of("dim"))
+        return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
     def numbers(self, *pairs: tuple[str, str]) -> Text:
         """Values with their names behind them, on one line."""
@@ -80,10 +82,11 @@ class OverviewView(View):
     #facts { height: 1; }
     #pool-bar { height: 3; margin: 1 0 0 0; }
     #cards { grid-size: 2 3; grid-gutter: 0 3; height: 1fr; }
-    .-wide #cards { grid-size: 3 2; grid-gutter: 1 4; }
-    .-wide #verdict, .-wide #facts { margin: 0 0 1 0; }
-    .-wide #pool-bar { height: 4; margin: 0 0 1 0; }
-    .-wide #verdict { height: auto; max-height: 2; }
+    OverviewView.-wide {
+        #cards { grid-size: 3 2; grid-gutter: 1 4; }
+        #verdict { height: auto; max-height: 2; margin: 1 0; }
+        #pool-bar { height: 5; margin: 1 0; }
+    }
     Panel { height: 1fr; }
     Panel > .panel--title { color: $primary; text-style: bold; }
     Panel > .panel--dim { color: $text-muted; }
@@ -187,23 +190,26 @@ Card = Callable[[Panel, State, Summary, Sequence[Sample]], list[Text]]
 
 def _spark_room(panel: Panel, lines: int) -> tuple[int, int]:
     """Columns and lines that are left for a sparkline."""
-    return max(1, panel.size.width), min(6, max(1, panel.size.height - lines - 1))
+    return max(1, panel.size.width), min(8, max(1, panel.size.height - lines))
+
+
+def _span(state: State, history: Sequence[Sample]) -> tuple[float, str]:
+    """Over how many seconds to draw, and what that is called."""
+    seen = state.now - history[0].time if history else 0.0
+    return next((span for span in SPANS if seen <= span[0]), SPANS[-1])
 
 
 def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Of prompt tokens, over three spans."""
     width, height = _spark_room(panel, 2)
-    span = MINUTES * 60.0
+    span, spoken = _span(state, history)
     asked = counters.series(history, "prompt_tokens", state.now, span, width)
     found = counters.series(history, "cached_tokens", state.now, span, width)
     rates = [hits / tokens if tokens >= 1 else None for hits, tokens in zip(found, asked, strict=True)]
-    since = duration(state.now - state.baseline.time) if state.baseline is not None else ""
     return [
-        panel.title("Hit rate", "of prompt tokens, ten minutes"),
+        panel.title("Hit rate", f"of prompt tokens, {spoken}"),
         panel.numbers(
-            (str(summary.hit_minute), "minute"),
-            (str(summary.hit_run), f"last {since}" if since else "run"),
-            (str(summary.hit_lifetime), "lifetime"),
+            (str(summary.hit_minute), "1 min"), (str(summary.hit_run), "run"), (str(summary.hit_lifetime), "lifetime")
         ),
         *panel.spark(rates, height, top=1.0),
     ]
@@ -211,24 +217,30 @@ def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
 
 def first_token(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Times to the first token, of hits and of misses."""
-    return [
+    hit, miss = summary.ttft_hit, summary.ttft_miss
+    lines = [
         panel.title("Time to first token", _gain(summary)),
-        _times(panel, "hit ", summary.ttft_hit),
-        _times(panel, "miss", summary.ttft_miss),
+        _times(panel, "hit ", hit),
+        _times(panel, "miss", miss),
     ]
+    longest = max(hit.p90 or 0.0, miss.p90 or 0.0)
+    if panel.size.height < len(lines) + 4:
+        return lines
+    for name, seconds in (("hit", hit.median), ("hit p90", hit.p90), ("miss", miss.median), ("miss p90", miss.p90)):
+        if seconds is not None and longest > 0:
+            bar = "━" * max(1, round((panel.size.width - 10) * seconds / longest))
+            lines.append(
+                Text.assemble((f"{name:<9}", panel.style_of("dim")), (bar, panel.style_of("spark")), no_wrap=True)
+            )
+    return lines
 
 
 def _times(panel: Panel, name: str, times: Percentiles) -> Text:
-    line = Text(f"{name}  ", panel.style_of("dim"), no_wrap=True, overflow="ellipsis")
+    line = Text(f"{name} ", panel.style_of("dim"), no_wrap=True, overflow="ellipsis")
     if not times.count:
         return line.append("none yet")
-    return line.append_text(
-        panel.numbers(
-            (f"{duration(times.median):>7}", "median"),
-            (f"{duration(times.p90):>7}", "p90"),
-            (f"{times.count:>4}", "seen"),
-        )
-    )
+    numbers = (f"{duration(times.median):>6}", "median"), (duration(times.p90), "p90"), (count(times.count), "")
+    return line.append_text(panel.numbers(*numbers))
 
 
 def _gain(summary: Summary) -> str:
@@ -239,14 +251,15 @@ def _gain(summary: Summary) -> str:
 def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Tokens a second, and steps."""
     width, height = _spark_room(panel, 3)
+    span, spoken = _span(state, history)
     return [
-        panel.title("Tokens per second", "output, ten minutes"),
+        panel.title("Tokens per second", f"output, {spoken}"),
         panel.numbers(
             (short(summary.output_per_second), "output"),
             (short(summary.computed_per_second), "computed"),
-            (short(summary.cached_per_second), "from cache"),
+            (short(summary.cached_per_second), "cached"),
         ),
-        *panel.spark(counters.series(history, "output_tokens", state.now, MINUTES * 60.0, width), height),
+        *panel.spark(counters.series(history, "output_tokens", state.now, span, width), height),
         panel.numbers(
             (duration(summary.seconds_per_step), "a step"), (_plain(summary.tokens_per_step), "tokens in it")
         ),
@@ -256,51 +269,46 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
 def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Now and so far."""
     width, height = _spark_room(panel, 3)
+    span, spoken = _span(state, history)
     return [
-        panel.title("Requests", "running, ten minutes"),
+        panel.title("Requests", f"running, {spoken}"),
         panel.numbers(
             (count(summary.running), "running"),
             (count(summary.waiting), "waiting"),
-            (count(summary.finished), "finished"),
+            (count(summary.finished), "done"),
             (count(summary.failed), "failed"),
         ),
-        *panel.spark(counters.gauges(history, "running", state.now, MINUTES * 60.0, width), height),
-        panel.numbers(
-            (count(summary.requests_minute), "ended in the last minute"), (count(summary.cancelled), "cancelled")
-        ),
+        *panel.spark(counters.gauges(history, "running", state.now, span, width), height),
+        panel.numbers((count(summary.requests_minute), "ended in 1 min"), (count(summary.cancelled), "cancelled")),
     ]
 
 
 def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """What had to go, and what of it was wanted again."""
     width, height = _spark_room(panel, 3)
+    span, spoken = _span(state, history)
     return [
-        panel.title("Evictions", "tokens, ten minutes"),
-        panel.numbers((short(summary.evicted_per_second), "tokens/s"), (str(summary.regret_minute), "regret, minute")),
-        *panel.spark(counters.series(history, "cache.evicted_tokens", state.now, MINUTES * 60.0, width), height),
+        panel.title("Evictions", f"tokens, {spoken}"),
+        panel.numbers((short(summary.evicted_per_second), "tokens/s"), (str(summary.regret_minute), "regret in 1 min")),
+        *panel.spark(counters.series(history, "cache.evicted_tokens", state.now, span, width), height),
         panel.numbers(
-            (str(summary.regret_lifetime), "regret, lifetime:"),
-            (short(summary.regret_lifetime.part), "tokens came back"),
+            (str(summary.regret_lifetime), "lifetime:"), (short(summary.regret_lifetime.part), "tokens came back")
         ),
     ]
 
 
 def trouble(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Preemptions and audits, and what telling all of this costs the engine."""
-    audited = f"{some(summary.audited_blocks, 'block')} audited"
+    audited = f"wrong of {some(summary.audited_blocks, 'audited block')}" if summary.audited_blocks else "audits yet"
+    twice = (count(summary.recomputed_tokens), "tokens computed twice")
     return [
         panel.title("Trouble"),
         panel.numbers(
-            (count(summary.preemptions_minute), "preemptions in the last minute"),
-            (count(summary.preemptions), "in all"),
+            (count(summary.preemptions_minute), "preemptions in 1 min"), (count(summary.preemptions), "ever")
         ),
-        panel.numbers(
-            (count(summary.recomputed_tokens), "tokens computed twice"), (count(summary.failed_minute), "failures")
-        ),
-        panel.numbers(
-            (count(summary.differing_blocks), f"wrong of {audited}" if summary.audited_blocks else "audits yet")
-        ),
-        panel.numbers((f"{100 * summary.telemetry_share:.2f}%", "of the engine's thread for telemetry")),
+        panel.numbers(twice, (count(summary.failed_minute), "failed")),
+        panel.numbers((count(summary.differing_blocks), audited)),
+        panel.numbers((f"{100 * summary.telemetry_share:.2f}%", "of its thread for telemetry")),
     ]
 
 

@@ -1,0 +1,130 @@
+"""`radixkv-monitor`: options to a feed and a screen, errors to one line and an exit status.
+
+Knows every option. Does not know what the screens show. Textual is imported only when there is something to draw on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from radixkv import __version__
+from radixkv.errors import EngineNotFound, RadixKVError
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+PATIENCE = 5.0
+"""Seconds that --once waits for an engine to tell its state."""
+
+VIEW_NAMES = ("overview", "tree", "pool", "sessions", "evictions", "requests")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0 success, 1 a failure that was told, 2 wrong usage, 130 Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    _log_to(arguments.log)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (RadixKVError, OSError) as error:
+        print(f"radixkv-monitor: {error}", file=sys.stderr)
+        return MISUSED if isinstance(error, ValueError) else FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="radixkv-monitor",
+        description="Shows a running engine: its radix tree, its pool, who holds what, hits, misses and evictions.",
+        epilog="Without a target it attaches to the engine that runs here, or asks which one. It changes nothing.",
+    )
+    parser.add_argument(
+        "target", nargs="?", metavar="TARGET", help="a process id, a socket, tcp://HOST:PORT, or a recording"
+    )
+    parser.add_argument("--demo", action="store_true", help="a made-up workload over a real cache; needs no engine")
+    parser.add_argument("--replay", metavar="FILE", type=Path, help="play a recording")
+    parser.add_argument("--record", metavar="FILE", type=Path, help="record to a new file from the first state on")
+    parser.add_argument("--view", choices=VIEW_NAMES, default="overview", help="the screen to begin with")
+    parser.add_argument("--sort", metavar="NAME", help="sort the views that can be by this column or order")
+    parser.add_argument("--once", action="store_true", help="print a summary of now, and exit")
+    parser.add_argument("--json", action="store_true", help="with --once: as JSON")
+    parser.add_argument("--token", default="", help="of an engine behind tcp://; looked up if it runs here")
+    parser.add_argument("--log", metavar="FILE", type=Path, help="write a log to a file; nothing is logged otherwise")
+    parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
+    return parser
+
+
+def _log_to(path: Path | None) -> None:
+    """Never to the terminal, which is being drawn on."""
+    if path is not None:
+        form = "%(asctime)s %(name)s %(levelname)s %(message)s"
+        logging.basicConfig(filename=path, level=logging.INFO, format=form)
+    else:
+        logging.getLogger("radixkv").addHandler(logging.NullHandler())
+        logging.getLogger("radixkv_monitor").addHandler(logging.NullHandler())
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    chosen = [each for each in (arguments.target, arguments.replay, arguments.demo or None) if each is not None]
+    if len(chosen) > 1:
+        print("radixkv-monitor: a target, --replay and --demo exclude each other: give one of them", file=sys.stderr)
+        return MISUSED
+    if arguments.json and not arguments.once:
+        print("radixkv-monitor: --json goes with --once", file=sys.stderr)
+        return MISUSED
+    if arguments.record is not None and arguments.record.exists():
+        print(f"radixkv-monitor: {arguments.record} is there already: name a new file to record to", file=sys.stderr)
+        return MISUSED
+    if not arguments.once and not sys.stdout.isatty():
+        print("radixkv-monitor: this is no terminal to draw on; --once prints a summary", file=sys.stderr)
+        return MISUSED
+    feed = _feed(arguments)
+    if feed is None:
+        return 0
+    return _once(feed, as_json=arguments.json) if arguments.once else _draw(feed, arguments)
+
+
+def _feed(arguments: argparse.Namespace) -> Any:
+    """What to watch; None if the person chose nothing."""
+    from radixkv.telemetry.discovery import engines
+    from radixkv_monitor import targets
+
+    if arguments.demo:
+        return targets.demo()
+    target = arguments.replay or arguments.target
+    if target is not None:
+        return targets.feed_of(str(target), arguments.token)
+    found = engines()
+    if not found:
+        raise EngineNotFound(targets.NOBODY)
+    if len(found) == 1:
+        return targets.feed_of_found(found[0])
+    lines = [targets.describe(each, time.time()) for each in found]
+    if arguments.once:
+        raise EngineNotFound("several engines run here, name one by its process id or socket:\n" + "\n".join(lines))
+    from radixkv_monitor.picker import PickerApp
+
+    index = PickerApp(lines).run()
+    return None if index is None else targets.feed_of_found(found[index])
+
+
+def _draw(feed: Any, arguments: argparse.Namespace) -> int:
+    from radixkv_monitor.app import MonitorApp
+    from radixkv_monitor.meter import Meter
+
+    app = MonitorApp(feed, arguments.view, sort=arguments.sort, record_to=arguments.record, meter=Meter())
+    app.run()
+    return app.return_code or 0
+
+
+def _once(feed: Any, *, as_json: bool) -> int:
+    from radixkv_monitor.once import first_state, to_dict, to_text
+
+    state = first_state(feed, PATIENCE)
+    print(json.dumps(to_dict(state), indent=2) if as_json else to_text(state))
+    return 0

@@ -1,0 +1,73 @@
+"""One look at an engine, for scripts and for people without a terminal to draw on. Knows states; knows no screen."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+from radixkv.errors import EngineNotFound
+from radixkv_monitor.feed import Feed
+from radixkv_monitor.phrases import count, duration, share
+from radixkv_monitor.replay import FileFeed
+from radixkv_monitor.state import State
+from radixkv_monitor.summary import summarise, verdict
+
+
+def first_state(feed: Feed, patience: float) -> State:
+    """Start the feed, wait for a state, at the end of a recording for its last one; close the feed.
+
+    Raises EngineNotFound after `patience` seconds without one.
+    """
+    feed.start()
+    try:
+        until = time.monotonic() + patience
+        while time.monotonic() < until and feed.status.link != "ended":
+            if isinstance(feed, FileFeed) and feed.span is not None:
+                until = time.monotonic() + patience  # it is being read
+                feed.seek(feed.span[1])
+            elif feed.latest is not None:
+                break
+            time.sleep(0.02)
+        state = feed.latest
+        if state is None:
+            raise EngineNotFound(f"{feed.title}: {feed.status.sentence or 'nothing was told'}")
+        return replace(state, now=max(state.time, feed.now))
+    finally:
+        feed.close()
+
+
+def to_dict(state: State) -> dict[str, Any]:
+    """What a script wants: the verdict, the summary, what the engine is, and all of its counters."""
+    summary = summarise(state)
+    said = verdict(state, summary)
+    return {
+        "verdict": {"level": said.level, "sentence": said.sentence},
+        "time": state.time,
+        "engine": asdict(state.facts),
+        "summary": summary.as_dict(),
+        "nodes": len(state.nodes),
+        "sequences": len(state.sequences),
+        "sessions": len(state.sessions),
+        "stats": dict(state.stats),
+    }
+
+
+def to_text(state: State) -> str:
+    """A few lines for a person."""
+    summary, facts = summarise(state), state.facts
+    up = state.now - facts.started
+    pool, hit, miss = summary.pool, summary.ttft_hit, summary.ttft_miss
+    parts = (("active", pool.active), ("pinned", pool.pinned), ("cached", pool.cached), ("free", pool.free))
+    lines = (
+        verdict(state, summary).sentence,
+        f"engine      {facts.model}, {facts.device} {facts.dtype}, pid {facts.pid}, up {duration(up)}",
+        f"pool        {count(pool.total)} blocks: {', '.join(f'{name} {share(n, pool.total)}' for name, n in parts)}",
+        f"hit rate    {summary.hit_lifetime} of {count(summary.hit_lifetime.whole)} prompt tokens",
+        f"first token {duration(hit.median)} if half of the prompt was cached ({hit.count} seen), "
+        f"{duration(miss.median)} otherwise ({miss.count} seen); medians",
+        f"requests    {summary.running} running, {summary.waiting} waiting, {count(summary.finished)} finished, "
+        f"{count(summary.failed)} failed, {count(summary.preemptions)} preemptions",
+        f"regret      {count(summary.regret_lifetime.part)} tokens were asked for again after they had been evicted",
+    )
+    return "\n".join(lines)

@@ -1,0 +1,88 @@
+"""From what the person typed to a feed: a process, a socket, an address, a recording, or the demo.
+
+Knows discovery and feeds. Knows no option of the command and no screen.
+"""
+
+from __future__ import annotations
+
+import socket
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from radixkv.errors import EngineNotFound, InvalidInput
+from radixkv.telemetry.discovery import Found, connect, engines
+from radixkv_monitor.feed import ThreadFeed
+from radixkv_monitor.live import HZ, DemoFeed, SocketFeed
+from radixkv_monitor.phrases import duration
+from radixkv_monitor.replay import FileFeed
+
+DEMO_PAST = 60.0
+"""Seconds that the demo has lived when it is first seen."""
+
+NOBODY = (
+    "no engine of yours runs on this machine. Every radixkv engine tells of itself unless it was loaded with "
+    "monitor=False: start one, or see a made-up one with --demo"
+)
+
+
+def feed_of(target: str, token: str = "") -> ThreadFeed:
+    """The feed of a process id, a socket's path, tcp://host:port, or a recording. Raises InvalidInput."""
+    if target.startswith("tcp://") or target.isdecimal():
+        return SocketFeed(target, lambda: connect(target, token, HZ))
+    path = Path(target)
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise InvalidInput(
+            f"{target} is no process id and no tcp://HOST:PORT, and as a socket or a recording it cannot be read: "
+            f"{error.strerror}"
+        ) from error
+    if stat.S_ISSOCK(mode):
+        return SocketFeed(target, lambda: connect(target, token, HZ))
+    if stat.S_ISREG(mode):
+        return FileFeed(path)
+    raise InvalidInput(f"{target} is neither a socket nor a recording")
+
+
+def feed_of_found(found: Found) -> SocketFeed:
+    """The feed of an engine that was found; if that one is gone, of a younger one that runs the same model."""
+    return SocketFeed(f"{found.model}, pid {found.pid}", _following(found))
+
+
+def demo() -> DemoFeed:
+    """The feed of a made-up engine. The workload is imported when it starts."""
+
+    def source() -> DemoSource:
+        return DemoSource(started=time.time() - DEMO_PAST)
+
+    from radixkv_monitor.demo import DemoSource
+
+    return DemoFeed(source)
+
+
+def describe(found: Found, now: float) -> str:
+    """One line, to choose by."""
+    return (
+        f"pid {found.pid}  {found.model}  {found.device}  up {duration(now - found.started)}  radixkv {found.version}"
+    )
+
+
+def _following(first: Found) -> Callable[[], socket.socket]:
+    """Connects to `first`, or to whoever took its place."""
+    current = first
+
+    def attempt() -> socket.socket:
+        nonlocal current
+        try:
+            return connect(current, hz=HZ)
+        except EngineNotFound:
+            younger = [each for each in engines() if each.model == current.model and each.started > current.started]
+            if not younger:
+                raise
+            connection = connect(younger[-1], hz=HZ)
+            current = younger[-1]
+            return connection
+
+    return attempt
