@@ -4,9 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint types bench kernels clean
+.PHONY: help demo test lint types bench bench-gpu kernels clean
 help:            ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(READY): pyproject.toml
 	@echo "Installing radixkv and what it needs (torch is the largest) into $(VENV): some minutes, once."
@@ -31,6 +31,9 @@ types: $(READY)  ## mypy, strict
 
 bench: $(READY)  ## every benchmark that runs without a peer to install (each ends in one JSON line)
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
+
+bench-gpu: $(READY) ## everything worth measuring on a GPU, in under ten minutes; without one, each part says why not
+	$(BIN)/python benchmarks/gpu
 
 kernels: $(READY) ## compile every Triton kernel for GPUs that need not be here, and read what came out
 	$(BIN)/python scripts/compile_kernels.py
