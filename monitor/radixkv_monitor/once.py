@@ -26,7 +26,7 @@ def first_state(feed: Feed, patience: float) -> State:
             if isinstance(feed, FileFeed) and feed.span is not None:
                 until = time.monotonic() + patience  # it is being read
                 feed.seek(feed.span[1])
-            elif feed.latest is not None:
+            elif feed.latest is not None and feed.status.link != "connecting":
                 break
             time.sleep(0.02)
         state = feed.latest

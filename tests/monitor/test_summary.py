@@ -1,0 +1,167 @@
+"""The summary's numbers and its one sentence: no division by nothing, shares that add up, the worst first."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.records import Changes
+from radixkv_monitor.state import Camera, Sample, State
+from radixkv_monitor.summary import Part, is_hit, percentile, percentiles, pool, summarise, verdict
+from radixkv_monitor.widgets.bars import columns, widths
+from tests.monitor.samples import request
+from tests.monitor.still import FACTS
+
+COUNT = st.integers(0, 10**9)
+NAMES = (
+    "waiting running finished failed cancelled steps step_seconds step_tokens prompt_tokens cached_tokens "
+    "computed_tokens output_tokens preemptions recomputed_tokens audited_blocks differing_blocks monitor_ns "
+    "cache.free_blocks cache.cached_blocks cache.held_blocks cache.pinned_blocks cache.query_tokens "
+    "cache.regret_tokens cache.evicted_tokens"
+).split()
+
+
+def state_of(stats: dict[str, float], **values: object) -> State:
+    changes = Changes(time=2000.0, reset=True, stats=stats)
+    mirror = Mirror()
+    mirror.apply(changes)
+    history = (Sample(1950.0, FACTS.engine, {}), Sample(2000.0, FACTS.engine, stats))
+    taken = Camera(FACTS, 1).take(mirror, [changes], history)
+    return replace(taken, **values)  # type: ignore[arg-type]
+
+
+def said(stats: dict[str, float], **values: object) -> tuple[str, str]:
+    state = state_of(stats, **values)
+    found = verdict(state, summarise(state))
+    return found.level, found.sentence
+
+
+USUAL = {"running": 2, "prompt_tokens": 1000, "cached_tokens": 930, "finished": 5, "cache.cached_blocks": 45}
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.one_of(COUNT, st.floats(0, 1e9))), st.booleans(), st.integers(0, 3))
+def test_any_numbers_make_a_summary_a_sentence_and_json(stats: dict[str, float], stale: bool, waiting: int) -> None:
+    live = {n: request(number=n, phase="waiting", submitted=1990.0 - n, first_token=None) for n in range(waiting)}
+    state = state_of(stats, stale=stale, live=live)
+    summary = summarise(state)
+    blocks = summary.pool
+    assert blocks.free + blocks.active + blocks.cached + blocks.pinned == FACTS.num_blocks
+    assert min(blocks.free, blocks.active, blocks.cached, blocks.pinned) >= 0
+    for part in (summary.hit_minute, summary.hit_run, summary.hit_lifetime, summary.regret_minute):
+        assert part.share is None or 0 <= part.share <= 1
+    found = verdict(state, summary)
+    assert found.sentence[0].isupper() or found.sentence[0].isdigit()
+    assert (found.level == "bad") == bool(stale or summary.differing_blocks or summary.failed_minute)
+    json.dumps(summary.as_dict())
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=50), st.floats(0, 1), st.floats(0, 1))
+def test_percentiles_rise_and_were_measured(values: list[float], one: float, other: float) -> None:
+    values.sort()
+    low, high = (percentile(values, share) for share in sorted((one, other)))
+    if not values:
+        assert low is None and high is None
+        return
+    assert low is not None and high is not None
+    assert low <= high
+    assert low in values and high in values
+    found = percentiles(values)
+    assert found.median is not None and found.p90 is not None
+    assert found.count == len(values) and found.median <= found.p90
+    assert sum(value <= found.p90 for value in values) >= 0.9 * len(values)
+
+
+@given(COUNT, COUNT, COUNT, st.integers(0, 10_000))
+def test_blocks_add_up_whatever_the_gauges_say(cached: int, held: int, pinned: int, total: int) -> None:
+    gauges = {"cache.cached_blocks": cached, "cache.held_blocks": held, "cache.pinned_blocks": pinned}
+    found = pool(gauges, total)
+    assert found.total == total
+    assert min(found.free, found.active, found.cached, found.pinned) >= 0
+
+
+def test_healthy() -> None:
+    level, sentence = said(USUAL)
+    assert level == "good"
+    assert sentence == (
+        "Healthy: 93% of prompt tokens served from cache; pool 70% full, 0 preemptions in the last minute"
+    )
+
+
+def test_before_the_first_request_and_between_requests() -> None:
+    assert said({})[1] == "Ready, no request yet: pool 0% full, 0 preemptions in the last minute"
+    state = state_of({"prompt_tokens": 10, "cached_tokens": 5}, now=9000.0)
+    assert verdict(state, summarise(state)).sentence.startswith("Idle: 50% of prompt tokens")
+
+
+@pytest.mark.parametrize(
+    ("stats", "values", "level", "opening"),
+    [
+        ({"audited_blocks": 120, "differing_blocks": 3}, {}, "bad", "3 of 120 audited blocks not what it should be"),
+        ({}, {"stale": True}, "bad", "Not connected"),
+        ({"failed": 2}, {}, "bad", "2 requests failed in the last minute"),
+        ({"preemptions": 7}, {}, "warn", "7 preemptions in the last minute"),
+        ({"cache.query_tokens": 100, "cache.regret_tokens": 12}, {}, "warn", "12% of the tokens asked for"),
+        ({"cache.held_blocks": 64, "cache.cached_blocks": 0}, {}, "warn", "100% of the pool is held"),
+    ],
+)
+def test_what_is_wrong_stands_first(
+    stats: dict[str, float], values: dict[str, object], level: str, opening: str
+) -> None:
+    found, sentence = said(USUAL | stats, **values)
+    assert found == level
+    assert sentence.startswith(opening)
+    assert "served from cache" in sentence
+
+
+def test_bad_stands_before_warnings() -> None:
+    sentence = said(USUAL | {"preemptions": 7, "failed": 1})[1]
+    assert sentence.index("1 request failed") < sentence.index("7 preemptions")
+
+
+def test_who_waits_long_is_seen() -> None:
+    waiting = {1: request(number=1, phase="waiting", submitted=1985.0, first_token=None)}
+    level, sentence = said(USUAL | {"waiting": 1}, live=waiting)
+    assert (level, sentence[:43]) == ("warn", "1 request waiting, the longest for 15 s; 93")
+
+
+def test_times_to_the_first_token_are_told_apart_by_what_was_cached() -> None:
+    ended = {
+        1: request(number=1, cached_tokens=50, prompt_tokens=100, submitted=10.0, first_token=10.2),
+        2: request(number=2, cached_tokens=49, prompt_tokens=100, submitted=10.0, first_token=11.0),
+        3: request(number=3, cached_tokens=0, prompt_tokens=0, submitted=10.0, first_token=None),
+    }
+    summary = summarise(state_of({}, ended=ended))
+    assert summary.ttft_hit.count == summary.ttft_miss.count == 1
+    assert summary.ttft_hit.median == pytest.approx(0.2)
+    assert summary.ttft_miss.median == pytest.approx(1.0)
+    assert [is_hit(each) for each in ended.values()] == [True, False, False]
+
+
+def test_a_run_counts_from_its_baseline() -> None:
+    baseline = Sample(1990.0, FACTS.engine, {"prompt_tokens": 900, "cached_tokens": 900})
+    assert summarise(state_of(USUAL, baseline=baseline)).hit_run == Part(30, 100)
+    assert summarise(state_of(USUAL)).hit_run == Part(930, 1000)
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=6), st.integers(0, 40))
+def test_a_bar_is_shared_out_to_the_last_cell(parts: list[float], cells: int) -> None:
+    found = widths(parts, cells)
+    assert sum(found) == (cells if sum(parts) > 0 else 0)
+    assert min(found, default=0) >= 0
+    if cells >= len(parts) and sum(parts) > 0:
+        assert all((width > 0) == (part > 0) for width, part in zip(found, parts, strict=True))
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(0, 1e6)), max_size=30), st.integers(1, 6))
+def test_columns_rise_with_their_values(values: list[float | None], height: int) -> None:
+    lines = columns(values, height)
+    assert len(lines) == height and {len(line) for line in lines} <= {len(values)}
+    heights = [sum(" ▁▂▃▄▅▆▇█".index(line[at]) for line in lines) for at in range(len(values))]
+    assert all((rise > 0) == bool(value) for rise, value in zip(heights, values, strict=True))
+    ordered = sorted(zip((value or 0.0 for value in values), heights, strict=True))
+    assert [rise for _, rise in ordered] == sorted(heights)
