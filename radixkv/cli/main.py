@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_chat(commands, common)
     _add_demo(commands, common)
+    _add_ps(commands, common)
     return parser
 
 
@@ -82,3 +83,10 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     )
     demo = commands.add_parser("demo", help=about, description=about.capitalize() + ".", parents=[common])
     demo.set_defaults(module="radixkv.cli.demo")
+
+
+def _add_ps(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    about = "list the engines that run here: pool, hit rate, requests; radixkv-monitor shows one in full"
+    ps = commands.add_parser("ps", help=about, description=about.capitalize() + ".", parents=[common])
+    ps.set_defaults(module="radixkv.cli.ps")
+    ps.add_argument("--json", action="store_true", help="a list of objects, for scripts")

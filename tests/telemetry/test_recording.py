@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
+import threading
+from pathlib import Path
 
 import pytest
 
 from radixkv.errors import ProtocolError
-from radixkv.telemetry.frames import Bye, Delta, Gap, Hello
+from radixkv.telemetry.frames import Bye, Delta, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import encode, snapshot_frames
-from radixkv.telemetry.recording import MAGIC, RecordingWriter, read_recording
+from radixkv.telemetry.recording import MAGIC, FlightRecorder, RecordingWriter, read_recording
 from radixkv.telemetry.records import Changes
 from tests.telemetry.wire import FACTS, node
 
@@ -95,3 +99,125 @@ def test_files_that_are_not_there_are_oserrors(tmp_path):
         list(read_recording(tmp_path / "none.rec"))
     with pytest.raises(OSError):
         RecordingWriter(tmp_path / "no" / "such" / "folder.rec", FACTS)
+
+
+# ---- the flight recorder
+
+
+def snapshot(at: int) -> list[bytes]:
+    return [encode(Snapshot(0, 1, Changes(float(at), reset=True, nodes=(node(at),)), seq=at))]
+
+
+def delta(at: int) -> bytes:
+    return encode(Delta(Changes(float(at), nodes=(node(at),)), seq=at))
+
+
+def seconds_of(recorder: FlightRecorder, path: Path) -> list[int]:
+    """Which seconds a saved recording tells of; it begins with a snapshot, or something is wrong."""
+    size = recorder.save(path, 0.0)
+    assert size == path.stat().st_size
+    hello, first, *rest = read_recording(path)
+    assert isinstance(hello, Hello) and isinstance(first, Snapshot)
+    return [int(frame.changes.time) for frame in (first, *rest)]
+
+
+def recorded(total: int, **limits: float) -> FlightRecorder:
+    """What is left of so many seconds, with a delta in each."""
+    recorder = FlightRecorder(FACTS, **limits)  # type: ignore[arg-type]
+    for at in range(total):
+        if recorder.is_due(float(at)):
+            recorder.begin(snapshot(at), float(at))
+        else:
+            recorder.add(delta(at))
+    return recorder
+
+
+def test_the_last_minutes_are_kept_and_little_more(tmp_path):
+    kept = seconds_of(recorded(1000, seconds=100.0), tmp_path / "a.rec")
+    assert kept == list(range(kept[0], 1000))
+    assert 100 <= len(kept) <= 110
+
+
+def test_a_short_life_is_kept_whole(tmp_path):
+    assert seconds_of(recorded(42), tmp_path / "a.rec") == list(range(42))
+
+
+def test_bytes_are_bounded_and_the_newest_are_kept(tmp_path):
+    frame = len(delta(50_000))
+    recorder = recorded(5000, max_bytes=100 * frame)
+    kept = seconds_of(recorder, tmp_path / "a.rec")
+    assert kept == list(range(kept[0], 5000))
+    assert len(kept) >= 80
+    assert recorder.size <= 115 * frame
+
+
+def test_what_was_collected_last_comes_behind(tmp_path):
+    recorder = recorded(3)
+    recorder.save(tmp_path / "a.rec", 0.0, [DELTAS[2]])
+    assert list(read_recording(tmp_path / "a.rec"))[-1] == DELTAS[2]
+    assert seconds_of(recorder, tmp_path / "a.rec") == [0, 1, 2]  # it was for that file alone
+
+
+class FullDisk:
+    """Opens files as ever, but they take no more than some bytes."""
+
+    def __init__(self, file, room):
+        self._file, self._room = file, room
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._file.close()
+
+    def write(self, data):
+        self._room -= len(data)
+        if self._room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._file.write(data)
+
+    def writelines(self, lines):
+        for line in lines:
+            self.write(line)
+
+
+def test_a_full_disk_loses_neither_what_is_kept_nor_the_file_of_before(tmp_path, monkeypatch):
+    recorder, path = recorded(50), tmp_path / "a.rec"
+    before = seconds_of(recorder, path)
+    whole = path.read_bytes()
+    recorder.add(delta(50))
+    real = Path.open
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda self, mode="r": FullDisk(real(self, mode), 1000))
+        with pytest.raises(OSError, match="No space left"):
+            recorder.save(path, 0.0)
+    assert path.read_bytes() == whole
+    assert [each.name for each in tmp_path.iterdir()] == ["a.rec"]
+    assert seconds_of(recorder, path) == [*before, 50]
+
+
+def test_it_is_saved_while_others_write(tmp_path):
+    recorder = recorded(1)
+    stop = threading.Event()
+
+    def write() -> None:
+        at = 1
+        while not stop.is_set():
+            if recorder.is_due(float(at)):
+                recorder.begin(snapshot(at), float(at))
+            else:
+                recorder.add(delta(at))
+            at += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(10):
+            kept = seconds_of(recorder, tmp_path / "a.rec")
+            assert kept == list(range(kept[0], kept[-1] + 1))
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,194 @@
+"""`radixkv ps`: the engines that run here, each looked at for a moment.
+
+Knows what of an engine's state a line has room for. How engines are found and attached to is `radixkv.telemetry`'s; no
+torch is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from radixkv.errors import ProtocolError, TelemetryError
+from radixkv.telemetry.discovery import Found, connect, engines
+from radixkv.telemetry.frames import Bye, Delta, Frame, Hello, Snapshot
+from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.protocol import Decoder
+from radixkv.telemetry.records import EngineFacts
+
+_PATIENCE = 2.0  # seconds that all of them have, together
+_CHUNK = 256 * 1024
+_HEAD = ("PID", "MODEL", "DEVICE", "POOL", "HIT RATE", "RUNNING", "WAITING", "SESSIONS", "UP", "SOCKET")
+_NUMBERS = {"PID", "POOL", "HIT RATE", "RUNNING", "WAITING", "SESSIONS", "UP"}  # to the right
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List the engines of this user; returns 0, also if there is none."""
+    looks = _look(engines())
+    if arguments.json:
+        json.dump([look.plain() for look in looks], sys.stdout, indent=2)
+        print()
+    elif not looks:
+        print("No engine runs here. Whatever loads one with radixkv.Engine.load(...) shows up here while it lives.")
+    else:
+        print("\n".join(_table(looks)))
+    return 0
+
+
+class Look:
+    """One engine, as its first frames tell it, or why they do not."""
+
+    def __init__(self, found: Found) -> None:
+        """Attach. What goes wrong is kept as `problem`."""
+        self.found = found
+        self.facts: EngineFacts | None = None
+        self.problem: str | None = "does not answer"
+        self.connection: socket.socket | None = None
+        self._mirror, self._decoder = Mirror(), Decoder()
+        self._whole = False
+        try:
+            self.connection = connect(found, hz=1.0)
+            self.connection.setblocking(False)
+        except TelemetryError as error:
+            self.problem = str(error)
+
+    @property
+    def done(self) -> bool:
+        """Whether it is known how it is, or will not be."""
+        return self.connection is None
+
+    def read(self) -> None:
+        """Take what has come; hang up when it is all, or when it is not going to be."""
+        assert self.connection is not None
+        try:
+            data = self.connection.recv(_CHUNK)
+            for frame in self._decoder.feed(data):
+                self._add(frame)
+        except BlockingIOError:
+            return
+        except (OSError, ProtocolError) as error:
+            data, self.problem = b"", str(error)
+        if self._whole and self._mirror.time:  # it is 0 as long as the engine has not said anything
+            self.problem = None
+            self.close()
+        elif not data:
+            self.close()
+
+    def _add(self, frame: Frame) -> None:
+        if isinstance(frame, Hello):
+            self.facts = frame.facts
+        elif isinstance(frame, Snapshot):
+            self._mirror.apply(frame.changes)
+            self._whole = frame.last
+        elif isinstance(frame, Delta):
+            self._mirror.apply(frame.changes)
+        elif isinstance(frame, Bye):
+            self.problem = frame.reason
+
+    def close(self) -> None:
+        """Hang up."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+
+    def plain(self) -> dict[str, object]:
+        """Everything that is known, for scripts; None for what is not."""
+        found, known = self.found, self.problem is None
+        stats = self._mirror.stats if known else {}
+        return {
+            "pid": found.pid,
+            "engine": found.engine,
+            "model": found.model,
+            "version": found.version,
+            "device": found.device,
+            "socket": found.socket,
+            "tcp": found.tcp,
+            "uptime_s": round(time.time() - found.started, 3),
+            "num_blocks": self.facts.num_blocks if self.facts else None,
+            **{name: stats.get(f"cache.{name}") for name in ("held_blocks", "cached_blocks", "free_blocks")},
+            **{name: stats.get(name) for name in ("prompt_tokens", "cached_tokens", "running", "waiting", "finished")},
+            "sessions": sum(not each.closed for each in self._mirror.sessions.values()) if known else None,
+            "problem": self.problem,
+        }
+
+
+def _look(found: Sequence[Found]) -> list[Look]:
+    """Attach to all of them at once, so that one that hangs keeps nobody waiting twice."""
+    deadline = time.monotonic() + _PATIENCE
+    looks = [Look(each) for each in found]
+    try:
+        with selectors.DefaultSelector() as selector:
+            for look in looks:
+                if look.connection is not None:
+                    selector.register(look.connection, selectors.EVENT_READ, look)
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    key.data.read()
+                    if key.data.done:
+                        selector.unregister(key.fileobj)
+    finally:
+        for look in looks:
+            look.close()
+    return looks
+
+
+def _table(looks: Sequence[Look]) -> list[str]:
+    rows = [_HEAD, *(_row(look) for look in looks)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(_cells(row, widths)).rstrip() for row in rows]
+
+
+def _cells(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [
+        cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
+        for name, cell, width in zip(_HEAD, row, widths, strict=True)
+    ]
+
+
+def _row(look: Look) -> tuple[str, ...]:
+    said = look.plain()
+    used = None if look.problem else _sum(said["held_blocks"], said["cached_blocks"])
+    return (
+        str(said["pid"]),
+        _printable(look.found.model),
+        _printable(look.found.device),
+        _share(used, said["num_blocks"]),
+        _share(said["cached_tokens"], said["prompt_tokens"]),
+        *(_count(said[name]) for name in ("running", "waiting", "sessions")),
+        _duration(look.found.started),
+        _printable(look.found.socket if look.problem is None else f"{look.found.socket} ({look.problem})"),
+    )
+
+
+def _sum(*numbers: object) -> float | None:
+    known = [number for number in numbers if isinstance(number, (int, float))]
+    return sum(known) if len(known) == len(numbers) else None
+
+
+def _share(part: object, whole: object) -> str:
+    """A part in percent, cut and not rounded: 100% is all of it."""
+    if not isinstance(part, (int, float)) or not isinstance(whole, (int, float)) or whole <= 0:
+        return "-"
+    return f"{int(100 * part / whole)}%"
+
+
+def _count(number: object) -> str:
+    return f"{number:.0f}" if isinstance(number, (int, float)) else "-"
+
+
+def _duration(started: float) -> str:
+    seconds = max(0, int(time.time() - started))
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"
+
+
+def _printable(text: str) -> str:
+    """What a file or a model's name says must not steer the terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

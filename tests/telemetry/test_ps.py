@@ -1,0 +1,167 @@
+"""`radixkv ps` lists what runs, says what does not answer, and is friendly about nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from radixkv.cli import main
+from radixkv.cli import ps as module
+from radixkv.telemetry.discovery import advertise
+from radixkv.telemetry.places import claim, release
+from radixkv.telemetry.publisher import Publisher
+from radixkv.telemetry.records import Changes, SessionRecord
+from tests.telemetry.served import Engine, runtime_folder
+from tests.telemetry.wire import FACTS
+
+
+class Busy(Engine):
+    """Has some stats to tell."""
+
+    def collect(self):
+        future = super().collect()
+        changes = future.result()
+        stats = {
+            "cache.held_blocks": 10.0,
+            "cache.cached_blocks": 22.0,
+            "cache.free_blocks": 32.0,
+            "prompt_tokens": 1000.0,
+            "cached_tokens": 939.0,
+            "running": 3.0,
+            "waiting": 1.0,
+            "finished": 40.0,
+        }
+        sessions = tuple(SessionRecord(at, None, 1, 0, 10, 10, 5, 2, 1.0, 2.0, closed=at == 0) for at in range(3))
+        future._result = Changes(changes.time, stats={**changes.stats, **stats}, sessions=sessions)
+        return future
+
+
+@pytest.fixture
+def folder(monkeypatch):
+    with runtime_folder() as there:
+        monkeypatch.setattr("tempfile.tempdir", str(there.parent))  # no engine of somebody else's tests
+        yield there
+
+
+@pytest.fixture
+def running(folder):
+    engine = Busy()
+    engine.change()
+    publisher = Publisher(FACTS, engine.collect, engine.pending)
+    publisher.start()
+    yield publisher
+    publisher.close()
+
+
+def test_nothing_runs(folder, capsys):
+    assert main(["ps"]) == 0
+    assert capsys.readouterr().out.startswith("No engine runs here.")
+    assert main(["ps", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_line_for_each_engine(running, capsys, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: FACTS.started + 7300)
+    assert main(["ps"]) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split() == [
+        "PID",
+        "MODEL",
+        "DEVICE",
+        "POOL",
+        "HIT",
+        "RATE",
+        "RUNNING",
+        "WAITING",
+        "SESSIONS",
+        "UP",
+        "SOCKET",
+    ]
+    assert line.split() == [str(os.getpid()), "tiny", "cpu", "50%", "93%", "3", "1", "2", "2", "h", str(running.path)]
+    assert head.index("SOCKET") == line.index(str(running.path))
+
+
+def test_for_scripts(running, capsys):
+    assert main(["ps", "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)
+    assert said.pop("uptime_s") > 0
+    assert said == {
+        "pid": os.getpid(),
+        "engine": "e-1",
+        "model": "tiny",
+        "version": "0.1.0",
+        "device": "cpu",
+        "socket": str(running.path),
+        "tcp": None,
+        "num_blocks": 64,
+        "held_blocks": 10,
+        "cached_blocks": 22,
+        "free_blocks": 32,
+        "prompt_tokens": 1000,
+        "cached_tokens": 939,
+        "running": 3,
+        "waiting": 1,
+        "finished": 40,
+        "sessions": 2,
+        "problem": None,
+    }
+
+
+def test_an_engine_that_hangs_is_listed_as_such_beside_the_others(running, capsys, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE", 0.3)
+    path, listener = claim()  # listens, and never answers
+    advertise(FACTS, path)
+    assert main(["ps"]) == 0
+    _, one, other = sorted(capsys.readouterr().out.splitlines(), key=lambda line: "-2.sock" in line)
+    assert "93%" in one
+    assert other.endswith(f"{path} (does not answer)")
+    assert "%" not in other
+    listener.close()
+    release(path)
+
+
+def test_what_an_engine_says_instead_is_shown(running, capsys):
+    running._limits = type(running._limits)(clients=0)
+    assert main(["ps"]) == 0
+    assert "(busy: 0 monitors are attached already)" in capsys.readouterr().out
+
+
+def test_names_do_not_steer_the_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE", 0.05)
+    path, listener = claim()
+    advertise(type(FACTS)(*[*FACTS.pack()[:4], "\x1b[2Jevil\n", *FACTS.pack()[5:]]), path)
+    assert main(["ps"]) == 0
+    out = capsys.readouterr().out
+    assert "?[2Jevil?" in out
+    assert "\x1b" not in out
+    listener.close()
+    release(path)
+
+
+def test_it_loads_no_torch_and_ctrl_c_ends_it_cleanly(folder):
+    code = (
+        "import sys\nfrom radixkv.cli import main\nfrom radixkv.cli import ps\nps._PATIENCE = 60.0\n"
+        "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
+        "print('ready', flush=True)\nsys.exit(main(['ps']))"
+    )
+    path, listener = claim()
+    advertise(FACTS, path)
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    listener.setblocking(True)
+    connection, _ = listener.accept()  # now it waits for us
+    connection.recv(4096)
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=20)
+    assert child.returncode == 130
+    assert said == b""
+    connection.close()
+    listener.close()
+    release(path)
