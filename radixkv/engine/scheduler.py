@@ -233,7 +233,7 @@ class Scheduler:
             else:
                 twin = lead.sequence.fork()
                 twin.truncate(len(request.prompt))
-                stream.wake(twin, common_length=min(lead.common_length, twin.length))
+                stream.wake(twin, common_length=self._reuse.on_grid(min(lead.common_length, twin.length)))
 
     # ---- admit
 

@@ -12,7 +12,8 @@ import torch
 
 from radixkv.engine.limits import Limits
 from radixkv.models.sampler import SamplingParams
-from tests.simulation.draw import draw
+from tests.simulation import books
+from tests.simulation.draw import answers_of, draw
 from tests.simulation.scenario import Ask, Fault, Scenario
 from tests.simulation.shrink import shrink
 from tests.simulation.world import Stuck, World
@@ -138,3 +139,16 @@ def test_what_a_stream_that_gives_way_was_to_compute_others_may() -> None:
     assert world.customers[0].request.preemptions == 1
     work = {step: [(number, count) for at, number, _, _, count in world.trace if at == step] for step in (7, 8)}
     assert work == {7: [(0, 1), (1, 1), (2, 3)], 8: [(1, 1), (2, 4)]}
+
+
+def test_streams_that_come_back_begin_inside_a_chunk_and_publish_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic: the first stream comes back to a hit beyond its prompt; the other begins where the prompt ends."""
+    monkeypatch.setattr(books, "READ_ALL", 1.0)
+    sampled = SamplingParams(max_tokens=16, temperature=1, n=2)
+    ask = Ask(0, 0, tuple(range(6)), sampled, 16, lags=((8, 14),))
+    turn = (*ask.prompt, *answers_of(ask)[0].tokens[:3])
+    limits = Limits(max_sequences=2, max_batch_tokens=8, prefill_chunk=4, deterministic=True)
+    world = World(Scenario(0, 40, 2, limits, (ask, Ask(1, 9, turn, sampled.but(n=1), 1)))).run()
+    assert world.customers[0].request.preemptions == 1
+    back = {index: start for step, number, index, start, _ in reversed(world.trace) if number == 0 and step > 9}
+    assert back == {0: 8, 1: 6}
