@@ -22,7 +22,7 @@ class Before:
 
     running: tuple[Request, ...]
     awake: tuple[tuple[Any, Any], ...]  # streams with their sequences, whose readers are there
-    decoding: tuple[Any, ...]  # those of them that must get their token
+    decoding: tuple[tuple[Any, Any], ...]  # those of them that must get their token
     preemptions: tuple[int, ...]  # of those that run
     computed: dict[int, int]  # tokens that those which ran, or had ended, had computed, by id
     progress: tuple[int, ...]
@@ -48,7 +48,7 @@ class Steps:
         return Before(
             running,
             tuple((stream, stream.sequence) for stream in awake),
-            tuple(stream for stream in awake if stream.pending == 1 and stream.output_length),
+            tuple((stream, stream.sequence) for stream in awake if stream.pending == 1 and stream.output_length),
             tuple(request.preemptions for request in running),
             self._computed(),
             self._progress(),
@@ -96,8 +96,9 @@ class Steps:
 
     def _who_is_in(self, before: Before, work: list[Work]) -> None:
         planned, running = {id(each.stream) for each in work}, self.core.scheduler.running
-        for stream in before.decoding:
+        for stream, sequence in before.decoding:
             gone = stream.request.outlet.ended or stream.request not in running
+            gone |= sequence.closed  # it gave way, and maybe came back at once
             assert gone or id(stream) in planned, (
                 f"{self.world.name_of(stream.request)} decodes, and was left out of a step"
             )
@@ -119,8 +120,9 @@ class Steps:
 
     def _higher_ranks_first(self, before: Before, planned: set[int]) -> None:
         """Of the prompts that are under way, a higher priority gets its chunk before a lower one."""
+        decoding = [s for s, _ in before.decoding]
         prompts = [(s, s.request.priority) for s, sequence in before.awake if s.sequence is sequence]
-        prompts = [(s, priority) for s, priority in prompts if s not in before.decoding and s.awake]
+        prompts = [(s, priority) for s, priority in prompts if s not in decoding and s.awake]
         lowest = min((priority for s, priority in prompts if id(s) in planned), default=None)
         if lowest is not None and not self.limits.deterministic:
             passed = [s for s, priority in prompts if id(s) not in planned and priority > lowest]
