@@ -18,12 +18,32 @@ from tests.monitor.samples import request
 from tests.monitor.still import FACTS
 
 COUNT = st.integers(0, 10**9)
-NAMES = (
-    "waiting running finished failed cancelled steps step_seconds step_tokens prompt_tokens cached_tokens "
-    "computed_tokens output_tokens preemptions recomputed_tokens audited_blocks differing_blocks monitor_ns "
-    "cache.free_blocks cache.cached_blocks cache.held_blocks cache.pinned_blocks cache.query_tokens "
-    "cache.regret_tokens cache.evicted_tokens"
-).split()
+NAMES = [
+    "waiting",
+    "running",
+    "finished",
+    "failed",
+    "cancelled",
+    "steps",
+    "step_seconds",
+    "step_tokens",
+    "prompt_tokens",
+    "cached_tokens",
+    "computed_tokens",
+    "output_tokens",
+    "preemptions",
+    "recomputed_tokens",
+    "audited_blocks",
+    "differing_blocks",
+    "monitor_ns",
+    "cache.free_blocks",
+    "cache.cached_blocks",
+    "cache.held_blocks",
+    "cache.pinned_blocks",
+    "cache.query_tokens",
+    "cache.regret_tokens",
+    "cache.evicted_tokens",
+]
 
 
 def state_of(stats: dict[str, float], **values: object) -> State:

@@ -1,0 +1,428 @@
+"""Feeds: an engine that comes, goes and comes back; garbage; the past; recordings, whole and damaged."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.errors import EngineNotFound
+from radixkv.telemetry.frames import Bye, Delta, Frame, Gap, Hello, Snapshot
+from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.protocol import encode, snapshot_frames
+from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord
+from radixkv.telemetry.recording import read_recording
+from radixkv_monitor.intake import Intake, Past
+from radixkv_monitor.live import DemoFeed, SocketFeed
+from radixkv_monitor.replay import FileFeed
+from radixkv_monitor.state import State
+from radixkv_monitor.timeline import Timeline
+from tests.monitor.still import FACTS
+
+OTHER = replace(FACTS, engine="engine-2", pid=5000)
+
+
+def node(number: int, used: float) -> NodeRecord:
+    return NodeRecord(number, 0, 0, 16, (number, 1), 0, 0, 0, 0, 0, False, 0.0, used)
+
+
+def snapshot(time: float, *numbers: int, seq: int = 0) -> Snapshot:
+    changes = Changes(time=time, reset=True, stats={"steps": time}, nodes=tuple(node(n, time) for n in numbers))
+    return Snapshot(0, 1, changes, seq=seq, ts=time)
+
+
+def delta(time: float, *numbers: int, gone: tuple[int, ...] = (), seq: int = 0) -> Delta:
+    nodes = tuple(node(n, time) for n in numbers)
+    return Delta(Changes(time=time, stats={"steps": time}, nodes=nodes, gone_nodes=gone), seq=seq, ts=time)
+
+
+def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait for another thread; a test that has to wait this long has failed."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "nothing came of it"
+        time.sleep(0.005)
+
+
+# ---- frames in, states out
+
+
+def test_nothing_is_shown_before_the_last_page() -> None:
+    mirror = Mirror()
+    mirror.apply(snapshot(1.0, 1, 2).changes)
+    whole = next(iter(snapshot_frames(mirror, 0, 1.0)))
+    first = replace(whole, pages=2, changes=replace(whole.changes, nodes=whole.changes.nodes[:1]))
+    second = Snapshot(1, 2, Changes(time=1.0, nodes=whole.changes.nodes[1:]))
+    intake = Intake()
+    assert intake.take(Hello(FACTS), first) is None
+    state = intake.take(second, delta(2.0, 3))
+    assert state is not None
+    assert set(state.nodes) == {1, 2, 3}, "a delta in the same breath counts"
+
+
+def test_deltas_without_a_snapshot_count_for_nothing() -> None:
+    intake = Intake()
+    assert intake.take(delta(1.0, 1)) is None
+    assert intake.take(Hello(FACTS), delta(1.0, 1)) is None
+    assert intake.take(Snapshot(1, 2, Changes(1.0))) is None, "a recording may begin between pages"
+    state = intake.take(snapshot(2.0, 7))
+    assert state is not None and set(state.nodes) == {7}
+    assert intake.take(Gap(3), delta(3.0, 8)) is None, "between a gap and its snapshot nothing is known"
+    assert intake.dropped == 3
+
+
+STEPS = st.lists(
+    st.tuples(st.floats(0.05, 40), st.sets(st.integers(1, 9), max_size=4), st.sets(st.integers(1, 9), max_size=2)),
+    min_size=1,
+    max_size=60,
+)
+
+
+def lived(steps: list[tuple[float, set[int], set[int]]], timeline: Timeline) -> tuple[Intake, list[State]]:
+    intake, now = Intake(timeline), 1000.0
+    states = [intake.take(Hello(FACTS), snapshot(now, 1, 2, 3))]
+    for pause, changed, gone in steps:
+        now += pause
+        states.append(intake.take(delta(now, *changed, gone=tuple(gone - changed))))
+    assert all(states)
+    return intake, [state for state in states if state is not None]
+
+
+@given(STEPS, st.lists(st.integers(0, 60), min_size=1, max_size=10))
+def test_the_past_is_what_was_the_present(steps: list[tuple[float, set[int], set[int]]], visits: list[int]) -> None:
+    timeline = Timeline(inf, inf)
+    intake, states = lived(steps, timeline)
+    past = Past(intake)
+    for visit in visits:
+        there = states[min(visit, len(states) - 1)]
+        again = past.at(there.time)
+        assert again is not None
+        assert (again.time, again.nodes, again.stats) == (there.time, there.nodes, there.stats)
+        between = past.at(there.time + 0.001)
+        assert between is not None and between.nodes == there.nodes
+        assert all(sample.time <= there.time for sample in again.history)
+
+
+@given(STEPS)
+def test_packed_segments_are_bounded_and_read_as_before(steps: list[tuple[float, set[int], set[int]]]) -> None:
+    timeline = Timeline(60.0, inf)
+    intake, now = Intake(timeline), 1000.0
+    intake.take(Hello(FACTS), snapshot(now, 1))
+    for pause, changed, _ in steps:  # a new segment each time: engines that come and go
+        now += pause
+        intake.take(snapshot(now, *changed), delta(now + 0.01, 5))
+    span = timeline.span
+    assert span is not None
+    inside = [begin for begin in [each.times[0] for each in timeline._segments][1:] if now + 0.01 - begin > 60.0]
+    assert not inside, "segments whose successor is old enough are forgotten"
+    assert Past(intake).at(span[0]) is not None
+    frames = list(timeline.everything())
+    assert isinstance(frames[0], Hello)
+    assert frames[-1] == delta(now + 0.01, 5)
+
+
+def test_a_timeline_keeps_to_its_bytes() -> None:
+    timeline = Timeline(inf, 50_000)
+    intake = Intake(timeline)
+    intake.take(Hello(FACTS), snapshot(0.0, *range(300)))
+    for tick in range(1, 400):
+        intake.take(delta(tick / 10, *range(tick % 7, 200)))
+        assert timeline.bytes < 50_000 + 2 * 80_000, "the newest segment stays, however large it is"
+    assert intake.latest is not None
+    found = Past(intake).at(intake.latest.time)
+    assert found is not None and found.nodes == intake.latest.nodes
+    times = [segment.times[0] for segment in timeline._segments]
+    assert all(one <= other for one, other in pairwise(times))
+
+
+def test_a_recording_reads_back_as_what_was_seen(tmp_path: Path) -> None:
+    intake = Intake()
+    with pytest.raises(ValueError, match="nothing to record yet"):
+        intake.record(tmp_path / "early.rec")
+    intake.take(Hello(FACTS), snapshot(1.0, 1), delta(2.0, 2))
+    intake.record(tmp_path / "a.rec")
+    intake.take(delta(3.0, 3, gone=(1,)))
+    intake.stop_recording()
+    intake.take(delta(4.0, 4))
+    assert intake.tape is not None and not intake.tape.running and intake.tape.trouble is None
+    again = Intake()
+    state = again.take(*read_recording(tmp_path / "a.rec"))
+    assert state is not None
+    assert (state.time, set(state.nodes), state.facts) == (3.0, {2, 3}, FACTS)
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
+    intake = Intake()
+    intake.take(Hello(FACTS), snapshot(1.0, 1))
+    intake.record(tmp_path / "a.rec")
+    assert intake.tape is not None and intake.tape._writer is not None
+
+    class Full:
+        def write(self, data: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    intake.tape._writer._file.close()
+    intake.tape._writer._file = Full()  # type: ignore[assignment]
+    state = intake.take(delta(2.0, 2))
+    assert state is not None and set(state.nodes) == {1, 2}
+    assert intake.tape.trouble == "recording stopped: No space left on device"
+    assert not intake.tape.running
+
+
+# ---- an engine behind a socket
+
+
+class Engines:
+    """The other end of a feed's connections: each attempt gets the next socket, or a refusal."""
+
+    def __init__(self) -> None:
+        self.waiting: list[socket.socket | Exception] = []
+        self.attempts = 0
+
+    def serve(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        self.waiting.append(theirs)
+        return ours
+
+    def connect(self) -> socket.socket:
+        self.attempts += 1
+        if not self.waiting:
+            raise EngineNotFound("no engine answers at x: Connection refused")
+        found = self.waiting.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    monkeypatch.setattr("radixkv_monitor.live.SHORTEST", 0.01)
+    monkeypatch.setattr("radixkv_monitor.live.LONGEST", 0.05)
+    return Engines()
+
+
+@pytest.fixture
+def feed(engines: Engines) -> Iterator[SocketFeed]:
+    made = SocketFeed("x", engines.connect, seed=1)
+    yield made
+    made.close()
+    assert not made._thread.is_alive()
+
+
+def say(connection: socket.socket, *frames: Frame) -> None:
+    connection.sendall(b"".join(encode(frame) for frame in frames))
+
+
+def test_an_engine_that_is_not_there_yet_is_waited_for(engines: Engines, feed: SocketFeed) -> None:
+    feed.start()
+    until(lambda: engines.attempts >= 3)
+    assert feed.status.link == "connecting"
+    assert "no engine answers" in feed.status.sentence and "next attempt in" in feed.status.sentence
+    with engines.serve() as engine:
+        say(engine, Hello(FACTS), snapshot(1.0, 1), delta(2.0, 2))
+        until(lambda: feed.status.link == "live" and feed.latest and feed.latest.time == 2.0)
+        assert feed.latest is not None and set(feed.latest.nodes) == {1, 2}
+        assert feed.traffic.frames == 3 and feed.traffic.bytes > 100
+
+
+def test_a_lost_engine_is_stale_and_a_restarted_one_is_told(engines: Engines, feed: SocketFeed) -> None:
+    with engines.serve() as first:
+        say(first, Hello(FACTS), snapshot(1.0, 1), Bye("the engine was closed"))
+        feed.start()
+        until(lambda: feed.latest)
+    until(lambda: feed.status.link == "stale")
+    assert "the engine was closed" in feed.status.sentence
+    assert feed.latest is not None and set(feed.latest.nodes) == {1}, "the last state stays"
+    since = feed.status.since
+    until(lambda: engines.attempts > 4)
+    assert feed.status.since == since, "stale since the connection broke, not since the last attempt"
+    line = feed.latest.line
+    with engines.serve() as second:
+        say(second, Hello(OTHER), snapshot(5.0, 9))
+        until(lambda: feed.status.link == "live")
+        assert feed.status.sentence == "the engine was restarted"
+        assert set(feed.latest.nodes) == {9} and feed.latest.facts == OTHER and feed.latest.line != line
+        assert feed.latest.baseline is not None and feed.latest.baseline.engine == OTHER.engine
+
+
+def test_the_same_engine_again_is_no_restart(engines: Engines, feed: SocketFeed) -> None:
+    with engines.serve() as first:
+        say(first, Hello(FACTS), snapshot(1.0, 1))
+        feed.start()
+        until(lambda: feed.latest)
+    until(lambda: feed.status.link == "stale")
+    with engines.serve() as second:
+        say(second, Hello(FACTS), snapshot(5.0, 9))
+        until(lambda: feed.status.link == "live")
+        assert feed.status.sentence == ""
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff" * 64,
+        b"\x00\x00\x00\x04nope",
+        b"\x00\x00\x00\x05\x93\x01\x02\x03\xc1",
+        encode(Hello(FACTS))[:-9] + b"x" * 40,
+    ],
+)
+def test_garbage_costs_the_connection_and_no_more(engines: Engines, feed: SocketFeed, garbage: bytes) -> None:
+    with engines.serve() as first:
+        say(first, Hello(FACTS), snapshot(1.0, 1))
+        feed.start()
+        until(lambda: feed.latest)
+        first.sendall(garbage + b"\x00" * 64)
+        until(lambda: feed.status.link == "stale")
+    with engines.serve() as second:
+        say(second, Hello(FACTS), snapshot(2.0, 2))
+        until(lambda: feed.status.link == "live")
+        assert feed.latest is not None and set(feed.latest.nodes) == {2}
+
+
+def test_a_feed_that_breaks_says_so(engines: Engines, feed: SocketFeed) -> None:
+    engines.waiting.append(RuntimeError("a bug"))
+    feed.start()
+    until(lambda: feed.status.link == "ended")
+    assert feed.status.sentence == "reading stopped: RuntimeError: a bug"
+
+
+def test_a_silent_engine_counts_as_gone(engines: Engines, feed: SocketFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv_monitor.live.SILENCE", 0.0)
+    with engines.serve() as engine:
+        say(engine, Hello(FACTS), snapshot(1.0, 1))
+        feed.start()
+        until(lambda: feed.status.link == "stale")
+        assert "silent" in feed.status.sentence
+
+
+# ---- recordings
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    intake = Intake()
+    intake.take(Hello(FACTS), snapshot(1000.0, 1))
+    path = tmp_path / "a.rec"
+    intake.record(path)
+    for tick in range(1, 101):
+        intake.take(delta(1000.0 + tick, tick % 9 + 1))
+    intake.stop_recording()
+    return path
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def player(recording: Path) -> Iterator[tuple[FileFeed, Clock]]:
+    clock = Clock()
+    feed = FileFeed(recording, clock=clock)
+    feed.start()
+    until(lambda: feed.span == (1000.0, 1100.0) and feed.latest)
+    yield feed, clock
+    feed.close()
+
+
+def shows(feed: FileFeed, time: float) -> None:
+    until(lambda: feed.latest is not None and feed.latest.time == time)
+
+
+def test_a_recording_plays_at_its_speed(player: tuple[FileFeed, Clock]) -> None:
+    feed, clock = player
+    shows(feed, 1000.0)
+    clock.time = 10.5
+    shows(feed, 1010.0)
+    assert feed.now == 1010.5
+    assert [feed.faster() for _ in range(2)] == [2.0, 5.0]
+    clock.time = 12.5
+    shows(feed, 1020.0)
+    assert feed.faster(-9) == 0.25 and feed.faster(99) == 60.0
+
+
+def test_a_recording_pauses_and_is_sought(player: tuple[FileFeed, Clock]) -> None:
+    feed, clock = player
+    feed.pause()
+    clock.time = 50.0
+    feed.seek(1042.0)
+    shows(feed, 1042.0)
+    clock.time = 70.0
+    assert feed.now == 1042.0
+    feed.seek(0.0)
+    shows(feed, 1000.0)
+    feed.seek(9999.0)
+    shows(feed, 1100.0)
+    until(lambda: feed.status.link == "ended")
+    assert feed.latest is not None and feed.latest.history[0].time == 1000.0
+    feed.pause(True)
+    shows(feed, 1000.0)
+
+
+def test_a_damaged_recording_shows_what_is_whole(recording: Path) -> None:
+    data = recording.read_bytes()
+    recording.write_bytes(data[: len(data) // 2])
+    feed = FileFeed(recording)
+    feed.start()
+    try:
+        until(lambda: feed.latest and feed.span and feed.span[1] > 1040)
+        until(lambda: feed.status.link == "replay" and feed.intake.farewell)
+        feed.seek(9999.0)
+        until(lambda: feed.status.link == "ended")
+        assert "ends inside a frame" in feed.status.sentence
+    finally:
+        feed.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"no recording at all", b"RADIXKV-TELEMETRY 1\n"])
+def test_what_is_no_recording_says_so(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.rec"
+    path.write_bytes(content)
+    feed = FileFeed(path)
+    feed.start()
+    until(lambda: feed.status.link == "ended")
+    assert feed.status.sentence and feed.latest is None
+    feed.close()
+
+
+# ---- the demo
+
+
+class Story:
+    """A source of numbers, as DemoSource is one of caches."""
+
+    facts: EngineFacts = replace(FACTS, started=1000.0)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self, now: float) -> Changes:
+        self.steps += 1
+        return Changes(time=now, stats={"steps": float(self.steps)}, nodes=(node(self.steps, now),))
+
+
+def test_the_demo_has_a_past_when_it_is_first_seen() -> None:
+    feed = DemoFeed(Story, clock=lambda: 1060.0)
+    feed.start()
+    until(lambda: feed.status.link == "live")
+    feed.close()
+    assert feed.latest is not None and len(feed.latest.history) >= 59
+    past = feed.at(1030.0)
+    assert past is not None and past.time == 1030.0 and len(past.nodes) == 30
