@@ -84,7 +84,7 @@ class EvictionsView(Listing[EvictionRow]):
         regret = int(state.stats.get("cache.regret_tokens", 0))
         wanted = sum(1 for row in rows if row.wanted_after is not None)
         return (
-            f"{some(tokens, 'token')} evicted, {regret:,} asked for again ({share(regret, tokens)}) · "
+            f"{some(tokens, 'token')} went, {regret:,} ({share(regret, tokens)}) wanted again · "
             f"{wanted:,} of the last {len(rows):,} evictions regretted"
         )
 

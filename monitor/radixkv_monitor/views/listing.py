@@ -38,7 +38,7 @@ class Listing(View, Generic[Row]):
 
     DEFAULT_CSS = """
     Listing { layout: vertical; }
-    Listing > .headline { height: 1; color: $text-muted; padding: 0 1; }
+    Listing > .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
     Listing > Input { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
     Listing > Input.open { display: block; }
     Listing > .detail { height: auto; max-height: 5; padding: 0 1; border-top: solid $panel; }
@@ -202,7 +202,7 @@ class Listing(View, Generic[Row]):
         self.table.say_when_empty(self.empty if not wanted else "no row has all of these words (Esc shows all)")
         self.table.show([*some, *none])
         left = f" · {len(rows):,} of {len(self._all):,} shown" if wanted else ""
-        head = f"{self.headline(self._all, self._state)}{left} · by {order.name}"
+        head = f"by {order.name}{left} · {self.headline(self._all, self._state)}"
         self.query_one(".headline", Static).update(head)
         self._show_detail()
 

@@ -58,7 +58,7 @@ class SessionsView(Listing[SessionRow]):
         Column("state", 10, _status),
         Column("turns", 6, lambda row, _: [(count(row.session.requests), "plain")], right=True),
         Column("tokens", 8, lambda row, _: [(count(row.session.tokens), "plain")], rank=1, right=True),
-        Column("served from cache", 20, _bar, grows=True),
+        Column("served from cache", 20, _bar, grows=True, most=45),
         Column("output", 8, lambda row, _: [(count(row.session.output_tokens), "plain")], rank=3, right=True),
         Column("last used", 10, lambda row, _: [(duration(row.idle), "plain")], rank=1, right=True),
         Column("namespace", 14, lambda row, _: [(row.session.namespace or "-", "dim")], rank=2),

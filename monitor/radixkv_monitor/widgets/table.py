@@ -30,7 +30,7 @@ class Column(Generic[Row]):
     """One column: `cell` says what it shows of a row in `width` cells.
 
     Where the table is too narrow for all, those of the highest `rank` are left out first. A column that `grows` takes
-    what is left over.
+    what is left over, up to `most` cells.
     """
 
     title: str
@@ -39,6 +39,7 @@ class Column(Generic[Row]):
     rank: int = 0
     right: bool = False
     grows: bool = False
+    most: int = 1000
 
 
 class RowTable(ScrollView, Generic[Row], can_focus=True):
@@ -218,7 +219,10 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
             segments += self._segments(cell, size, column.right)
             segments.append(Segment(" ", self.rich_style))
         strip = Strip(segments).adjust_cell_length(width, self.rich_style)
-        return strip if over is None else strip.apply_style(over)
+        if over is None:
+            return strip
+        lit = Style(bgcolor=over.bgcolor, bold=True)
+        return Strip(Segment.apply_style(strip, post_style=lit), width)
 
     def _segments(self, cell: Cell, width: int, right: bool) -> list[Segment]:
         """The pieces of a cell, cut or filled up to its width."""
@@ -245,4 +249,4 @@ def _fitting(columns: Sequence[Column[Row]], width: int) -> list[tuple[Column[Ro
     growing = [column for column in kept if column.grows]
     left = max(0, width - sum(column.width + 1 for column in kept))
     more = left // len(growing) if growing else 0
-    return [(column, column.width + more * column.grows) for column in kept]
+    return [(column, min(column.width + more * column.grows, column.most)) for column in kept]
