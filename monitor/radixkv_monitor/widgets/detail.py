@@ -55,9 +55,9 @@ def _text(account: Account, width: int) -> Content:
     widest = max((len(value) for _, value in account.facts), default=0)
     across = max(1, (width + 3) // (names + widest + 5)) if width > 64 else 1
     parts: list[str | tuple[str, str]] = [(account.title, "bold")]
+    parts.extend(f"\n{note}" for note in account.notes)
     for place, (name, value) in enumerate(account.facts):
         parts.append("\n" if place % across == 0 else "   ")
-        parts.append((f"{name:<{names}}  ", "$text-muted"))
+        parts.append((f"{name:<{names}}  ", "$foreground 60%"))
         parts.append(f"{value:<{widest}}" if across > 1 else value)
-    parts.extend(f"\n{note}" for note in account.notes)
     return Content.assemble(*parts)

@@ -1,0 +1,274 @@
+"""The Tree screen: the live radix tree, open as far as wanted, with a filter, an order, and an account of one node.
+
+Knows states, rows and the widgets that it is made of. Knows no other view: it says which node was selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.widgets import Input, Static
+
+from radixkv_monitor import node_facts, node_filter
+from radixkv_monitor.account import Account
+from radixkv_monitor.export import Table
+from radixkv_monitor.messages import BlockSelected, NodeSelected, Selection
+from radixkv_monitor.phrases import some
+from radixkv_monitor.runs import block_at, count_blocks
+from radixkv_monitor.sessions_seen import SessionsSeen
+from radixkv_monitor.state import State
+from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
+from radixkv_monitor.views import View
+from radixkv_monitor.widgets.detail import Detail
+from radixkv_monitor.widgets.flat_tree import FlatTree, Terms
+
+WIDE = 120
+"""Columns from which on the account stands beside the tree, not below it."""
+
+
+class TreeView(View):
+    """The radix tree. O(what changed) an update, and O(rows) if rows moved."""
+
+    DEFAULT_CSS = """
+    TreeView { layout: vertical; }
+    TreeView > .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    TreeView > Input { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
+    TreeView > Input.open { display: block; }
+    TreeView > Container { height: 1fr; layout: vertical; }
+    TreeView Detail { height: 7; border-top: solid $panel; }
+    TreeView.-wide > Container { layout: horizontal; }
+    TreeView.-wide FlatTree { width: 1fr; }
+    TreeView.-wide Detail { width: 46; height: 1fr; border-top: none; border-left: solid $panel; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "filter", "Filter"),
+        Binding("s", "sort(1)", "Sort"),
+        Binding("S", "sort(-1)", "Sort back", show=False),
+        Binding("f", "follow", "Follow"),
+        Binding("n", "step(1)", "Next", show=False),
+        Binding("N", "step(-1)", "Previous", show=False),
+        Binding("escape", "clear_filter", "Clear the filter", show=False),
+    ]
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.rows = TreeRows()
+        self.is_following = False
+        self._seen = SessionsSeen()
+        self._state: State | None = None
+        self._wanted: node_filter.NodeFilter | None = None
+        self._complaint = ""
+        self._queue = node_facts.Queue(())
+        self._queued: tuple[int, int] | None = None
+
+    def compose(self) -> ComposeResult:
+        """Headline, filter, tree and account."""
+        yield Static("", classes="headline", markup=False)
+        yield Input(placeholder=node_filter.EXAMPLES, compact=True)
+        with Container():
+            yield FlatTree(self.rows)
+            yield Detail()
+
+    @property
+    def lines(self) -> FlatTree:
+        """The lines."""
+        return self.query_one(FlatTree)
+
+    def on_mount(self) -> None:
+        """Show what came before there was a screen."""
+        if self._state is not None:
+            self._draw(self._state, ())
+
+    def on_resize(self, event: events.Resize) -> None:
+        """The account moves to where there is room."""
+        self.set_class(event.size.width >= WIDE, "-wide")
+
+    def take_focus(self) -> None:
+        """The keys go to the tree."""
+        self.lines.focus(scroll_visible=False)
+
+    # ---- states
+
+    def update(self, state: State) -> None:
+        """Show another state."""
+        last, self._state = self._state, state
+        before = self.rows.rows
+        if last is not None and last.facts.engine != state.facts.engine:
+            self.rows.open(list(self.rows.closed))
+        now_known = self._seen.update(state)
+        if self._wanted is not None and self._wanted.sessions:
+            self.rows.judge(now_known)
+        touched = state.touched_since(last)
+        self.rows.update(state.nodes, None if touched is None else touched.nodes)
+        if self.is_mounted:
+            self._draw(state, None if self.rows.rows is before else before)
+
+    def _draw(self, state: State, before: Sequence[Row] | None) -> None:
+        top = self.rows.branches[0]
+        terms = Terms(state.now, state.facts.bytes_per_block, top.tokens)
+        self.lines.show(terms, before)
+        if self.is_following:
+            self._follow()
+        self._say(state)
+
+    def _say(self, state: State) -> None:
+        """The headline and the account. The order of eviction is made anew once a second."""
+        if self._queued != (state.line, int(state.now)):
+            self._queued = (state.line, int(state.now))
+            self._queue = node_facts.eviction_queue(state)
+        roots = len(self.rows.branches[0].children)
+        parts = [f"{some(len(state.nodes) - roots, 'node')} in {some(roots, 'namespace')}", f"by {self.rows.sort}"]
+        if self.rows.is_filtered:
+            parts.append(f"{self.rows.wanted:,} fit the filter")
+        if self.is_following:
+            parts.append("following")
+        parts.append(node_facts.next_to_go(self._queue, state.now))
+        self.query_one(".headline", Static).update(self._complaint or " · ".join(parts))
+        self._account(state)
+
+    def _account(self, state: State) -> None:
+        branch = self.lines.cursor
+        told = Account("Nothing is cached") if branch is None else node_facts.account(state, branch, self._queue)
+        self.query_one(Detail).tell(told)
+
+    def select(self, selection: Selection) -> None:
+        """Put the cursor on the node that another view selected."""
+        if selection.node is not None and self.is_mounted:
+            branch = self.lines.cursor
+            if branch is None or branch.node.id != selection.node:
+                self.lines.go_to(selection.node)
+
+    def sort_by(self, name: str) -> bool:
+        """Sort by one of the orders of rows."""
+        if name not in SORTS:
+            return False
+        before = self.rows.rows
+        self.rows.sort_by(name)
+        if self.is_mounted and self._state is not None:
+            self._draw(self._state, before)
+            self.lines.repaint()
+        return True
+
+    def export(self) -> Table:
+        """The rows that are shown, as they are sorted."""
+        return Table("tree", [_facts(row.branch) for row in self.rows.rows])
+
+    # ---- keys
+
+    def action_filter(self) -> None:
+        """Open the filter."""
+        line = self.query_one(Input)
+        line.add_class("open")
+        line.focus()
+
+    def action_clear_filter(self) -> None:
+        """Show all rows again."""
+        line = self.query_one(Input)
+        line.value = ""
+        line.remove_class("open")
+        self.take_focus()
+
+    def action_sort(self, by: int) -> None:
+        """Take the next, or the previous, order."""
+        names = list(SORTS)
+        self.sort_by(names[(names.index(self.rows.sort) + by) % len(names)])
+
+    def action_step(self, by: int) -> None:
+        """Go to the next, or the previous, row that the filter wants."""
+        at = self.rows.index.get(self.lines.cursor.node.id, 0) if self.lines.cursor is not None else 0
+        found = self.rows.next_wanted(at, by)
+        if found is not None:
+            self.lines.go_to(self.rows.rows[found].id, by_hand=True)
+
+    def action_follow(self) -> None:
+        """Keep the path in view that was used last, or stop that."""
+        self.is_following = not self.is_following
+        if not self.is_following:
+            self.lines.mark_path(frozenset())
+        if self._state is not None:
+            self._draw(self._state, None)
+
+    def _follow(self) -> None:
+        hottest = self.rows.hottest()
+        if hottest is None:
+            return
+        above = (up.record.id for up in hottest.up() if up.record is not None)
+        self.lines.mark_path(frozenset((hottest.node.id, *above)))
+        self.lines.go_to(hottest.node.id)
+        self.lines.repaint()
+
+    @on(Input.Changed)
+    def _typed(self, event: Input.Changed) -> None:
+        event.stop()
+        try:
+            self._wanted = node_filter.parse(event.value)
+            self._complaint = ""
+        except node_filter.InvalidFilter as error:
+            self._complaint = str(error)
+        else:
+            before = self.rows.rows
+            self.rows.filter(None if self._wanted is None else self._fits)
+            if self._state is not None:
+                self._draw(self._state, before)
+        if self._state is not None:
+            self._say(self._state)
+
+    def _fits(self, branch: Branch) -> bool:
+        wanted = self._wanted
+        return wanted is None or wanted.fits(branch.node, branch.namespace, self._seen.of(branch.node.id))
+
+    @on(Input.Submitted)
+    def _entered(self, event: Input.Submitted) -> None:
+        event.stop()
+        if not event.value:
+            self.query_one(Input).remove_class("open")
+        self.take_focus()
+        if self.rows.is_filtered and self.lines.cursor is not None and not self.lines.cursor.is_wanted:
+            self.action_step(1)
+
+    @on(FlatTree.Moved)
+    def _moved(self, event: FlatTree.Moved) -> None:
+        event.stop()
+        if event.by_hand and self.is_following:
+            self.action_follow()
+        self.post_message(NodeSelected(event.node))
+        if self._state is not None:
+            self._account(self._state)
+
+    @on(FlatTree.Chosen)
+    def _chosen(self, event: FlatTree.Chosen) -> None:
+        event.stop()
+        branch = self.rows.branches.get(event.node)
+        block = None if branch is None else block_at(branch.node.blocks, 0)
+        self.post_message(NodeSelected(event.node))
+        if block is not None:
+            self.post_message(BlockSelected(block, show=True))
+
+
+def _facts(branch: Branch) -> dict[str, object]:
+    node = branch.node
+    return {
+        "node": node.id,
+        "parent": node.parent,
+        "namespace": branch.namespace,
+        "start": node.start,
+        "tokens": node.tokens,
+        "references": node.locks,
+        "holders": node.holders,
+        "pins": node.pins,
+        "hits": node.hits,
+        "priority": node.priority,
+        "done": node.demoted,
+        "born": node.born,
+        "used": node.used,
+        "blocks": count_blocks(node.blocks),
+        "subtree_nodes": branch.nodes,
+        "subtree_tokens": branch.tokens,
+        "head": list(node.head),
+        "text": node.text,
+    }

@@ -1,0 +1,330 @@
+"""The Tree screen: every key, the mouse, the filter, and a view that stays where it is while the tree changes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input, Static
+
+from radixkv.telemetry.records import NodeRecord, SequenceRecord
+from radixkv_monitor import node_facts
+from radixkv_monitor.messages import BlockSelected, NodeSelected, Selection
+from radixkv_monitor.state import State
+from radixkv_monitor.tree_rows import SORTS, TreeRows
+from radixkv_monitor.views.tree import TreeView
+from radixkv_monitor.widgets.detail import Detail
+from tests.monitor import samples
+from tests.monitor.hosting import hosted, screen, state
+
+SIZES = ((80, 24), (160, 48))
+both_sizes = pytest.mark.parametrize("size", SIZES, ids=["80x24", "160x48"])
+
+
+def node(number: int, parent: int, start: int = 0, tokens: int = 32, **values: object) -> NodeRecord:
+    usual = {
+        "blocks": (number, 2), "holders": 0, "locks": 0, "pins": 0, "hits": 0, "priority": 0, "demoted": False,
+        "born": 900.0, "used": 1000.0 - number, "head": (number, 5, 6),
+    }  # fmt: skip
+    return NodeRecord(id=number, parent=parent, start=start, tokens=tokens, **{**usual, **values})  # type: ignore[arg-type]
+
+
+def small(**values: object) -> State:
+    """team: 2 -> (3 -> 5, 4); default: 7, held by request 12, pinned and done ones."""
+    nodes = [
+        node(1, 0, tokens=0, blocks=(), namespace="team", used=0.0), node(2, 1),
+        node(3, 2, 32, 100, hits=9), node(4, 2, 32, 500, demoted=True), node(5, 3, 132, 8),
+        node(6, 0, tokens=0, blocks=(), used=0.0, locks=1),
+        node(7, 6, locks=2, holders=2, pins=1, used=1001.0, text="hello"),
+    ]  # fmt: skip
+    return state(
+        nodes=nodes,
+        sequences=[SequenceRecord(40, 12, 0, 7, 40, 32, (), 1000.0)],
+        live=[samples.request(number=12, phase="decode", session=8, ended=None)],
+        **values,
+    )
+
+
+def many(count: int = 60) -> State:
+    return state(
+        nodes=[node(1, 0, tokens=0, blocks=(), used=0.0), *(node(at, 1, used=1.0 * at) for at in range(2, count))]
+    )
+
+
+def run(
+    script: Callable[[Pilot[None], TreeView], Awaitable[None]], shown: State, size: tuple[int, int] = SIZES[0]
+) -> list[object]:
+    view = TreeView()
+
+    async def focused(pilot: Pilot[None]) -> None:
+        view.take_focus()
+        await pilot.pause()
+        await script(pilot, view)
+
+    return list(hosted(view, shown, focused, size).heard)
+
+
+def ids(view: TreeView) -> list[int]:
+    return [row.id for row in view.rows.rows]
+
+
+def at(view: TreeView) -> int | None:
+    return None if view.lines.cursor is None else view.lines.cursor.node.id
+
+
+def headline(view: TreeView) -> str:
+    return str(view.query_one(".headline", Static).content)
+
+
+@both_sizes
+def test_rows_and_the_account_of_the_node_are_on_screen(size: tuple[int, int]) -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        await pilot.press("down", "up")
+        text = "\n".join(screen(pilot.app))
+        for wanted in ("team", "default", "0-32", "32-132", "◆ ", "▽ ", "tokens", "next to go: node 4"):
+            assert wanted in text, wanted
+        await pilot.press("down")
+        text = "\n".join(screen(pilot.app))
+        assert "Node 7" in text and "Held by request 12, stream 0 (decode)." in text and "Held by a pin." in text
+
+    run(script, small(), size)
+
+
+@both_sizes
+def test_keys_move_open_close_and_choose(size: tuple[int, int]) -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        assert ids(view) == [6, 7, 1, 2, 3, 5, 4]
+        await pilot.press("end")
+        assert at(view) == 4
+        await pilot.press("left")
+        assert at(view) == 2, "a leaf leads to its parent"
+        await pilot.press("left")
+        assert ids(view) == [6, 7, 1, 2] and at(view) == 2
+        await pilot.press("right", "right")
+        assert ids(view) == [6, 7, 1, 2, 3, 5, 4] and at(view) == 3
+        await pilot.press("o")
+        assert ids(view) == [6, 7, 1, 2, 3, 4]
+        await pilot.press("O", "j", "k", "pagedown")
+        assert len(ids(view)) == 7 and at(view) == 4
+        await pilot.press("C")
+        assert ids(view) == [6, 7, 1, 2] and at(view) == 2, "the cursor goes up to what is still shown"
+        await pilot.press("home", "down", "enter")
+
+    heard = run(script, small(), size)
+    assert isinstance(heard[-1], BlockSelected) and heard[-1].number == 7 and heard[-1].show
+    assert [each.number for each in heard if isinstance(each, NodeSelected)][:3] == [4, 2, 3]
+
+
+@both_sizes
+def test_s_goes_through_all_orders_and_back(size: tuple[int, int]) -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        seen = []
+        for _ in SORTS:
+            seen.append(view.rows.sort)
+            await pilot.press("s")
+        assert seen == list(SORTS) and view.rows.sort == seen[0]
+        await pilot.press("S")
+        assert view.rows.sort == seen[-1] and seen[-1] in headline(view)
+        assert view.sort_by("size") and ids(view) == [1, 2, 4, 3, 5, 6, 7]
+        assert not view.sort_by("colour")
+
+    run(script, small(), size)
+
+
+@both_sizes
+def test_the_filter_shows_matches_n_walks_them_and_escape_ends_it(size: tuple[int, int]) -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        await pilot.press("slash", *"min:100", "enter")
+        assert ids(view) == [1, 2, 3, 4] and "2 fit the filter" in headline(view) and at(view) == 3
+        await pilot.press("n")
+        assert at(view) == 4
+        await pilot.press("n")
+        assert at(view) == 3
+        await pilot.press("N")
+        assert at(view) == 4
+        await pilot.press("escape")
+        assert len(ids(view)) == 7 and not view.rows.is_filtered and at(view) == 4
+
+    run(script, small(), size)
+
+
+def test_a_filter_by_session_follows_who_holds_what() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        await pilot.press("slash", *"session:8")
+        assert ids(view) == [6, 7]
+        shown = small(line=2)
+        moved = replace(shown.sequences[40], node=5)
+        view.update(replace(shown, tick=3, sequences={40: moved}))
+        assert {1, 2, 3, 5} <= set(ids(view)), "what it holds now, and what it held before, if we know that still"
+
+    run(script, small())
+
+
+def test_a_filter_that_nobody_understands_is_explained_and_changes_nothing() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        await pilot.press("slash")
+        view.query_one(Input).value = "min:"
+        await pilot.pause()
+        assert "min:" in headline(view) and "no whole number" in headline(view) and len(ids(view)) == 7
+        await pilot.press("4", "0")
+        assert ids(view) == [1, 2, 3, 4]
+        view.query_one(Input).value = ""
+        await pilot.press("enter")
+        assert len(ids(view)) == 7 and not view.query_one(Input).has_class("open")
+
+    run(script, small())
+
+
+@both_sizes
+def test_f_follows_what_was_used_last_until_the_cursor_is_moved(size: tuple[int, int]) -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        shown = small()
+        await pilot.press("C", "f")
+        assert at(view) == 7 and "following" in headline(view)
+        hot = {**shown.nodes, 5: node(5, 3, 132, 8, used=2000.0)}
+        view.update(replace(shown, tick=2, nodes=hot))
+        assert at(view) == 5, "what hides it is opened"
+        await pilot.press("up")
+        await pilot.pause()
+        assert not view.is_following and "following" not in headline(view)
+        await pilot.press("f", "f")
+        assert not view.is_following
+
+    run(script, small(), size)
+
+
+def test_the_view_stays_with_its_node_while_others_come_and_go() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        shown = many()
+        await pilot.press(*["down"] * 30)
+        before, place = at(view), view.lines._at - view.lines.top
+        nodes = {**shown.nodes, **{at: node(at, 1, used=1.0 * at) for at in range(100, 110)}}
+        view.update(replace(shown, tick=2, nodes=nodes))
+        await pilot.pause()
+        assert at(view) == before and view.lines._at - view.lines.top == place
+        assert before is not None
+        next_one = view.rows.rows[view.lines._at + 1].id
+        del nodes[before]
+        view.update(replace(shown, tick=3, nodes=dict(nodes)))
+        await pilot.pause()
+        assert at(view) == next_one and view.lines._at - view.lines.top == place
+        view.update(replace(shown, tick=4, nodes={}))
+        assert at(view) is None and "\n".join(screen(pilot.app)).count("Nothing is cached") == 1
+
+    run(script, many())
+
+
+def test_untouched_the_view_stays_at_the_top() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        shown = many()
+        view.update(replace(shown, tick=2, nodes={**shown.nodes, 99: node(99, 1, used=99.0)}))
+        await pilot.pause()
+        assert view.lines.top == 0 and at(view) == 1 and ids(view)[1] == 99
+
+    run(script, many())
+
+
+def test_a_click_moves_the_cursor_and_a_click_on_the_sign_closes() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        await pilot.click(view.lines, offset=(12, 2))
+        assert at(view) == 7
+        await pilot.click(view.lines, offset=(0, 3))
+        assert at(view) == 1 and ids(view) == [6, 7, 1]
+        await pilot.click(view.lines, offset=(12, 3))
+        assert ids(view) == [6, 7, 1, 2, 3, 5, 4], "a click on the cursor opens"
+        await pilot.click(view.lines, offset=(12, 11))
+
+    run(script, small())
+
+
+def test_what_others_select_is_opened_and_shown() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        await pilot.press("C")
+        view.select(Selection(node=5))
+        assert at(view) == 5
+        view.select(Selection(node=77))
+        assert at(view) == 5
+
+    run(script, small())
+
+
+def test_another_engine_in_the_same_place_begins_anew() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        await pilot.press("C")
+        other = small(line=2)
+        view.update(replace(other, facts=replace(other.facts, engine="e2")))
+        assert len(ids(view)) == 7
+
+    run(script, small())
+
+
+def test_only_lines_that_differ_are_drawn() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        drawn: list[int] = []
+        draw = view.lines.draw
+        view.lines.draw = lambda line, key: drawn.append(line) or draw(line, key)  # type: ignore[method-assign, func-returns-value]
+        shown = small()
+        view.update(replace(shown, tick=2))
+        await pilot.pause()
+        assert not drawn
+        view.update(replace(shown, tick=3, nodes={**shown.nodes, 5: node(5, 3, 132, 8, hits=4)}))
+        await pilot.pause()
+        assert drawn == [5], "the row of node 5"
+
+    run(script, small())
+
+
+def test_export_has_the_rows_as_they_are_shown() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        await pilot.press("slash", *"done")
+        rows = view.export().rows
+        assert [row["node"] for row in rows] == [1, 2, 4] and rows[-1]["done"] and rows[-1]["namespace"] == "team"
+
+    run(script, small())
+
+
+# ---- accounts
+
+
+def account(shown: State, number: int) -> str:
+    rows = TreeRows()
+    rows.update(shown.nodes)
+    told = node_facts.account(shown, rows.branches[number], node_facts.eviction_queue(shown))
+    return "\n".join([told.title, *(f"{name}: {value}" for name, value in told.facts), *told.notes])
+
+
+def test_why_a_node_is_held() -> None:
+    shown = small()
+    assert "Held by nobody: evictable once what is below it is gone (1 node)." in account(shown, 3)
+    assert "evictable now" in account(shown, 5) and "Eviction takes 1 leaf before it." in account(shown, 5)
+    assert "Eviction takes it next" in account(shown, 4) and "it is done: first to go" in account(shown, 4)
+    nodes = {**shown.nodes, 2: node(2, 1, locks=1), 3: node(3, 2, 32, 100, locks=3, holders=3)}
+    nodes[4] = node(4, 2, 32, 500, locks=1)
+    held = replace(shown, nodes=nodes, sequences={9: SequenceRecord(9, None, 0, 3, 132, 0, (), 0.0)})
+    assert "Held by sequence 9, which no request opened." in account(held, 3)
+    assert "2 holders that this monitor was not told of" in account(held, 3)
+    assert "locked children, nodes 3, 4: sequence 9, which no request opened, at node 3." in account(held, 2)
+    assert "Namespace team" in account(shown, 1)
+
+
+@pytest.mark.parametrize(("policy", "order"), [("lru", [5, 4, 3]), ("fifo", [4, 3, 5]), ("lfu", [3, 4, 5])])
+def test_the_queue_of_eviction_is_the_policys(policy: str, order: list[int]) -> None:
+    nodes = [node(1, 0), node(3, 1, hits=1, born=2.0), node(4, 1, hits=2, born=1.0), node(5, 1, hits=3, born=3.0)]
+    shown = state(nodes=nodes)
+    shown = replace(shown, facts=replace(shown.facts, eviction=policy))
+    queue = node_facts.eviction_queue(shown)
+    assert [leaf.id for leaf in queue.leaves] == order
+    assert queue.place(order[1]) == 1 and queue.place(1) is None
+    assert node_facts.next_to_go(node_facts.Queue(()), 0.0) == "nothing is evictable"
+
+
+def test_the_detail_is_drawn_anew_only_if_it_differs() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        detail = view.query_one(Detail)
+        drawn = detail._drawn
+        view.update(replace(small(), tick=2))
+        assert detail._drawn is drawn
+
+    run(script, small())
