@@ -59,6 +59,25 @@ class Plan:
     processors: int
 
 
+def cut(
+    work: WorkList,
+    *,
+    heads: int,
+    kv_heads: int,
+    chosen: tuple[Kind, ...],
+    processors: int,
+    split: int | None = None,
+) -> tiling.Tiles:
+    """Tiles for `work`, on the host; as `plan`."""
+    shapes = tuple(kind.shape for kind in chosen)
+    return tiling.build(work, shapes, heads // kv_heads, spread=spread(processors, kv_heads), split=split)
+
+
+def spread(processors: int, kv_heads: int) -> int:
+    """Tiles that keep so many processors busy."""
+    return -(-processors * WAVES // kv_heads)
+
+
 def plan(
     work: WorkList,
     *,
@@ -73,9 +92,7 @@ def plan(
 
     `split` cuts keys into parts of about so many, whatever else is in the step; else the step is balanced.
     """
-    shapes = tuple(kind.shape for kind in chosen)
-    spread = -(-processors * WAVES // kv_heads)
-    tiles = tiling.build(work, shapes, heads // kv_heads, spread=spread, split=split)
+    tiles = cut(work, heads=heads, kv_heads=kv_heads, chosen=chosen, processors=processors, split=split)
     lists = [tiles.block_ids, tiles.row_ids, tiles.positions, tiles.merge_rows, tiles.merge_offset, tiles.merge_ids]
     there = _upload([*lists, *tiles.kinds], device)
     return Plan(

@@ -80,8 +80,23 @@ def attend(
     """
     if _falls_back(unavailable(store, len(query), layer)):
         return torch_backend.attend(store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
+    step = _plan(store, layer, len(query), work, split)
+    return follow(store, layer, query, step, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def follow(
+    store: KVStore,
+    layer: int,
+    query: Tensor,
+    step: Any,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `attend`, along a `radixkv_kernels.attention.Plan`; does nothing but launch, and reads no number back."""
     query = query if query.stride(2) == 1 else query.contiguous()
-    pools, step = (store.keys[layer], store.values[layer]), _plan(store, layer, len(query), work, split)
+    pools = store.keys[layer], store.values[layer]
     output: Tensor = _kernels().attend(query, *pools, step, scale=scale, softcap=softcap, sinks=sinks)
     return output
 
@@ -145,16 +160,18 @@ def _plan(store: KVStore, layer: int, heads: int, work: WorkList, split: int | N
     shape = store.layers[layer]
     key = (store, shape, heads, split)
     if key not in plans:
-        plans[key] = _kernels().plan(
-            work,
-            heads=heads,
-            kv_heads=shape.kv_heads,
-            chosen=_chosen(shape, store.dtype, store.device),
-            device=store.device,
-            processors=_device(store.device)[0],
-            split=split,
-        )
+        plans[key] = _kernels().plan(work, device=store.device, split=split, **tiling(store, shape, heads))
     return plans[key]
+
+
+def tiling(store: KVStore, shape: LayerShape, heads: int) -> dict[str, Any]:
+    """What decides how `radixkv_kernels.attention` cuts a work list for layers of this shape."""
+    return {
+        "heads": heads,
+        "kv_heads": shape.kv_heads,
+        "chosen": _chosen(shape, store.dtype, store.device),
+        "processors": _device(store.device)[0],
+    }
 
 
 def _falls_back(reason: str | None) -> bool:

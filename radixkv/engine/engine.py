@@ -140,6 +140,7 @@ class RequestEngine:
         cache = PrefixCache(num_blocks, block_size, eviction)
         again = prefill_chunk if deterministic else piece_tokens(block_size)
         runner = Runner(loaded, num_blocks, block_size, deterministic=deterministic, recheck_tokens=again)
+        runner.record_decodes(max_sequences)
         return cls(
             loaded,
             runner,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,21 +25,25 @@ SPLIT = 512
 """Keys that a tile has, about, where bits must not depend on what else is in a step: several for a long context."""
 
 
-class Backend(Protocol):
-    """Moves and reads the KV of one store; what the calls do stands at `KVStore` and `torch_backend`."""
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks in all layers."""
-        ...
+class Attending(Protocol):
+    """Writes and reads the KV of one store; what the calls do stands at `KVStore` and `torch_backend`."""
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store one layer's new keys and values."""
         ...
 
     def attend(
-        self, layer: int, query: Tensor, work: WorkList, *, scale: float, softcap: float | None, sinks: Tensor | None
+        self, layer: int, query: Tensor, work: Any, *, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of query [heads, T, dk] over one layer -> [T, heads, dv]."""
+        """Attention of query [heads, T, dk] over one layer, along what this backend follows -> [T, heads, dv]."""
+        ...
+
+
+class Backend(Attending, Protocol):
+    """Follows work lists, and copies blocks."""
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks in all layers."""
         ...
 
 
@@ -82,11 +86,34 @@ class TritonBackend:
         )
 
 
+class PlannedBackend:
+    """The kernels, along plans whose arrays are on the device: does nothing but launch, so that it can be recorded."""
+
+    def __init__(self, store: KVStore) -> None:
+        """Serve `store`."""
+        self._store = store
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """As `triton_backend.write`."""
+        triton_backend.write(self._store, layer, slots, key, value)
+
+    def attend(
+        self, layer: int, query: Tensor, work: Any, *, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """As `triton_backend.follow`."""
+        return triton_backend.follow(self._store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
+
+
 def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = False) -> Backend:
     """The backend that this model was tested with, over `store`."""
     if loaded.attention == "triton":
-        return TritonBackend(store, SPLIT if deterministic else None)
+        return TritonBackend(store, split_of(deterministic))
     return TorchBackend(store)
+
+
+def split_of(deterministic: bool) -> int | None:
+    """Keys to a tile, for a backend whose bits must not depend on what else is in a step; else as balances it."""
+    return SPLIT if deterministic else None
 
 
 def check(asked: str, device: torch.device) -> None:

@@ -6,8 +6,10 @@ the cache through the engine, and is executed here to the letter.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,26 +18,20 @@ from torch import Tensor
 
 from radixkv.attention import worklist
 from radixkv.attention.kv_store import KVStore
-from radixkv.models.backends import Backend, backend_of
-from radixkv.models.hook import AttentionCall, handled_by
-from radixkv.models.loaded import LayerSpec, LoadedModel
+from radixkv.models.backends import PlannedBackend, backend_of, split_of
+from radixkv.models.chunk import Chunk as Chunk
+from radixkv.models.cuda_recorder import CudaRecorder
+from radixkv.models.decode_graphs import DecodeGraphs, Present, Recorder
+from radixkv.models.hook import handled_by
+from radixkv.models.loaded import LoadedModel
 from radixkv.models.recheck import Recheck, compare, obstacle
+from radixkv.models.step import Step
 from radixkv_kernels.work_list import WorkList
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens [start, start + n) of one sequence, which this step computes and stores; a decode is a chunk of one.
-
-    `slots` says where the n tokens' KV goes, `block_table` covers everything from token 0 to the chunk's end. A chunk
-    that is `alone` gets a forward of its own: a matrix product of other height may round its rows differently.
-    """
-
-    tokens: NDArray[np.int32]
-    start: int
-    slots: NDArray[np.int64]
-    block_table: NDArray[np.int32]
-    alone: bool = False
+PROBE_TOLERANCE = 5e-2
+"""Of the largest logit: what a replay may differ by. It launches the same kernels, so it should not differ at all."""
 
 
 class Runner:
@@ -71,6 +67,50 @@ class Runner:
         self._worth = worklist.NEVER if deterministic else worklist.WORTH
         self._windows = tuple({layer.window: None for layer in loaded.layers})
         self._previous: WorkList | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    def record_decodes(self, most: int, recorder: Recorder | None = None) -> None:
+        """From now on replay steps that decode up to `most` sequences from CUDA graphs, if that is possible here.
+
+        Records one step at once, and compares what its replay computes, so nothing may be cached yet. A model that
+        cannot be recorded runs as before, with one warning. Takes memory as `CudaRecorder` says.
+        """
+        if self.loaded.attention == "triton" and (recorder is not None or self.store.device.type == "cuda"):
+            with torch.inference_mode(), _on(self.store.device):
+                graphs = self._recorded(most, recorder)
+                self._graphs = graphs if self._replays_what_it_computes(graphs) else None
+
+    def _recorded(self, most: int, recorder: Recorder | None) -> DecodeGraphs:
+        """Graphs of this runner's decode steps, none of which is recorded yet."""
+        from radixkv.models.decode_inputs import DecodeInputs  # needs Triton
+
+        layers, split = self.loaded.layers, split_of(self._deterministic)
+        inputs = DecodeInputs(self.store, layers, most, max_length=self.loaded.max_length, split=split)
+        backend = PlannedBackend(self.store)
+
+        def forward(bucket: int, present: Present) -> Tensor:
+            tokens, positions, slots = inputs.columns(bucket)
+            step = Step(backend, layers, slots, inputs.plans(bucket, present))
+            return self._logits(step, tokens, positions, inputs.last_rows(bucket))
+
+        return DecodeGraphs(
+            inputs, forward, recorder or CudaRecorder(self.store.device), most, padded=not self._deterministic
+        )
+
+    def _replays_what_it_computes(self, graphs: DecodeGraphs) -> bool:
+        """Whether a graph, recorded for one token, computes another behind it; a warning says why not."""
+        table = np.arange(-(-2 // self.store.block_size), dtype=np.int32)
+        for position in range(2):
+            chunk = Chunk(np.array([position], np.int32), position, np.array([position]), table)
+            work = self._plan([chunk])
+            replayed = graphs.run([chunk], work)
+            if replayed is None:
+                return False
+            replayed, computed = replayed.clone(), self._compute([chunk], work)
+            if not (replayed - computed).abs().max() <= PROBE_TOLERANCE * computed.abs().max():  # NaN is not, either
+                _log.warning("decode steps run without CUDA graphs: this model's replay does not compute the same")
+                return False
+        return True
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
@@ -81,24 +121,38 @@ class Runner:
         tokens of the step (some T * hidden * 10 numbers, widest in the MLP) and len(chunks) * vocab logits: never
         T * vocab, and never T * T scores. A chunk that is `alone` takes one forward more.
         """
-        self._backend.copy(copies)
-        groups = _groups(chunks)
-        if len(groups) == 1:
-            return self._forward(chunks)
-        logits = torch.cat([self._forward([chunks[index] for index in group]) for group in groups])
-        return logits[np.argsort(np.concatenate(groups))]
+        with _on(self.store.device):
+            self._backend.copy(copies)
+            groups = _groups(chunks)
+            if len(groups) == 1:
+                return self._forward(chunks)
+            logits = torch.cat([self._forward([chunks[index] for index in group]) for group in groups])
+            return logits[np.argsort(np.concatenate(groups))]
 
     def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
-        """All chunks in one forward."""
+        """All chunks in one forward, or in one replay of it."""
+        work = self._plan(chunks)
+        logits = None if self._graphs is None else self._graphs.run(chunks, work)
+        if logits is None:
+            return _wide(self._compute(chunks, work))
+        return _wide(logits, copy=True)  # the next replay overwrites it
+
+    def _compute(self, chunks: Sequence[Chunk], work: dict[int | None, WorkList]) -> Tensor:
+        """Logits [len(chunks), vocab] of one forward, in the model's dtype."""
         batch = _Batch(chunks, self.loaded.device)
-        step = _Step(self._backend, self.loaded.layers, batch.slots, self._plan(chunks))
+        lists = [work[layer.window] for layer in self.loaded.layers]
+        step = Step(self._backend, self.loaded.layers, batch.slots, lists)
+        return self._logits(step, batch.tokens, batch.positions, batch.last_rows)
+
+    def _logits(self, step: Step, tokens: Tensor, positions: Tensor, last_rows: Tensor) -> Tensor:
+        """One forward of tokens [T] whose attention `step` answers: logits [len(last_rows), vocab]."""
         with handled_by(step):
             output = self.loaded.model(
-                input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, logits_to_keep=batch.last_rows
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=last_rows
             )
         step.finish()
         logits: Tensor = output.logits[0]
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return logits
 
     @property
     def recheck_obstacle(self) -> str | None:
@@ -156,37 +210,24 @@ def _groups(chunks: Sequence[Chunk]) -> list[list[int]]:
 
 
 class _Batch:
-    """All chunks laid end to end: tokens and positions [1, T], slots [T], the row of each chunk's last token."""
+    """All chunks laid end to end: tokens, positions and slots [T], the row of each chunk's last token; in one copy."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
         lengths = [len(chunk.tokens) for chunk in chunks]
         positions = [np.arange(c.start, c.start + n, dtype=np.int64) for c, n in zip(chunks, lengths, strict=True)]
-        tokens = np.concatenate([chunk.tokens for chunk in chunks]).astype(np.int64)
-        self.tokens = torch.from_numpy(tokens).to(device)[None]
-        self.positions = torch.from_numpy(np.concatenate(positions)).to(device)[None]
-        self.slots = torch.from_numpy(np.concatenate([chunk.slots for chunk in chunks])).to(device)
-        self.last_rows = torch.from_numpy(np.cumsum(lengths) - 1).to(device)
-
-
-class _Step:
-    """Answers the attention calls of one forward: the n-th call is layer n, whatever the module says about itself."""
-
-    def __init__(
-        self, backend: Backend, layers: Sequence[LayerSpec], slots: Tensor, work: dict[int | None, WorkList]
-    ) -> None:
-        self._backend, self._layers, self._slots, self._work = backend, layers, slots, work
-        self._next = 0
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Store the layer's new keys and values, then attend along the work list of its window."""
-        layer, self._next = self._next, self._next + 1
-        spec = self._layers[layer]
-        self._backend.write(layer, self._slots, call.key[0], call.value[0])
-        work = self._work[spec.window]
-        return self._backend.attend(
-            layer, call.query[0], work, scale=call.scale, softcap=spec.softcap, sinks=call.sinks
+        columns = [np.concatenate([chunk.tokens for chunk in chunks]), np.concatenate(positions)]
+        columns += [np.concatenate([chunk.slots for chunk in chunks]), np.cumsum(lengths) - 1]
+        there = torch.from_numpy(np.concatenate(columns).astype(np.int64)).to(device)
+        self.tokens, self.positions, self.slots, self.last_rows = there.split_with_sizes(
+            [sum(lengths)] * 3 + [len(chunks)]
         )
 
-    def finish(self) -> None:
-        """The forward called each layer once, as in the probe."""
-        assert self._next == len(self._layers), f"{self._next} attention calls, {len(self._layers)} in the probe"
+
+def _wide(logits: Tensor, *, copy: bool = False) -> Tensor:
+    """Logits as samplers get them: in float32 at least."""
+    return logits.to(logits.dtype if logits.dtype == torch.float64 else torch.float32, copy=copy)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """While this is open, kernels are launched on `device`, whatever this thread uses otherwise."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.attention import worklist
+from radixkv.attention.grouping import Grouping
+from radixkv_kernels import capacity
 from radixkv_kernels import tiles as tiling
+from radixkv_kernels.capacity import Capacity
 from radixkv_kernels.tiles import FIELDS, HEADER, Shape, Tiles
 from radixkv_kernels.work_list import WorkList
 from tests.attention.batches import tree_tables
@@ -158,6 +161,68 @@ def test_a_row_with_nothing_to_read_is_merged_from_nothing() -> None:
     tiles = tiling.build(padded, SHAPES, 1)
     assert tiles.merge_rows[HEADER:].tolist() == [1]
     assert tiles.merge_offset.tolist() == [0, 0]
+
+
+@st.composite
+def decodes(draw: st.DrawFn) -> WorkList:
+    """Trees of decodes, deep ones too."""
+    rng = random.Random(draw(st.integers(0, 10**9)))
+    tables, kv = tree_tables(rng, 4, draw(st.integers(1, 40)), adjacent=False)
+    kept = [(table, length) for table, length in zip(tables, kv, strict=True) if length]
+    window = draw(st.sampled_from([None, 3, 40]))
+    worth = draw(st.sampled_from([1, 8, worklist.NEVER]))
+    tables, kv = [table for table, _ in kept], [length for _, length in kept]
+    return worklist.build(tables, kv, [1] * len(kv), window, block_size=4, worth=worth)
+
+
+def depth(work: WorkList) -> int:
+    """Shared runs on the path that has most."""
+    origin = work.origin
+    assert isinstance(origin, Grouping)
+    members = [member for run in origin.runs for member in run.members.tolist()]
+    return max(Counter(members).values(), default=0)
+
+
+@given(decodes(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 9, 60]), st.sampled_from([None, 8, 30]))
+@SETTINGS
+def test_a_decode_steps_tiles_fit_the_stated_bound(work: WorkList, group: int, spread: int, split: int | None) -> None:
+    """The bound is for balanced steps of shallow trees, or a fixed split without sharing."""
+    if not work.num_rows or (split is not None and depth(work)):
+        return
+    blocks, keys = len(work.block_ids), int(work.positions.max()) + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "SHORTEST", 4)
+        patch.setattr(capacity, "DEPTH", depth(work))
+        tiles = tiling.build(work, SHAPES, group, spread=spread, split=split)
+        room = capacity.of_decode(work.num_rows, blocks, SHAPES, group, spread=spread, keys=keys, split=split)
+    assert room.holds(tiles)
+    merges = tiles.merge_rows, tiles.merge_offset, tiles.merge_ids
+    arrays = [*tiles.kinds, tiles.row_ids, tiles.positions, *merges]
+    assert all(len(array) <= size for array, size in zip(arrays, room.sizes(len(SHAPES)), strict=True))
+
+
+def test_a_long_run_that_many_share_is_cut_often_and_fits() -> None:
+    """The spread's own part of the bound: each part of the run leaves a partial for each row."""
+    tables = [[*range(1024), 2000 + i] for i in range(16)]
+    work = worklist.build(tables, [1024 * 16 + 1] * 16, [1] * 16, block_size=16)
+    shapes = (Shape(16, 64),)
+    tiles = tiling.build(work, shapes, 1, spread=40)
+    room = capacity.of_decode(16, len(work.block_ids), shapes, 1, spread=40, keys=1024 * 16 + 1)
+    assert room.holds(tiles)
+    assert tiles.num_partials > 500
+    long = [np.arange(i * 64, i * 64 + 64) for i in range(16)]
+    work = worklist.build(long, [1024] * 16, [1] * 16, block_size=16)
+    tiles = tiling.build(work, shapes, 1, spread=64)
+    assert capacity.of_decode(16, len(work.block_ids), shapes, 1, spread=64, keys=1024).holds(tiles)
+    assert tiles.num_tiles(0) == 64
+
+
+def test_what_does_not_fit_is_noticed_whatever_it_is() -> None:
+    tiles = tiling.build(single(4096), (Shape(16, 64),), 4, spread=8)
+    room = Capacity(rows=1, tiles=8, row_ids=1, partials=8, block_ids=len(tiles.block_ids))
+    assert room.holds(tiles)
+    for name, size in dataclasses.asdict(room).items():
+        assert not dataclasses.replace(room, **{name: size - 1}).holds(tiles)
 
 
 def test_a_group_that_fits_no_tile_is_an_error_of_ours() -> None:

@@ -1,0 +1,119 @@
+"""Decode steps that are recorded once for each size of batch, and then replayed: no launch costs the host anything.
+
+Knows buckets, recordings and when there are none. Does not know models, how a step is computed, or a GPU, which
+`CudaRecorder` does.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from radixkv.models.chunk import Chunk
+from radixkv_kernels.work_list import WorkList
+
+_log = logging.getLogger(__name__)
+Replay = Callable[[], Tensor]
+
+Present = tuple[bool, ...]
+"""Which kinds of tile a step has: the others are not launched."""
+
+
+class Inputs(Protocol):
+    """What a recorded step reads; `decode_inputs.DecodeInputs` has it."""
+
+    def fill(self, chunks: Sequence[Chunk], work: Mapping[int | None, WorkList], bucket: int) -> Present | None:
+        """Write a step of `bucket` rows on the host and say which kinds of tile it has; None if it does not fit."""
+        ...
+
+    def send(self) -> None:
+        """Copy it to the device."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records what a step launches."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the memory that recordings may take is used up."""
+        ...
+
+    def record(self, step: Callable[[], Tensor]) -> Replay:
+        """Run `step`, and return what launches the same again, on the same memory; the result's is the same each time.
+
+        Raises whatever `step` raises, or that it cannot be recorded.
+        """
+        ...
+
+
+def buckets(most: int) -> list[int]:
+    """Sizes of batches that are recorded: 1, 2, 4, multiples of 8, and `most`.
+
+    >>> buckets(20)
+    [1, 2, 4, 8, 16, 20]
+    """
+    return sorted({size for size in (1, 2, 4, *range(8, most, 8), most) if size <= most})
+
+
+class DecodeGraphs:
+    """Recordings by bucket and kinds of tile, made when first needed and as long as there is memory."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        forward: Callable[[int, Present], Tensor],
+        recorder: Recorder,
+        most: int,
+        *,
+        padded: bool = True,
+    ) -> None:
+        """`forward(bucket, present)` computes logits [bucket, vocab] from `inputs`, for steps of `most` rows at most.
+
+        Unless `padded`, only steps that fill their bucket are recorded: a padded product may round its rows otherwise.
+        """
+        self._inputs, self._forward, self._recorder, self._padded = inputs, forward, recorder, padded
+        self._buckets = buckets(most)
+        self._replays: dict[tuple[int, Present], Replay] = {}
+        self.failed = False
+
+    def run(self, chunks: Sequence[Chunk], work: Mapping[int | None, WorkList]) -> Tensor | None:
+        """Logits [len(chunks), vocab] of a decode step; None, with nothing done, if it has to be computed otherwise.
+
+        The result lies in memory that the next call overwrites.
+        """
+        bucket = self._bucket(chunks)
+        present = None if bucket is None else self._inputs.fill(chunks, work, bucket)
+        if bucket is None or present is None or not ((bucket, present) in self._replays or self._can_record):
+            return None
+        self._inputs.send()
+        replay = self._replay(bucket, present)
+        return None if replay is None else replay()[: len(chunks)]
+
+    def _bucket(self, chunks: Sequence[Chunk]) -> int | None:
+        """The rows that a step is padded to."""
+        place = bisect_left(self._buckets, len(chunks))
+        if not chunks or place == len(self._buckets) or any(len(chunk.tokens) != 1 for chunk in chunks):
+            return None
+        bucket = self._buckets[place]
+        return bucket if self._padded or bucket == len(chunks) else None
+
+    @property
+    def _can_record(self) -> bool:
+        return not self.failed and not self._recorder.full
+
+    def _replay(self, bucket: int, present: Present) -> Replay | None:
+        """The recording for such steps, made now if there is none; None if that fails, which is said once."""
+        key = bucket, present
+        if key not in self._replays:
+            try:
+                self._replays[key] = self._recorder.record(lambda: self._forward(bucket, present))
+            except Exception as error:
+                self.failed = True
+                _log.warning("decode steps run without CUDA graphs from now on: %s: %s", type(error).__name__, error)
+                return None
+        return self._replays[key]

@@ -1,0 +1,159 @@
+"""What a decode step reads from the host, at places of a device that never change: a recorded step reads it anew.
+
+Knows batches of one token a sequence, and how much room their tiles take. Does not know recordings or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.attention import triton_backend
+from radixkv.attention.kv_store import KVStore, LayerShape
+from radixkv.models.chunk import Chunk
+from radixkv.models.decode_graphs import Present
+from radixkv.models.loaded import LayerSpec
+from radixkv_kernels import attention, capacity
+from radixkv_kernels.capacity import Capacity
+from radixkv_kernels.staging import Staging
+from radixkv_kernels.tiles import Tiles
+from radixkv_kernels.work_list import WorkList
+
+MOST_BLOCKS = 1 << 20
+"""Entries of a step's block tables that there is room for: four megabytes, 16 million tokens in blocks of 16."""
+
+TOKENS, POSITIONS, SLOTS = range(3)
+
+
+@dataclass(frozen=True)
+class Alike:
+    """What layers have in common that follow the same tiles."""
+
+    window: int | None
+    shape: LayerShape
+    heads: int
+
+
+class DecodeInputs:
+    """Tokens, positions, slots, block ids and tiles of up to `rows` decodes; filled on the host, sent in one copy.
+
+    A step of fewer sequences than its bucket is padded: padded rows have slot -1, which is not written, stand in no
+    tile, read nothing and get zeros for attention.
+    """
+
+    def __init__(
+        self, store: KVStore, layers: Sequence[LayerSpec], rows: int, *, max_length: int, split: int | None = None
+    ) -> None:
+        """Allocate for sequences of up to `max_length` tokens; `split` as in `triton_backend.attend`."""
+        self._store, self._split = store, split
+        self._blocks_each = min(-(-max_length // store.block_size), store.num_blocks)
+        self._of_layer = [Alike(layer.window, layer.shape, layer.heads) for layer in layers]
+        self._alike = list(dict.fromkeys(self._of_layer))
+        self._tilings = [triton_backend.tiling(store, alike.shape, alike.heads) for alike in self._alike]
+        sizes, self._first = [2 * rows] * 3, []  # tokens, positions and slots have 64 bits
+        for index, tiling in enumerate(self._tilings):
+            self._first.append(len(sizes))
+            sizes += self._room(index, rows).sizes(len(tiling["chosen"]))
+        self._blocks = len(sizes)
+        self._staging = Staging([*sizes, self._room(0, rows).block_ids], store.device)
+        with torch.inference_mode(False):
+            self._rows = torch.arange(rows, device=store.device)
+
+    # ---- on the host
+
+    def fill(self, chunks: Sequence[Chunk], work: Mapping[int | None, WorkList], bucket: int) -> Present | None:
+        """Write a step of `bucket` rows, of which `chunks` are the first, and say which kinds of tile it has.
+
+        None if there is not enough room: then nothing was written. Costs the cutting of each distinct list.
+        """
+        cut = [
+            attention.cut(_padded(work[alike.window], bucket), split=self._split, **tiling)
+            for alike, tiling in zip(self._alike, self._tilings, strict=True)
+        ]
+        if not all(self._room(index, bucket).holds(tiles) for index, tiles in enumerate(cut)):
+            return None
+        self._staging.wait()
+        self._put(TOKENS, [chunk.tokens[0] for chunk in chunks], bucket, 0)
+        self._put(POSITIONS, [chunk.start for chunk in chunks], bucket, 0)
+        self._put(SLOTS, [chunk.slots[0] for chunk in chunks], bucket, -1)
+        for first, tiles in zip(self._first, cut, strict=True):
+            merges = tiles.merge_rows, tiles.merge_offset, tiles.merge_ids
+            for place, numbers in enumerate((*tiles.kinds, tiles.row_ids, tiles.positions, *merges)):
+                self._staging.put(first + place, numbers)
+        self._staging.put(self._blocks, cut[0].block_ids)  # the same for all windows: all come from the same tables
+        self._used = len(cut[0].block_ids)
+        return tuple(map(any, zip(*(_present(tiles) for tiles in cut), strict=True)))
+
+    def _put(self, index: int, numbers: Sequence[int | np.signedinteger], bucket: int, padding: int) -> None:
+        """Write a 64-bit number for each row."""
+        column = np.full(bucket, padding, dtype=np.int64)
+        column[: len(numbers)] = numbers
+        self._staging.put(index, column.view(np.int32))
+
+    def send(self) -> None:
+        """Copy what was filled to the device; returns before that is through."""
+        self._staging.send(self._used)
+
+    # ---- on the device
+
+    def columns(self, bucket: int) -> list[Tensor]:
+        """Tokens, positions and slots of a bucket's rows, int64 [bucket] each."""
+        return [self._staging.there(index, 2 * bucket).view(torch.int64) for index in (TOKENS, POSITIONS, SLOTS)]
+
+    def last_rows(self, bucket: int) -> Tensor:
+        """The row of each sequence's last token: its only one."""
+        return self._rows[:bucket]
+
+    def plans(self, bucket: int, present: Present) -> list[attention.Plan]:
+        """What each layer follows in steps of this bucket with these kinds of tile."""
+        plans = {alike: self._plan(index, bucket, present) for index, alike in enumerate(self._alike)}
+        return [plans[alike] for alike in self._of_layer]
+
+    def _plan(self, index: int, bucket: int, present: Present) -> attention.Plan:
+        room, tiling, first = self._room(index, bucket), self._tilings[index], self._first[index]
+        kinds = len(tiling["chosen"])
+        *tiles, row_ids, positions, merge_rows, merge_offset, merge_ids = (
+            self._staging.there(first + place) for place in range(kinds + 5)
+        )
+        return attention.Plan(
+            kinds=tiling["chosen"],
+            counts=tuple(room.tiles * there for there in present[:kinds]),
+            tiles=tuple(tiles),
+            rows=(self._staging.there(self._blocks), row_ids, positions),
+            merges=(merge_rows, merge_offset, merge_ids),
+            num_merges=bucket,
+            num_partials=room.partials,
+            block_size=self._store.block_size,
+            window=self._alike[index].window,
+            processors=tiling["processors"],
+        )
+
+    def _room(self, index: int, bucket: int) -> Capacity:
+        """Room for the tiles of one list."""
+        tiling = self._tilings[index]
+        return capacity.of_decode(
+            bucket,
+            min(bucket * self._blocks_each, MOST_BLOCKS),
+            tuple(kind.shape for kind in tiling["chosen"]),
+            tiling["heads"] // tiling["kv_heads"],
+            spread=attention.spread(tiling["processors"], tiling["kv_heads"]),
+            keys=self._blocks_each * self._store.block_size,
+            split=self._split,
+        )
+
+
+def _padded(work: WorkList, rows: int) -> WorkList:
+    """The same list for a step of more rows, which read nothing."""
+    positions: NDArray[np.int32] = np.zeros(rows, dtype=np.int32)
+    positions[: work.num_rows] = work.positions
+    return replace(work, positions=positions)
+
+
+def _present(tiles: Tiles) -> list[bool]:
+    """Of three kinds, which there are."""
+    return [kind < len(tiles.kinds) and tiles.num_tiles(kind) > 0 for kind in range(3)]

@@ -1,0 +1,278 @@
+"""Decode steps that are recorded once and replayed compute what they would have; on a tape for a CUDA graph."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from radixkv.attention import worklist
+from radixkv.models import adapter, backends, decode_inputs
+from radixkv.models.loaded import LoadedModel
+from radixkv.models.runner import Chunk, Runner
+from radixkv_kernels import capacity, staging
+from tests.kernels.tape import TapeRecorder
+
+SIZE, BLOCKS = 4, 120
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, num_hidden_layers=1),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, num_hidden_layers=2, head_dim=16, sliding_window=9, attn_logit_softcapping=3.0
+    ),
+}
+
+
+def load(kind: str = "llama", change: Callable[[Any], None] | None = None) -> LoadedModel:
+    """A small random model on the kernels; its self-test is elsewhere."""
+    torch.manual_seed(11)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.2)
+    if change is not None:
+        change(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter, "self_test", lambda loaded: 0.0)
+        return adapter.load(model, attention="triton")
+
+
+@dataclass
+class Pair:
+    """The same life on two runners: one that replays, one that does not. Free slots hold NaN in both."""
+
+    loaded: LoadedModel
+    recorder: TapeRecorder = field(default_factory=TapeRecorder)
+    most: int = 6
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        self.plain, self.replaying = (
+            Runner(self.loaded, BLOCKS, SIZE, deterministic=self.deterministic) for _ in range(2)
+        )
+        self.replaying.record_decodes(self.most, self.recorder)
+        for runner in (self.plain, self.replaying):
+            for pool in (*runner.store.keys, *runner.store.values):
+                pool.fill_(torch.nan)
+        self.free = list(range(BLOCKS))
+        random.Random(5).shuffle(self.free)
+        self.lives: list[tuple[int, list[int]]] = []  # length, table
+
+    def prefill(self, tokens: int) -> None:
+        """One more sequence."""
+        table = [self.free.pop() for _ in range(-(-tokens // SIZE))]
+        self._run([self._chunk(list(range(3, 3 + tokens)), 0, table)], [])
+        self.lives.append((tokens, table))
+
+    def fork(self, index: int) -> None:
+        """One more sequence that shares all full blocks; what is begun is copied in the next step."""
+        length, table = self.lives[index]
+        whole = length // SIZE
+        self.lives.append((length, [*table[:whole], *([-1] if length % SIZE else [])]))
+        self._forked = (index, len(self.lives) - 1)
+
+    def decode(self, rng: random.Random, which: list[int] | None = None) -> None:
+        """One token more for some sequences, or all."""
+        chunks, copies = [], []
+        for index in range(len(self.lives)) if which is None else which:
+            length, table = self.lives[index]
+            if table and table[-1] == -1:
+                table[-1] = self.free.pop()
+                copies.append((self.lives[self._forked[0]][1][len(table) - 1], table[-1]))
+            if length % SIZE == 0:
+                table.append(self.free.pop())
+            chunks.append(self._chunk([rng.randrange(3, 97)], length, table))
+            self.lives[index] = (length + 1, table)
+        self._run(chunks, copies)
+
+    def _chunk(self, tokens: list[int], start: int, table: list[int]) -> Chunk:
+        places = np.arange(start, start + len(tokens))
+        blocks = np.array(table, dtype=np.int32)
+        slots = blocks[places // SIZE].astype(np.int64) * SIZE + places % SIZE
+        return Chunk(np.array(tokens, dtype=np.int32), start, slots, blocks)
+
+    def _run(self, chunks: list[Chunk], copies: list[tuple[int, int]]) -> None:
+        ours, expected = self.replaying.run(chunks, copies), self.plain.run(chunks, copies)
+        if self.deterministic:
+            assert torch.equal(ours, expected)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+        pools = [(*runner.store.keys, *runner.store.values) for runner in (self.replaying, self.plain)]
+        for a, b in zip(*pools, strict=True):  # padded rows were not written anywhere, either
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_replays_compute_what_steps_would(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of each size, growing contexts, branches and their copies, shared runs and none."""
+    monkeypatch.setattr(worklist, "WORTH", 1)
+    pair, rng = Pair(load(kind)), random.Random(1)
+    pair.prefill(11)
+    pair.decode(rng)
+    pair.fork(0)
+    pair.decode(rng)
+    pair.prefill(2)
+    for which in (None, [0, 2], [2, 0, 1]):
+        pair.decode(rng, which)
+    assert pair.recorder.replays == 5 + 2  # and two of the probe
+    assert len(pair.recorder.tapes) <= 4
+
+
+def test_an_ordinary_step_is_not_recorded_again_and_launches_only_the_tiles_there_are() -> None:
+    pair, rng = Pair(load()), random.Random(2)
+    for _ in range(3):
+        pair.prefill(2)
+    for _ in range(2):
+        pair.decode(rng)
+    alone, together = pair.recorder.tapes  # the probe's, and one for the bucket of four
+    assert alone.launches == together.launches == 2 + 1 + 1  # two writes, one kind of tile and a merge
+    assert pair.recorder.replays == 2 + 2
+
+
+def test_a_deterministic_step_is_replayed_only_where_nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "SPLIT", 8)
+    pair, rng = Pair(load(), deterministic=True), random.Random(3)
+    for length in (17, 3, 2):
+        pair.prefill(length)
+        pair.decode(rng)
+    assert pair.recorder.replays == 2 + 2
+
+
+def test_logits_outlive_the_next_replay() -> None:
+    pair, rng = Pair(load()), random.Random(4)
+    pair.prefill(5)
+    length, table = pair.lives[0]
+    chunks = [pair._chunk([token], length, table) for token in (5, 6)]
+    first = pair.replaying.run([chunks[0]])
+    kept = first.clone()
+    assert not torch.equal(pair.replaying.run([chunks[1]]), kept)
+    assert torch.equal(first, kept)
+    pair.decode(rng)
+
+
+@pytest.mark.parametrize("limit", ["depth", "blocks", "memory", "most"])
+def test_what_does_not_fit_is_computed_without(
+    limit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worklist, "WORTH", 1)
+    if limit == "depth":
+        monkeypatch.setattr(capacity, "DEPTH", 0)
+    if limit == "blocks":
+        monkeypatch.setattr(decode_inputs, "MOST_BLOCKS", 9)
+    pair = Pair(load(), TapeRecorder(1 if limit == "memory" else 1000), most=2 if limit == "most" else 6)
+    rng, replays = random.Random(5), pair.recorder.replays
+    pair.prefill(13)
+    for _ in range(2):
+        pair.fork(0)
+        pair.lives[-1] = (12, pair.lives[-1][1][:3])
+    pair.decode(rng)
+    assert pair.recorder.replays == replays
+    pair.decode(rng, [0])
+    assert pair.recorder.replays == replays + 1
+    assert not caplog.messages
+
+
+def _reading(model: Any, read: Callable[[torch.Tensor], Any]) -> None:
+    """Let the model do something with its hidden states on the host."""
+    forward = model.model.layers[0].mlp.forward
+
+    def reading(hidden: torch.Tensor) -> Any:
+        read(hidden)
+        return forward(hidden)
+
+    model.model.layers[0].mlp.forward = reading
+
+
+HOSTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda hidden: hidden.sum().item(),
+    "bool": lambda hidden: bool((hidden > 0).any()),
+    "tolist": lambda hidden: hidden.tolist(),
+    "numpy": lambda hidden: hidden.numpy(),
+    "tensor": lambda hidden: torch.tensor([1.0, 2.0]),
+    "from_numpy": lambda hidden: torch.from_numpy(np.zeros(3)),
+    "nonzero": lambda hidden: hidden.nonzero(),
+    "mask": lambda hidden: hidden[hidden > 0],
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_model_that_depends_on_the_host_runs_as_before_with_one_warning(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, rng = Pair(load(change=lambda model: _reading(model, HOSTS[host]))), random.Random(6)
+    pair.prefill(5)
+    for _ in range(2):
+        pair.decode(rng)
+    assert not pair.recorder.replays
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("decode steps run without CUDA graphs from now on: CaptureError: ")
+
+
+def test_a_model_whose_replay_computes_something_else_runs_as_before_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is counted on the host is the same in each replay."""
+
+    def counting(model: Any) -> None:
+        forward, calls = model.model.layers[0].mlp.forward, []
+
+        def count(hidden: torch.Tensor) -> Any:
+            calls.append(None)
+            return forward(hidden) * len(calls)
+
+        model.model.layers[0].mlp.forward = count
+
+    Pair(load(change=counting))
+    assert caplog.messages == ["decode steps run without CUDA graphs: this model's replay does not compute the same"]
+
+
+def test_a_recording_that_fails_later_leaves_those_that_are_there(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(TapeRecorder):
+        def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            if self.tapes:
+                raise torch.OutOfMemoryError("no memory for a graph")
+            return super().record(step)
+
+    pair, rng = Pair(load(), Failing()), random.Random(7)
+    for _ in range(2):
+        pair.prefill(5)
+    for _ in range(2):
+        pair.decode(rng)
+        pair.decode(rng, [1])
+    assert pair.recorder.replays == 2 + 2
+    assert len(caplog.messages) == 1
+
+
+def test_the_host_waits_for_the_last_copy_before_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("wait", "put", "send"):
+        original = getattr(staging.Staging, name)
+        monkeypatch.setattr(
+            staging.Staging,
+            name,
+            lambda self, *args, original=original, name=name: calls.append(name) or original(self, *args),
+        )
+    pair = Pair(load())
+    calls.clear()
+    pair.prefill(5)
+    assert not calls
+    pair.decode(random.Random(8))
+    assert calls[0] == "wait"
+    assert calls[-1] == "send"
+    assert set(calls[1:-1]) == {"put"}
