@@ -129,16 +129,21 @@ def _copied_last(node: NodeRecord, sequence: SequenceRecord, block_size: int) ->
 # ---- modes
 
 
+STATE_NAMES = ("free", "cached", "active", "private", "pinned")
+"""By the numbers of block_map's states."""
+
+
 def _state_levels(blocks: Blocks) -> Levels:
     return blocks.map.states()
 
 
-_STATES = (
-    Meaning("free", palette.FREE),
-    Meaning("cached", palette.CACHED),
-    Meaning("active", palette.ACTIVE),
-    Meaning("private", palette.PRIVATE),
-    Meaning("pinned", palette.PINNED),
+_STATES = tuple(
+    Meaning(name, shade)
+    for name, shade in zip(
+        STATE_NAMES,
+        (palette.FREE, palette.CACHED, palette.ACTIVE, palette.PRIVATE, palette.PINNED),
+        strict=True,
+    )
 )
 
 

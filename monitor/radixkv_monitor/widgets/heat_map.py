@@ -53,8 +53,12 @@ class HeatMap(CachedLines[Key]):
             super().__init__()
             self.cell = cell
 
-    class Opened(Moved):
+    class Opened(Message):
         """Enter, or a click on the cell under the cursor."""
+
+        def __init__(self, cell: int) -> None:
+            super().__init__()
+            self.cell = cell
 
     class Resized(Message):
         """There is room for more, or fewer, cells."""

@@ -1,0 +1,272 @@
+"""The Pool screen: every block of the pool as a map, by state, age, references or session, and an account of one block.
+
+Knows states, blocks and the widgets that it is made of. Knows no other view: it says which block was selected.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.content import Content
+from textual.widgets import Static
+
+from radixkv_monitor import block_facts
+from radixkv_monitor.block_map import is_node
+from radixkv_monitor.block_modes import MODES, STATE_NAMES, Blocks, Levels, Meaning, reduce
+from radixkv_monitor.export import Table
+from radixkv_monitor.messages import BlockSelected, NodeSelected, Selection
+from radixkv_monitor.phrases import share
+from radixkv_monitor.state import State
+from radixkv_monitor.views import View
+from radixkv_monitor.widgets.detail import Detail
+from radixkv_monitor.widgets.heat_map import HeatMap
+
+WIDE = 120
+NO_BREAK = "\N{NO-BREAK SPACE}"
+LOOKS = ((1, True), (1, False), *((2**power, False) for power in range(1, 17)))
+"""From near to far: blocks a cell, and whether cells have signs."""
+
+
+class PoolView(View):
+    """The block map. O(blocks) an update in numpy; only lines that differ are drawn."""
+
+    DEFAULT_CSS = """
+    PoolView { layout: vertical; }
+    PoolView > .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    PoolView > .legend { height: auto; max-height: 2; padding: 0 1; }
+    PoolView > Container { height: 1fr; layout: vertical; }
+    PoolView Detail { height: 6; border-top: solid $panel; }
+    PoolView.-wide > Container { layout: horizontal; }
+    PoolView.-wide HeatMap { width: 1fr; }
+    PoolView.-wide Detail { width: 42; height: 1fr; border-top: none; border-left: solid $panel; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("c", "mode(1)", "Colour by"),
+        Binding("C", "mode(-1)", "Colour by the one before", show=False),
+        Binding("s", "mode(1)", "Colour by", show=False),
+        Binding("S", "mode(-1)", "Colour by the one before", show=False),
+        Binding("plus,equals_sign", "zoom(-1)", "Zoom in", key_display="+"),
+        Binding("minus", "zoom(1)", "Zoom out", key_display="-"),
+        Binding("0", "fit", "Fit"),
+        Binding("n", "run(1)", "Next other block", show=False),
+        Binding("N", "run(-1)", "Other block before", show=False),
+    ]
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.blocks = Blocks()
+        self.mode = 0
+        self._zoom: int | None = None  # an index of LOOKS; None: whatever fits
+        self._levels: Levels = np.empty(0, np.uint8)
+        self._node: int | None = None
+        self._state: State | None = None
+        self._legend: tuple[object, ...] = ()
+
+    def compose(self) -> ComposeResult:
+        """Headline, legend, map and account."""
+        yield Static("", classes="headline", markup=False)
+        yield Static("", classes="legend", markup=False)
+        with Container():
+            yield HeatMap()
+            yield Detail()
+
+    @property
+    def map(self) -> HeatMap:
+        """The cells."""
+        return self.query_one(HeatMap)
+
+    def on_mount(self) -> None:
+        """Show what came before there was a screen."""
+        if self._state is not None:
+            self._draw()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """The account moves to where there is room."""
+        self.set_class(event.size.width >= WIDE, "-wide")
+
+    def take_focus(self) -> None:
+        """The keys go to the map."""
+        self.map.focus(scroll_visible=False)
+
+    # ---- states
+
+    def update(self, state: State) -> None:
+        """Show another state."""
+        self._state = state
+        self.blocks.update(state)
+        if self.is_mounted:
+            self._draw()
+
+    def _draw(self) -> None:
+        heat = self.map
+        if self._state is None or not heat.size.width:
+            return
+        mode = MODES[self.mode]
+        self._levels = mode.levels(self.blocks)
+        legend = mode.legend(self.blocks)
+        per, signs = LOOKS[self.look]
+        heat.look(per, signs)
+        cells = reduce(self._levels, per, len(legend))
+        heat.show(cells, [meaning.shade for meaning in legend], self._marked(per, len(cells)))
+        self._say(legend)
+
+    @property
+    def look(self) -> int:
+        """Which of LOOKS is shown: what the person asked for, else the nearest that shows the whole pool."""
+        if self._zoom is not None:
+            return self._zoom
+        blocks = self.blocks.map.num_blocks
+        fitting = (place for place, (per, signs) in enumerate(LOOKS) if -(-blocks // per) <= self.map.room(signs))
+        return next(fitting, len(LOOKS) - 1)
+
+    def _marked(self, per: int, cells: int) -> npt.NDArray[np.bool_] | None:
+        """The cells that have blocks of the selected node."""
+        if self._node is None:
+            return None
+        marked = np.zeros(cells, np.bool_)
+        marked[self.blocks.map.blocks_of(self._node) // per] = True
+        return marked
+
+    def _say(self, legend: tuple[Meaning, ...]) -> None:
+        counts = np.bincount(self._levels, minlength=len(legend)).tolist()
+        dark = self.app.current_theme.dark
+        key = (dark, *((meaning.name, meaning.shade, count) for meaning, count in zip(legend, counts, strict=True)))
+        per, signs = LOOKS[self.look]
+        size = "1 block a sign" if signs else f"{per} block{'s' if per > 1 else ''} a cell"
+        fit = " (fits)" if self._zoom is None else ""
+        marked = "" if self._node is None else f" · node {self._node} is lit"
+        total = self.blocks.map.num_blocks
+        used = share(total - counts[0], total)
+        self.query_one(".headline", Static).update(
+            f"{total:,} blocks, {used} in use · by {MODES[self.mode].name} · {size}{fit}{marked}"
+        )
+        if key != self._legend:
+            self._legend = key
+            self.query_one(".legend", Static).update(_legend(legend, counts, dark))
+        self._account()
+
+    def _account(self) -> None:
+        self.query_one(Detail).tell(block_facts.account(self.blocks, self.block, self.map.per))
+
+    @property
+    def block(self) -> int:
+        """The first block of the cell under the cursor."""
+        return self.map.cursor * self.map.per
+
+    def select(self, selection: Selection) -> None:
+        """Light up the node, and put the cursor on the block, that another view selected."""
+        if not self.is_mounted:
+            return
+        self._node = selection.node
+        if selection.block is not None and selection.block // self.map.per != self.map.cursor:
+            self.map.go_to(selection.block // self.map.per)
+        self._draw()
+
+    def sort_by(self, name: str) -> bool:
+        """Colour by the mode of this name."""
+        names = [mode.name for mode in MODES]
+        if name not in names:
+            return False
+        self.mode = names.index(name)
+        if self.is_mounted:
+            self._draw()
+        return True
+
+    def export(self) -> Table:
+        """A row for each block."""
+        blocks, levels = self.blocks, self._levels
+        legend = MODES[self.mode].legend(blocks)
+        states, owners = blocks.map.states().tolist(), blocks.map.tip.tolist()
+        named = {slot: owner for owner, slot in blocks.map.slots.items()}
+        return Table(
+            "pool",
+            [
+                {
+                    "block": block,
+                    "state": STATE_NAMES[states[block]],
+                    "node": owner if owner > 0 else None,
+                    "sequence": -owner if owner < 0 else None,
+                    MODES[self.mode].name + "_level": legend[level].name,
+                }
+                for block, level in enumerate(levels.tolist())
+                for owner in (named.get(owners[block], 0),)
+            ],
+        )
+
+    # ---- keys
+
+    def action_mode(self, by: int) -> None:
+        """Colour by something else."""
+        self.mode = (self.mode + by) % len(MODES)
+        self._draw()
+
+    def action_zoom(self, by: int) -> None:
+        """Nearer (-1) or farther (1), until the whole pool is in view."""
+        block = self.block
+        zoom = min(max(self.look + by, 0), len(LOOKS) - 1)
+        if by > 0 and self.map.room(LOOKS[self.look][1]) * LOOKS[self.look][0] >= self.blocks.map.num_blocks:
+            return
+        self._zoom = zoom
+        self._keep(block)
+
+    def action_fit(self) -> None:
+        """Show the whole pool."""
+        block, self._zoom = self.block, None
+        self._keep(block)
+
+    def _keep(self, block: int) -> None:
+        """Draw anew, the cursor on this block."""
+        self._draw()
+        self.map.go_to(block // self.map.per)
+        self._account()
+
+    def action_run(self, by: int) -> None:
+        """Go to where the map changes: the next, or previous, block with another owner."""
+        tips = self.blocks.map.tip
+        cuts = np.flatnonzero(np.diff(tips)) + 1
+        if by > 0:
+            found = cuts[cuts >= (self.map.cursor + 1) * self.map.per][:1]
+        else:
+            found = cuts[cuts < self.block][-1:]
+        for block in found.tolist():
+            self.map.go_to(block // self.map.per)
+
+    @on(HeatMap.Resized)
+    def _resized(self, event: HeatMap.Resized) -> None:
+        event.stop()
+        self._keep(self.block)
+
+    @on(HeatMap.Moved)
+    def _moved(self, event: HeatMap.Moved) -> None:
+        event.stop()
+        self.post_message(BlockSelected(self.block))
+        owner = self.blocks.map.owner(self.block) if self.block < self.blocks.map.num_blocks else None
+        if owner is not None and is_node(owner):
+            self.post_message(NodeSelected(owner))
+        self._account()
+
+    @on(HeatMap.Opened)
+    def _opened(self, event: HeatMap.Opened) -> None:
+        event.stop()
+        owner = self.blocks.map.owner(self.block)
+        node = None if owner is None else owner
+        if node is not None and not is_node(node) and self._state is not None:
+            node = self._state.sequences[-node].node if -node in self._state.sequences else None
+        if node is not None:
+            self.post_message(NodeSelected(node, show=True))
+
+
+def _legend(legend: tuple[Meaning, ...], counts: list[int], dark: bool) -> Content:
+    parts: list[Content] = []
+    for meaning, count in zip(legend, counts, strict=True):
+        if meaning.name != "-":
+            sign = Content.styled(f"{meaning.shade.sign}■", meaning.shade.on(dark))
+            name = f" {meaning.name} ".replace(" ", NO_BREAK)
+            parts.append(Content.assemble(sign, name, (f"{count:,}", "$foreground 60%")))
+    return Content("   ").join(parts)
