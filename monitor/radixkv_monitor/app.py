@@ -154,7 +154,7 @@ class MonitorApp(App[None]):
         """Bring a view to the front; it is made when it is first shown."""
         entry = next(each for each in VIEWS if each.name == name)
         switcher = self.screen_stack[0].query_one("#views", ContentSwitcher)
-        if not switcher.query(f"#{name}"):
+        if all(child.id != name for child in switcher.children):
             made = entry.load()(id=name)
             await switcher.add_content(made)
             if self.sort is not None:
@@ -208,6 +208,7 @@ class MonitorApp(App[None]):
             self.notify(f"Recorded to {tape.path}")
         else:
             self._write(_fresh("recording", "rec"), self.feed.record)
+        self._say_around()
 
     def action_save(self) -> None:
         """Write the last minutes to a file, as a recording."""

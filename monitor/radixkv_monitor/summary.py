@@ -245,7 +245,7 @@ def _facts(summary: Summary) -> Iterable[str]:
 
 
 def _mood(summary: Summary) -> tuple[Level, str]:
-    if summary.running or summary.waiting or summary.requests_minute:
+    if summary.running or summary.waiting or summary.requests_minute or summary.hit_minute.whole >= 1:
         return "good", "Healthy"
     return "idle", "Idle" if summary.hit_lifetime.whole else "Ready, no request yet"
 

@@ -18,8 +18,8 @@ from radixkv.errors import EngineNotFound
 from radixkv.telemetry.frames import Bye, Delta, Frame, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import encode, snapshot_frames
-from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord
 from radixkv.telemetry.recording import read_recording
+from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord
 from radixkv_monitor.intake import Intake, Past
 from radixkv_monitor.live import DemoFeed, SocketFeed
 from radixkv_monitor.replay import FileFeed

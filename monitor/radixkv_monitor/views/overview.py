@@ -105,7 +105,7 @@ class OverviewView(View):
             yield Panel(name)
         with Grid(id="cards"):
             for name in CARDS:
-                yield Panel(name)
+                yield Panel(f"card-{name}")
 
     def on_resize(self, event: events.Resize) -> None:
         """Two columns of cards, or three."""
@@ -134,7 +134,7 @@ class OverviewView(View):
         self._panel("pool-bar").show(self._pool(self._panel("pool-bar"), self._state, self._summary))
         history = counters.of_one_engine(self._state.history)
         for name, card in CARDS.items():
-            panel = self._panel(name)
+            panel = self._panel(f"card-{name}")
             lines = card(panel, self._state, self._summary, history)
             panel.show(lines[: max(1, panel.size.height)])
 

@@ -1,0 +1,387 @@
+"""The app around the views: every key that it owns, both sizes, what it says when something is unusual."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import ContentSwitcher
+
+from radixkv.telemetry.frames import Delta, Frame, Hello, Snapshot
+from radixkv.telemetry.recording import read_recording
+from radixkv.telemetry.records import Changes, NodeRecord
+from radixkv_monitor.app import MonitorApp
+from radixkv_monitor.feed import Status, ThreadFeed
+from radixkv_monitor.help import ExportScreen, HelpScreen
+from radixkv_monitor.intake import Intake
+from radixkv_monitor.messages import BlockSelected, NodeSelected, RequestSelected
+from radixkv_monitor.meter import Meter
+from radixkv_monitor.replay import FileFeed
+from radixkv_monitor.views import VIEWS
+from tests.monitor.still import FACTS
+
+SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=["80x24", "160x48"])
+
+
+def delta(time: float, *nodes: int) -> Delta:
+    made = tuple(NodeRecord(n, 0, 0, 16, (n, 1), 0, 0, 0, 0, 0, False, time, time) for n in nodes)
+    stats = {"prompt_tokens": 100.0 * (time - 999), "cached_tokens": 90.0 * (time - 999), "cache.cached_blocks": 8.0}
+    return Delta(Changes(time=time, stats=stats, nodes=made), ts=time)
+
+
+class HandFeed(ThreadFeed):
+    """A feed whose frames a test hands in itself; no thread."""
+
+    def __init__(self) -> None:
+        super().__init__("by hand", clock=lambda: 1100.0)
+        self._status = Status("live", 1000.0)
+        self.closed = False
+        first = delta(1000.0, 1)
+        self.hand(Hello(FACTS), Snapshot(0, 1, replace(first.changes, reset=True), ts=1000.0))
+        for second in range(1, 91):
+            self.hand(delta(1000.0 + second, second % 5 + 1))
+
+    def hand(self, *frames: Frame) -> None:
+        self.intake.take(*frames)
+
+    def lose(self, sentence: str = "the engine was closed; next attempt in 2.0 s") -> None:
+        self._status = Status("stale", 1095.0, sentence)
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
+Steps = Callable[[MonitorApp, HandFeed, "Pilot[None]"], Awaitable[None]]
+
+
+def played(steps: Steps, size: tuple[int, int] = (80, 24), **options: object) -> MonitorApp:
+    """Run the app, take the steps, and leave."""
+    feed = HandFeed()
+    app = MonitorApp(feed, **options)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            app.tick()
+            await steps(app, feed, pilot)
+
+    asyncio.run(run())
+    assert feed.closed
+    return app
+
+
+def banner(app: MonitorApp) -> str:
+    return str(app._banner.content) if app._banner.display else ""
+
+
+@SIZES
+def test_every_view_is_behind_its_key(size: tuple[int, int]) -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        switcher = app.query_one(ContentSwitcher)
+        for number, entry in [*enumerate(VIEWS, 1), (1, VIEWS[0])]:
+            await pilot.press(str(number))
+            assert switcher.current == entry.name
+            assert app.view is not None and app.view.id == entry.name
+            assert app.view.size.height >= size[1] - 3, "a line above, one below, at most one banner"
+            app.view.export().to_json()
+        assert len(switcher.children) == len(VIEWS), "made once, kept"
+
+    played(steps, size)
+
+
+def test_the_first_screen_can_be_named() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        assert app.view is not None and app.view.id == "requests"
+
+    played(steps, start_screen="requests")
+
+
+@SIZES
+def test_space_freezes_while_reading_goes_on(size: tuple[int, int]) -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        await pilot.press("space")
+        feed.hand(delta(1099.0, 7))
+        app.tick()
+        assert app.shown is not None and app.shown.frozen and app.shown.time == 1090.0
+        assert "reading goes on" in banner(app)
+        assert app.viewing.link == "‖ frozen"
+        await pilot.press("space")
+        assert app.shown.time == 1099.0 and not app.shown.frozen and banner(app) == ""
+
+    played(steps, size)
+
+
+def test_the_past_step_by_step_and_back_to_the_present() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        def time() -> float:
+            assert app.shown is not None
+            return app.shown.time
+
+        await pilot.press("left_square_bracket")
+        assert time() == 1085.0 and app.shown is not None and app.shown.frozen and app.shown.now == 1085.0
+        await pilot.press("left_square_bracket", "left_square_bracket", "right_square_bracket")
+        assert time() == 1080.0
+        await pilot.press("left_curly_bracket")
+        assert time() == 1020.0
+        await pilot.press("left_curly_bracket")
+        assert time() == 1000.0, "the oldest that is remembered"
+        await pilot.press("right_curly_bracket")
+        assert time() == 1060.0
+        feed.hand(delta(1091.0, 3))
+        await pilot.press("right_curly_bracket")
+        assert time() == 1091.0 and not app.shown.frozen
+
+    played(steps)
+
+
+def test_a_baseline_and_back() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        assert app.shown is not None and app.shown.baseline is not None and app.shown.baseline.time == 1000.0
+        await pilot.press("b")
+        assert app.shown.baseline.time == 1090.0
+        feed.hand(delta(1095.0, 3))
+        app.tick()
+        assert app.shown.baseline.time == 1090.0
+        await pilot.press("b")
+        assert app.shown.baseline.time == 1000.0
+
+    played(steps)
+
+
+def test_record_writes_what_comes_until_it_is_pressed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        await pilot.press("r")
+        assert "● recording to radixkv-recording-" in banner(app)
+        feed.hand(delta(1096.0, 40))
+        await pilot.press("r")
+        app.tick()
+        assert banner(app) == ""
+        feed.hand(delta(1097.0, 41))
+
+    played(steps)
+    (path,) = tmp_path.glob("*.rec")
+    state = Intake().take(*read_recording(path))
+    assert state is not None and state.time == 1096.0 and set(state.nodes) == {1, 2, 3, 4, 5, 40}
+
+
+def test_record_to_a_named_file_from_the_beginning(tmp_path: Path) -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        app.tick()
+        assert "recording to mine.rec" in banner(app)
+
+    played(steps, record_to=tmp_path / "mine.rec")
+    assert (tmp_path / "mine.rec").stat().st_size > 100
+
+
+def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv_monitor.app._fresh", lambda name, kind: Path("/nowhere/at/all") / f"{name}.{kind}")
+
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        await pilot.press("r")
+        await pilot.pause()
+        (said,) = app._notifications
+        assert said.severity == "error" and "No such file" in said.message
+
+    played(steps)
+
+
+@pytest.mark.parametrize("key", ["j", "c", "s"])
+def test_export(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        await pilot.press("e")
+        assert isinstance(app.screen, ExportScreen)
+        await pilot.press(key)
+        await pilot.pause(0.1)
+        assert len(app.screen_stack) == 1
+        await pilot.press("e", "escape")
+        assert len(app.screen_stack) == 1
+
+    played(steps)
+    (path,) = tmp_path.iterdir()
+    text = path.read_text()
+    if key == "j":
+        assert json.loads(text)[0]["value"].startswith("Healthy: 90% of prompt tokens")
+    elif key == "c":
+        assert text.splitlines()[0] == "name,value"
+    else:
+        assert text.startswith("<svg") and "Healthy" in text
+
+
+def test_saving_the_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        app.action_save()
+
+    played(steps)
+    (path,) = tmp_path.glob("radixkv-past-*.rec")
+    times = [frame.changes.time for frame in read_recording(path) if isinstance(frame, Snapshot | Delta)]
+    assert times[0] == 1000.0 and times[-1] == 1090.0
+
+
+@SIZES
+def test_help_names_every_key(size: tuple[int, int]) -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        await pilot.press("question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        text = str(app.screen._text())
+        for key in ("space", "[", "]", "{", "}", "<", ">", "?", "b", "r", "e", "m", "q", "regret", "1", "6"):
+            assert f" {key}  " in text
+        dialog = app.screen.query_one("#dialog")
+        assert dialog.region.width <= size[0] and dialog.region.height <= size[1]
+        await pilot.press("down", "down", "up")
+        if size[1] == 24:
+            assert dialog.scroll_offset.y == 1
+        await pilot.press("question_mark")
+        assert len(app.screen_stack) == 1
+
+    played(steps, size)
+
+
+def test_help_begins_with_the_keys_of_the_view() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        await pilot.press("4", "question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        text = str(app.screen._text())
+        assert text.index("Sessions") < text.index("Everywhere")
+
+    played(steps)
+
+
+def test_maximise_hides_the_lines() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        await pilot.press("m")
+        await pilot.pause()
+        assert app.view is not None and app.view.size.height == 24
+        await pilot.press("m")
+        await pilot.pause()
+        assert app.view.size.height == 22
+
+    played(steps)
+
+
+def test_a_lost_engine_is_told_and_greyed() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        feed.lose()
+        app.tick()
+        await pilot.pause()
+        assert "Not connected since" in banner(app) and "next attempt" in banner(app)
+        assert app._banner.has_class("-bad") and app.screen.has_class("-stale")
+        assert app.viewing.link == "✗ stale"
+        assert app.shown is not None and app.shown.stale and app.shown.now == 1095.0
+        feed._status = Status("live", 1096.0, "the engine was restarted")
+        app.tick()
+        assert banner(app) == "the engine was restarted" and not app.screen.has_class("-stale")
+
+    played(steps)
+
+
+def test_views_hear_of_each_others_selections() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        assert app.view is not None
+        app.view.post_message(NodeSelected(3))
+        app.view.post_message(RequestSelected(12))
+        await pilot.pause()
+        assert (app.selection.node, app.selection.request, app.selection.block) == (3, 12, None)
+        assert app.view.id == "overview"
+        app.view.post_message(BlockSelected(5, show=True))
+        await pilot.pause()
+        assert app.selection.block == 5 and app.view.id == "pool"
+        app.view.post_message(NodeSelected(2, show=True))
+        await pilot.pause()
+        assert app.view.id == "tree"
+
+    played(steps)
+
+
+def test_a_click_on_a_tab_shows_its_view() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        await pilot.click("#tabs", offset=(41, 0))
+        assert app.view is not None and app.view.id == "evictions"
+
+    played(steps)
+
+
+def test_the_palette_knows_the_views() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        commands = {command.title: command for command in app.get_system_commands(app.screen)}
+        assert {"Theme", "Tree", "Freeze", "Record", "Save the past", "Export", "Baseline"} <= commands.keys()
+        commands["Evictions"].callback()
+        await pilot.pause()
+        assert app.view is not None and app.view.id == "evictions"
+        await pilot.press("ctrl+p")
+        await pilot.pause()
+        assert len(app.screen_stack) == 2
+        app.tick()
+
+    played(steps)
+
+
+@pytest.mark.parametrize("theme", ["radixkv-light", "radixkv-dark"])
+def test_both_themes(theme: str) -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        app.theme = theme
+        for key in "123456":
+            await pilot.press(key)
+            app.tick()
+
+    played(steps)
+
+
+def test_the_foot_tells_the_cost_and_the_keys() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        app._say_below()
+        assert "frames/s" in str(app._bottom._cost.content)
+        keys = str(app._bottom._hints.content)
+        assert "? help" in keys and "space freeze" in keys and "q quit" in keys
+
+    played(steps, (160, 48), meter=Meter())
+
+
+def test_quit() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        await pilot.press("q")
+
+    assert played(steps).return_code == 0
+
+
+def test_a_recording_pauses_goes_faster_and_is_sought(tmp_path: Path) -> None:
+    hand = HandFeed()
+    hand.save(tmp_path / "a.rec")
+    feed = FileFeed(tmp_path / "a.rec", clock=lambda: 0.0)
+    app = MonitorApp(feed)
+
+    async def run() -> None:
+        async with app.run_test(size=(80, 24)) as pilot:
+            for _ in range(200):
+                await pilot.pause(0.02)
+                if feed.span == (1000.0, 1090.0) and feed.status.link == "replay":
+                    break
+            app.tick()
+            assert app.viewing.link == "▶ replay 1x" and banner(app).startswith("0:00 of 1:30")
+            await pilot.press("greater_than_sign", "space")
+            assert app.viewing.link == "‖ replay 2x"
+            await pilot.press("right_square_bracket", "right_curly_bracket", "left_square_bracket")
+            assert feed.now == 1060.0
+            await pilot.pause(0.3)
+            assert app.shown is not None and app.shown.time == 1060.0 and banner(app).startswith("1:00 of 1:30")
+            await pilot.press("less_than_sign", "less_than_sign")
+            assert app.viewing.link == "‖ replay 0.5x"
+
+    asyncio.run(run())

@@ -1,0 +1,126 @@
+"""The first screen says what the summary says, at both sizes, of anything that an engine may tell."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from textual.pilot import Pilot
+
+from radixkv.telemetry.records import Changes
+from radixkv_monitor.app import MonitorApp
+from radixkv_monitor.state import Sample
+from radixkv_monitor.views.overview import CARDS, OverviewView, Panel
+from tests.monitor.samples import request
+from tests.monitor.still import FACTS, StillFeed
+
+SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=["80x24", "160x48"])
+STATS = {
+    "prompt_tokens": 10_000.0,
+    "cached_tokens": 9_300.0,
+    "output_tokens": 2_500.0,
+    "finished": 41.0,
+    "running": 3.0,
+    "waiting": 1.0,
+    "steps": 500.0,
+    "step_seconds": 10.0,
+    "step_tokens": 3_000.0,
+    "cache.cached_blocks": 40.0,
+    "cache.held_blocks": 8.0,
+    "cache.pinned_blocks": 2.0,
+    "cache.query_tokens": 10_000.0,
+    "cache.regret_tokens": 100.0,
+    "audited_blocks": 12.0,
+}
+
+
+def text_of(view: OverviewView) -> str:
+    return "\n".join(line.plain for panel in view.query(Panel) for line in panel._lines)
+
+
+def drawn(changes: Changes, size: tuple[int, int], history: tuple[Sample, ...] = ()) -> tuple[str, int]:
+    """What the Overview says of a state, and the widest line."""
+    feed = StillFeed(changes)
+    assert feed.state is not None
+    feed.state = replace(feed.state, history=history)
+    app = MonitorApp(feed)
+    said: list[str] = []
+
+    async def run() -> None:
+        async with app.run_test(size=size) as pilot:
+            await settled(pilot)
+            app.tick()
+            await settled(pilot)
+            assert isinstance(app.view, OverviewView)
+            said.append(text_of(app.view))
+            for panel in app.view.query(Panel):
+                assert panel.region.bottom <= size[1] - 1, "nothing hides behind the foot"
+                assert len(panel._lines) <= max(1, panel.size.height)
+
+    asyncio.run(run())
+    return said[0], max(map(len, said[0].splitlines()))
+
+
+async def settled(pilot: Pilot[None]) -> None:
+    for _ in range(3):
+        await pilot.pause()
+
+
+@SIZES
+def test_all_numbers_are_on_screen(size: tuple[int, int]) -> None:
+    ended = (request(number=1), request(number=2, cached_tokens=0, first_token=1001.2))
+    history = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, STATS))
+    changes = Changes(time=1000.0, reset=True, stats=STATS, requests=ended)
+    text, _ = drawn(changes, size, history)
+    for words in (
+        "Healthy: 93% of prompt tokens served from cache; pool 75% full, 0 preemptions in the last minute",
+        "tiny · cpu float32 · torch attention · eviction lru",
+        "64 blocks of 16 tokens, 64.0 KiB",
+        "active 9% 6",
+        "pinned 3% 2",
+        "cached 62% 40",
+        "free 25% 16",
+        "93% 1 min  93% run  93% lifetime",
+        "hits 4.0x faster",
+        "3 running  1 waiting  41 done  0 failed",
+        "20 ms a step  6 tokens in it",
+        "1% lifetime:  100 tokens came back",
+        "0 wrong of 12 audited blocks",
+    ):
+        assert words in text, words
+
+
+@SIZES
+def test_an_engine_that_has_done_nothing(size: tuple[int, int]) -> None:
+    text, _ = drawn(Changes(time=1000.0, reset=True), size)
+    assert "Ready, no request yet" in text and "none yet" in text and "0 audits yet" in text
+
+
+@SIZES
+def test_huge_numbers_fit(size: tuple[int, int]) -> None:
+    stats = dict.fromkeys(STATS, 9e15)
+    history = (Sample(400.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, stats))
+    drawn(Changes(time=1000.0, reset=True, stats=stats), size, history)
+
+
+def test_the_export_has_every_number() -> None:
+    view = OverviewView(id="overview")
+    assert view.export().rows == []
+    app = MonitorApp(StillFeed(Changes(time=1000.0, reset=True, stats=STATS)))
+
+    async def run() -> None:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await settled(pilot)
+            app.tick()
+            assert app.view is not None
+            rows = {row["name"]: row["value"] for row in app.view.export().rows}
+            assert rows["hit_lifetime.share"] == 0.93
+            assert rows["pool.cached"] == 40 and rows["finished"] == 41 and rows["ttft_hit.median"] is None
+            assert len(rows) > 30
+
+    asyncio.run(run())
+
+
+def test_there_are_six_cards() -> None:
+    assert len(CARDS) == 6
