@@ -84,7 +84,7 @@ class PrefixCache:
         self._tree.observer = None if observer is None else guarded(observer, self._drop_observer)
         self._pins = Pins(self._tree, clock, int(pin_budget * num_blocks))
         self._counters = Counters()
-        self._clock = clock
+        self.clock = clock
         self._open: dict[int, Sequence] = {}
 
     # ---- reading: changes nothing, not even recency
@@ -93,6 +93,11 @@ class PrefixCache:
     def num_blocks(self) -> int:
         """Blocks of the pool."""
         return self._pool.num_blocks
+
+    @property
+    def eviction(self) -> str:
+        """The name of the policy."""
+        return self._index.policy
 
     @property
     def free_blocks(self) -> int:
@@ -129,7 +134,7 @@ class PrefixCache:
         if ghosts:
             first = ghosts[0][0]
             gone = sum(tokens for _, tokens in ghosts)
-            ago = max(0.0, self._clock() - first.time)
+            ago = max(0.0, self.clock() - first.time)
             return Explanation(asked, found, length, "evicted", None, gone, ago, str(first.pressure))
         if found and node is not None and (found < node.end or node.children):
             return Explanation(asked, found, length, "diverged", found)
@@ -311,7 +316,7 @@ class PrefixCache:
         for ghost, tokens in wanted:
             self._counters.regret_tokens += tokens
             if self._tree.observer is not None:
-                self._tree.observer.regretted(ghost.eviction, tokens, max(0.0, self._clock() - ghost.time))
+                self._tree.observer.regretted(ghost.eviction, tokens, max(0.0, self.clock() - ghost.time))
 
     def _share_last(self, node: Node, length: int) -> None:
         """A sequence that ends where `node` ends references the last block, if that is part-filled."""
@@ -362,7 +367,7 @@ class PrefixCache:
                 f"{count} blocks wanted, {free} are free and {pool.evictable} evictable of {pool.num_blocks}: "
                 "close or shorten sequences, release pins, or make the pool larger"
             )
-        now, pressure = self._clock(), Pressure(count, free)
+        now, pressure = self.clock(), Pressure(count, free)
         while (missing := count - len(pool.free)) > 0:
             counters.evicted_tokens += self._tree.trim(self._victim(), missing, now, pressure)
         counters.evicted_blocks += len(pool.free) - free

@@ -37,12 +37,12 @@ class Watch:
         """Have the cache mark what changes. O(nodes); whoever watched it before sees nothing more."""
         self._cache = cache
         tree = cache._tree
-        now = cache._clock()
+        now = cache.clock()
         for node in tree.walk():  # when they were used was not noted so far
             if tree.changed is None:
                 node.used_at = node.born_at = now
         self._changed = tree.changed = tree.shared.changed = ChangedNodes(tree.walk())
-        cache._index.clock = cache._clock
+        cache._index.clock = cache.clock
 
     def __len__(self) -> int:
         """How many nodes changed or went since the last look. Any thread may ask."""
@@ -54,11 +54,11 @@ class Watch:
 
     def now(self) -> float:
         """The time by the cache's clock, which also dates nodes."""
-        return self._cache._clock()
+        return self._cache.clock()
 
     def pins(self) -> Counter[int]:
         """How many pins end at each node, by its id. O(pins)."""
-        return Counter(node.id for node in self._cache._pins.nodes())
+        return pinned(self._cache)
 
     def sequences(self) -> Iterator[OpenSequence]:
         """All open sequences, oldest first; what their plans reserved and copy from included. O(their own blocks)."""
@@ -80,6 +80,11 @@ def _own_blocks(sequence: Sequence) -> array[int]:
 def _is_locked(entry: SharedBlock | None) -> bool:
     """Whether a locked node has the block, so that it is told with that."""
     return entry is not None and entry.tip is not None and entry.tip.locks > 0
+
+
+def pinned(cache: PrefixCache) -> Counter[int]:
+    """How many pins end at each node, by its id. O(pins)."""
+    return Counter(node.id for node in cache._pins.nodes())
 
 
 def walk(cache: PrefixCache) -> Iterator[tuple[Node, Hashable]]:

@@ -19,7 +19,6 @@ from typing import TypeVar
 from radixkv.cache import CacheStats, PrefixCache
 from radixkv.cache.ghosts import Pressure
 from radixkv.cache.node import Node
-from radixkv.cache.observer import Observer
 from radixkv.cache.purpose import Purpose
 from radixkv.cache.watch import OpenSequence, Watch
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
@@ -39,7 +38,7 @@ NO_OWNERS: Mapping[int, tuple[int, int]] = {}
 _CACHE_STATS = tuple((each.name, f"cache.{each.name}") for each in fields(CacheStats))
 
 
-class Recorder(Observer):
+class Recorder:
     """Hears a cache, is told of requests and sessions, and says at each `collect` what changed since the last.
 
     `clock` tells seconds since 1970. `decode` makes text of token ids; with None, no record has text.
@@ -79,7 +78,12 @@ class Recorder(Observer):
         self._offset = self._clock() - self._watch.now()
         self._fresh = True
 
-    # ---- what the cache tells; the other events are marks, which the cache keeps itself
+    # ---- what the cache tells; what becomes of nodes is marked by the cache itself
+
+    def _marked(self, *facts: object) -> None:
+        """Nothing to note."""
+
+    rooted = uprooted = inserted = grown = split = merged = trimmed = copied = _marked
 
     def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
         """Note the time."""

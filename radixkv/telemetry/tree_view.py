@@ -1,0 +1,175 @@
+"""A frozen view of the tree in Python: its nodes as records, in order, as text and as a picture.
+
+Knows node records. Knows no cache that could change under it: `tree_view` reads one, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator, Sequence
+
+from radixkv.cache import PrefixCache
+from radixkv.cache.node import Node
+from radixkv.cache.watch import pinned, walk
+from radixkv.telemetry.node_records import TEXT_TOKENS, Decode, node_record, said, tokens
+from radixkv.telemetry.records import NodeRecord
+
+ALL: Hashable = ...
+"""Stands for all namespaces where one may be named; None is one."""
+
+_LINES = 40  # of a repr
+_SHOWN = 24  # characters of a node's text
+
+
+class TreeView:
+    """The nodes of one moment, each before its children, and roots first of all: iterate it, or look one up by its id.
+
+    >>> cache = PrefixCache(8, 4)
+    >>> for text in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 9]):
+    ...     with cache.open(text) as sequence:
+    ...         _ = sequence.extend(text[sequence.length:])
+    ...         sequence.commit()
+    >>> tree_view(cache)
+    3 nodes, 7 tokens, 3 blocks
+    (no namespace)
+    └─ [0, 3) 1 2 3: 1 block, 1 hit
+       ├─ [3, 4) 9: 1 block
+       └─ [3, 6) 4 5 6: 2 blocks
+    """
+
+    def __init__(self, nodes: Sequence[NodeRecord]) -> None:
+        """Of records in which each comes behind its parent. O(nodes)."""
+        self._nodes = {node.id: node for node in nodes}
+        self._below: dict[int, list[NodeRecord]] = {}
+        for node in nodes:
+            self._below.setdefault(node.parent, []).append(node)
+
+    def __len__(self) -> int:
+        """Nodes, roots not counted."""
+        return len(self._nodes) - len(self.roots)
+
+    def __iter__(self) -> Iterator[NodeRecord]:
+        """All nodes, roots included; depth first. O(nodes)."""
+        return (node for node, _ in self._walk())
+
+    def __getitem__(self, number: int) -> NodeRecord:
+        """The node with this id. Raises KeyError."""
+        return self._nodes[number]
+
+    @property
+    def roots(self) -> tuple[NodeRecord, ...]:
+        """One for each namespace."""
+        return tuple(self._below.get(0, ()))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are cached, each once."""
+        return sum(node.tokens for node in self._nodes.values())
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that nodes own, each once. O(blocks)."""
+        return len({block for node in self._nodes.values() for block in _blocks(node)})
+
+    def children(self, node: NodeRecord) -> tuple[NodeRecord, ...]:
+        """Those that go on where the node ends."""
+        return tuple(self._below.get(node.id, ()))
+
+    def path(self, node: NodeRecord) -> tuple[NodeRecord, ...]:
+        """From below the root to the node: what a sequence that ends there holds. O(depth)."""
+        nodes = []
+        while node.parent:
+            nodes.append(node)
+            node = self._nodes[node.parent]
+        return tuple(reversed(nodes))
+
+    def to_dot(self) -> str:
+        """The tree for Graphviz; what is held has thick lines, what is pinned double ones. O(nodes)."""
+        lines = ["digraph tree {", "  rankdir=LR;", '  node [shape=box, fontname="monospace"];']
+        for node in self:
+            lines.append(f'  {node.id} [label="{_escaped(_label(node))}"{_line(node)}];')
+            if node.parent:
+                lines.append(f"  {node.parent} -> {node.id};")
+        return "\n".join([*lines, "}"])
+
+    def __str__(self) -> str:
+        """The whole tree, a line a node. O(nodes)."""
+        return "\n".join([self._summary(), *self._lines()])
+
+    def __repr__(self) -> str:
+        """As `str`, but at most 40 lines of it."""
+        lines: list[str] = []
+        for line in self._lines():
+            if len(lines) == _LINES:
+                lines.append(f"... {len(self._nodes) - _LINES} more: str() has them all")
+                break
+            lines.append(line)
+        return "\n".join([self._summary(), *lines])
+
+    def _summary(self) -> str:
+        return f"{_count(len(self), 'node')}, {_count(self.tokens, 'token')}, {_count(self.blocks, 'block')}"
+
+    def _lines(self) -> Iterator[str]:
+        for node, indent in self._walk():
+            yield indent + _label(node)
+
+    def _walk(self) -> Iterator[tuple[NodeRecord, str]]:
+        """Each node, and what stands before it on its line."""
+        stack = [(node, "", "") for node in reversed(self.roots)]
+        while stack:
+            node, indent, below = stack.pop()
+            yield node, indent
+            children = self._below.get(node.id, [])
+            for each in reversed(children):
+                more = each is not children[-1]
+                stack.append((each, below + ("├─ " if more else "└─ "), below + ("│  " if more else "   ")))
+
+
+def tree_view(cache: PrefixCache, namespace: Hashable = ALL, *, decode: Decode | None = None) -> TreeView:
+    """The tree of a cache as it is now, or of one namespace if that is given. O(nodes + blocks).
+
+    On the cache's thread. Nodes have times only if somebody watches the cache. With `decode` they say what they say.
+    """
+    pins, offset = pinned(cache), time.time() - cache.clock()
+    nodes = (node for node, owner in walk(cache) if namespace is ALL or owner in {namespace})
+    return TreeView([node_record(node, pins[node.id], offset, _said(node, decode)) for node in nodes])
+
+
+def _said(node: Node, decode: Decode | None) -> str | None:
+    return None if decode is None or not node.key else said(tokens(node, TEXT_TOKENS), decode)
+
+
+def _blocks(node: NodeRecord) -> Iterator[int]:
+    for first, count in zip(node.blocks[::2], node.blocks[1::2], strict=True):
+        yield from range(first, first + count)
+
+
+def _label(node: NodeRecord) -> str:
+    """`[from, to) its beginning: blocks; who holds it, how often it was hit`."""
+    if not node.parent:
+        return "(no namespace)" if node.namespace is None else f"({node.namespace})"
+    if node.text is None:
+        more = " …" * (node.tokens > len(node.head))
+        says = " ".join(map(str, node.head)) + more
+    else:
+        says = repr(node.text[:_SHOWN]) + " …" * (len(node.text) > _SHOWN)
+    facts = [_count(sum(node.blocks[1::2]), "block")]
+    facts += [_count(node.holders - node.pins, "sequence")] if node.holders > node.pins else []
+    facts += [_count(node.pins, "pin")] if node.pins else []
+    facts += [_count(node.hits, "hit")] if node.hits else []
+    facts += [f"priority {node.priority}"] if node.priority else []
+    facts += ["first to go"] if node.demoted else []
+    return f"[{node.start}, {node.start + node.tokens}) {says}: {', '.join(facts)}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _line(node: NodeRecord) -> str:
+    pinned = ", peripheries=2" if node.pins else ""
+    return pinned + (", penwidth=2" if node.locks else "")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
