@@ -74,6 +74,7 @@ class ChatSession:
         self._template = template
         self._opening: list[Message] = [deepcopy(dict(message)) for message in opening]
         self._namespace = namespace
+        self._number = engine._new_session()
         self._append = history == "append"
         self._overflow = overflow
         self._turns: list[Turn] = []
@@ -148,6 +149,7 @@ class ChatSession:
             self._abandon()
             self._closed = True
             self._demote(self._ids, keep=0)
+            self._engine._session_closed(self._number)
 
     # ---- reading
 
@@ -208,7 +210,7 @@ class ChatSession:
         if self._overflow == "drop_oldest":
             turns, prompt = self._dropped(turns, new, prompt, params)
         self._check_room(prompt)
-        handle = self._engine.submit(prompt, params, namespace=self._namespace)
+        handle = self._engine.submit(prompt, params, namespace=self._namespace, session=self._number)
         self._open_stream = ReplyStream(self, handle, turns, prompt, new, params, edits=keep is not None)
         return self._open_stream
 

@@ -7,6 +7,7 @@ on the engine's. No event loop is remembered, so one engine serves many.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -22,6 +23,7 @@ from radixkv.engine.prompts import Prompt
 from radixkv.engine.stats import EngineStats
 from radixkv.engine.warmed import Warmed
 from radixkv.models.sampling_params import SamplingParams
+from radixkv.telemetry.tree_view import ALL, TreeView
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
@@ -80,9 +82,10 @@ class AsyncRequestEngine:
         namespace: Hashable = None,
         priority: int = 0,
         timeout: float | None = None,
+        session: int | None = None,
     ) -> AsyncHandle:
         """Start one request; iterate the handle for chunks, or await its result. As `Engine.submit` otherwise."""
-        options = {"namespace": namespace, "priority": priority, "timeout": timeout}
+        options = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
         request = await self._prepared(self._engine._request, prompt, params, **options)
         return AsyncHandle(self._engine._start(request))
 
@@ -119,6 +122,14 @@ class AsyncRequestEngine:
     async def stats(self) -> EngineStats:
         """Counters and gauges of this moment, between two steps."""
         return await self._asked(self._engine._stats)
+
+    async def tree(self, namespace: Hashable = ALL) -> TreeView:
+        """What is cached, as a frozen tree of this moment; of one namespace, if that is given: see `Engine.tree`."""
+        return await self._asked(self._engine._viewing(namespace))
+
+    async def flight_recording(self, path: str | os.PathLike[str]) -> None:
+        """Write what the engine did in the last ten minutes to a file: see `Engine.flight_recording`."""
+        await asyncio.to_thread(self._engine.flight_recording, path)
 
     async def audit(self, blocks: int = 64) -> AuditReport:
         """Compute at least `blocks` cached blocks again, compare, and drop what differs: see `Engine.audit`.

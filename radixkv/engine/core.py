@@ -31,6 +31,8 @@ from radixkv.models.sampler import Sampled, SampleRow, TokenLogprobs, sample
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from radixkv.engine.telemetry import EngineTelemetry
+
 _log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -67,12 +69,19 @@ class Core:
         self._reuse = Reuse(cache, limits, on=reuse)
         self.scheduler = Scheduler(cache, limits, self.counters, self._end, self._reuse)
         self.auditor = Auditor(cache, runner, self.scheduler, self.counters, self._end, reuse=reuse, scrub=scrub)
+        self.telemetry: EngineTelemetry | None = None  # is told of requests, if anybody wants to know
+        self.step_seconds, self.step_tokens = 0.0, 0  # of all steps that ran something
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; those that ended are passed over
 
     @property
     def busy(self) -> bool:
         """Whether there is a request that has not ended."""
         return bool(self.scheduler.running or self.scheduler.waiting)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether requests look for cached prefixes at all."""
+        return self._reuse.on
 
     def idle_for(self) -> float | None:
         """Seconds for which a step would have nothing to do: 0.0 for none, None until somebody calls.
@@ -89,6 +98,8 @@ class Core:
     def add(self, request: Request) -> None:
         """Queue a request that fits the pool: see `Scheduler.check_fits`."""
         self.scheduler.add(request)
+        if self.telemetry is not None:
+            self.telemetry.added(request)
         if request.deadline is not None:
             if len(self._deadlines) > 2 * (len(self.scheduler.running) + len(self.scheduler.waiting)):
                 self._deadlines = [each for each in self._deadlines if not each[2].outlet.ended]
@@ -132,6 +143,7 @@ class Core:
     def step(self) -> None:
         """Schedule, run, commit. An exception ends the requests that caused it, if that can be told, and no other."""
         work: list[Work] = []
+        begun = time.perf_counter()
         try:
             self._expire()
             work = self._schedule()
@@ -139,6 +151,9 @@ class Core:
                 self._commit(part, logits)
         except Exception as error:
             self._fail(work, error)
+        if work:
+            self.step_seconds += time.perf_counter() - begun
+            self.step_tokens += sum(len(each.tokens) for each in work)
         self.auditor.step(busy=self.busy)
 
     def _expire(self) -> None:
@@ -261,6 +276,8 @@ class Core:
             self.scheduler.remove(request)
             request.outlet.finish(request.completion())
             self.counters.finished += 1
+            if self.telemetry is not None:
+                self.telemetry.ended(request, None)
 
     def _publish_all(self, request: Request) -> None:
         for stream in request.streams:
@@ -291,6 +308,8 @@ class Core:
             self.counters.failed += not isinstance(error, RequestCancelled)
             self.counters.timed_out += isinstance(error, RequestTimedOut)
             request.outlet.fail(error)
+            if self.telemetry is not None:
+                self.telemetry.ended(request, error)
 
 
 def _halving(

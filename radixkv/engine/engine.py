@@ -6,6 +6,8 @@ conversation: `radixkv.chat.Engine` adds those.
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from radixkv.cache import Explanation, PrefixCache
+from radixkv.engine import monitoring
 from radixkv.engine.audit import check_blocks, piece_tokens, scrub_rate
 from radixkv.engine.audit_report import AuditReport
 from radixkv.engine.core import Core, Forward
@@ -28,10 +31,13 @@ from radixkv.engine.prompts import Prompt
 from radixkv.engine.request import Request
 from radixkv.engine.sizing import blocks_for, check_free
 from radixkv.engine.stats import EngineStats
+from radixkv.engine.telemetry import EngineTelemetry
 from radixkv.engine.warmed import Warmed
 from radixkv.engine.worker import Worker
 from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.models.sampling_params import SamplingParams, is_int
+from radixkv.telemetry.recorder import Recorder
+from radixkv.telemetry.tree_view import ALL, TreeView, tree_view
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
@@ -54,6 +60,8 @@ class RequestEngine:
         prefix_cache: bool = True,
         scrub: float | None = None,
         seed: int = 0,
+        monitor: bool | str = False,
+        expose_text: bool = False,
     ) -> None:
         """Put ready parts together; `load` makes them. The engine owns runner and cache from now on."""
         self._model = model
@@ -67,8 +75,13 @@ class RequestEngine:
         self._bytes_per_block = bytes_per_block
         self._intake = Intake(model, cache.num_blocks * cache.block_size, seed)
         self._loaded_at = time.perf_counter()
+        self._session_numbers = itertools.count(1)
+        self._decode = _decoder(model) if expose_text else None
+        self._monitoring: monitoring.Monitoring | None = None
         # Also at interpreter exit, so that the thread does not outlive what it uses.
-        self._finalizer = weakref.finalize(self, self._worker.close)
+        self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self, self._worker.close)
+        if monitor:
+            self._watch(monitor, core)
 
     @classmethod
     def load(
@@ -91,6 +104,8 @@ class RequestEngine:
         prefix_cache: bool = True,
         deterministic: bool = False,
         scrub: bool | float = False,
+        monitor: bool | str = True,
+        expose_text: bool = False,
         seed: int = 0,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -108,6 +123,9 @@ class RequestEngine:
         `deterministic` answers requests that run one at a time with the same bits whether they hit or not; hits then
         end on multiples of `prefill_chunk`, which must be whole blocks (see docs/determinism.md). `scrub` computes
         cached blocks again while the engine is idle, and drops what differs: True, or how many a second.
+        `monitor` lets radixkv-monitor of the same user see what the engine does, never what is said; an address
+        ("tcp://127.0.0.1:7777") also lets in who has the token, `expose_text` shows how nodes begin, False or
+        RADIXKV_MONITOR=0 in the environment switches it off (see docs/telemetry.md).
         `seed` is the root of the seeds of requests that bring none.
         Raises UnsupportedModel or InvalidInput.
         """
@@ -115,9 +133,17 @@ class RequestEngine:
         from radixkv.models.runner import Runner
 
         limits = Limits(
-            max_sequences, max_batch_tokens, prefill_chunk, order, max_overtakes, victim, check_flag(deterministic)
+            max_sequences,
+            max_batch_tokens,
+            prefill_chunk,
+            order,
+            max_overtakes,
+            victim,
+            check_flag("deterministic", deterministic),
         )
         rate = scrub_rate(scrub)
+        watched = monitoring.wanted(monitor)
+        check_flag("expose_text", expose_text)
         check_sizes(num_blocks, block_size, seed)
         if deterministic and prefill_chunk % block_size:
             raise InvalidInput(  # branches would part inside blocks, where an audit trusts what it should compare
@@ -150,6 +176,8 @@ class RequestEngine:
             prefix_cache=prefix_cache,
             scrub=rate,
             seed=seed,
+            monitor=watched,
+            expose_text=expose_text,
         )
 
     # ---- requests
@@ -188,14 +216,17 @@ class RequestEngine:
         namespace: Hashable = None,
         priority: int = 0,
         timeout: float | None = None,
+        session: int | None = None,
     ) -> Handle:
         """Start one request and return at once; iterate the handle for chunks, or wait for its result.
 
         Only requests with equal `namespace` share cached prefixes. A higher `priority` goes before lower ones, and
         what it leaves in the cache is evicted later. After `timeout` seconds, spent waiting or running, the request
-        ends with RequestTimedOut. Raises InvalidInput and its kinds, or EngineClosed.
+        ends with RequestTimedOut. `session` is a number that the requests of one conversation share, for the monitor.
+        Raises InvalidInput and its kinds, or EngineClosed.
         """
-        return self._start(self._request(prompt, params, namespace=namespace, priority=priority, timeout=timeout))
+        options = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
+        return self._start(self._request(prompt, params, **options))
 
     def warm(
         self,
@@ -241,6 +272,22 @@ class RequestEngine:
         """Counters and gauges of this moment, between two steps."""
         return self._worker.ask(self._stats)
 
+    def tree(self, namespace: Hashable = ALL) -> TreeView:
+        """What is cached, as a frozen tree of this moment; of one namespace, if that is given. O(nodes), between steps.
+
+        A node says how it begins if the engine was loaded with `expose_text`.
+        """
+        return self._worker.ask(self._viewing(namespace))
+
+    def flight_recording(self, path: str | os.PathLike[str]) -> None:
+        """Write what the engine did in the last ten minutes to a file, for `radixkv-monitor --replay`.
+
+        Raises InvalidInput for an engine without a monitor, OSError.
+        """
+        if self._monitoring is None:
+            raise InvalidInput("this engine records nothing: it was loaded with monitor=False, or could not be watched")
+        self._monitoring.flight(path)
+
     def audit(self, blocks: int = 64) -> AuditReport:
         """Compute at least `blocks` cached blocks again, chosen at random, and compare; drop what differs.
 
@@ -274,6 +321,8 @@ class RequestEngine:
             self._worker.close(drain, timeout, self._core.hurry)
         finally:
             self._finalizer.detach()
+            if self._monitoring is not None:
+                self._monitoring.close()
 
     def __enter__(self) -> Self:
         """Use the engine in a `with` block."""
@@ -329,6 +378,25 @@ class RequestEngine:
         check_namespace(namespace)
         return lambda: self._core.cache.explain(ids, namespace)
 
+    def _viewing(self, namespace: Hashable) -> Callable[[], TreeView]:
+        """What is to be asked of the engine's thread for a view of the tree."""
+        check_namespace(namespace)
+        return lambda: tree_view(self._core.cache, namespace, decode=self._decode)
+
+    def _new_session(self) -> int:
+        """A number for a conversation."""
+        return next(self._session_numbers)
+
+    def _session_closed(self, number: int) -> None:
+        """A conversation is over; the monitor is to know."""
+        telemetry = self._core.telemetry
+        if telemetry is None:
+            return
+        try:
+            self._worker.post(lambda: telemetry.session_closed(number))
+        except EngineClosed:
+            return  # nobody watches any more
+
     def _handle(self, request: Request) -> Handle:
         return Handle(request.outlet, lambda: self._cancel(request))
 
@@ -358,7 +426,7 @@ class RequestEngine:
         return EngineStats(
             model=model.name,
             device=str(model.device),
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=_dtype(model),
             attention=model.attention,
             max_length=model.max_length,
             kv_bytes=self._bytes_per_block * core.cache.num_blocks,
@@ -368,6 +436,52 @@ class RequestEngine:
             cache=core.cache.stats(),
             **asdict(core.counters),
         )
+
+    def _watch(self, monitor: bool | str, core: Core) -> None:
+        """Have everything recorded from now on, and published."""
+        model, cache, limits = self._model, core.cache, core.scheduler.limits
+        facts = monitoring.engine_facts(
+            model=model.name,
+            device=str(model.device),
+            dtype=_dtype(model),
+            attention=model.attention,
+            eviction=cache.eviction,
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            bytes_per_block=self._bytes_per_block,
+            max_length=model.max_length,
+            max_sequences=limits.max_sequences,
+            max_batch_tokens=limits.max_batch_tokens,
+            prefill_chunk=limits.prefill_chunk,
+            exposes_text=self._decode is not None,
+        )
+        recorder = Recorder(decode=self._decode)
+        recorder.attach(cache)
+        constants = {"max_length": model.max_length, "kv_bytes": self._bytes_per_block * cache.num_blocks}
+        telemetry = EngineTelemetry(core, recorder, constants)
+        try:
+            self._monitoring = monitoring.begin(monitor, facts, self._worker, telemetry)
+        except BaseException:
+            self.close()
+            raise
+        if self._monitoring is not None:
+            self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, _shut, self._worker, self._monitoring)
+
+
+def _shut(worker: Worker, monitoring: monitoring.Monitoring) -> None:
+    worker.close()
+    monitoring.close()
+
+
+def _decoder(model: LoadedModel) -> Callable[[list[int]], str] | None:
+    """How to tell what token ids say; None for a model without a tokenizer."""
+    tokenizer = model.tokenizer
+    return None if tokenizer is None else lambda ids: str(tokenizer.decode(ids))
+
+
+def _dtype(model: LoadedModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
 
 
 def _shown(handles: list[Handle], progress: bool) -> Sequence[Handle] | Any:

@@ -51,6 +51,7 @@ class Intake:
         namespace: Hashable = None,
         priority: int = 0,
         timeout: float | None = None,
+        session: int | None = None,
         sample: bool = True,
     ) -> Request:
         """A request; without `sample` it only computes the prompt. Raises InvalidInput and its kinds."""
@@ -61,6 +62,8 @@ class Intake:
         check_seconds("timeout", timeout)
         if not is_int(priority):
             raise InvalidInput(f"priority must be an int, got {priority!r}")
+        if session is not None and not is_int(session):
+            raise InvalidInput(f"session is a number that the requests of a conversation share, got {session!r}")
         request = Request(
             prompt=ids,
             params=params,
@@ -71,6 +74,7 @@ class Intake:
             namespace=namespace,
             priority=priority,
             outlet=Outlet(MAX_UNREAD * params.n),
+            session=session,
         )
         if timeout is not None:
             request.deadline = request.submitted + timeout
@@ -125,11 +129,11 @@ def check_seconds(name: str, value: Any) -> None:
         raise InvalidInput(f"{name} must be a number of seconds above 0, or None for no limit; got {value!r}")
 
 
-def check_flag(deterministic: object) -> bool:
+def check_flag(name: str, value: object) -> bool:
     """Raise InvalidInput unless this is True or False."""
-    if not isinstance(deterministic, bool):
-        raise InvalidInput(f"deterministic must be True or False, got {deterministic!r}")
-    return deterministic
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def check_sizes(num_blocks: object, block_size: object, seed: object) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from radixkv.cache import Sequence
+from radixkv.cache import Explanation, Sequence
 from radixkv.engine.handle import Outlet
 from radixkv.engine.outputs import Chunk, Completion, FinishReason, Usage
 from radixkv.engine.prompts import TokenIds
@@ -38,6 +38,9 @@ class Request:
     how many later ones came in before it; `parked` whom it waits for. `guaranteed` says that all that it may take was
     promised to it, `publish_late` that it keeps what it computes to itself until a stream ends, which takes no block
     beyond its own. `counted` says that its prompt is in the engine's counters.
+
+    For telemetry: `session` is the number of the conversation that asks, `started_at` when it first came in,
+    `coalesced` whether it waited for a neighbour and found more, `miss` why it did not find all, if it did not.
     """
 
     prompt: TokenIds
@@ -61,6 +64,10 @@ class Request:
     guaranteed: bool = False
     publish_late: bool = False
     counted: bool = False
+    session: int | None = None
+    started_at: float | None = None
+    coalesced: bool = False
+    miss: Explanation | None = None
 
     @property
     def rank(self) -> tuple[int, bool, int]:
@@ -106,6 +113,7 @@ class Request:
             self.live[0].wake(sequence)
         else:
             self.streams.append(Stream(self, 0, sequence))
+            self.started_at = time.perf_counter()
 
     def fork(self) -> None:
         """Give every further stream its own sequence, once the prompt is computed and committed. O(blocks) a stream."""

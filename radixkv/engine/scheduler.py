@@ -85,6 +85,8 @@ class Scheduler:
         self._arrivals = 0
         self._admissions = 0
         self._pins: list[tuple[Pin, TokenIds, Hashable]] = []
+        # Told of each sequence that a request was given, with what it asked for and how much it may have had of that.
+        self.on_opened: Callable[[Request, TokenIds, int, Sequence], None] | None = None
 
     # ---- who is here
 
@@ -326,6 +328,7 @@ class Scheduler:
         self.waiting.overtaken_by(request)
         if request.parked is not None:
             gained = sequence.length - request.parked.cached
+            request.coalesced |= gained > 0
             self._counters.coalesced_requests += gained > 0
             self._counters.coalesced_tokens += max(gained, 0)
             request.parked = None
@@ -335,7 +338,10 @@ class Scheduler:
     def _open(self, request: Request, tokens: TokenIds) -> Sequence:
         limit = self._reuse.limit(tokens, request.namespace)
         purpose: Purpose = "resume" if request.streams else "request"
-        return self._cache.open(tokens, request.namespace, limit, request.priority, purpose=purpose)
+        sequence = self._cache.open(tokens, request.namespace, limit, request.priority, purpose=purpose)
+        if self.on_opened is not None:
+            self.on_opened(request, tokens, limit, sequence)
+        return sequence
 
     def _cached(self, request: Request) -> int:
         """Tokens that a request would hit, for its rank; whoever cannot be looked up fails alone, at the door."""

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -39,6 +40,7 @@ class Worker:
         self._gate = threading.RLock()
         self._closed = False
         self._broken: BaseException | None = None  # what a step raised, which it must not
+        self.on_broken: Callable[[BaseException], None] | None = None  # told of that, on the thread, first of all
         self._draining = False
         self._drained = threading.Event()
         # A daemon: whoever forgets to close an engine can still leave Python.
@@ -111,6 +113,8 @@ class Worker:
         except BaseException as error:  # better a closed engine than callers who wait for ever
             self._broken = error
             _log.exception("a step raised: the engine closes")
+            if self.on_broken is not None:
+                _guarded(partial(self.on_broken, error))
         with self._gate:
             self._closed = True
         self._drained.set()

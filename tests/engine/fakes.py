@@ -136,12 +136,14 @@ def make_engine(
     fault: Callable[[Sequence[Chunk]], None] | None = None,
     prefix_cache: bool = True,
     seed: int = 0,
+    monitor: bool | str = False,
     **limits: int,
 ) -> tuple[Engine, FakeRunner]:
     model = model or FakeModel()
     runner = FakeRunner(num_blocks, block_size, model.vocab_size, brain, fault)
     cache = PrefixCache(num_blocks, block_size)
-    engine = Engine(model, runner, cache, Limits(**limits), prefix_cache=prefix_cache, seed=seed)  # type: ignore[arg-type]
+    parts: Any = (model, runner, cache, Limits(**limits))  # type: ignore[arg-type]
+    engine = Engine(*parts, prefix_cache=prefix_cache, seed=seed, monitor=monitor)
     return engine, runner
 
 

@@ -1,0 +1,190 @@
+"""What an engine tells of its requests, beside what the recorder hears of the cache. Only ever on the engine's thread.
+
+Knows requests, who runs, and counters. Knows no socket and nobody who looks. Between two looks a request costs a few
+appends in all: what has become of it is read when somebody looks. A fault in here is logged and ends the telling, never
+a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
+
+from radixkv.cache import Sequence
+from radixkv.engine.prompts import TokenIds
+from radixkv.engine.request import Request
+from radixkv.engine.sessions import Sessions
+from radixkv.errors import RequestCancelled
+from radixkv.telemetry.node_records import label
+from radixkv.telemetry.records import Changes, Phase, RequestRecord, SessionRecord
+
+if TYPE_CHECKING:
+    from radixkv.engine.core import Core
+    from radixkv.telemetry.recorder import Recorder
+
+_log = logging.getLogger(__name__)
+Facts = ParamSpec("Facts")
+
+
+def _harmless(
+    tell: Callable[Concatenate[EngineTelemetry, Facts], None],
+) -> Callable[Concatenate[EngineTelemetry, Facts], None]:
+    """What `tell` raises is logged, once; nothing more is told then."""
+
+    @wraps(tell)
+    def told(self: EngineTelemetry, /, *facts: Facts.args, **more: Facts.kwargs) -> None:
+        if not self.failed:
+            begun = time.perf_counter_ns()
+            try:
+                tell(self, *facts, **more)
+            except Exception:
+                self.failed = True
+                _log.exception("telemetry failed: requests are told no more")
+            self.cost_ns += time.perf_counter_ns() - begun
+
+    return told
+
+
+class EngineTelemetry:
+    """One engine's requests, sessions and counters for a recorder, which must watch the engine's cache."""
+
+    def __init__(self, core: Core, recorder: Recorder, constants: Mapping[str, float]) -> None:
+        """Be told by `core` from now on. `constants` go with the counters."""
+        self.failed = False
+        self.cost_ns = 0  # of being told; the recorder counts its own
+        self._recorder = recorder
+        self._core = core
+        self._constants = constants
+        self._started = time.perf_counter()
+        self._offset = time.time() - self._started
+        self._sessions = Sessions()
+        self._noted: dict[Request, None] = {}  # new since the last look
+        self._ran: list[Request] = []  # at the last look
+        self._steps = -1  # at the last look
+        core.telemetry = self
+        core.scheduler.on_opened = self.opened
+
+    # ---- being told
+
+    @_harmless
+    def added(self, request: Request) -> None:
+        """A request waits."""
+        self._noted[request] = None
+        self._tell_session(self._sessions.asked(request, request.submitted + self._offset))
+
+    @_harmless
+    def opened(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
+        """A request came in: why it hit no more is known now only. Costs a match where anything is missing."""
+        if not request.streams and sequence.length < len(tokens) - 1:
+            request.miss = self._core.cache.explain(tokens, request.namespace, limit)
+
+    @_harmless
+    def ended(self, request: Request, error: Exception | None) -> None:
+        """A request ended, with an error or without."""
+        self._noted.pop(request, None)
+        now = time.perf_counter()
+        phase: Phase = "finished" if error is None else "cancelled" if _is_cancel(error) else "failed"
+        finish = request.streams[0].finish_reason if error is None else type(error).__name__
+        self._recorder.request(self._record(request, phase, now, finish))
+        self._tell_session(self._sessions.answered(request, now + self._offset))
+
+    @_harmless
+    def session_closed(self, number: int) -> None:
+        """A conversation is over."""
+        self._tell_session(self._sessions.closed(number))
+
+    # ---- being asked
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything has changed since the last `collect`. Any thread may ask."""
+        return self._core.counters.steps != self._steps or bool(self._noted) or self._recorder.pending
+
+    def collect(self) -> Changes:
+        """What changed since the last time. O(that, and what runs)."""
+        begun = time.perf_counter_ns()
+        running = list(self._core.scheduler.running)
+        for request in dict.fromkeys((*self._noted, *self._ran, *running)):
+            if not request.outlet.ended:
+                self._recorder.request(self._record(request, _phase(request, running)))
+        self._noted, self._ran = {}, running
+        stats, owners = self._stats(), dict(_owners(running))
+        self.cost_ns += time.perf_counter_ns() - begun
+        return self._recorder.collect(stats, owners)
+
+    # ---- inside
+
+    def _stats(self) -> dict[str, float]:
+        core = self._core
+        self._steps = core.counters.steps
+        return {
+            **vars(core.counters),
+            **self._constants,
+            "uptime_s": time.perf_counter() - self._started,
+            "waiting": len(core.scheduler.waiting),
+            "running": len(core.scheduler.running),
+            "step_seconds": core.step_seconds,
+            "step_tokens": core.step_tokens,
+            "monitor_ns": self.cost_ns,
+        }
+
+    def _tell_session(self, record: SessionRecord | None) -> None:
+        if record is not None:
+            self._recorder.session(record)
+
+    def _record(
+        self, request: Request, phase: Phase, ended: float | None = None, finish: str | None = None
+    ) -> RequestRecord:
+        streams, miss = request.streams, request.miss
+        first_tokens = [stream.first_token_at for stream in streams if stream.first_token_at is not None]
+        return RequestRecord(
+            number=request.number,
+            phase=phase,
+            session=request.session,
+            namespace=label(request.namespace),
+            priority=request.priority,
+            streams=request.width,
+            prompt_tokens=len(request.prompt),
+            max_tokens=request.max_tokens,
+            cached_tokens=streams[0].cached_tokens if streams else 0,
+            computed_tokens=sum(stream.reached - stream.cached_tokens for stream in streams),
+            recomputed_tokens=sum(stream.recomputed_tokens for stream in streams),
+            output_tokens=sum(stream.output_length for stream in streams),
+            preemptions=request.preemptions,
+            coalesced=request.coalesced,
+            submitted=request.submitted + self._offset,
+            admitted=self._dated(request.started_at),
+            first_token=self._dated(min(first_tokens, default=None)),
+            ended=self._dated(ended),
+            finish=finish,
+            miss_reason=miss.reason if miss is not None else "full" if streams and self._core.reuses else None,
+            miss_at=None if miss is None else miss.length,
+            miss_evicted_tokens=0 if miss is None else miss.evicted_tokens,
+            miss_evicted_ago=None if miss is None else miss.evicted_ago,
+            miss_pressure=None if miss is None else miss.pressure,
+        )
+
+    def _dated(self, at: float | None) -> float | None:
+        return None if at is None else at + self._offset
+
+
+def _phase(request: Request, running: list[Request]) -> Phase:
+    if request not in running:
+        return "preempted" if request.preemptions else "waiting"
+    if request.outlet.lagging:
+        return "paused"
+    return "prefill" if any(stream.prefilling for stream in request.live if stream.awake) else "decode"
+
+
+def _owners(running: list[Request]) -> Iterable[tuple[int, tuple[int, int]]]:
+    """Whose each open sequence is: the number of a request, and which of its streams."""
+    for request in running:
+        for stream in request.streams:
+            yield stream.sequence.id, (request.number, stream.index)
+
+
+def _is_cancel(error: Exception) -> bool:
+    return isinstance(error, RequestCancelled)

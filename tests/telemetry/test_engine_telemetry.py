@@ -1,0 +1,312 @@
+"""What an engine tells of itself: requests, sessions, counters and why there were misses; and that it harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.chat import AsyncEngine, Engine
+from radixkv.engine import RequestEngine
+from radixkv.errors import EngineClosed, InvalidInput, RequestFailed, RequestTimedOut
+from radixkv.models.sampling_params import SamplingParams
+from radixkv.telemetry.discovery import engines
+from radixkv.telemetry.frames import Bye, Delta, Hello, Snapshot
+from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.recording import read_recording
+from radixkv.telemetry.records import RequestRecord
+from tests.chat.worlds import chat_engine
+from tests.engine.fakes import FakeRunner, make_engine
+from tests.telemetry.served import runtime_folder
+from tests.telemetry.truth import assert_tells_the_truth
+
+FOUR = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def folder() -> Iterator[Path]:
+    with runtime_folder() as path:
+        yield path
+
+
+def look(engine: RequestEngine, mirror: Mirror) -> Mirror:
+    """What a watcher knows now, and that it is the truth."""
+
+    def collect() -> None:
+        mirror.apply(engine._core.telemetry.collect())  # type: ignore[union-attr]
+        offset = engine._core.telemetry._recorder._offset  # type: ignore[union-attr]
+        assert_tells_the_truth(mirror, engine._core.cache, offset)
+
+    engine._worker.ask(collect)
+    return mirror
+
+
+def watched(num_blocks: int = 100, block_size: int = 4, **options: Any) -> tuple[Engine, FakeRunner, Mirror]:
+    """An engine that nobody but the test watches: its publisher is closed before it asked for anything."""
+    options = {"monitor": True, **options}
+    engine, runner = make_engine(num_blocks, block_size, **options)
+    engine._monitoring.publisher.close()  # type: ignore[union-attr]
+    engine._core.telemetry._recorder._fresh = True  # type: ignore[union-attr]
+    engine._worker.ask(lambda: engine._core.telemetry._recorder.attach(engine._core.cache))  # type: ignore[union-attr]
+    return engine, runner, Mirror()
+
+
+def ended(mirror: Mirror) -> list[RequestRecord]:
+    return sorted(mirror.ended.values(), key=lambda record: record.number)
+
+
+def test_requests_tell_what_their_usage_and_the_stats_say() -> None:
+    engine, _, mirror = watched()
+    with engine:
+        prompts = [list(range(length)) for length in (9, 9, 17, 30)]
+        usages = [engine.generate([prompt], FOUR)[0].usage for prompt in prompts]
+        wide = engine.submit([7] * 10, SamplingParams(max_tokens=3, n=3, ignore_eos=True)).result()
+        look(engine, mirror)
+        stats = engine.stats()
+        records = ended(mirror)
+        assert not mirror.live and [record.phase for record in records] == ["finished"] * 5
+        for record, usage in zip(records, [*usages, wide.usage], strict=True):
+            assert (record.prompt_tokens, record.cached_tokens) == (usage.prompt_tokens, usage.cached_tokens)
+            assert record.ttft == pytest.approx(usage.ttft_s, abs=1e-3)
+            assert record.ended is not None and record.admitted is not None and record.finish == "length"
+            assert record.submitted <= record.admitted <= (record.first_token or 0) <= record.ended
+        for name in ("prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens", "recomputed_tokens"):
+            told = sum(getattr(record, name) for record in records)
+            assert told == getattr(stats, name) == mirror.stats[name], name
+        assert (records[-1].streams, records[-1].output_tokens) == (3, 9)
+        assert mirror.stats["step_tokens"] == stats.computed_tokens
+        assert mirror.stats["steps"] == stats.steps and 0 < mirror.stats["step_seconds"] < stats.uptime_s
+        assert mirror.stats["monitor_ns"] > 0 and mirror.stats["finished"] == 5
+
+
+def test_a_miss_has_a_reason() -> None:
+    engine, _, mirror = watched(num_blocks=16)
+    with engine:
+        a, b = [*range(20)], [30] * 40
+        for prompt in (a, a, [*range(10), 45, 46], b, [*b, 2, 3, 4, 5, 6, 7], a):
+            engine.generate([prompt], SamplingParams(max_tokens=1))
+        records = ended(look(engine, mirror))
+        assert [record.miss_reason for record in records] == [
+            "never_seen", "full", "diverged", "never_seen", "never_seen", "evicted",
+        ]  # fmt: skip
+        assert [record.cached_tokens for record in records[:4]] == [0, 19, 10, 0]
+        assert (records[1].miss_at, records[2].miss_at) == (None, 10)
+        gone = records[-1]
+        assert gone.miss_at == gone.cached_tokens < 19 and gone.miss_evicted_tokens > 0
+        assert gone.miss_evicted_ago is not None and "to make room for" in str(gone.miss_pressure)
+        wanted = [record for record in mirror.evictions.values() if record.wanted_again is not None]
+        assert wanted and all(record.tokens and record.idle_s >= 0 for record in mirror.evictions.values())
+
+
+def test_phases_are_told_while_they_last_and_sequences_say_whose_they_are() -> None:
+    engine, runner, mirror = watched(max_sequences=1, max_batch_tokens=4, prefill_chunk=4)
+    runner.gate = threading.Semaphore(0)
+    with engine:
+        first, second = engine.submit([1] * 10, FOUR), engine.submit([2] * 5, FOUR)
+        phases = []
+        for _ in range(4):
+            runner.began.acquire()
+            asked = engine._worker.call(lambda: mirror.apply(engine._core.telemetry.collect()))  # type: ignore[union-attr]
+            runner.gate.release()
+            asked.result()
+            phases.append([record.phase for _, record in sorted(mirror.live.items())])
+            owners = [(record.request, record.index) for record in mirror.sequences.values()]
+            assert owners == [(1, 0)]
+        assert phases == [["prefill", "waiting"]] * 2 + [["decode", "waiting"]] * 2
+        runner.gate.release(1000)
+        first.result(), second.result()
+        look(engine, mirror)
+        assert not mirror.live and not mirror.sequences and len(mirror.ended) == 2
+
+
+def test_who_gave_way_is_preempted_and_comes_back() -> None:
+    engine, _, mirror = watched(num_blocks=12, max_sequences=4)
+    long = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
+    with engine:
+        handles = [engine.submit([token] * 6, long) for token in range(3)]
+        seen = set()
+        while not all(handle.done for handle in handles):
+            seen |= {record.phase for record in look(engine, mirror).live.values()}
+        records = ended(look(engine, mirror))
+        stats = engine.stats()
+    assert stats.preemptions > 0
+    assert sum(record.preemptions for record in records) == stats.preemptions
+    assert sum(record.recomputed_tokens for record in records) == stats.recomputed_tokens
+    assert sum(record.cached_tokens for record in records) == stats.cached_tokens
+
+
+def test_neighbours_that_waited_are_coalesced() -> None:
+    engine, _, mirror = watched(max_sequences=8, max_batch_tokens=16, prefill_chunk=16)
+    with engine:
+        engine.generate([[5] * 40 + [token] for token in range(3)], FOUR)
+        records = ended(look(engine, mirror))
+        assert sum(record.coalesced for record in records) == engine.stats().coalesced_requests > 0
+
+
+def test_ends_have_names() -> None:
+    engine, runner, mirror = watched()
+    runner.fault = _raise_for_nine
+    with engine:
+        with pytest.raises(RequestFailed):
+            engine.submit([9], FOUR).result()
+        runner.gate = threading.Semaphore(0)
+        cancelled, late = engine.submit([1, 2], FOUR), engine.submit([3], FOUR, timeout=0.05)
+        cancelled.cancel()
+        time.sleep(0.06)  # its time is over before the first step is
+        runner.gate.release(1000)
+        with pytest.raises(RequestTimedOut):
+            late.result()
+        ends = {record.finish: record.phase for record in ended(look(engine, mirror))}
+    assert ends == {"RequestFailed": "failed", "RequestCancelled": "cancelled", "RequestTimedOut": "failed"}
+
+
+def _raise_for_nine(chunks: Any) -> None:
+    if any(9 in chunk.tokens for chunk in chunks):
+        raise ZeroDivisionError
+
+
+def test_sessions_count_what_their_requests_found_and_forks_are_sessions_of_their_own() -> None:
+    engine = chat_engine(monitor=True)
+    mirror = Mirror()
+    with engine:
+        engine._monitoring.publisher.close()  # type: ignore[union-attr]
+        engine._worker.ask(lambda: engine._core.telemetry._recorder.attach(engine._core.cache))  # type: ignore[union-attr]
+        talk = engine.chat("Be brief.", namespace="a")
+        usages = [talk.send(text).usage for text in ("one", "two")]
+        (twin,) = talk.fork()
+        usages.append(twin.send("three").usage)
+        twin.close()
+        engine.generate([[1, 2, 3]], FOUR)
+        look(engine, mirror)
+        first, second = (mirror.sessions[number] for number in sorted(mirror.sessions))
+        assert (first.requests, first.live, first.closed, first.namespace) == (2, 0, False, "a")
+        assert first.cached_tokens == usages[0].cached_tokens + usages[1].cached_tokens > 0
+        assert first.prompt_tokens == usages[0].prompt_tokens + usages[1].prompt_tokens
+        assert first.tokens == len(talk.token_ids)
+        assert first.output_tokens == usages[0].output_tokens + usages[1].output_tokens
+        assert (second.requests, second.closed, second.cached_tokens) == (1, True, usages[2].cached_tokens)
+        assert sorted(str(record.session) for record in mirror.ended.values()) == ["1", "1", "2", "None"]
+    talk.close()  # behind the engine's end
+
+
+def test_a_fault_of_telemetry_costs_no_request(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = watched()
+    with engine:
+        monkeypatch.setattr(engine._core.telemetry, "_sessions", None)
+        done = engine.generate([[1, 2, 3], [1, 2, 4]], FOUR)
+        assert [len(each.token_ids) for each in done] == [4, 4]
+        assert [record.message for record in caplog.records] == ["telemetry failed: requests are told no more"]
+        engine._worker.ask(engine._core.cache.check)
+
+
+# ---- the wire
+
+
+def test_an_engine_is_found_watched_and_says_goodbye(tmp_path: Path) -> None:
+    engine, _ = make_engine(100, 4, monitor=True)
+    (found,) = engines()
+    assert (found.pid, found.model, found.alive) == (os.getpid(), "fake", True)
+    engine.generate([list(range(20))], FOUR)
+    engine.flight_recording(tmp_path / "flight.rec")
+    assert "radixkv-publisher" in {thread.name for thread in threading.enumerate()}
+    stats = engine.stats()
+    engine.close()
+    assert engines() == []
+    mirror = Mirror()
+    frames = list(read_recording(tmp_path / "flight.rec"))
+    assert isinstance(frames[0], Hello) and frames[0].facts.num_blocks == 100
+    for frame in frames:
+        if isinstance(frame, Snapshot | Delta):
+            mirror.apply(frame.changes)
+    assert mirror.stats["computed_tokens"] == stats.computed_tokens
+    assert len(mirror.ended) == 1 and sum(node.tokens for node in mirror.nodes.values()) == 23
+
+
+def test_an_engine_that_cannot_be_watched_serves_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_place(self: Any) -> None:
+        raise PermissionError("no folder")
+
+    monkeypatch.setattr("radixkv.telemetry.publisher.Publisher.start", no_place)
+    engine, _ = make_engine(100, 4, monitor=True)
+    with engine:
+        assert len(engine.generate([[1, 2, 3]], FOUR)[0].token_ids) == 4
+        (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+        assert "cannot be watched" in record.message and "no folder" in record.message
+        with pytest.raises(InvalidInput, match="records nothing"):
+            engine.flight_recording(tmp_path / "x")
+
+
+def test_a_wrong_address_is_refused_and_leaves_no_thread() -> None:
+    before = threading.active_count()
+    for monitor in ("tcp://0.0.0.0:7777", "tcp://nonsense"):
+        with pytest.raises(InvalidInput):
+            make_engine(10, 4, monitor=monitor)
+    assert threading.active_count() == before
+    with pytest.raises(InvalidInput, match="monitor must be"):
+        Engine.load("tiny", num_blocks=4, monitor="yes")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="expose_text"):
+        Engine.load("tiny", num_blocks=4, expose_text=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("value", "on"), [("0", False), ("1", True)])
+def test_the_environment_switches_the_default_off(value: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXKV_MONITOR", value)
+    with Engine.load("tiny", num_blocks=16) as engine:
+        assert len(engines()) == on
+        assert (engine._core.telemetry is not None) == on
+
+
+def test_a_crash_leaves_the_last_minutes_behind(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = []
+    for _ in range(2):
+        engine, _ = make_engine(100, 4, monitor=True)
+        engine.generate([[1, 2, 3]], FOUR)
+        engine._worker._step = lambda: 1 // 0  # type: ignore[assignment, return-value]
+        with pytest.raises(EngineClosed):
+            engine.submit([1], FOUR).result()
+        engine.close()
+        (line,) = [record.message for record in caplog.records if "the last minutes" in record.message]
+        paths = sorted(folder.glob("crash-*.rec"))
+        assert str(paths[-1]) in line
+        caplog.clear()
+    frames = list(read_recording(paths[-1]))
+    mirror = Mirror()
+    for frame in frames:
+        if isinstance(frame, Snapshot | Delta):
+            mirror.apply(frame.changes)
+    assert mirror.stats["finished"] == 1 and len(mirror.nodes) == 2
+    assert not [frame for frame in frames if isinstance(frame, Bye)]
+
+
+def test_the_tree_is_the_same_from_both_engines_and_is_frozen() -> None:
+    engine, _ = make_engine(100, 4)
+
+    async def main() -> None:
+        async with AsyncEngine(engine) as twin:
+            engine.generate([[1, 2, 3, 4, 5], [1, 2, 9]], SamplingParams(max_tokens=1), namespace="a")
+            engine.generate([[7, 8]], SamplingParams(max_tokens=1))
+            whole, part = engine.tree(), engine.tree("a")
+            assert str(await twin.tree()) == str(whole) and str(await twin.tree("a")) == str(part)
+            assert [root.namespace for root in whole.roots] == ["a", None]
+            assert (len(whole), whole.tokens, len(part), part.tokens) == (4, 8, 3, 6)
+            assert len(engine.tree(None)) == 1 and len(engine.tree("b")) == 0
+            before = str(whole)
+            engine.clear_cache()
+            assert str(whole) == before and len(engine.tree()) == 0
+            with pytest.raises(InvalidInput):
+                engine.tree([])  # type: ignore[arg-type]
+            with pytest.raises(InvalidInput, match="records nothing"):
+                await twin.flight_recording("nowhere")
+
+    asyncio.run(main())
