@@ -42,21 +42,28 @@ def kinds(key_dim: int, value_dim: int, dtype: torch.dtype, *, generation: int =
     if torch.version.hip is not None:
         generation = AMD
     size = max(key_dim, value_dim)
-    if dtype.itemsize > 2:  # in plain float32, on NVIDIA's without tensor cores
-        return (Kind(16, 16, 8, 2, 1), Kind(32, 16, 8, 2, 1)) if generation == AMD else _float32()
+    if dtype.itemsize > 2:
+        return _float32(size, generation)
     if generation == AMD:
         return _amd(size)
-    return _hopper(size) if generation >= 9 else _ampere(size)
+    return _hopper(size, generation) if generation >= 9 else _ampere(size)
 
 
-def _float32() -> tuple[Kind, ...]:
-    return (Kind(16, 16, 8, 2, 2), Kind(32, 16, 8, 3, 1))
+def _float32(size: int, generation: int) -> tuple[Kind, ...]:
+    """Few numbers at a time: NVIDIA's GPUs multiply float32 without tensor cores, and keep it in registers."""
+    if generation == AMD:
+        return (Kind(16, 16, 8, 2, 1), Kind(32, 16, 8, 2, 1))
+    return (Kind(16, 16, 8, 2, 1), Kind(32, 16, 8, 3, 1) if size <= 64 else Kind(32, 16, 16, 2, 1))
 
 
-def _hopper(size: int) -> tuple[Kind, ...]:
+def _hopper(size: int, generation: int) -> tuple[Kind, ...]:
+    """From 10 on, what is multiplied comes back from a memory of its own, which more warps or fewer keys leave room."""
     if size > 128:
         return (Kind(16, 32, 4, 3, 2), Kind(64, 32, 8, 2, 1), Kind(128, 32, 8, 2, 1))
-    return (Kind(16, 64, 4, 3, 2), Kind(64, 64, 4, 3, 2), Kind(128, 64, 8, 3, 1))
+    tails = Kind(16, 32, 4, 4, 2) if 64 < size < 128 else Kind(16, 64, 4, 3, 2)
+    if generation >= 10:
+        return (tails, Kind(64, 64, 8, 3, 1), Kind(128, 32, 8, 3, 1))
+    return (tails, Kind(64, 64, 4, 3, 2), Kind(128, 64, 8, 3, 1))
 
 
 def _ampere(size: int) -> tuple[Kind, ...]:
