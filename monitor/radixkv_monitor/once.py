@@ -46,7 +46,7 @@ def to_dict(state: State) -> dict[str, Any]:
         "time": state.time,
         "engine": asdict(state.facts),
         "summary": summary.as_dict(),
-        "nodes": len(state.nodes),
+        "nodes": int(state.stats.get("cache.nodes", 0)),
         "sequences": len(state.sequences),
         "sessions": len(state.sessions),
         "stats": dict(state.stats),

@@ -161,7 +161,7 @@ class OverviewView(View):
             legend.append(count(blocks), panel.style_of("dim"))
         aside = (
             f"{some(pool.total, 'block')} of {facts.block_size} tokens, {size(pool.total * facts.bytes_per_block)}"
-            f" · {count(len(state.nodes))} nodes"
+            f" · {count(state.stats.get('cache.nodes', 0))} nodes"
         )
         bar = stacked(parts, panel.size.width)
         return [panel.title("Pool", aside), *([bar] * max(1, panel.size.height - 2)), legend]
