@@ -10,8 +10,8 @@ import os
 from array import array
 from collections import deque
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 
-from radixkv import __version__
 from radixkv.cache import Hint, PrefixCache, Sequence
 from radixkv.errors import OutOfBlocks
 from radixkv.telemetry.recorder import Recorder
@@ -50,7 +50,7 @@ class DemoSource:
             engine=f"demo-{seed}",
             pid=os.getpid(),
             started=started,
-            version=__version__,
+            version=version("radixkv"),
             model="demo",
             device="none",
             dtype="none",
