@@ -33,15 +33,15 @@ class TreeView:
     3 nodes, 7 tokens, 3 blocks
     (no namespace)
     └─ [0, 3) 1 2 3: 1 block, 1 hit
-       ├─ [3, 4) 9: 1 block
-       └─ [3, 6) 4 5 6: 2 blocks
+       ├─ [3, 6) 4 5 6: 2 blocks
+       └─ [3, 4) 9: 1 block
     """
 
     def __init__(self, nodes: Sequence[NodeRecord]) -> None:
-        """Of records in which each comes behind its parent. O(nodes)."""
+        """Of records in any order. O(n log n)."""
         self._nodes = {node.id: node for node in nodes}
         self._below: dict[int, list[NodeRecord]] = {}
-        for node in nodes:
+        for node in sorted(nodes, key=lambda node: node.id):  # by age, as far as there were no splits
             self._below.setdefault(node.parent, []).append(node)
 
     def __len__(self) -> int:
