@@ -11,11 +11,11 @@ import socket
 import stat
 import struct
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from tempfile import gettempdir
 
 from radixkv.errors import UnsafeFolder
 
@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 def folders() -> list[Path]:
     """Where engines of this user may be: the runtime folder, and one of our own in the temporary folder."""
-    own = Path(tempfile.gettempdir()) / f"radixkv-{os.geteuid()}"
+    own = Path(gettempdir()) / f"radixkv-{os.geteuid()}"
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return [Path(runtime) / "radixkv", own] if os.path.isabs(runtime) else [own]
 

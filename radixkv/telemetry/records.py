@@ -37,9 +37,9 @@ class Record:
         grow at their end. Raises ValueError for too few values, and for wrong types or ranges.
         """
         shape = shape_of(cls)
-        plain = [tuple(value) if isinstance(value, list) else value for value in values]
+        plain = [tuple(value) if type(value) is list else value for value in values[: len(shape.names)]]
         shape.check(plain)
-        return cls(*plain[: len(shape.names)])
+        return cls(*plain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
+from radixkv.telemetry import places
 from radixkv.telemetry.audience import Limits
 from radixkv.telemetry.discovery import connect
 from radixkv.telemetry.frames import Bye, Delta, Frame, Gap, Hello, Snapshot
@@ -34,17 +36,14 @@ def wait_until(true: Callable[[], object], what: str = "it") -> None:
 
 @contextmanager
 def runtime_folder() -> Iterator[Path]:
-    """A folder for sockets whose path is short enough, in the place of the user's own."""
+    """A folder for sockets whose path is short enough, in the place of the user's own; without other engines."""
     folder = Path(tempfile.mkdtemp(prefix="rkv"))
-    before = os.environ.get("XDG_RUNTIME_DIR")
-    os.environ["XDG_RUNTIME_DIR"] = str(folder)
-    try:
+    with (
+        mock.patch.dict(os.environ, XDG_RUNTIME_DIR=str(folder)),
+        mock.patch.object(places, "gettempdir", return_value=str(folder)),  # where engines of others may be
+    ):
         yield folder / "radixkv"
-    finally:
-        os.environ.pop("XDG_RUNTIME_DIR")
-        if before is not None:
-            os.environ["XDG_RUNTIME_DIR"] = before
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
 
 
 class Engine:
@@ -149,8 +148,10 @@ class Reader:
 
     def until_the_end(self) -> str | None:
         """What the last frame said, if anything did."""
+        deadline = time.monotonic() + PATIENCE
         try:
             while data := self.socket.recv(65_536):
+                assert time.monotonic() < deadline, "it does not end"
                 for frame in self.decoder.feed(data):
                     self._add(frame)
         except ConnectionResetError:

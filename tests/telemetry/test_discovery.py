@@ -49,7 +49,6 @@ def test_the_folder_is_private_and_so_is_what_is_in_it(claimed):
 def test_without_a_runtime_folder_there_is_one_in_the_temporary_folder(folder, monkeypatch):
     for unusable in ("", "relative/path", "/no/such/folder"):
         monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
-        monkeypatch.setattr("tempfile.tempdir", str(folder.parent))
         assert own_folder() == folder.parent / f"radixkv-{os.geteuid()}"
 
 

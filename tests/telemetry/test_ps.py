@@ -43,9 +43,8 @@ class Busy(Engine):
 
 
 @pytest.fixture
-def folder(monkeypatch):
+def folder():
     with runtime_folder() as there:
-        monkeypatch.setattr("tempfile.tempdir", str(there.parent))  # no engine of somebody else's tests
         yield there
 
 
