@@ -11,10 +11,10 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from radixkv import __version__
 from radixkv.errors import EngineNotFound, RadixKVError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="with --once: as JSON")
     parser.add_argument("--token", default="", help="of an engine behind tcp://; looked up if it runs here")
     parser.add_argument("--log", metavar="FILE", type=Path, help="write a log to a file; nothing is logged otherwise")
-    parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
+    parser.add_argument("--version", action="version", version=f"radixkv {version('radixkv')}")
     return parser
 
 
