@@ -144,9 +144,12 @@ class MonitorApp(App[None]):
             return
         shown = [each for each in first.active_bindings.values() if each.binding.show and each.enabled]
         shown.sort(key=lambda each: each.node is self)
-        keys = [(each.binding.key_display or key_name(each.binding.key), each.binding) for each in shown]
+        once = {
+            each.binding.action: each.binding for each in reversed(shown)
+        }  # of several keys for one thing, the first
+        keys = [(each.key_display or key_name(each.key), each) for each in reversed(once.values())]
         cost = str(self._meter.read(self.feed.traffic)) if self._meter is not None else ""
-        self._bottom.say(keys, cost if self.size.width >= 100 else cost.partition(", ")[0])
+        self._bottom.say(keys, cost if self.size.width >= 120 else cost.partition(", ")[0])
 
     # ---- views
 

@@ -106,7 +106,8 @@ class SocketFeed(ThreadFeed):
         was = self._status
         link: Link = "stale" if self.intake.latest is not None else "connecting"
         since = was.since if was.link == link else self._clock()
-        self._status = Status(link, since, f"{reason}; next attempt in {duration(pause)}")
+        opening = f"Looking for an engine at {self.title}: " if link == "connecting" else ""
+        self._status = Status(link, since, f"{opening}{reason}; next attempt in {duration(pause)}")
         self._closing.wait(pause)
 
 
@@ -129,6 +130,7 @@ class DemoFeed(ThreadFeed):
 
     def _run(self) -> None:
         source = self._source()
+        self._status = Status("connecting", source.facts.started, "The demo lives its first minute")
         self.intake.take(Hello(source.facts, ts=self._clock()))
         when = source.facts.started
         for seq in count(1):
@@ -136,7 +138,7 @@ class DemoFeed(ThreadFeed):
             changes = replace(source.step(when), reset=seq == 1)
             self.intake.take(Snapshot(0, 1, changes, ts=when) if seq == 1 else Delta(changes, seq=seq, ts=when))
             if self._clock() - when < 1.0:
-                self._status = Status("live", self._status.since or when)
+                self._status = Status("live", source.facts.started)
                 if self._closing.wait(1 / HZ):
                     return
 

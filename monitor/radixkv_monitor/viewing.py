@@ -107,7 +107,7 @@ class Viewing:
         if status.link == "stale":
             return f"Not connected since {clock(status.since)}, what you see is old: {status.sentence}"
         if status.link == "connecting":
-            return f"Looking for an engine at {self.feed.title}: {status.sentence or 'no answer yet'}"
+            return status.sentence or f"Looking for an engine at {self.feed.title}"
         return status.sentence
 
     def _moment(self) -> str:

@@ -27,7 +27,7 @@ from radixkv_monitor.widgets.bars import columns, stacked
 
 SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
 POOL = (("active", palette.ACTIVE), ("pinned", palette.PINNED), ("cached", palette.CACHED), ("free", palette.FREE))
-SPANS = ((60.0, "one minute"), (300.0, "five minutes"), (600.0, "ten minutes"))
+SPANS = ((60.0, "one minute"), (120.0, "two minutes"), (300.0, "five minutes"), (600.0, "ten minutes"))
 """How long the sparklines are: as short as shows all that was seen."""
 
 
@@ -90,7 +90,7 @@ class OverviewView(View):
     Panel { height: 1fr; }
     Panel > .panel--title { color: $primary; text-style: bold; }
     Panel > .panel--dim { color: $text-muted; }
-    Panel > .panel--spark { color: $accent; }
+    Panel > .panel--spark { color: $primary; }
     Panel > .panel--strong { text-style: bold; }
     """
 
