@@ -19,6 +19,7 @@ from typing import TypeVar
 from radixkv.cache import CacheStats, PrefixCache
 from radixkv.cache.ghosts import Pressure
 from radixkv.cache.node import Node
+from radixkv.cache.observer import unheard
 from radixkv.cache.purpose import Purpose
 from radixkv.cache.watch import OpenSequence, Watch
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
@@ -80,10 +81,7 @@ class Recorder:
 
     # ---- what the cache tells; what becomes of nodes is marked by the cache itself
 
-    def _marked(self, *facts: object) -> None:
-        """Nothing to note."""
-
-    rooted = uprooted = inserted = grown = split = merged = trimmed = copied = _marked
+    rooted = uprooted = inserted = grown = split = merged = trimmed = copied = staticmethod(unheard)
 
     def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
         """Note the time."""
