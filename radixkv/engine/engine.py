@@ -95,6 +95,7 @@ class RequestEngine:
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
         attention: str = "auto",
+        compile: bool | str = "auto",
         max_sequences: int = 64,
         max_batch_tokens: int = 2048,
         prefill_chunk: int = 512,
@@ -118,8 +119,9 @@ class RequestEngine:
         of one prompt. `order` says who comes in first: "fcfs", or "longest-prefix", whose cached prefix is longest,
         until `max_overtakes` have passed somebody. `victim` says who gives way when blocks run out, to come back
         later: who is "cheapest" to bring back, or who came in "last". `attention` is "torch", "triton", or "auto":
-        Triton on CUDA where it serves the model, torch elsewhere. `prefix_cache=False` computes every prompt in full
-        and shares nothing, for comparisons.
+        Triton on CUDA where it serves the model, torch elsewhere. `compile` fuses the model around its attention while
+        it is loaded, which takes a minute: True, False, or "auto", on CUDA unless `deterministic`.
+        `prefix_cache=False` computes every prompt in full and shares nothing, for comparisons.
         `deterministic` answers requests that run one at a time with the same bits whether they hit or not; hits then
         end on multiples of `prefill_chunk`, which must be whole blocks (see docs/determinism.md). `scrub` computes
         cached blocks again while the engine is idle, and drops what differs: True, or how many a second.
@@ -130,6 +132,7 @@ class RequestEngine:
         Raises UnsupportedModel or InvalidInput.
         """
         from radixkv.models.adapter import load
+        from radixkv.models.fusion import wanted
         from radixkv.models.runner import Runner
 
         limits = Limits(
@@ -151,6 +154,7 @@ class RequestEngine:
             )
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        fused = wanted(compile, str(device), deterministic=deterministic)
         loaded = load(
             model,
             device=device,
@@ -166,6 +170,8 @@ class RequestEngine:
         cache = PrefixCache(num_blocks, block_size, eviction)
         again = prefill_chunk if deterministic else piece_tokens(block_size)
         runner = Runner(loaded, num_blocks, block_size, deterministic=deterministic, recheck_tokens=again)
+        if fused:
+            runner.fuse()
         runner.record_decodes(max_sequences)
         return cls(
             loaded,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -28,7 +29,7 @@ class AttentionCall:
     `extra` holds the arguments that have no field here, `scale` is what scores are multiplied by.
     """
 
-    module: nn.Module
+    module: nn.Module | None  # None: from inside a compiled model
     query: Tensor
     key: Tensor
     value: Tensor
@@ -74,14 +75,37 @@ def _attention(
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """The function that is registered with transformers; returns [1, T, heads, dv] and no weights."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        return _attend(query, key, value, s_aux, scale).unsqueeze(0), None
+    call = AttentionCall(module, query, key, value, attention_mask, scale, sliding_window, softcap, s_aux, extra)
+    return _handler().attend(call).unsqueeze(0), None
+
+
+def _handler() -> Handler:
+    """Who answers calls on this thread."""
     handler: Handler | None = getattr(_current, "handler", None)
     if handler is None:
         raise RuntimeError(
             "this model's attention now lives in a radixkv pool: run it through radixkv, or load another"
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(module, query, key, value, attention_mask, scale, sliding_window, softcap, s_aux, extra)
-    return handler.attend(call).unsqueeze(0), None
+    return handler
+
+
+@torch.library.custom_op("radixkv::attend", mutates_args=())
+def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
+    """One layer's call inside a compiled model: the compiler sees shapes only, and the layers keep their order.
+
+    What a layer's window and softcap are is known to the handler, from the probe.
+    """
+    call = AttentionCall(None, query, key, value, None, scale, None, None, sinks, {})
+    return _handler().attend(call)
+
+
+@_attend.register_fake
+def _shape(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
+    """[T, heads, dv], as a compiler may know it."""
+    return query.new_empty(query.shape[2], query.shape[1], value.shape[3])
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -31,7 +31,7 @@ from radixkv_kernels.work_list import WorkList
 _log = logging.getLogger(__name__)
 
 PROBE_TOLERANCE = 5e-2
-"""Of the largest logit: what a replay may differ by. It launches the same kernels, so it should not differ at all."""
+"""Of the largest logit: what a replay, or a compiled model, may differ by. Rounding in 16 bits is less."""
 
 
 class Runner:
@@ -68,6 +68,38 @@ class Runner:
         self._windows = tuple({layer.window: None for layer in loaded.layers})
         self._previous: WorkList | None = None
         self._graphs: DecodeGraphs | None = None
+        self._model: Any = loaded.model
+
+    def fuse(self, backend: str = "inductor") -> None:
+        """From now on run a compiled model, if it computes the same; before `record_decodes`, and anything is cached.
+
+        `backend` is one of torch.compile's. Compiles at once, for several tokens and for one, and for one sequence and
+        several: some ten seconds each. What fails, or computes something else, runs as before, with one warning.
+        """
+        from radixkv.models import fusion
+
+        expected = self._probed()
+        self._model = fusion.Fused(self.loaded.model, backend)
+        try:
+            if _agree(self._probed(), expected):
+                return
+            _log.warning("the model runs uncompiled: compiled, it does not compute the same")
+        except Exception as error:  # compilers raise what they like
+            fusion.warn(error)
+        self._model = self.loaded.model
+
+    def _probed(self) -> Tensor:
+        """Logits of a few tokens at the start of the pool: of a prompt, of one more, and of two sequences."""
+        size = self.store.block_size
+        tables = np.arange(2 * -(-4 // size), dtype=np.int32).reshape(2, -1)
+
+        def chunk(row: int, start: int, end: int) -> Chunk:
+            places = np.arange(start, end)
+            slots = tables[row][places // size].astype(np.int64) * size + places % size
+            return Chunk(places.astype(np.int32), start, slots, tables[row])
+
+        steps = [[chunk(0, 0, 2)], [chunk(0, 2, 3)], [chunk(0, 3, 4), chunk(1, 0, 2)]]
+        return torch.cat([self.run(step) for step in steps])
 
     def record_decodes(self, most: int, recorder: Recorder | None = None) -> None:
         """From now on replay steps that decode up to `most` sequences from CUDA graphs, if that is possible here.
@@ -107,7 +139,7 @@ class Runner:
             if replayed is None:
                 return False
             replayed, computed = replayed.clone(), self._compute([chunk], work)
-            if not (replayed - computed).abs().max() <= PROBE_TOLERANCE * computed.abs().max():  # NaN is not, either
+            if not _agree(replayed, computed):
                 _log.warning("decode steps run without CUDA graphs: this model's replay does not compute the same")
                 return False
         return True
@@ -147,7 +179,7 @@ class Runner:
     def _logits(self, step: Step, tokens: Tensor, positions: Tensor, last_rows: Tensor) -> Tensor:
         """One forward of tokens [T] whose attention `step` answers: logits [len(last_rows), vocab]."""
         with handled_by(step):
-            output = self.loaded.model(
+            output = self._model(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=last_rows
             )
         step.finish()
@@ -221,6 +253,11 @@ class _Batch:
         self.tokens, self.positions, self.slots, self.last_rows = there.split_with_sizes(
             [sum(lengths)] * 3 + [len(chunks)]
         )
+
+
+def _agree(logits: Tensor, expected: Tensor) -> bool:
+    """Whether both are the same up to rounding; NaN never is."""
+    return bool((logits - expected).abs().max() <= PROBE_TOLERANCE * expected.abs().max())
 
 
 def _wide(logits: Tensor, *, copy: bool = False) -> Tensor:

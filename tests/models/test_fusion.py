@@ -1,0 +1,97 @@
+"""A model compiled around its attention computes the same, in one graph; where it does not, it runs as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from radixkv.errors import InvalidInput
+from radixkv.models import adapter, fusion
+from radixkv.models.runner import Chunk, Runner
+
+CPU, CUDA = "cpu", "cuda:1"
+
+
+def chunk(tokens: list[int], start: int, table: list[int]) -> Chunk:
+    places = np.arange(start, start + len(tokens))
+    blocks = np.array(table, dtype=np.int32)
+    slots = blocks[places // 4].astype(np.int64) * 4 + places % 4
+    return Chunk(np.array(tokens, dtype=np.int32), start, slots, blocks)
+
+
+STEPS = [
+    [chunk([3, 4, 5, 6, 7, 8, 9], 0, [5, 2])],
+    [chunk([7], 7, [5, 2])],
+    [chunk([8], 8, [5, 2, 9]), chunk([3, 4], 0, [1])],
+    [chunk([9], 9, [5, 2, 9]), chunk([3, 4, 6], 2, [1, 0])],
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def test_a_compiled_model_is_one_graph_and_computes_the_same(build: Callable[..., Any]) -> None:
+    loaded = adapter.load(build("llama"))
+    plain, fused = Runner(loaded, 12, 4), Runner(loaded, 12, 4)
+    fused.fuse("eager")
+    compiled = counters["stats"]["unique_graphs"]
+    for step in STEPS:
+        torch.testing.assert_close(fused.run(step), plain.run(step), rtol=0, atol=1e-5)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == compiled <= 3  # several tokens, one token, several sequences
+
+
+def test_what_does_not_compile_runs_as_it_is_with_one_warning(
+    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build("llama")
+    forward = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda hidden: forward(hidden * (1.0 if hidden.sum().item() else 2.0))
+    loaded = adapter.load(model)
+    plain, fused = Runner(loaded, 12, 4), Runner(loaded, 12, 4)
+    fused.fuse("eager")
+    for step in STEPS:
+        assert torch.equal(fused.run(step), plain.run(step))
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("the model runs uncompiled from now on: ")
+
+
+def test_what_stops_compiling_later_runs_as_it_is_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(**inputs: int) -> int:
+        raise torch._dynamo.exc.FailOnRecompileLimitHit("too many shapes\nand more")
+
+    model = fusion.Fused(lambda number: number + 1, "eager")
+    model._compiled = refuse
+    assert [model(number=1), model(number=2)] == [2, 3]
+    assert caplog.messages == ["the model runs uncompiled from now on: FailOnRecompileLimitHit: too many shapes"]
+
+
+def test_what_computes_something_else_runs_as_it_is_with_one_warning(
+    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build("llama")
+    forward = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda hidden: forward(hidden) * (2 if torch.compiler.is_compiling() else 1)
+    loaded = adapter.load(model)
+    plain, fused = Runner(loaded, 12, 4), Runner(loaded, 12, 4)
+    fused.fuse("eager")
+    assert torch.equal(fused.run(STEPS[0]), plain.run(STEPS[0]))
+    assert caplog.messages == ["the model runs uncompiled: compiled, it does not compute the same"]
+
+
+def test_a_model_is_compiled_on_cuda_unless_bits_matter_or_it_is_asked_for() -> None:
+    assert fusion.wanted("auto", CUDA, deterministic=False)
+    assert not fusion.wanted("auto", CPU, deterministic=False)
+    assert not fusion.wanted("auto", CUDA, deterministic=True)
+    assert fusion.wanted(True, CPU, deterministic=True)
+    assert not fusion.wanted(False, CUDA, deterministic=False)
+    with pytest.raises(InvalidInput, match="compile='max': allowed are 'auto', True and False"):
+        fusion.wanted("max", CPU, deterministic=False)
