@@ -16,6 +16,7 @@ from radixkv.attention import worklist
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv_kernels import attention, reference
 from radixkv_kernels.attention import Kind
+from radixkv_kernels.attention_kernels import merge_partials
 from tests.attention.batches import Batch
 from tests.kernels.interpreted.attending import CPU, SMALL, attend, close, separate, truth
 
@@ -101,11 +102,27 @@ def test_partials_of_very_different_weight_are_merged() -> None:
 
 
 def test_more_partials_than_a_merge_loads_at_once() -> None:
+    """The heaviest key is among the last, so that what was added up before must fade."""
     case = separate([16 * attention.AT_ONCE + 40], [1], shape=LayerShape(1, 16, 24), group=2)
+    case.store.keys[0][:, case.tables[0][-1], 7] = 4 * case.query.mean(0)
     for sinks in (None, torch.tensor([6.0, 0.0])):
         wide = None if sinks is None else sinks.double()
-        output = attend(case, kinds=ONE, split=16, scale=3.0, sinks=sinks)
-        close(output, truth(case, scale=3.0, sinks=wide), torch.float32)
+        output = attend(case, kinds=ONE, split=16, scale=1.0, sinks=sinks)
+        close(output, truth(case, scale=1.0, sinks=wide), torch.float32)
+
+
+def test_partials_that_saw_nothing_are_merged_as_nothing() -> None:
+    """More of them than a merge loads at once come first, so that no weight is known yet."""
+    count = attention.AT_ONCE + 2
+    partial, lse = torch.zeros(count, 1, 16), torch.full((count, 1), -torch.inf)
+    partial[-1], lse[-1] = torch.arange(16.0), 3.0
+    rows = torch.zeros(17, dtype=torch.int32)
+    rows[0] = 1
+    offsets, ids = torch.tensor([0, count], dtype=torch.int32), torch.arange(count, dtype=torch.int32)
+    output = torch.full((1, 1, 16), torch.nan)
+    sizes = {"HEADS": 1, "DV": 16, "DV_PADDED": 16, "AT_ONCE": attention.AT_ONCE, "SINKS": False}
+    merge_partials[1, 1](partial, lse, rows, offsets, ids, partial, output, 16, 16, **sizes)
+    assert torch.equal(output[0, 0], torch.arange(16.0))
 
 
 def test_a_row_of_sinks_alone_gets_zeros() -> None:
