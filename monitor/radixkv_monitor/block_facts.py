@@ -18,14 +18,14 @@ def account(blocks: Blocks, block: int, per: int) -> Account:
     state = blocks.state
     if state is None or not 0 <= block < blocks.map.num_blocks:
         return Account("No block")
-    states = blocks.map.states()
-    facts = [("state", STATE_NAMES[states[block]])]
+    states = blocks.map.states(block, block + per).tolist()
+    facts = [("state", STATE_NAMES[states[0]])]
     owners = blocks.map.all_owners(block)
     if owners:
         facts += _facts_of_owner(state, blocks, block, owners)
     notes = [_readers(state, blocks, owners)] if owners else ["Free: the next to be taken, or some other time."]
     if per > 1:
-        notes.append(_neighbours(states[block : block + per].tolist()))
+        notes.append(_neighbours(states))
     title = f"Block {block:,}" if per == 1 else f"Block {block:,}, first of {per} in its cell"
     return Account(title, facts, notes)
 

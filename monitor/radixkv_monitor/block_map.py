@@ -48,6 +48,7 @@ class BlockMap:
         self._owner: list[Owner] = [0]  # slot -> owner; 0 is nobody
         self._spare: list[int] = []
         self._claims: dict[Owner, Claim] = {}
+        self._private: set[int] = set()  # slots of sequences
         self._several: dict[int, list[int]] = {}  # block -> slots of its owners, where there are two or more
         self.pin_ends: set[int] = set()  # nodes at which a pin ends
 
@@ -103,6 +104,7 @@ class BlockMap:
         for owner, slot in zip(owners, slots, strict=True):
             del self._claims[owner]
             self._owner[slot] = 0
+            self._private.discard(slot)
         self._spare += slots
 
     def _leave_shared(self, block: int, slot: int) -> None:
@@ -147,6 +149,8 @@ class BlockMap:
             slot = len(self._owner)
             self._owner.append(owner)
         self.slots[owner] = slot
+        if not is_node(owner):
+            self._private.add(slot)
         return slot
 
     def _expand(self, claims: list[Claim], slots: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -181,17 +185,20 @@ class BlockMap:
         return len(self._owner)
 
     def private(self) -> npt.NDArray[np.bool_]:
-        """Of every slot, whether it is a sequence's. O(owners)."""
+        """Of every slot, whether it is a sequence's. O(owners), in numpy."""
         private = np.zeros(self.capacity, np.bool_)
-        private[[slot for owner, slot in self.slots.items() if not is_node(owner)]] = True
+        private[list(self._private)] = True
         return private
 
-    def states(self) -> npt.NDArray[np.uint8]:
-        """The state of every block. O(blocks)."""
-        private = self.private()[self.tip]
-        states = np.where(self.holding > 0, np.where(private, PRIVATE, ACTIVE), CACHED).astype(np.uint8)
-        states[self.pinned & (self.owners > 0)] = PINNED
-        states[self.owners == 0] = FREE
+    def states(self, first: int = 0, end: int | None = None) -> npt.NDArray[np.uint8]:
+        """The state of every block, or of some. O(blocks asked for)."""
+        some = slice(first, end)
+        owners, holding = self.owners[some], self.holding[some]
+        states = np.full(len(owners), CACHED, np.uint8)
+        states[holding > 0] = ACTIVE
+        states[self.private()[self.tip[some]]] = PRIVATE
+        states[self.pinned[some] & (owners > 0)] = PINNED
+        states[owners == 0] = FREE
         return states
 
     def owner(self, block: int) -> Owner | None:

@@ -31,6 +31,7 @@ class Branch:
         "is_wanted",
         "newest",
         "nodes",
+        "number",
         "order",
         "own_blocks",
         "parent",
@@ -39,8 +40,9 @@ class Branch:
         "wanted",
     )
 
-    def __init__(self, record: NodeRecord | None) -> None:
-        self.record = record
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.record: NodeRecord | None = None  # of the top there is none
         self.parent: Branch | None = None
         self.children: dict[int, Branch] = {}
         self.order: list[Branch] | None = None  # the children as they are shown; None: not known any more
@@ -90,7 +92,7 @@ class Row(NamedTuple):
 Key = Callable[[Branch], tuple[float, int]]
 
 SORTS: dict[str, Key] = {
-    "recency": lambda branch: (-branch.newest, branch.node.id),
+    "recency": lambda branch: (-branch.newest, branch.number),
     "size": lambda branch: (-branch.node.tokens, branch.node.id),
     "hits": lambda branch: (-branch.node.hits, branch.node.id),
     "subtree": lambda branch: (-branch.tokens, branch.node.id),
@@ -107,10 +109,11 @@ class TreeRows:
         self.index: dict[int, int] = {}
         self.sort = sort
         self.closed: set[int] = set()
-        self.branches: dict[int, Branch] = {TOP: Branch(None)}
+        self.branches: dict[int, Branch] = {TOP: Branch(TOP)}
         self._wanted: Wanted | None = None
         self._closed_unfiltered: set[int] = set()
         self._orphans: dict[int, set[int]] = {}  # by the parent that is missing
+        self._rings: set[int] = set()  # branches whose parent is below themselves: no tree is so, but a file may be
         self._stale: dict[int, Branch] = {}  # branches whose children may stand in another order, or are others
         self._must_flatten = True
 
@@ -134,7 +137,16 @@ class TreeRows:
                 self._forget(number)
             else:
                 self._tell(node)
+        if self._rings:
+            self._try_rings_again()
         return self._settle()
+
+    def _try_rings_again(self) -> None:
+        rings, self._rings = self._rings & self.branches.keys(), set()
+        for number in rings:
+            branch = self.branches[number]
+            self._unlink(branch)
+            self._link(branch)
 
     def _differs(self, number: int, node: NodeRecord | None) -> bool:
         branch = self.branches.get(number)
@@ -172,7 +184,7 @@ class TreeRows:
         """A node is new, or differs."""
         branch = self.branches.get(node.id)
         if branch is None:
-            branch = self.branches[node.id] = Branch(None)
+            branch = self.branches[node.id] = Branch(node.id)
             branch.nodes = 1
         old, branch.record = branch.record, node
         blocks, before, tokens = branch.own_blocks, branch.is_wanted, 0 if old is None else old.tokens
@@ -202,10 +214,12 @@ class TreeRows:
             self._orphans.setdefault(node.parent, set()).add(node.id)
             parent = self.branches[TOP]
         elif parent is branch or branch in parent.up():
+            self._rings.add(node.id)
             parent = self.branches[TOP]
         branch.parent = parent
         parent.children[node.id] = branch
         self._disorder(parent)
+        self._must_flatten = True  # it may be a root now, and stand where it stood
         self._add(parent, branch.nodes, branch.tokens, branch.blocks, branch.wanted)
         self._raise(parent, branch.newest)
 
@@ -251,7 +265,7 @@ class TreeRows:
     # ---- order
 
     def _disorder(self, branch: Branch) -> None:
-        self._stale[TOP if branch.record is None else branch.record.id] = branch
+        self._stale[branch.number] = branch
 
     def _settle(self) -> bool:
         """Sort what may be out of order; flatten if anything was. True if so."""
@@ -272,19 +286,22 @@ class TreeRows:
         """The rows, from top to bottom. O(rows)."""
         rows: list[Row] = []
         stack = [(root, "", "") for root in reversed(self._shown(self.branches[TOP]))]
+        closed = self.closed
         while stack:
             branch, lead, below = stack.pop()
             rows.append(Row(branch, lead))
-            if not branch.order or branch.node.id in self.closed:
+            if not branch.order or (closed and branch.number in closed):
                 continue
             children = self._shown(branch)
             if len(children) == 1 and not branch.is_root:  # a trunk grows straight on
                 stack.append((children[0], below, below))
             elif children:
                 stack.append((children[-1], below + "╰─", below + "  "))
-                stack.extend((child, below + "├─", below + "│ ") for child in reversed(children[:-1]))
+                if len(children) > 1:
+                    middle = below + "│ "
+                    stack.extend([(child, below + "├─", middle) for child in children[-2::-1]])
         self.rows = rows
-        self.index = {row[0].node.id: place for place, row in enumerate(rows)}
+        self.index = dict(zip([row[0].number for row in rows], range(len(rows)), strict=True))
 
     def _shown(self, branch: Branch) -> list[Branch]:
         order = branch.order or []

@@ -175,6 +175,9 @@ def test_what_others_select_is_lit_and_found() -> None:
         await pilot.pause()
         assert view.block == 20 and "node 3 is lit" in text(view, ".headline")
         assert np.flatnonzero(view.map._shown & 0x40).tolist() == [8, 9, 20]
+        view.select(Selection(node=4, block=20))
+        await pilot.pause()
+        assert view.block == 50, "the node was selected after the block"
         view.select(Selection(node=99))
         assert not (view.map._shown & 0x40).any()
 

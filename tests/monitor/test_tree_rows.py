@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixkv.telemetry.records import NodeRecord
@@ -109,6 +109,8 @@ FORESTS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0
 
 
 @settings(max_examples=150, deadline=None)
+@example(links=[(1, 2, 0), (2, 1, 0), (1, 0, 0)], sort="birth", cut=0)  # what went round becomes a root in its place
+@example(links=[(1, 2, 0), (2, 1, 0), (2, 0, 0)], sort="birth", cut=0)  # and what hung below the top hangs below that
 @given(FORESTS, st.sampled_from(sorted(SORTS)), st.integers(0, 30))
 def test_rows_follow_any_forest_to_any_other(links: list[tuple[int, int, int]], sort: str, cut: int) -> None:
     """Parents below children, nodes that go before their children, and orders that change: only the sum counts."""

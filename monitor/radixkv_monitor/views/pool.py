@@ -164,9 +164,16 @@ class PoolView(View):
         if not self.is_mounted:
             return
         self._node = selection.node
-        if selection.block is not None and selection.block // self.map.per != self.map.cursor:
-            self.map.go_to(selection.block // self.map.per)
+        block = self._chosen(selection)
+        if block is not None and block // self.map.per != self.map.cursor:
+            self.map.go_to(block // self.map.per)
         self._draw()
+
+    def _chosen(self, selection: Selection) -> int | None:
+        """The selected block; the first one of the selected node, if that has it not, or none is selected."""
+        block, node = selection.block, selection.node
+        own = [] if node is None else self.blocks.map.blocks_of(node).tolist()
+        return own[0] if own and block not in own else block
 
     def sort_by(self, name: str) -> bool:
         """Colour by the mode of this name."""

@@ -32,6 +32,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._strips: dict[int, tuple[Key, Strip]] = {}
+        self._ground: Style | None = None
         self._styles: dict[tuple[Shade | None, Shade | None, str], Style] = {}
 
     # ---- what a widget says of its lines
@@ -75,6 +76,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
         super().notify_style_update()
         self._strips.clear()
         self._styles.clear()
+        self._ground = None
 
     def render_line(self, y: int) -> Strip:
         """A line of the screen."""
@@ -85,7 +87,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
             return known[1]
         if len(self._strips) > MOST_STRIPS:
             self._strips.clear()
-        strip = self.draw(line, key).adjust_cell_length(self.size.width, self.rich_style)
+        strip = self.draw(line, key).adjust_cell_length(self.size.width, self.ground)
         self._strips[line] = (key, strip)
         return strip
 
@@ -100,6 +102,13 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
         elif line + margin >= self.top + self.body:
             self.scroll_to(y=line + margin - self.body + 1, animate=False)
 
+    @property
+    def ground(self) -> Style:
+        """The widget's own style: `rich_style`, which asks all above it, asked once."""
+        if self._ground is None:
+            self._ground = self.rich_style
+        return self._ground
+
     def style(self, ink: Shade | None, paper: Shade | None = None, look: str = "") -> Style:
         """A style of palette colours on this theme, None is the theme's own; `look` are more of rich's words."""
         known = self._styles.get((ink, paper, look))
@@ -108,6 +117,6 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
             colours = Style(
                 color=None if ink is None else ink.on(dark), bgcolor=None if paper is None else paper.on(dark)
             )
-            known = self.rich_style + Style.parse(look) + colours
+            known = self.ground + Style.parse(look) + colours
             self._styles[ink, paper, look] = known
         return known

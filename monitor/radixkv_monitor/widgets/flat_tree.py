@@ -294,7 +294,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             branch.nodes,
             branch.tokens,
             self._terms.all_tokens and 64 * branch.tokens // self._terms.all_tokens,
-            duration(self._terms.now - branch.newest),
+            _idle(self._terms.now - branch.newest),
             bool(branch.children) + (node.id in self.rows.closed),
             self.rows.is_filtered and branch.is_wanted,
             line == self._at and self.has_focus,
@@ -309,10 +309,10 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         if len(key) == 1:
             return Strip([Segment("  nothing is cached, or fits the filter" if key[0] else "", dim)])
         row = self.rows.rows[line]
-        tree = Strip(self._tree(row, left)).adjust_cell_length(left, self.rich_style)
+        tree = Strip(self._tree(row, left)).adjust_cell_length(left, self.ground)
         strip = Strip([*tree, *self._numbers(row.branch)])
         if key[8]:
-            strip = self._lit(strip.adjust_cell_length(self.size.width, self.rich_style))
+            strip = self._lit(strip.adjust_cell_length(self.size.width, self.ground))
         return strip
 
     def _lit(self, strip: Strip) -> Strip:
@@ -367,12 +367,12 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         node, terms = branch.node, self._terms
         blocks = branch.blocks if branch.is_root else count_blocks(node.blocks)
         heat = heat_of(terms.now - branch.newest)
-        plain = self.rich_style
+        plain = self.ground
         known = {
             "tokens": (f"{branch.tokens if branch.is_root else node.tokens:,}", plain),
             "refs": (f"{node.locks:,}" if node.locks else "·", plain),
             "hits": (short(node.hits) if node.hits else "·", plain),
-            "idle": (duration(terms.now - branch.newest), self.style(heat)),
+            "idle": (_idle(terms.now - branch.newest), self.style(heat)),
             "blocks": (f"{blocks:,}", plain),
             "bytes": (size(blocks * terms.bytes_per_block), plain),
         }
@@ -404,6 +404,15 @@ def shade_of(node: NodeRecord) -> Shade:
 def heat_of(idle: float) -> Shade:
     """The shade of an age in seconds."""
     return palette.AGES[sum(idle >= limit for limit in AGE_LIMITS)]
+
+
+def _idle(seconds: float) -> str:
+    """An age, no finer than a second: rows are not drawn anew because a tenth of one has passed.
+
+    >>> [_idle(each) for each in (0.3, 4.9, 42, 200)]
+    ['now', '4 s', '42 s', '3.3 min']
+    """
+    return "now" if seconds < 1 else f"{int(seconds)} s" if seconds < 60 else duration(seconds)
 
 
 def _begins(node: NodeRecord) -> str:

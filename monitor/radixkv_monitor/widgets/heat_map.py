@@ -189,7 +189,7 @@ class HeatMap(CachedLines[Key]):
         """The number of its first block, and runs of equal characters."""
         cells = np.frombuffer(key[0], np.uint8)
         if not len(cells):
-            return Strip.blank(self.size.width, self.rich_style)
+            return Strip.blank(self.size.width, self.ground)
         here = bool((cells & CURSOR).any())
         number = f"{line * self.cells_a_line * self.per:>{GUTTER - 1},}{'▸' if here else ' '}"
         gutter = Segment(number, self.style(SELECTED, None, "bold") if here else self.style(DIM))
@@ -212,7 +212,7 @@ class HeatMap(CachedLines[Key]):
         return [
             Segment("▀" * length, self.style(self._ink(value >> 8), self._ink(value & 255)))
             if value >> 8 != OUTSIDE
-            else Segment(" " * length, self.rich_style)
+            else Segment(" " * length, self.ground)
             for value, length in _runs(pairs)
         ]
 
