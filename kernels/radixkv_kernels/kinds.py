@@ -60,9 +60,9 @@ def _hopper(size: int, generation: int) -> tuple[Kind, ...]:
     """From 10 on, what is multiplied comes back from a memory of its own, which more warps or fewer keys leave room."""
     if size > 128:
         return (Kind(16, 32, 4, 3, 2), Kind(64, 32, 8, 2, 1), Kind(128, 32, 8, 2, 1))
-    tails = Kind(16, 32, 4, 4, 2) if 64 < size < 128 else Kind(16, 64, 4, 3, 2)
     if generation >= 10:
-        return (tails, Kind(64, 64, 8, 3, 1), Kind(128, 32, 8, 3, 1))
+        return (Kind(16, 64, 4, 3, 2), Kind(64, 64, 8, 2, 1), Kind(128, 32, 8, 3, 1))
+    tails = Kind(16, 32, 4, 4, 2) if 80 < size < 128 else Kind(16, 64, 4, 3, 2)
     return (tails, Kind(64, 64, 4, 3, 2), Kind(128, 64, 8, 3, 1))
 
 
