@@ -94,6 +94,7 @@ def _check_owners(cache: PrefixCache, nodes: list[Node]) -> None:
         for block in node.blocks[1:-1]:
             assert node.mixed or block not in pool.shared, f"block {block} inside node {node.id} is shared"
     for sequence in cache._open.values():
+        _check_forks(nodes, set(sequence._table[sequence._own :]), pool.block_size)
         owners.update(sequence._table[sequence._own :])
         if sequence._planned is not None and sequence._source >= 0:
             owners[sequence._source] += 1
@@ -121,6 +122,14 @@ def _check_owners(cache: PrefixCache, nodes: list[Node]) -> None:
             assert entry.tip is tip, f"block {block}: its deepest owner is {tip.id}, on record is {known}"
     evictable = sum(1 for block, count in owners.items() if count == idle[block])
     assert pool.evictable == evictable, f"evictable_blocks {pool.evictable}, recounted {evictable}"
+
+
+def _check_forks(nodes: list[Node], owned: set[int], size: int) -> None:
+    """Of a node that nobody holds, a sequence may own the block in which it starts, and more only if it is mixed."""
+    for node in nodes:
+        if not node.locks and not node.mixed:
+            rest = node.blocks[1:] if node.start % size else node.blocks
+            assert owned.isdisjoint(rest), f"node {node.id} is not mixed, and a fork owns some of {rest.tolist()}"
 
 
 def _is_above(node: Node, below: Node | None) -> bool:

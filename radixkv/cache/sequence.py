@@ -252,9 +252,9 @@ class Sequence:
                     self._node = node = tree.append(node, self._tail, table[first:])
                     node.priority = self.priority
                 self._hand_over(node, first, owned)
+                node.mixed |= self._forked
                 if not sole:
                     self._settle_above(node)
-                node.mixed |= self._forked
             self._tail = bytearray()
         if self.priority > self._node.priority:
             self._node.priority = self.priority

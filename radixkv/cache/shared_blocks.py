@@ -68,6 +68,7 @@ class SharedBlocks:
         self.repointed += 1
         for each in chain:
             each.blocks[-1] = copy
+            each.mixed |= child.mixed  # a fork may own the copy, too, and hold none of them
             if self.changed is not None:
                 self.changed.mark(each)
             pool.share(copy, idle=not each.locks, sole_idle=not child.locks, tip=None if copy in pool.shared else child)

@@ -271,6 +271,37 @@ def test_a_fork_may_share_any_block_of_a_node_also_after_a_merge() -> None:
     assert cache.stats().held_blocks == 0
 
 
+@pytest.mark.parametrize("branch", [0, 5])
+def test_a_node_that_takes_a_forks_block_for_its_own_does_not_free_it(branch: int) -> None:
+    """Where two texts part inside a block the upper node takes the lower one's copy, of which a fork is an owner, too.
+
+    With a branch it does so when that is evicted, else when the copy is published.
+    """
+    cache = PrefixCache(12, 4)
+    with cache.open([]) as sequence:
+        sequence.extend([0, 0, 0] + [1] * branch)
+        sequence.commit()
+    first = cache.open([])
+    first.extend([0, 0, 0] + [2] * 5)
+    first.commit(publish=False)
+    twin = first.fork()
+    with cache.pin([0, 0, 0]):  # whoever publishes may not lengthen the node, then
+        first.commit()
+    first.close()
+    cache.check()
+    with cache.open([9]) as other:
+        other.extend([9] * 4 * (cache.free_blocks + cache.evictable_blocks))
+        cache.check()
+        other.commit()
+        cache.check()
+    assert not set(twin.block_table.tolist()) & set(cache._pool.free)
+    twin.commit()
+    cache.check()
+    twin.close()
+    cache.check()
+    assert cache.stats().held_blocks == 0
+
+
 def test_a_shorter_sequence_has_no_more_cached_tokens_than_tokens() -> None:
     cache = PrefixCache(8, 4)
     with cache.open(range(10)) as sequence:
