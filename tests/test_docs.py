@@ -64,6 +64,9 @@ def test_commands_exist(page: str, line: str) -> None:
         elif first in ("radixkv", ".venv/bin/radixkv"):
             done = python("-m", "radixkv", *rest[:1], "--help")
             assert done.returncode == 0, done.stderr[-2000:]
+        elif first == "radixkv-monitor":
+            done = python("-c", "from radixkv_monitor.cli import main; main(['--help'])")
+            assert done.returncode == 0, done.stderr[-2000:]
             for option in (word for word in rest if word.startswith("--")):
                 assert option in done.stdout, line
         else:
