@@ -124,7 +124,7 @@ class Reader:
         if isinstance(frame, Hello):
             assert len(self.frames) == 1
         elif isinstance(frame, Gap):
-            assert frame.dropped > 0
+            assert frame.dropped == frame.seq - before > 0
             self.gaps += frame.dropped
         elif isinstance(frame, Snapshot):
             self._whole = frame.last

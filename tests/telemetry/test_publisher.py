@@ -17,6 +17,7 @@ import pytest
 
 from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.telemetry import publisher as module
+from radixkv.telemetry.audience import Client, Limits
 from radixkv.telemetry.discovery import connect, engines
 from radixkv.telemetry.door import Door
 from radixkv.telemetry.frames import Attach, Delta, Hello, Snapshot
@@ -153,6 +154,29 @@ def test_a_slow_reader_of_a_moving_target_ends_up_with_the_truth():
         slow.until_it_knows(engine)
         assert slow.gaps > 0
         slow.close()
+
+
+def test_deltas_that_waited_behind_a_snapshot_are_counted_when_they_are_dropped():
+    asked = []
+
+    def snapshot(dropped):
+        asked.append(dropped)
+        return iter([b"x" * 1_000_000, b"y"])
+
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    client = Client(ours, 0.0, Limits(buffer=2_000_000), snapshot)
+    client.welcome()
+    for _ in range(6):
+        client.give(b"d" * 400_000)
+    assert client.buffered <= 1_000_000
+    while asked == [None] or client.wants_to_send:
+        theirs.recv(100_000)
+        client.send()
+    assert asked == [None, 6]
+    ours.close()
+    theirs.close()
 
 
 def test_a_stalled_reader_delays_no_end():
