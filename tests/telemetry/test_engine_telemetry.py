@@ -127,15 +127,28 @@ def test_phases_are_told_while_they_last_and_sequences_say_whose_they_are() -> N
 
 
 def test_who_gave_way_is_preempted_and_comes_back() -> None:
-    engine, _, mirror = watched(num_blocks=12, max_sequences=4)
+    engine, runner, mirror = watched(num_blocks=12, max_sequences=4)
+    runner.gate = threading.Semaphore(0)
     long = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
     with engine:
         handles = [engine.submit([token] * 6, long) for token in range(3)]
-        seen = set()
+        told: set[tuple[int, str]] = set()
         while not all(handle.done for handle in handles):
-            seen |= {record.phase for record in look(engine, mirror).live.values()}
+            asked = engine._worker.call(lambda: mirror.apply(engine._core.telemetry.collect()))  # type: ignore[union-attr]
+            while not asked.done():
+                runner.gate.release()
+                time.sleep(0.001)
+            told |= {(record.preemptions, record.phase) for record in mirror.live.values()}
+            wrong = [each for each in mirror.live.values() if (each.phase == "preempted") > bool(each.preemptions)]
+            assert not wrong
+            owners = {record.request for record in mirror.sequences.values()}
+            assert all(
+                each.number not in owners for each in mirror.live.values() if each.phase in ("waiting", "preempted")
+            )
+            assert all(each.number in owners for each in mirror.live.values() if each.phase in ("prefill", "decode"))
         records = ended(look(engine, mirror))
         stats = engine.stats()
+    assert (1, "preempted") in told
     assert stats.preemptions > 0
     assert sum(record.preemptions for record in records) == stats.preemptions
     assert sum(record.recomputed_tokens for record in records) == stats.recomputed_tokens
