@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,15 @@ def watched(num_blocks: int = 100, block_size: int = 4, **options: Any) -> tuple
     engine._core.telemetry._recorder._fresh = True  # type: ignore[union-attr]
     engine._worker.ask(lambda: engine._core.telemetry._recorder.attach(engine._core.cache))  # type: ignore[union-attr]
     return engine, runner, Mirror()
+
+
+@contextmanager
+def let_through(gate: threading.Semaphore) -> Iterator[None]:
+    """At the end, and if a test fails, the steps go on, so that the engine can close."""
+    try:
+        yield
+    finally:
+        gate.release(100_000)
 
 
 def ended(mirror: Mirror) -> list[RequestRecord]:
@@ -108,7 +118,7 @@ def test_a_miss_has_a_reason() -> None:
 def test_phases_are_told_while_they_last_and_sequences_say_whose_they_are() -> None:
     engine, runner, mirror = watched(max_sequences=1, max_batch_tokens=4, prefill_chunk=4)
     runner.gate = threading.Semaphore(0)
-    with engine:
+    with engine, let_through(runner.gate):
         first, second = engine.submit([1] * 10, FOUR), engine.submit([2] * 5, FOUR)
         phases = []
         for _ in range(4):
@@ -130,7 +140,7 @@ def test_who_gave_way_is_preempted_and_comes_back() -> None:
     engine, runner, mirror = watched(num_blocks=12, max_sequences=4)
     runner.gate = threading.Semaphore(0)
     long = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
-    with engine:
+    with engine, let_through(runner.gate):
         handles = [engine.submit([token] * 6, long) for token in range(3)]
         told: set[tuple[int, str]] = set()
         while not all(handle.done for handle in handles):
