@@ -168,7 +168,10 @@ class Monitor:
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
             if select.select([self.tty], [], [], min(left, 0.05))[0]:
-                drawn = os.read(self.tty, 1 << 16)
+                try:
+                    drawn = os.read(self.tty, 1 << 16)
+                except OSError:  # it has quit, and its side of the tty is closed
+                    return False
                 self.bytes += len(drawn)
                 self.tail = self.tail[-200:] + drawn
                 if until is not None and until in self.tail:
