@@ -1,6 +1,7 @@
 """Who talks to the demo's engine: chats and agents that share system prompts, by turns, made up from a seed.
 
-Knows token ids and when a turn comes. Knows no cache, no engine and no screen; there is no text, only numbers.
+Knows token ids and when a turn comes. Knows no cache, no engine and no screen; there is no text, only numbers. What a
+conversation does is drawn from its own numbers, so that it does not depend on when others are heard.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ class Kind:
     answers: tuple[int, int]
     pauses: tuple[float, float]
     forks: float  # how often a turn is tried several times, from the same history
+    again: float  # how often a turn asks the same again, because the answer was not liked
+    stops: float  # how often somebody stops an answer
     shares: int  # how many different system prompts there are
 
 
-CHAT = Kind("chat", 180, (2, 9), (15, 160), (40, 260), (3.0, 25.0), 0.0, 4)
-AGENT = Kind("agent", 1400, (4, 14), (60, 700), (25, 120), (0.3, 3.0), 0.15, 2)
-SEARCH = Kind("search", 420, (2, 4), (20, 60), (60, 180), (0.2, 1.0), 0.7, 1)
+CHAT = Kind("chat", 180, (2, 9), (15, 160), (40, 260), (3.0, 25.0), forks=0.0, again=0.12, stops=0.08, shares=4)
+AGENT = Kind("agent", 1400, (4, 10), (40, 320), (25, 120), (0.3, 3.0), forks=0.2, again=0.0, stops=0.0, shares=2)
+SEARCH = Kind("search", 420, (2, 4), (20, 60), (60, 180), (0.2, 1.0), forks=0.7, again=0.0, stops=0.0, shares=1)
 KINDS = (CHAT, CHAT, CHAT, AGENT, AGENT, SEARCH)
 
 
@@ -43,7 +46,12 @@ class Conversation:
     namespace: str | None
     turns_left: int
     random: Random
-    history: array[int] = field(default_factory=lambda: array("i"))
+    system: array[int]
+    history: array[int] = field(init=False)
+    _asked: array[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.history = self.system[:]
 
     @property
     def over(self) -> bool:
@@ -51,18 +59,24 @@ class Conversation:
         return self.turns_left <= 0
 
     def ask(self) -> array[int]:
-        """The prompt of its next turn: the history and something new."""
+        """The prompt of its next turn: the history and something new, or what was asked last."""
         self.turns_left -= 1
-        self.history.extend(_tokens(self.random, self.random.randint(*self.kind.asks)))
+        if self._asked is not None and self.random.random() < self.kind.again:
+            self.history = self._asked[:]
+        else:
+            self.history.extend(_tokens(self.random, self.random.randint(*self.kind.asks)))
+            self._asked = self.history[:]
         return self.history[:]
 
-    def tries(self) -> int:
-        """How many answers the turn asks for at once."""
-        return self.random.randint(2, 4) if self.random.random() < self.kind.forks else 1
+    def answers(self) -> list[array[int]]:
+        """What the turn will be answered: one text, or several that are tried from the same history."""
+        tries = self.random.randint(2, 4) if self.random.random() < self.kind.forks else 1
+        return [_tokens(self.random, self.random.randint(*self.kind.answers)) for _ in range(tries)]
 
-    def answer_length(self) -> int:
-        """Tokens of one answer."""
-        return self.random.randint(*self.kind.answers)
+    def patience(self) -> int | None:
+        """After how many tokens somebody stops the answer; None: nobody does."""
+        stopped = self.random.random() < self.kind.stops
+        return self.random.randint(5, self.kind.answers[0]) if stopped else None
 
     def pause(self) -> float:
         """Seconds until its next turn."""
@@ -70,9 +84,9 @@ class Conversation:
 
 
 class Workload:
-    """Turns in the order of time; about `sessions` conversations are under way at once."""
+    """Turns in the order of time, from `began` on; about `sessions` conversations are under way at once."""
 
-    def __init__(self, seed: int, sessions: int) -> None:
+    def __init__(self, seed: int, sessions: int, began: float = 0.0) -> None:
         self._random = Random(seed)
         self._systems = {
             (kind.name, index): _tokens(self._random, kind.system)
@@ -82,13 +96,19 @@ class Workload:
         self._due: list[tuple[float, int, Conversation]] = []
         self._count = 0
         for _ in range(sessions):
-            self._begin(self._random.uniform(0, 8))
+            self._begin(began + self._random.uniform(0, 8))
 
-    def due(self, now: float) -> list[Conversation]:
-        """The conversations whose next turn has come, at `now` seconds since the beginning."""
+    @property
+    def next_due(self) -> float:
+        """When the next turn comes; infinity if none does before another one is answered."""
+        return self._due[0][0] if self._due else float("inf")
+
+    def due(self, now: float) -> list[tuple[float, Conversation]]:
+        """The conversations whose next turn has come by `now`, and when."""
         ready = []
-        while self._due and self._due[0][0] <= now:
-            ready.append(heapq.heappop(self._due)[2])
+        while self.next_due <= now:
+            when, _, conversation = heapq.heappop(self._due)
+            ready.append((when, conversation))
         return ready
 
     def answered(self, conversation: Conversation, answer: array[int], now: float) -> None:
@@ -99,18 +119,12 @@ class Workload:
         else:
             self._push(now + conversation.pause(), conversation)
 
-    def new_tokens(self, count: int) -> array[int]:
-        """Tokens that nobody has seen before, as a rule."""
-        return _tokens(self._random, count)
-
     def _begin(self, when: float) -> None:
         kind = self._random.choice(KINDS)
         self._count += 1
         own = Random(self._random.getrandbits(32))
-        namespace = self._random.choice(TENANTS)
-        conversation = Conversation(self._count, kind, namespace, own.randint(*kind.turns), own)
-        conversation.history.extend(self._systems[kind.name, own.randrange(kind.shares)])
-        self._push(when, conversation)
+        namespace, system = self._random.choice(TENANTS), self._systems[kind.name, own.randrange(kind.shares)]
+        self._push(when, Conversation(self._count, kind, namespace, own.randint(*kind.turns), own, system))
 
     def _push(self, when: float, conversation: Conversation) -> None:
         heapq.heappush(self._due, (when, conversation.number, conversation))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from statistics import median
+
+import pytest
+
 from radixkv.telemetry.mirror import Mirror
 from radixkv_monitor.demo import DemoSource
+from radixkv_monitor.summary import is_hit
+
+BEGAN = 1_790_000_000.0  # of such times a float knows no less than a quarter of a microsecond
 
 
-def played(seed: int, seconds: int) -> tuple[DemoSource, Mirror]:
-    source, mirror = DemoSource(seed, num_blocks=1024, sessions=30), Mirror()
-    for tick in range(1, seconds * 2 + 1):
-        mirror.apply(source.step(tick / 2))
+def played(seed: int, seconds: int, every: float = 1.0, num_blocks: int = 1024, sessions: int = 30) -> Mirror:
+    source, mirror = DemoSource(seed, num_blocks=num_blocks, sessions=sessions, started=BEGAN), Mirror()
+    for tick in range(1, int(seconds / every) + 1):
+        mirror.apply(source.step(BEGAN + tick * every))
         source._cache.check()
         stats = mirror.stats
         pools = [stats[f"cache.{name}_blocks"] for name in ("free", "cached", "held")]
@@ -17,28 +24,71 @@ def played(seed: int, seconds: int) -> tuple[DemoSource, Mirror]:
         assert len(mirror.live) == stats["running"] + stats["waiting"]
         assert {each.request for each in mirror.sequences.values()} <= set(mirror.live)
         assert sum(each.live for each in mirror.sessions.values()) == len(mirror.live)
-    return source, mirror
+        assert stats["step_seconds"] <= stats["uptime_s"] + 1e-6, "it computes no faster than time goes by"
+        assert "monitor_ns" not in stats, "there is no engine's thread of which that would be a share"
+    return mirror
 
 
-def test_a_minute_of_it_has_everything_that_there_is_to_see() -> None:
-    _, mirror = played(7, 60)
-    requests = [*mirror.ended.values(), *mirror.live.values()]
-    assert {"evicted", "never_seen"} <= {each.miss_reason for each in requests}
-    assert any(each.preemptions for each in requests)
+@pytest.fixture(scope="module")
+def minute() -> Mirror:
+    return played(7, 60, num_blocks=1200)
+
+
+def test_a_minute_of_it_has_everything_that_there_is_to_see(minute: Mirror) -> None:
+    requests = [*minute.ended.values(), *minute.live.values()]
+    assert {"evicted", "never_seen", "diverged", "full"} <= {each.miss_reason for each in requests}
+    assert {"finished", "cancelled"} <= {each.phase for each in requests}
     assert any(each.streams > 1 for each in requests)
-    assert any(each.wanted_again is not None for each in mirror.evictions.values())
-    assert any(node.namespace for node in mirror.nodes.values())
+    assert any(each.wanted_again is not None for each in minute.evictions.values())
+    assert any(node.namespace for node in minute.nodes.values())
+    assert any(node.pins for node in minute.nodes.values()) and minute.stats["cache.pinned_blocks"] > 0
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Mirror:
+    """Too many for the pool."""
+    return played(7, 25, num_blocks=640)
+
+
+def test_where_the_pool_is_too_small_requests_give_way_and_come_back(crowd: Mirror) -> None:
+    ended = crowd.ended.values()
+    assert any(each.preemptions and each.recomputed_tokens and each.phase == "finished" for each in ended)
+    assert crowd.stats["preemptions"] == sum(each.preemptions for each in (*ended, *crowd.live.values()))
+
+
+@pytest.mark.parametrize("name", ["minute", "crowd"])
+def test_what_it_says_of_its_requests_adds_up(name: str, request: pytest.FixtureRequest) -> None:
+    mirror: Mirror = request.getfixturevalue(name)
     for each in mirror.ended.values():
         assert each.cached_tokens + each.computed_tokens == each.prompt_tokens
-        assert each.ttft is not None and each.ttft >= 0
+        assert each.submitted <= (each.admitted or 0) < (each.first_token or 0) <= (each.ended or 0)
+        assert 0 < each.output_tokens <= each.streams * each.max_tokens
+        assert (each.finish == "RequestCancelled") == (each.phase == "cancelled")
+    requests = [*mirror.ended.values(), *mirror.live.values()]
+    assert mirror.stats["finished"] + mirror.stats["cancelled"] == len(mirror.ended)
+    assert {each.number for each in requests} == set(range(1, len(requests) + 1))
+    for name in ("cached_tokens", "computed_tokens", "recomputed_tokens", "output_tokens"):
+        assert mirror.stats[name] == sum(getattr(each, name) for each in requests), name
 
 
-def test_the_same_seed_tells_the_same_story() -> None:
-    (_, one), (_, two), (_, other) = played(3, 10), played(3, 10), played(4, 10)
-    assert one.nodes == two.nodes and one.live == two.live and one.evictions == two.evictions
+def test_who_finds_more_in_the_cache_waits_less() -> None:
+    """The first token waits for what must be computed, at the rate that is stated."""
+    mirror = played(7, 40, every=4.0, num_blocks=2304, sessions=40)
+    started = [each for each in mirror.ended.values() if each.first_token is not None and each.admitted is not None]
+    for each in started:
+        assert each.first_token - each.admitted >= 0.025 + each.computed_tokens / 4000 - 1e-6
+    hits, misses = ([each.ttft or 0.0 for each in started if is_hit(each) == wanted] for wanted in (True, False))
+    assert min(len(hits), len(misses)) >= 10 and 1.5 * median(hits) < median(misses)
+
+
+def test_the_same_seed_tells_the_same_story_however_often_one_looks() -> None:
+    one, two, other = played(3, 12, every=0.5), played(3, 12, every=3.0), played(4, 12)
+    for name in ("nodes", "live", "ended", "sessions", "evictions", "stats"):
+        assert dict(getattr(one, name)) == dict(getattr(two, name)), name
     assert one.nodes != other.nodes
 
 
 def test_a_leap_in_time_is_cut_to_a_minute() -> None:
     source = DemoSource(1, started=100.0)
-    assert source.step(1e6).stats["steps"] <= 60 / 0.05 + 1
+    assert 0 < source.step(1e6).stats["steps"] <= 60 / 0.025 + 1
+    assert source.step(1e6 + 30).time == 1e6 + 30
