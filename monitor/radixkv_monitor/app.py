@@ -20,6 +20,7 @@ from textual.widgets import ContentSwitcher
 
 from radixkv_monitor.feed import Feed
 from radixkv_monitor.help import ExportScreen, HelpScreen, key_name
+from radixkv_monitor.leaving import has_shell, heed
 from radixkv_monitor.messages import Selected, Selection
 from radixkv_monitor.meter import Meter
 from radixkv_monitor.state import State
@@ -49,7 +50,9 @@ KEYS: tuple[Binding, ...] = (
     Binding("r", "record", "Record", tooltip="record to a file in the current folder, or stop that"),
     Binding("e", "export", "Export", tooltip="write what you see to a file: JSON, CSV or SVG"),
     Binding("m", "maximise", "Maximise", show=False, tooltip="only the view, without the lines around it"),
+    Binding("ctrl+z", "suspend_process", "Suspend", show=False, tooltip="back to the shell for a while; fg returns"),
     Binding("q", "quit", "Quit", tooltip="quit"),
+    Binding("ctrl+c", "quit", "Quit", show=False, priority=True, tooltip="quit, wherever you are"),
 )
 
 
@@ -95,6 +98,8 @@ class MonitorApp(App[None]):
 
     async def on_mount(self) -> None:
         """Start to read and to draw."""
+        heed(self, self.feed.close)
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # the shell has drawn over it
         self.feed.start()
         await self.action_show(self.start_screen)
         self.set_interval(1 / FRAMES_PER_SECOND, self.tick)
@@ -222,6 +227,13 @@ class MonitorApp(App[None]):
         if self.view is not None:
             self.push_screen(ExportScreen(), self._export)
 
+    def action_suspend_process(self) -> None:
+        """Stop until the shell has it go on; where no shell could, say so."""
+        if has_shell():
+            super().action_suspend_process()
+        else:
+            self.notify("There is no shell to go back to: q quits", severity="warning")
+
     def action_maximise(self) -> None:
         """Hide the lines around the view, or show them again."""
         self.screen_stack[0].toggle_class("-bare")
@@ -284,9 +296,9 @@ def _fresh(name: str, kind: str) -> Path:
 
 
 def _shown_bindings(view: View) -> Iterable[Binding]:
-    """The bindings of a view and of what it is made of, each key once."""
+    """The bindings of a view and of what it is made of, each key once; how to edit a line of text is known."""
     known: set[str] = set()
-    for widget in (view, *view.query("*")):
+    for widget in (view, *view.query("*").exclude("Input")):
         for binding in Binding.make_bindings(type(widget).BINDINGS):
             if binding.key not in known and binding.description:
                 known.add(binding.key)

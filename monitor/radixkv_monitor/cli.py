@@ -80,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.record is not None and arguments.record.exists():
         print(f"radixkv-monitor: {arguments.record} is there already: name a new file to record to", file=sys.stderr)
         return MISUSED
-    if not arguments.once and not sys.stdout.isatty():
+    if not arguments.once and not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         print("radixkv-monitor: this is no terminal to draw on; --once prints a summary", file=sys.stderr)
         return MISUSED
     feed = _feed(arguments)
@@ -109,7 +109,10 @@ def _feed(arguments: argparse.Namespace) -> Any:
         raise EngineNotFound("several engines run here, name one by its process id or socket:\n" + "\n".join(lines))
     from radixkv_monitor.picker import PickerApp
 
-    index = PickerApp(lines).run()
+    picker = PickerApp(lines)
+    index = picker.run()
+    if picker.return_code:  # a signal ended it
+        raise SystemExit(picker.return_code)
     return None if index is None else targets.feed_of_found(found[index])
 
 

@@ -10,6 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Label, OptionList
 from textual.widgets.option_list import Option
 
+from radixkv_monitor.leaving import heed
 from radixkv_monitor.theme import DARK, THEMES
 
 
@@ -21,7 +22,10 @@ class PickerApp(App[int]):
     OptionList { height: auto; max-height: 1fr; margin: 0 1; }
     """
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "quit", "Quit")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "quit", "Quit"),
+        Binding("ctrl+c", "quit", "Quit", show=False, priority=True),
+    ]
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__()
@@ -34,6 +38,10 @@ class PickerApp(App[int]):
         """A question and the lines."""
         yield Label(f"{len(self._lines)} engines run here. Which one? (enter: watch it, q: quit)")
         yield OptionList(*(Option(line) for line in self._lines), markup=False)
+
+    def on_mount(self) -> None:
+        """Be ready to leave."""
+        heed(self)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """That one."""

@@ -108,6 +108,14 @@ def test_wrong_usage_is_one_line_and_status_2(
     assert said.out == "" and words in said.err and len(said.err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("redirected", ["stdin", "stdout", "stderr"])
+def test_what_is_redirected_is_no_terminal(redirected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {"stdin", "stdout", "stderr"} - {redirected}:
+        monkeypatch.setattr(getattr(sys, name), "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(cli, "_draw", lambda *_: pytest.fail("it drew"))
+    assert cli.main(["--demo"]) == 2
+
+
 def test_no_recording_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x"
     path.write_text("not one")

@@ -1,0 +1,263 @@
+"""The command in a real terminal: every view is drawn there, and whatever ends it, nothing of it is left.
+
+tmux is the terminal. What is awaited is polled for; a deadline is for a test that fails, never what it takes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from radixkv.telemetry.frames import Delta, Hello, Snapshot
+from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.recording import read_recording
+from tests.telemetry.served import many, serving, wait_until
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("tmux") is None, reason="tmux, which is the terminal here, is not installed"
+)
+
+LONGEST = 60.0  # seconds, on a busy machine
+MAIN = """import os, sys
+print(os.getpid(), file=open(sys.argv.pop(1), "w"))
+from radixkv_monitor.cli import main
+sys.exit(main())"""
+
+VIEWS = {
+    "1": ("Overview", "Hit rate"),
+    "2": ("Tree", "refs"),
+    "3": ("Pool", "by state"),
+    "4": ("Sessions", "of prompt tokens from cache"),
+    "5": ("Evictions", "tokens went"),
+    "6": ("Requests", "waterfall"),
+}
+"""A key, the title of what it shows, and words that no other view has."""
+
+TRUTHS: dict[str, tuple[str, Callable[[Mirror], int]]] = {
+    "1": (r"([\d,]+) nodes", lambda all: sum(node.parent != 0 for node in all.nodes.values())),
+    "2": (r"([\d,]+) nodes in", lambda all: sum(node.parent != 0 for node in all.nodes.values())),
+    "4": (r"([\d,]+) sessions,", lambda all: len(all.sessions)),
+    "6": (r"([\d,]+) ended ones", lambda all: len(all.ended)),
+}
+"""A number that the view shows, and what it is of all that was told."""
+
+
+class Terminal:
+    """A shell in a window of tmux, which nobody looks at but this test."""
+
+    def __init__(self, folder: Path, size: tuple[int, int]) -> None:
+        self._tmux = ["tmux", "-S", str(folder / "tmux"), "-f", "/dev/null"]
+        self._pid = folder / "pid"
+        self.folder = folder
+        width, height = map(str, size)
+        paths = os.pathsep.join(each for each in sys.path if each)
+        # COLUMNS and LINES, which readline sets, would be believed for ever.
+        shell = [
+            "env",
+            "-u",
+            "COLUMNS",
+            "-u",
+            "LINES",
+            "PS1=$ ",
+            f"PYTHONPATH={paths}",
+            "OMP_NUM_THREADS=1",
+            "sh",
+            "-i",
+        ]
+        self._do("new-session", "-d", "-x", width, "-y", height, "-c", str(folder), shlex.join(shell))
+        self._do("set", "-g", "status", "off")
+        self._tty = self._do("display-message", "-p", "#{pane_tty}").strip()
+        self.wait(lambda: self.shows("$"), "the shell")
+
+    def _do(self, *command: str) -> str:
+        return subprocess.run([*self._tmux, *command], capture_output=True, text=True, check=True).stdout
+
+    def type(self, text: str) -> None:
+        """A line for the shell."""
+        self._do("send-keys", "-l", text)
+        self._do("send-keys", "Enter")
+
+    def press(self, key: str) -> None:
+        self._do("send-keys", key)
+
+    def text(self) -> str:
+        return self._do("capture-pane", "-p")
+
+    def shows(self, *words: str) -> bool:
+        text = self.text()
+        return all(word in text for word in words)
+
+    def wait(self, true: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + LONGEST
+        while not true():
+            assert time.monotonic() < end, f"waited in vain for {what}:\n{self.text()}"
+            time.sleep(0.05)
+
+    def wait_for(self, *words: str) -> None:
+        self.wait(lambda: self.shows(*words), repr(words))
+
+    def resize(self, width: int, height: int) -> None:
+        self._do("resize-window", "-x", str(width), "-y", str(height))
+
+    def modes(self) -> str:
+        """What a program may have switched on: another screen, no cursor, the mouse; and what the line does to keys."""
+        flags = "#{alternate_on} #{cursor_flag} #{mouse_any_flag} #{mouse_all_flag} #{mouse_sgr_flag} #{wrap_flag}"
+        line = subprocess.run(["stty", "-g", "-F", self._tty], capture_output=True, text=True, check=True)
+        return self._do("display-message", "-p", flags) + line.stdout
+
+    def start(self, *arguments: str) -> int:
+        """Start the monitor in the shell; its process."""
+        self._pid.unlink(missing_ok=True)
+        command = shlex.join([sys.executable, "-c", MAIN, str(self._pid), *arguments])
+        self.type(f"{command}; echo status $?.")
+        self.wait(lambda: self._pid.exists() and self._pid.read_text().endswith("\n"), "the command")
+        return int(self._pid.read_text())
+
+    def close(self) -> None:
+        """As a person closes a terminal's window."""
+        subprocess.run([*self._tmux, "kill-server"], capture_output=True, check=False)
+
+
+@contextmanager
+def terminal(size: tuple[int, int]) -> Iterator[Terminal]:
+    """A terminal, in a folder whose path is short, as those of sockets must be."""
+    folder = Path(tempfile.mkdtemp(prefix="rkv"))
+    made = Terminal(folder, size)
+    try:
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(folder)
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process is more than a name that nobody has asked for the end of."""
+    try:
+        return subprocess.check_output(["ps", "-o", "stat=", "-p", str(pid)], text=True).strip()[:1] != "Z"
+    except subprocess.CalledProcessError:
+        return False
+
+
+def mirrors(path: Path) -> Iterator[Mirror]:
+    """The states of a recording, which says whose it is, everything, and ends where a frame does."""
+    hello, first, *rest = read_recording(path)
+    assert isinstance(hello, Hello) and isinstance(first, Snapshot)
+    mirror = Mirror()
+    for frame in (first, *rest):
+        assert isinstance(frame, Snapshot | Delta)
+        mirror.apply(frame.changes)
+        yield mirror
+
+
+def number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, f"{pattern}\n{text}"
+    return int(found[1].replace(",", ""))
+
+
+def look_through(tty: Terminal, width: int) -> dict[str, str]:
+    """What every view says."""
+    said = {}
+    for digit, (title, words) in VIEWS.items():
+        tty.press(digit)
+        tty.wait_for(f"{digit} {title}", words)
+        said[digit] = tty.text()
+        assert max(map(len, said[digit].splitlines())) <= width
+    return said
+
+
+def test_every_view_of_the_demo_says_what_was_told() -> None:
+    with terminal((80, 24)) as tty:
+        tty.start("--demo", "--record", "demo.rec")
+        tty.wait_for("● live", "recording to demo.rec")
+        small = look_through(tty, 80)
+        tty.resize(160, 48)
+        tty.press("?")
+        tty.wait_for("it changes nothing in the engine", "ctrl+c  quit")
+        tty.press("q")
+        tty.wait(lambda: not tty.shows("it changes nothing"), "help to go")
+        large = look_through(tty, 160)
+        tty.press("q")
+        tty.wait_for("status 0.")
+        told = [
+            {digit: count(mirror) for digit, (_, count) in TRUTHS.items()}
+            for mirror in mirrors(tty.folder / "demo.rec")
+        ]
+        for digit, (pattern, _) in TRUTHS.items():
+            for said in (small, large):
+                assert number(pattern, said[digit]) in {each[digit] for each in told}, VIEWS[digit]
+
+
+@pytest.mark.parametrize("way", ["q", "C-c", "SIGTERM", "SIGHUP", "SIGINT"])
+def test_whatever_ends_it_puts_the_terminal_back_and_closes_the_recording(way: str) -> None:
+    with serving() as (publisher, engine), terminal((80, 24)) as tty:
+        engine.change(*many(50))
+        before = tty.modes()
+        pid = tty.start(str(publisher.path), "--view", "tree", "--record", "a.rec")
+        tty.wait_for("recording to a.rec", "49 nodes")
+        assert tty.modes() != before
+        if way.startswith("SIG"):
+            os.kill(pid, signal.Signals[way])
+            tty.wait_for(f"status {128 + signal.Signals[way]}.")
+        else:
+            if way == "C-c":
+                tty.press("/")  # where letters are a filter
+            tty.press(way)
+            tty.wait_for("status 0.")
+        assert not is_there(pid)
+        assert tty.modes() == before
+        assert [len(mirror.nodes) for mirror in mirrors(tty.folder / "a.rec")][-1] == 50
+
+
+def test_a_closed_window_leaves_no_process() -> None:
+    with serving() as (publisher, engine), terminal((80, 24)) as tty:
+        engine.change(*many(50))
+        pid = tty.start(str(publisher.path), "--record", "a.rec")
+        tty.wait_for("recording to a.rec")
+        tty.close()
+        wait_until(lambda: not is_there(pid), "it is gone with its terminal")
+        wait_until(lambda: publisher.attached == 0)
+        assert [len(mirror.nodes) for mirror in mirrors(tty.folder / "a.rec")][-1] == 50
+
+
+def test_ctrl_z_goes_to_the_shell_and_fg_comes_back() -> None:
+    with serving() as (publisher, engine), terminal((80, 24)) as tty:
+        engine.change(*many(50))
+        before = tty.modes()
+        tty.start(str(publisher.path), "--view", "tree")
+        tty.wait_for("49 nodes")
+        tty.press("Space")
+        tty.wait_for("‖ frozen")
+        shown = tty.text()
+        tty.press("C-z")
+        tty.wait_for("Stopped")
+        assert tty.modes() == before
+        tty.type("clear; fg")
+        tty.wait_for("‖ frozen", "49 nodes")
+        assert tty.text().splitlines()[0] == shown.splitlines()[0]
+        tty.press("q")
+        tty.wait(lambda: not tty.shows("‖ frozen"), "the shell")
+        assert tty.modes() == before
+
+
+def test_an_engine_is_shown_and_its_end_is_told() -> None:
+    with serving() as (publisher, engine), terminal((160, 48)) as tty:
+        engine.change(*many(50))
+        tty.start(str(publisher.path), "--view", "tree")
+        tty.wait_for("● live", "49 nodes")
+        engine.change(*many(60))
+        tty.wait_for("59 nodes")
+        publisher.close("the engine was closed")
+        tty.wait_for("✗ stale", "Not connected since", "the engine was closed", "59 nodes")
