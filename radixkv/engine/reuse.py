@@ -61,6 +61,16 @@ class Reuse:
         """The largest length up to this one at which a hit may end."""
         return length if self.grid is None else length // self.grid * self.grid
 
+    def sure(self, pinned: int) -> int:
+        """Of so many pinned tokens, how many can be counted on whichever pin of them is released, in whole blocks.
+
+        A shorter pin may be left. It may end inside a block, which it holds and whose tokens must be computed into a
+        copy, or next to a line of the grid, so that what lies before that line is all that can be hit.
+        """
+        size = self._cache.block_size
+        lost = 1 if self.grid is None else -(-self.grid // size) + (self.grid % size > 0)
+        return max(-(-pinned // size) - lost, 0) * size
+
     # ---- computing
 
     def chunk(self, pending: int, budget: int) -> int:

@@ -275,12 +275,38 @@ class Scheduler:
         streams = self._streams() - sum(each.streams_left for each in paused) + request.streams_left
         freed = sum(self._promise(each) + blocks_alone(each, self._block_size) for each in paused)
         spare = self._available() - self._promised() + freed
-        return bool(paused) and streams <= self.limits.max_sequences and spare >= self._takes(request, match)
+        room = streams <= self.limits.max_sequences and spare >= self._takes(request, match)
+        return bool(paused) and room and self._could_return(request)
 
     def _fits(self, request: Request, match: Match) -> bool:
         if self._streams() + request.streams_left > self.limits.max_sequences:
             return False
-        return self._available() - self._promised() >= self._takes(request, match)
+        return self._available() - self._promised() >= self._takes(request, match) and self._could_return(request)
+
+    def _could_return(self, request: Request) -> bool:
+        """Whether it could finish alone if it gave way: what is pinned of other texts is no room for it.
+
+        Who cannot be sure of that waits until nobody runs, and is refused then, before it has said a word.
+        """
+        pinned = self._pinned_blocks()
+        if not pinned:
+            return True
+        own = self._reuse.sure(self._pinned(request))
+        return still_to_take(request, self._block_size, own, most=True) <= self._num_blocks - pinned
+
+    def _pinned_blocks(self) -> int:
+        """How many blocks pins hold, those whose time is over not included."""
+        return self._cache.stats().pinned_blocks if self._pins else 0
+
+    def _pinned(self, request: Request) -> int:
+        """How many tokens a request is sure to hit, because pins keep them."""
+        tokens = request.known
+        common = (
+            common_prefix(pinned[: pin.length], tokens)
+            for pin, pinned, owner in self._pins
+            if pin.active and owner in {request.namespace}
+        )
+        return self._reuse.on_grid(min(max(common, default=0), self._reuse.limit(tokens, request.namespace)))
 
     def _takes(self, request: Request, match: Match) -> int:
         """Blocks that a request is sure to take if it comes in now: those of its hit that nobody holds, and new."""
@@ -299,12 +325,13 @@ class Scheduler:
         sequence = self._open(request, request.known)
         if self._lacks(request, sequence, to_spare(request)):
             request.guaranteed = request.publish_late = True
+            self._pinned_blocks()  # lets go of those whose time is over
             if self._lacks(request, sequence):
                 # A hit that ends inside a block costs a copy of that block: give the tokens in it up.
                 sequence.truncate(self._reuse.on_grid(sequence.length - sequence.length % self._block_size))
             if self._lacks(request, sequence):
-                # Part-filled blocks on the way to the hit are held beside it: give all of it up.
-                sequence.truncate(0)
+                # Part-filled blocks on the way to the hit are held beside it: give up all that is not held anyway.
+                sequence.truncate(min(self._pinned(request), sequence.length))
             if self._lacks(request, sequence):
                 sequence.close()
                 self._end(request, self._pinned_out(request))
@@ -352,10 +379,12 @@ class Scheduler:
 
     def _pinned_out(self, request: Request) -> PromptTooLong:
         """Why a request that fits the pool must be refused all the same: nothing runs, so pins hold the rest."""
+        blocks, own = self._num_blocks, self._pinned(request)
+        begun = "the request had begun, and pins have changed since: " if request.admitted else ""
         return PromptTooLong(
-            f"the request takes {still_to_take(request, self._block_size, 0, most=True)} blocks; of the pool's "
-            f"{self._num_blocks}, {self._cache.stats().pinned_blocks} are pinned: release pins, or load the engine "
-            "with more kv_memory"
+            f"{begun}the request takes {still_to_take(request, self._block_size, own, most=True)} blocks beside "
+            f"{own // self._block_size} that are pinned for it; of the pool's {blocks}, {self._pinned_blocks()} are "
+            "pinned: release pins, or load the engine with more kv_memory"
         )
 
     # ---- blocks

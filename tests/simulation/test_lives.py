@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from radixkv.engine.limits import Limits
+from radixkv.errors import PromptTooLong
 from radixkv.models.sampler import SamplingParams
 from tests.simulation import books
 from tests.simulation.draw import answers_of, draw
-from tests.simulation.scenario import Ask, Fault, Scenario
+from tests.simulation.scenario import Ask, Fault, Forgetting, Pinning, Scenario
 from tests.simulation.shrink import shrink
 from tests.simulation.world import Stuck, World
 
@@ -152,3 +153,48 @@ def test_streams_that_come_back_begin_inside_a_chunk_and_publish_none_of_it(monk
     assert world.customers[0].request.preemptions == 1
     back = {index: start for step, number, index, start, _ in reversed(world.trace) if number == 0 and step > 9}
     assert back == {0: 8, 1: 6}
+
+
+PINNED = tuple(range(8))
+"""Two blocks of four, of a pool of ten, that stay."""
+
+
+def beside_pins(
+    prompt: tuple[int, ...], tokens: int, *pinnings: Pinning, until: int = 90, ttl: float | None = None
+) -> World:
+    """A request of nine blocks comes beside one of seven, and gives way as it is the younger."""
+    greedy = SamplingParams(max_tokens=1, temperature=0)
+    asks = (Ask(0, 0, PINNED, greedy, 1), Ask(1, 3, (9,), greedy, 28), Ask(2, 4, prompt, greedy, tokens))
+    pins = (Pinning(2, PINNED, None, until, ttl), *pinnings)
+    limits = Limits(max_sequences=2, max_batch_tokens=16, prefill_chunk=8, victim="last")
+    forgets = Forgetting(22, "discard", PINNED, 6)  # what is pinned stays
+    return World(Scenario(0, 10, 4, limits, asks, pinnings=pins, forgettings=(forgets,))).run()
+
+
+def test_who_could_not_come_back_for_pins_is_refused_before_it_says_a_word() -> None:
+    stranger = beside_pins((10, 11, 12), 33).customers[2]
+    assert isinstance(stranger.outlet.error, PromptTooLong)
+    assert "takes 9 blocks beside 0 that are pinned for it; of the pool's 10, 2 are pinned" in str(
+        stranger.outlet.error
+    )
+    assert not stranger.outlet.chunks and not stranger.request.admitted
+
+
+def test_who_begins_with_what_is_pinned_counts_on_it_and_comes_back() -> None:
+    regular = beside_pins((*PINNED, 9), 28).customers[2]
+    assert regular.outlet.completion is not None
+    assert regular.request.preemptions == 1, "it came beside another, and gave way"
+
+
+@pytest.mark.parametrize("until", [20, 90])
+def test_a_pin_that_ends_inside_a_block_holds_a_block_that_is_no_hit(until: int) -> None:
+    """While the longer pin lasts, ten blocks just fit alone; once the shorter one is all that is left, they do not."""
+    last = beside_pins((*PINNED, 9), 32, Pinning(2, PINNED[:6], None, 90), until=until).customers[2]
+    assert not last.request.preemptions, "it came beside another, and was not sure to come back"
+    assert (last.outlet.completion is None) == (until == 20)
+
+
+def test_a_pin_whose_time_is_over_is_in_nobodys_way() -> None:
+    """Nothing was evicted, and nobody asked for statistics since."""
+    world = beside_pins((10, 11, 12), 33, until=90, ttl=12.0)
+    assert world.customers[2].outlet.completion is not None
