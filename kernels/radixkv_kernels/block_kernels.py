@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def write_slots(
     new,  # [kv_heads, T, dim], any strides of heads and tokens
     pool,  # [kv_heads, blocks, block_size, dim], any strides but of dim
     slots,  # int64 [T], -1: a padded row
+    tokens,  # T
     new_head,
     new_token,
     pool_head,
@@ -25,17 +26,18 @@ def write_slots(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,  # tokens of one program
 ):
-    """One program a token: all heads of its key, or of its value, to its slot."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if slot >= 0:
-        head = tl.arange(0, HEADS_PADDED)[:, None].to(tl.int64)
-        column = tl.arange(0, DIM_PADDED)[None, :]
-        inside = (head < HEADS) & (column < DIM)
-        numbers = tl.load(new + token * new_token + head * new_head + column, mask=inside)
-        place = (slot // BLOCK_SIZE) * pool_block + (slot % BLOCK_SIZE) * pool_token + head * pool_head + column
-        tl.store(pool + place, numbers.to(pool.dtype.element_ty), mask=inside)
+    """A few tokens a program: all heads of their keys, or of their values, to their slots."""
+    row = tl.arange(0, TOKENS * HEADS_PADDED)[:, None]
+    token = tl.program_id(0).to(tl.int64) * TOKENS + row // HEADS_PADDED
+    slot = tl.load(slots + token, mask=token < tokens, other=-1)
+    head = (row % HEADS_PADDED).to(tl.int64)
+    column = tl.arange(0, DIM_PADDED)[None, :]
+    inside = (slot >= 0) & (head < HEADS) & (column < DIM)
+    numbers = tl.load(new + token * new_token + head * new_head + column, mask=inside)
+    place = (slot // BLOCK_SIZE) * pool_block + (slot % BLOCK_SIZE) * pool_token + head * pool_head + column
+    tl.store(pool + place, numbers.to(pool.dtype.element_ty), mask=inside)
 
 
 @triton.jit

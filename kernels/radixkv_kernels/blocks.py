@@ -18,6 +18,9 @@ from .block_kernels import copy_regions, write_slots
 WORD = 4
 """Bytes that a copy moves at least at once."""
 
+ENOUGH = 64 * 16
+"""Bytes that a program moves at least, if there are so many: 16 for each thread of a warp, of which AMD's have 64."""
+
 SPAN = 1024
 """Words that one program copies: eight 16-byte loads a thread at most, and enough programs for a single block."""
 
@@ -33,11 +36,13 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
         heads, tokens, dim = new.shape
         if not tokens:
             continue
-        padded = triton.next_power_of_2(heads) * triton.next_power_of_2(dim)
-        write_slots[(tokens,)](
+        each = triton.next_power_of_2(heads) * triton.next_power_of_2(dim) * new.itemsize
+        at_once = max(1, ENOUGH // each)
+        write_slots[(triton.cdiv(tokens, at_once),)](
             new,
             pool,
             slots,
+            tokens,
             new.stride(0),
             new.stride(1),
             pool.stride(0),
@@ -48,7 +53,8 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
             DIM=dim,
             DIM_PADDED=triton.next_power_of_2(dim),
             BLOCK_SIZE=pool.shape[2],
-            num_warps=_warps(padded * new.itemsize),
+            TOKENS=at_once,
+            num_warps=_warps(at_once * each),
         )
 
 
@@ -112,5 +118,5 @@ def copy(places: Sequence[Regions], pairs: Tensor) -> None:
 
 
 def _warps(size: int) -> int:
-    """Warps for a program that moves so many bytes: 16 for each thread at least, of which AMD's warps have 64."""
-    return max(1, min(4, size // (64 * 16)))
+    """Warps for a program that moves so many bytes."""
+    return max(1, min(4, size // ENOUGH))

@@ -57,6 +57,19 @@ def test_write_casts_to_the_pools_dtype() -> None:
     assert same(pools[1][:, 0, [4, 0, 9]], value.half())
 
 
+def test_write_stops_at_the_last_row_though_its_programs_take_several() -> None:
+    """Rows of 256 bytes, four a program; what lies behind the last in memory would be valid, too."""
+    keys, values = torch.randn(2, 1, 12, 128).half().unbind(0)
+    slots = torch.tensor([5, 0, -1, 17, 9, 2, 30, 11, 3, 20, 21, 22])
+    pools = [pool("blocks first", 1, 2, 16, 128, torch.float16) for _ in range(2)]
+    blocks.write(keys[:, :9], values[:, :9], *pools, slots[:9])
+    for new, each in zip((keys, values), pools, strict=True):
+        rows = [row for row, slot in enumerate(slots[:9].tolist()) if slot >= 0]
+        there = each.reshape(32, 128)
+        assert same(there[slots[rows]], new[0, rows])
+        assert int(there.isnan().all(1).sum()) == 32 - len(rows)
+
+
 @given(st.data())
 @settings(max_examples=15, deadline=None)
 def test_copy_does_what_indexing_does_for_all_layers(data: st.DataObject) -> None:
