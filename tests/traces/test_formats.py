@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from radixkv.errors import InvalidInput
-from radixkv_traces.formats import MAX_BLOCKS, TraceError, TraceRequest, parse, read, sample
+from radixkv_traces.formats import TraceError, TraceRequest, parse, read, sample
+from radixkv_traces.mooncake import MAX_BLOCKS
 
 GOOD: dict[str, Any] = {"timestamp": 5, "input_length": 1100, "output_length": 7, "hash_ids": [4, 0, 9]}
 

@@ -1,166 +1,194 @@
-"""Recorded requests in the Mooncake line format: one JSON object a line, prompts as chains of block ids instead of
-text.
+"""A recorded workload, whatever it was recorded as: files of block ids or of text, told apart by how they begin.
 
-Knows the fields and what is allowed in them. Knows no cache. A block id stands for `block_tokens` tokens *and all
-that came before them*, so equal ids mean equal prefixes; how many tokens a block has is a property of the file, not
-of a line.
-
-    {"timestamp": 0, "input_length": 1100, "output_length": 50, "hash_ids": [0, 1, 2]}
-    {"timestamp": 9, "input_length": 1700, "output_length": 10, "hash_ranges": [[0, 2], [7, 1]], "session": "a"}
-
-The format is Mooncake's (Qin et al., FAST 2025); `hash_ranges` ([first, count], ...) says the same in fewer bytes,
-and `session`, `turn` and `stop` are extra fields of agent traces.
+Knows files, gzip and which format begins how. The formats themselves are `mooncake` (block ids, radixkv's own
+recordings too), `chats` and `taubench` (text). Everything is read as you go, and nothing is held but a line.
 """
 
 from __future__ import annotations
 
-import json
-from array import array
-from collections.abc import Iterator
+import codecs
+import gzip
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
+from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import IO, TypeAlias, cast
 
 from radixkv.errors import InvalidInput
+from radixkv_traces import chats, mooncake, taubench
+from radixkv_traces.chats import ChatRequest
+from radixkv_traces.mooncake import decoded, parse
+from radixkv_traces.records import Line, TraceError, TraceRequest
 
-MAX_BLOCKS = 1 << 24  # of one prompt: a range with more is a typing error, not a prompt
+__all__ = ["FORMATS", "ChatRequest", "TraceError", "TraceRequest", "open_trace", "parse", "read", "sample"]
 
+Source: TypeAlias = "str | PathLike[str] | Traversable"
+Request: TypeAlias = "TraceRequest | ChatRequest"
 
-class TraceError(InvalidInput):
-    """A line of a trace cannot be read: `file`, `line` (from 1) and `field` (None: the line as a whole) say where."""
-
-    def __init__(self, file: str, line: int, field: str | None, problem: str) -> None:
-        super().__init__(f"{file}:{line}: {problem if field is None else f'{field}: {problem}'}")
-        self.file = file
-        self.line = line
-        self.field = field
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One recorded request."""
-
-    timestamp: float  # milliseconds since the trace began
-    input_length: int  # tokens of the prompt
-    output_length: int  # tokens generated
-    blocks: array[int]  # the prompt's block ids, typecode "q"
-    session: str | None = None
-    turn: int | None = None
-    stop: str | None = None  # why it ended: "tool_use", "end_turn", ...
+FORMATS = ("auto", "mooncake", "chat", "taubench")
+SAMPLES = {"conversation": "jsonl", "cc_agent": "jsonl", "chat": "jsonl", "taubench": "json"}
+_HEAD = 1 << 16  # bytes that are looked at before anything is known of a file
 
 
-def read(trace: str | PathLike[str] | Traversable) -> Iterator[TraceRequest]:
-    """The requests of a JSONL file in file order, read as you go. Blank lines are skipped; a bad one raises
-    TraceError.
+def open_trace(trace: Source, format: str = "auto") -> Iterator[Request]:
+    """The requests of a file in file order: of block ids (TraceRequest) or of text (ChatRequest).
+
+    "-" is standard input; gzip is seen by its first bytes. A line that cannot be read raises TraceError when its turn
+    comes; InvalidInput, if there is no such format.
+
+    >>> next(open_trace(sample("taubench"))).messages[0]["role"]
+    'system'
+    """
+    if format not in FORMATS:
+        raise InvalidInput(f"format {format!r}: allowed are {', '.join(FORMATS)}")
+    return _requests(trace, format)
+
+
+def read(trace: Source) -> Iterator[TraceRequest]:
+    """The requests of a file of block ids. Blank lines are skipped; a bad one raises TraceError.
 
     >>> sum(len(request.blocks) for request in read(sample("conversation"))) > 5000
     True
     """
-    file = trace if isinstance(trace, Traversable) else Path(trace)
-    with file.open(encoding="utf-8") as lines:
-        for number, text in enumerate(lines, 1):
-            if text.strip():
-                yield parse(text, str(trace), number)
+    for request in open_trace(trace, "mooncake"):
+        assert isinstance(request, TraceRequest)
+        yield request
 
 
 def sample(name: str) -> Traversable:
-    """A small trace shipped with the package: "conversation" (512-token blocks) or "cc_agent" (64-token blocks)."""
-    file = resources.files("radixkv_traces").joinpath("data", f"{name}.jsonl")
-    if not file.is_file():
-        raise InvalidInput(f"sample {name!r}: there are 'conversation' and 'cc_agent'")
-    return file
+    """A small trace shipped with the package; what each is, its folder's README says.
 
-
-def parse(text: str, file: str = "<line>", line: int = 1) -> TraceRequest:
-    """One line. O(blocks).
-
-    >>> parse('{"timestamp": 0, "input_length": 90, "output_length": 5, "hash_ranges": [[3, 2], [9, 1]]}').blocks
-    array('q', [3, 4, 9])
+    "conversation" (512-token blocks) and "cc_agent" (64-token blocks) are chains of blocks, "chat" and "taubench" are
+    text.
     """
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise TraceError(file, line, None, f"not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise TraceError(file, line, None, f"a JSON {type(fields).__name__}, not an object")
-    return _Line(file, line, fields).request()
+    if name not in SAMPLES:
+        raise InvalidInput(f"sample {name!r}: there are {', '.join(map(repr, SAMPLES))}")
+    return resources.files("radixkv_traces").joinpath("data", f"{name}.{SAMPLES[name]}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A decoded line, and where it stands."""
-
-    file: str
-    line: int
-    fields: dict[str, Any]
-
-    def request(self) -> TraceRequest:
-        return TraceRequest(
-            self._time(),
-            self._count("input_length"),
-            self._count("output_length"),
-            self._ids() if "hash_ids" in self.fields else self._ranges(),
-            self._text("session"),
-            self._count("turn") if self.fields.get("turn") is not None else None,
-            self._text("stop"),
-        )
-
-    def _wrong(self, field: str, problem: str) -> TraceError:
-        return TraceError(self.file, self.line, field, problem)
-
-    def _required(self, field: str) -> Any:
-        if field not in self.fields:
-            raise self._wrong(field, "missing")
-        return self.fields[field]
-
-    def _time(self) -> float:
-        value = self._required("timestamp")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise self._wrong("timestamp", f"{value!r} is not a number of milliseconds >= 0")
-        return float(value)
-
-    def _count(self, field: str) -> int:
-        value = self._required(field)
-        if not _is_count(value):
-            raise self._wrong(field, f"{value!r} is not an int >= 0")
-        return int(value)
-
-    def _text(self, field: str) -> str | None:
-        value = self.fields.get(field)
-        if value is not None and not isinstance(value, str):
-            raise self._wrong(field, f"{value!r} is not a string")
-        return value
-
-    def _ids(self) -> array[int]:
-        if "hash_ranges" in self.fields:
-            raise self._wrong("hash_ranges", "given beside hash_ids")
-        values = self.fields["hash_ids"]
-        if not isinstance(values, list):
-            raise self._wrong("hash_ids", f"{values!r} is not a list")
-        for value in values:
-            if not _is_count(value):
-                raise self._wrong("hash_ids", f"{value!r} is not an int, 0 <= id < 2**63")
-        return array("q", values)
-
-    def _ranges(self) -> array[int]:
-        values = self.fields.get("hash_ranges")
-        if values is None:
-            raise self._wrong("hash_ids", "missing (and no hash_ranges either)")
-        if not isinstance(values, list):
-            raise self._wrong("hash_ranges", f"{values!r} is not a list")
-        blocks = array("q")
-        for pair in values:
-            if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_count, pair)):
-                raise self._wrong("hash_ranges", f"{pair!r} is not [first >= 0, count >= 0]")
-            first, count = pair
-            if len(blocks) + count > MAX_BLOCKS or first + count > 1 << 63:
-                raise self._wrong("hash_ranges", f"{pair!r} makes more than {MAX_BLOCKS} blocks or ids >= 2**63")
-            blocks.extend(range(first, first + count))
-        return blocks
+def _requests(trace: Source, format: str) -> Iterator[Request]:
+    name = "<stdin>" if trace == "-" else str(trace)
+    with _opened(trace) as file:
+        lines = _Lines(file, name)
+        head = lines.head()
+        if format in ("auto", "taubench") and head.lstrip().startswith(b"["):
+            yield from taubench.sessions(_Pieces(head, lines), name, lines.number)
+        elif head:
+            first = lines.whole(head)
+            yield from _by_line(first, lines, _detect(first, name, lines.number) if format == "auto" else format)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+def _by_line(first: str, lines: _Lines, format: str) -> Iterator[Request]:
+    for text in chain([first], lines):
+        if text.strip():
+            line = decoded(text, lines.name, lines.number)
+            if format == "mooncake":
+                yield mooncake.request(line)
+            else:
+                yield from _CONVERSATIONS[format](line)
+
+
+_CONVERSATIONS: dict[str, Callable[[Line], Iterator[ChatRequest]]] = {
+    "chat": chats.conversation,
+    "taubench": taubench.session,
+}
+_SIGNS = {"hash_ids": "mooncake", "hash_ranges": "mooncake", "messages": "chat", "traj": "taubench"}
+
+
+def _detect(first: str, name: str, number: int) -> str:
+    """The format of a file of lines whose first one this is."""
+    fields = decoded(first, name, number).fields
+    for field, format in _SIGNS.items():
+        if field in fields:
+            return format
+    known = ", ".join(_SIGNS)
+    raise TraceError(name, number, None, f"this begins like no trace: there is none of {known}; --format names one")
+
+
+@contextmanager
+def _opened(trace: Source) -> Iterator[IO[bytes]]:
+    """The file's bytes, unzipped if need be; standard input stays open."""
+    with ExitStack() as files:
+        if trace == "-":
+            raw: IO[bytes] = sys.stdin.buffer
+        else:
+            raw = files.enter_context((trace if isinstance(trace, Traversable) else Path(trace)).open("rb"))
+        peek = getattr(raw, "peek", None)
+        if peek is not None and peek(2)[:2] == b"\x1f\x8b":
+            raw = cast(IO[bytes], files.enter_context(gzip.open(raw)))
+        yield raw
+
+
+@dataclass(slots=True)
+class _Lines:
+    """Lines of text, counted; what is no text raises TraceError."""
+
+    file: IO[bytes]
+    name: str
+    number: int = 0  # of the line that was read last
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.number += 1
+        raw = self.next_bytes(self.file.readline)
+        if not raw:
+            raise StopIteration
+        return self.text(raw)
+
+    def head(self) -> bytes:
+        """How the first line that is not blank begins; b"" if there is none."""
+        while True:
+            self.number += 1
+            raw = self.next_bytes(self.file.readline, _HEAD)
+            if self.number == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
+            if raw.strip() or not raw:
+                return raw
+
+    def whole(self, head: bytes) -> str:
+        """The line that begins so."""
+        return self.text(head if head.endswith(b"\n") else head + self.next_bytes(self.file.readline))
+
+    def next_bytes(self, read: Callable[..., bytes], *size: int) -> bytes:
+        """What the file has next."""
+        try:
+            return read(*size)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise TraceError(self.name, self.number, None, f"the gzip file is damaged: {error}") from error
+
+    def text(self, raw: bytes) -> str:
+        """Its characters."""
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise TraceError(self.name, self.number, None, f"not UTF-8: {error}") from error
+
+
+class _Pieces:
+    """A file as text to read from, whatever its lines are."""
+
+    def __init__(self, head: bytes, lines: _Lines) -> None:
+        self._head = head
+        self._lines = lines
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+
+    def read(self, size: int) -> str:
+        """The next characters, at most `size`; "" at the end."""
+        text = ""
+        while not text:
+            raw, self._head = self._head or self._lines.next_bytes(self._lines.file.read, size), b""
+            try:
+                text = self._decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                raise TraceError(self._lines.name, self._lines.number, None, f"not UTF-8: {error}") from error
+            if not raw:
+                break
+        return text

@@ -1,0 +1,98 @@
+"""What eviction could do at best: the victim is the cached block whose next use is farthest away.
+
+Knows the whole trace, the future included. Knows no PrefixCache, but keeps its rules: only blocks without cached
+children go, one at a time; a request's own path is held while victims are chosen; of a chain longer than the pool the
+head stays. Under these rules no choice of victims hits more (Belady's argument: of a path, the block nearest to its end
+is never used earlier than those before it; the tests compare with exhaustive search).
+"""
+
+from __future__ import annotations
+
+from array import array
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv_traces.workload import Workload
+
+
+class ClairvoyantPool:
+    """A pool of `capacity` blocks that knows what comes; `serve` the requests of its workload in order."""
+
+    def __init__(self, workload: Workload, capacity: int) -> None:
+        self._workload = workload
+        self._capacity = capacity
+        self._uses = next_uses(workload)
+        self._first = 0  # where the next request's blocks begin in `_uses`
+        self._cached = bytearray(workload.unique_blocks)
+        self._children = array("i", bytes(4 * workload.unique_blocks))  # cached ones
+        self._next = array("i", bytes(4 * workload.unique_blocks))
+        self._leaves: list[tuple[int, int]] = []  # (-next use, block); outdated entries are skipped when popped
+        self.cached_blocks = 0
+        self.evicted_blocks = 0
+
+    def serve(self, index: int) -> int:
+        """One request from arrival to end; returns its hit in blocks. O(its blocks), log leaves for each evicted."""
+        chain = self._workload.requests[index].blocks
+        cached = self._cached
+        hit = next((i for i, block in enumerate(chain) if not cached[block]), len(chain))
+        fits = min(len(chain), self._capacity)
+        for i in range(max(hit, fits)):
+            self._next[chain[i]] = self._uses[self._first + i]
+        self._first += len(chain)
+        self._make_room(fits - hit, chain[hit - 1] if hit else -1)
+        self._insert(chain, hit, fits)
+        return hit
+
+    def _insert(self, chain: array[int], start: int, end: int) -> None:
+        for block in chain[start:end]:
+            self._cached[block] = 1
+        for block in chain[max(start - 1, 0) : end - 1]:
+            self._children[block] += 1
+        self.cached_blocks += max(end - start, 0)
+        last = chain[max(start, end) - 1] if chain else -1
+        if last >= 0 and not self._children[last]:
+            heappush(self._leaves, (-self._next[last], last))
+
+    def _make_room(self, count: int, held: int) -> None:
+        """Evict until `count` blocks fit; `held` is the end of the request's own path."""
+        above = self._workload.above
+        while self.cached_blocks + count > self._capacity:
+            block = self._victim(held)
+            self._cached[block] = 0
+            self.cached_blocks -= 1
+            self.evicted_blocks += 1
+            parent = above[block]
+            if parent >= 0:
+                self._children[parent] -= 1
+                if not self._children[parent] and parent != held:
+                    heappush(self._leaves, (-self._next[parent], parent))
+
+    def _victim(self, held: int) -> int:
+        while True:
+            use, block = heappop(self._leaves)
+            if self._cached[block] and not self._children[block] and self._next[block] == -use and block != held:
+                return block
+
+
+def next_uses(workload: Workload) -> array[int]:
+    """For each block of each request, in order: the next request that has it, or the number of requests if none has.
+
+    O(blocks) by sorting.
+    """
+    counts = np.fromiter((len(request.blocks) for request in workload.requests), np.int64, len(workload.requests))
+    blocks = _joined(workload)
+    users = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    order = np.argsort(blocks, kind="stable")
+    following = np.full(len(blocks), len(counts), np.int32)
+    same = blocks[order[1:]] == blocks[order[:-1]]
+    following[order[:-1][same]] = users[order[1:]][same]
+    return array("i", following.tobytes())
+
+
+def _joined(workload: Workload) -> npt.NDArray[np.int32]:
+    joined = array("i")
+    for request in workload.requests:
+        joined += request.blocks
+    return np.frombuffer(joined, np.int32) if joined else np.empty(0, np.int32)

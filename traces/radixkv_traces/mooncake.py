@@ -1,0 +1,111 @@
+"""Recorded requests in the Mooncake line format: one JSON object a line, prompts as chains of block ids instead of
+text.
+
+Knows the fields and what is allowed in them. Knows no cache. A block id stands for some tokens *and all that came
+before them*, so equal ids mean equal prefixes; how many tokens a block has is a property of the file, and `block_size`
+says it where there is one.
+
+    {"timestamp": 0, "input_length": 1100, "output_length": 50, "hash_ids": [0, 1, 2]}
+    {"timestamp": 9, "input_length": 1700, "output_length": 10, "hash_ranges": [[0, 2], [7, 1]], "session": "a"}
+
+The format is Mooncake's (Qin et al., FAST 2025); `hash_ranges` ([first, count], ...) says the same in fewer bytes.
+`session`, `turn` and `stop` are extra fields of agent traces; `namespace` (or `tenant`) and `block_size` of radixkv's
+own recordings.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from typing import Any
+
+from radixkv_traces.records import Line, TraceError, TraceRequest, is_count, shown
+
+MAX_BLOCKS = 1 << 24  # of one prompt: a range with more is a typing error, not a prompt
+
+
+def parse(text: str, file: str = "<line>", line: int = 1) -> TraceRequest:
+    """One line. O(blocks).
+
+    >>> parse('{"timestamp": 0, "input_length": 90, "output_length": 5, "hash_ranges": [[3, 2], [9, 1]]}').blocks
+    array('q', [3, 4, 9])
+    """
+    return request(decoded(text, file, line))
+
+
+def decoded(text: str, file: str, line: int) -> Line:
+    """A line's JSON object, its fields unread."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(file, line, None, f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise TraceError(file, line, None, f"a JSON {type(fields).__name__}, not an object")
+    return Line(file, line, fields)
+
+
+def request(line: Line) -> TraceRequest:
+    """The request that a line's fields describe."""
+    block_tokens = line.count("block_size") if line.fields.get("block_size") is not None else None
+    if block_tokens == 0:
+        raise line.wrong("block_size", "0 is not an int >= 1")
+    return TraceRequest(
+        timestamp=line.time(),
+        input_length=line.count("input_length"),
+        output_length=line.count("output_length"),
+        blocks=_ids(line) if "hash_ids" in line.fields else _ranges(line),
+        session=line.text("session"),
+        turn=line.count("turn") if line.fields.get("turn") is not None else None,
+        stop=line.text("stop"),
+        namespace=line.namespace(),
+        block_tokens=block_tokens,
+    )
+
+
+def to_line(request: TraceRequest) -> str:
+    """The line, without a newline, that `parse` reads back; what is None is left out.
+
+    >>> to_line(TraceRequest(0.0, 90, 5, array("q", [3, 4]), session="a"))
+    '{"timestamp": 0, "input_length": 90, "output_length": 5, "hash_ids": [3, 4], "session": "a"}'
+    """
+    fields: dict[str, Any] = {
+        "timestamp": int(request.timestamp) if request.timestamp.is_integer() else request.timestamp,
+        "input_length": request.input_length,
+        "output_length": request.output_length,
+        "hash_ids": list(request.blocks),
+        "session": request.session,
+        "turn": request.turn,
+        "stop": request.stop,
+        "namespace": request.namespace,
+        "block_size": request.block_tokens,
+    }
+    return json.dumps({name: value for name, value in fields.items() if value is not None})
+
+
+def _ids(line: Line) -> array[int]:
+    if "hash_ranges" in line.fields:
+        raise line.wrong("hash_ranges", "given beside hash_ids")
+    values = line.fields["hash_ids"]
+    if not isinstance(values, list):
+        raise line.wrong("hash_ids", f"{shown(values)} is not a list")
+    for value in values:
+        if not is_count(value):
+            raise line.wrong("hash_ids", f"{shown(value)} is not an int, 0 <= id < 2**63")
+    return array("q", values)
+
+
+def _ranges(line: Line) -> array[int]:
+    values = line.fields.get("hash_ranges")
+    if values is None:
+        raise line.wrong("hash_ids", "missing (and no hash_ranges either)")
+    if not isinstance(values, list):
+        raise line.wrong("hash_ranges", f"{shown(values)} is not a list")
+    blocks = array("q")
+    for pair in values:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(map(is_count, pair)):
+            raise line.wrong("hash_ranges", f"{shown(pair)} is not [first >= 0, count >= 0]")
+        first, count = pair
+        if len(blocks) + count > MAX_BLOCKS or first + count > 1 << 63:
+            raise line.wrong("hash_ranges", f"{pair!r} makes more than {MAX_BLOCKS} blocks or ids >= 2**63")
+        blocks.extend(range(first, first + count))
+    return blocks

@@ -1,0 +1,185 @@
+"""`radixkv-replay simulate`: policies side by side on one trace, as a table or as JSON.
+
+Knows options and columns. Does not know how anything is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from radixkv.cache import POLICIES
+from radixkv_traces.capacity import Capacity, kv_bytes_per_token, parse_capacity
+from radixkv_traces.progress import Progress
+from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
+from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
+from radixkv_traces.table import table
+from radixkv_traces.trace_options import add_trace, load, name_of, positive
+from radixkv_traces.workload import Workload
+
+INTERRUPTED = 130
+_GROUPS_SHOWN = 20  # rows of a table; JSON has all
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Add the command to the parser."""
+    about = "what hit rate a cache of some size and policy would have had on a trace; loads no model"
+    parser = commands.add_parser(
+        "simulate", help=about, description=about.capitalize() + ".", parents=[common],
+        epilog="Requests run one at a time in file order through the real prefix cache; only prompts enter. "
+        "Ctrl-C prints what is known by then.",
+    )  # fmt: skip
+    parser.set_defaults(module="radixkv_traces.simulate_command")
+    add_trace(parser)
+    pools = parser.add_argument_group("pools")
+    pools.add_argument(
+        "--capacity", default="2.5%,10%,50%", metavar="LIST",
+        help="shares of the trace's unique blocks (2.5%%), blocks (4096), tokens (500ktok) or, with a model, bytes "
+        "(16GB); default 2.5%%,10%%,50%%",
+    )  # fmt: skip
+    pools.add_argument(
+        "--policy", default="lru,clairvoyant", metavar="LIST",
+        help=f"of {', '.join([*sorted(POLICIES), *BOUNDS])}; default lru,clairvoyant",
+    )  # fmt: skip
+    pools.add_argument("--model", metavar="NAME", help="whose KV the bytes hold: a folder, a config.json, or a name")
+    pools.add_argument(
+        "--kv-bytes", type=positive, metavar="N", help="bytes of KV a token takes, in the place of --model"
+    )
+    shown = parser.add_argument_group("output")
+    shown.add_argument("--by", choices=GROUPINGS, help="also a row for each session, tenant or stop reason")
+    shown.add_argument("--json", action="store_true", help="one JSON object: rows, occupancy and hit rate over time")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate each policy at each capacity, and print what was found."""
+    policies = [each.strip() for each in arguments.policy.split(",")]
+    for policy in policies:
+        check_policy(policy)
+    kv_bytes = arguments.kv_bytes or (kv_bytes_per_token(arguments.model) if arguments.model else None)
+    workload = load(arguments)
+    capacities = [
+        parse_capacity(each, workload.unique_blocks, workload.block_tokens, kv_bytes)
+        for each in arguments.capacity.split(",")
+    ]
+    found = list(_replays(workload, capacities, policies))
+    rows = [_row(workload, capacity, result, arguments.by) for capacity, result in found]
+    _compare(rows)
+    summary = _summary(arguments.trace, workload, finished=len(found) == len(capacities) * len(policies))
+    print(json.dumps({**summary, "rows": rows}) if arguments.json else _text(summary, rows, arguments.by))
+    return 0 if summary["finished"] and all(row["finished"] for row in rows) else INTERRUPTED
+
+
+def _replays(
+    workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str]
+) -> Iterator[tuple[Capacity, ReplayResult]]:
+    """Every policy at every capacity, up to the one that Ctrl-C cut short."""
+    for capacity in capacities:
+        for policy in policies:
+            with Progress(f"{policy} at {capacity.text}") as progress:
+                result = replay(workload, capacity.blocks, policy, progress=progress)
+            yield capacity, result
+            if not result.finished:
+                return
+
+
+def _row(workload: Workload, capacity: Capacity, result: ReplayResult, grouping: str | None) -> dict[str, Any]:
+    moments = over_time(workload, result)
+    row: dict[str, Any] = {
+        "policy": result.policy,
+        "capacity": capacity.text,
+        "capacity_blocks": result.capacity_blocks,
+        "token_hit_rate": result.token_hit_rate,
+        "gap_closed": None,
+        "requests": result.requests,
+        "input_tokens": result.input_tokens,
+        "hit_tokens": result.hit_tokens,
+        "evicted_blocks": result.evicted_blocks,
+        "regret_tokens": result.regret_tokens,
+        "seconds": round(result.seconds, 4),
+        "finished": result.finished,
+        "occupancy": [[moment.seconds, moment.cached_blocks] for moment in moments],
+        "hit_rates": [[moment.seconds, round(moment.token_hit_rate, 6)] for moment in moments],
+    }
+    if grouping is not None:
+        row["by"] = [
+            {
+                grouping: group.name,
+                "requests": group.requests,
+                "input_tokens": group.input_tokens,
+                "hit_tokens": group.hit_tokens,
+                "token_hit_rate": group.token_hit_rate,
+            }
+            for group in by_group(workload, result, grouping)
+        ]
+    return row
+
+
+def _compare(rows: list[dict[str, Any]]) -> None:
+    """Say of each policy how much of the way from LRU to the clairvoyant optimum it goes, where both were run."""
+    rates = {(row["capacity"], row["policy"]): row["token_hit_rate"] for row in rows if row["finished"]}
+    for row in rows:
+        lru, best = (rates.get((row["capacity"], policy)) for policy in ("lru", "clairvoyant"))
+        if lru is not None and best is not None and best > lru and row["finished"] and row["policy"] != "infinite":
+            row["gap_closed"] = (row["token_hit_rate"] - lru) / (best - lru)
+
+
+def _summary(trace: str, workload: Workload, *, finished: bool) -> dict[str, Any]:
+    tokens = workload.input_tokens
+    hits = sum(workload.hit_tokens(index, known) for index, known in enumerate(workload.known))
+    return {
+        "trace": name_of(trace),
+        "requests": len(workload.requests),
+        "input_tokens": tokens,
+        "block_tokens": workload.block_tokens,
+        "unique_blocks": workload.unique_blocks,
+        "infinite_token_hit_rate": hits / tokens if tokens else 0.0,
+        "finished": finished,
+    }
+
+
+def _text(summary: dict[str, Any], rows: list[dict[str, Any]], grouping: str | None) -> str:
+    head = (
+        f"{summary['trace']}: {summary['requests']:,} requests, {summary['input_tokens']:,} prompt tokens, "
+        f"{summary['unique_blocks']:,} unique blocks of {summary['block_tokens']:,} tokens; "
+        f"a cache without end would hit {summary['infinite_token_hit_rate']:.1%}"
+    )
+    columns = ("capacity", "blocks", "policy", "hit rate", "of the gap", "evicted blocks", "regret tokens", "seconds")
+    lines = [_cells(row) for row in rows]
+    parts = [head, table(columns, lines, left=(0, 2))]
+    if grouping is not None and rows:
+        parts += _groups(rows, grouping)
+    if not summary["finished"] or not all(row["finished"] for row in rows):
+        parts.append("Interrupted: what is above is what was known by then.")
+    return "\n\n".join(parts)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    rate = f"{row['token_hit_rate']:.4f}"
+    return [
+        row["capacity"],
+        f"{row['capacity_blocks']:,}",
+        row["policy"],
+        rate if row["finished"] else f"{rate} of {row['requests']:,} requests",
+        "" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}",
+        f"{row['evicted_blocks']:,}",
+        f"{row['regret_tokens']:,}",
+        f"{row['seconds']:.2f}",
+    ]
+
+
+def _groups(rows: list[dict[str, Any]], grouping: str) -> Iterator[str]:
+    """A table for each capacity: sessions (or tenants, ...) down, policies across."""
+    for capacity in dict.fromkeys(row["capacity"] for row in rows):
+        chosen = [row for row in rows if row["capacity"] == capacity]
+        groups = chosen[0]["by"]
+        rates = [{group[grouping]: group["token_hit_rate"] for group in row["by"]} for row in chosen]
+        lines = [
+            [group[grouping] or "(none)", f"{group['requests']:,}", f"{group['input_tokens']:,}"]
+            + [f"{each[group[grouping]]:.4f}" if group[grouping] in each else "" for each in rates]
+            for group in groups[:_GROUPS_SHOWN]
+        ]
+        columns = (f"{grouping} at {capacity}", "requests", "prompt tokens", *(row["policy"] for row in chosen))
+        more = len(groups) - _GROUPS_SHOWN
+        yield table(columns, lines, left=(0,)) + (f"\nand {more:,} more: --json has them" if more > 0 else "")

@@ -1,0 +1,79 @@
+"""Who hit and when: a replay's result by session or tenant, and over time.
+
+Knows what a replay recorded for each request. Knows no cache: all is computed afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from radixkv.errors import InvalidInput
+from radixkv_traces.simulate import ReplayResult
+from radixkv_traces.workload import Workload
+
+GROUPINGS = {"session": "session", "tenant": "namespace", "stop": "stop"}
+"""What requests can be grouped by, and the field that says it."""
+
+
+@dataclass(slots=True)
+class Group:
+    """What the requests of one session, tenant or kind had in common; `name` is None for those that state none."""
+
+    name: str | None
+    requests: int = 0
+    input_tokens: int = 0
+    hit_tokens: int = 0
+
+    @property
+    def token_hit_rate(self) -> float:
+        """hit_tokens / input_tokens; 0.0 if they had no prompts."""
+        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The pool after some more requests: what they hit, and how full it is."""
+
+    seconds: float  # of the trace; the number of requests before the last one, if the trace tells no times
+    cached_blocks: int
+    token_hit_rate: float  # of the requests since the last moment
+
+
+def by_group(workload: Workload, result: ReplayResult, grouping: str) -> list[Group]:
+    """The result by "session", "tenant" or "stop", the largest first. O(requests)."""
+    if grouping not in GROUPINGS:
+        raise InvalidInput(f"by={grouping!r}: allowed are {', '.join(GROUPINGS)}")
+    field = GROUPINGS[grouping]
+    groups: dict[str | None, Group] = {}
+    for index, hit in enumerate(result.hits):
+        request = workload.requests[index]
+        name = getattr(request, field)
+        group = groups.setdefault(name, Group(name))
+        group.requests += 1
+        group.input_tokens += request.input_length
+        group.hit_tokens += workload.hit_tokens(index, hit)
+    return sorted(groups.values(), key=lambda group: -group.input_tokens)
+
+
+def over_time(workload: Workload, result: ReplayResult, most: int = 100) -> list[Moment]:
+    """At most `most` moments, with equally many requests between them. O(requests)."""
+    return [
+        Moment(
+            workload.times[end - 1],
+            result.cached[end - 1],
+            _rate(workload, result, begin, end),
+        )
+        for begin, end in _spans(len(result.hits), most)
+    ]
+
+
+def _spans(count: int, most: int) -> Iterator[tuple[int, int]]:
+    edges = [count * i // most for i in range(most + 1)] if count > most else list(range(count + 1))
+    return pairwise(edges)
+
+
+def _rate(workload: Workload, result: ReplayResult, begin: int, end: int) -> float:
+    asked = sum(workload.requests[i].input_length for i in range(begin, end))
+    return sum(workload.hit_tokens(i, result.hits[i]) for i in range(begin, end)) / asked if asked else 0.0

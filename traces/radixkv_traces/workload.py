@@ -1,0 +1,114 @@
+"""A trace made ready to be replayed many times: every different prefix has a number, and who had it before is known.
+
+Knows recorded requests. Knows no cache and no policy. A recorded block id is looked up below the block before it and
+within its namespace, so that two prompts share a number exactly if they share all text up to there, whether or not the
+trace's own ids promise that.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
+
+from radixkv.errors import InvalidInput
+from radixkv_traces.records import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests whose blocks are numbered 0, 1, ... in order of first use; made by `prepare`."""
+
+    requests: list[TraceRequest]  # `blocks` has typecode "i" and names prefixes
+    block_tokens: int
+    unique_blocks: int  # the capacity at which nothing is ever evicted
+    above: array[int]  # block -> the block before it, -1 for a prompt's first
+    known: array[int]  # request -> its leading blocks that earlier requests had: what an infinite cache hits
+    times: array[float]  # request -> seconds on a clock that never goes back; its number, if the trace tells no times
+
+    @property
+    def input_tokens(self) -> int:
+        """Prompt tokens of all requests. O(requests)."""
+        return sum(request.input_length for request in self.requests)
+
+    def hit_tokens(self, index: int, blocks: int) -> int:
+        """Tokens that a hit of so many leading blocks saves a request: never more than its prompt has."""
+        return min(blocks * self.block_tokens, self.requests[index].input_length)
+
+
+def prepare(requests: Iterable[TraceRequest], block_tokens: int) -> Workload:
+    """Number the blocks of all requests. O(blocks); InvalidInput for a block without tokens.
+
+    >>> from radixkv_traces.formats import parse
+    >>> line = '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [70, 50]}'
+    >>> workload = prepare([parse(line), parse(line)], block_tokens=5)
+    >>> workload.requests[0].blocks, workload.unique_blocks, workload.known
+    (array('i', [0, 1]), 2, array('i', [0, 2]))
+    """
+    if not isinstance(block_tokens, int) or isinstance(block_tokens, bool) or block_tokens < 1:
+        raise InvalidInput(f"block_tokens={block_tokens!r}: allowed is an int of at least 1")
+    numbers: dict[tuple[int, int], int] = {}
+    roots: dict[str | None, int] = {}
+    above, known = array("i"), array("i")
+    numbered = []
+    for request in requests:
+        before = len(above)
+        at = roots.setdefault(request.namespace, -1 - len(roots))
+        chain = array("i")
+        for block in request.blocks:
+            number = numbers.setdefault((at, block), len(above))
+            if number == len(above):
+                above.append(max(at, -1))
+            chain.append(number)
+            at = number
+        known.append(len(chain) - (len(above) - before))
+        numbered.append(replace(request, blocks=chain))
+    return Workload(numbered, block_tokens, len(above), above, known, _times(numbered))
+
+
+def _times(requests: Sequence[TraceRequest]) -> array[float]:
+    times = array("d", accumulate((request.timestamp / 1000 for request in requests), max))
+    return times if times and times[-1] > times[0] else array("d", range(len(times)))
+
+
+def block_tokens_of(requests: Sequence[TraceRequest]) -> int:
+    """The tokens of a block: what the lines say, or what fits all their lengths; InvalidInput if that is not clear.
+
+    A prompt of n ids has between n - 1 and n + 1 blocks, as writers count the part-filled last one or not. 512, which
+    is Mooncake's, is taken if it fits, else the one power of two that does. O(requests).
+    """
+    said = {request.block_tokens for request in requests} - {None}
+    if len(said) > 1:
+        raise InvalidInput(f"the lines' block_size differs ({sorted(map(str, said))}): give --block-tokens")
+    for only in said:
+        assert only is not None
+        return only
+    low = max((each.input_length / (len(each.blocks) + 1) for each in requests), default=0.0)
+    high = min((each.input_length / (len(each.blocks) - 1) for each in requests if len(each.blocks) > 1), default=low)
+    fitting = [size for size in (1 << power for power in range(21)) if low < size <= high]
+    if low < 512 <= high or (not fitting and high <= low < 512):
+        return 512
+    if len(fitting) != 1:
+        raise InvalidInput(f"the lengths fit blocks of {low:.1f} to {high:.1f} tokens: say which by --block-tokens")
+    return fitting[0]
+
+
+def interleave(requests: Iterable[TraceRequest], sessions: int) -> Iterator[TraceRequest]:
+    """Sessions in turn, `sessions` of them at a time: one request each, then a session that is over makes way.
+
+    For traces that tell no times; what has no session is one of its own. The order within a session stays, and times
+    are forgotten (0.0), because they say another order. O(requests).
+    """
+    queues: dict[object, deque[TraceRequest]] = {}
+    for number, request in enumerate(requests):
+        queues.setdefault(number if request.session is None else request.session, deque()).append(request)
+    waiting = iter(queues.values())
+    open_now = deque(islice(waiting, sessions))
+    while open_now:
+        queue = open_now.popleft()
+        yield replace(queue.popleft(), timestamp=0.0)
+        queue = queue or next(waiting, queue)
+        if queue:
+            open_now.append(queue)
