@@ -61,7 +61,10 @@ def buckets(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Recordings by bucket and kinds of tile, made when first needed and as long as there is memory."""
+    """Recordings by bucket and kinds of tile, made when first needed and as long as there is memory.
+
+    A step whose own cannot be made is served by one of a larger bucket, or with more kinds of tile.
+    """
 
     def __init__(
         self,
@@ -86,12 +89,14 @@ class DecodeGraphs:
 
         The result lies in memory that the next call overwrites.
         """
-        bucket = self._bucket(chunks)
+        own = self._bucket(chunks)
+        bucket = None if own is None else self._likely(own)
         present = None if bucket is None else self._inputs.fill(chunks, work, bucket)
-        if bucket is None or present is None or not ((bucket, present) in self._replays or self._can_record):
+        key = None if own is None or present is None else self._serving(own, present)
+        if key is None or (key[0] != bucket and self._inputs.fill(chunks, work, key[0]) is None):
             return None
         self._inputs.send()
-        replay = self._replay(bucket, present)
+        replay = self._replay(*key)
         return None if replay is None else replay()[: len(chunks)]
 
     def _bucket(self, chunks: Sequence[Chunk]) -> int | None:
@@ -101,6 +106,29 @@ class DecodeGraphs:
             return None
         bucket = self._buckets[place]
         return bucket if self._padded or bucket == len(chunks) else None
+
+    def _likely(self, own: int) -> int | None:
+        """The bucket that a step of bucket `own` probably runs in; None if it cannot run in any."""
+        if self._can_record:
+            return own
+        return min((bucket for bucket, _ in self._replays if self._serves(bucket, own)), default=None)
+
+    def _serving(self, own: int, present: Present) -> tuple[int, Present] | None:
+        """The recording for such a step, made or to be made; where none can be made, the nearest that has all of it.
+
+        Rows beyond the step's are padded; of a kind of tile that it lacks, a recording finds no tile and does nothing.
+        """
+        if (own, present) in self._replays or self._can_record:
+            return own, present
+        larger = (
+            (bucket, kinds)
+            for bucket, kinds in self._replays
+            if self._serves(bucket, own) and all(has or not wants for has, wants in zip(kinds, present, strict=True))
+        )
+        return min(larger, key=lambda key: (key[0], sum(key[1])), default=None)
+
+    def _serves(self, bucket: int, own: int) -> bool:
+        return bucket == own or (self._padded and bucket > own)
 
     @property
     def _can_record(self) -> bool:

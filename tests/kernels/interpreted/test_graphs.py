@@ -188,6 +188,54 @@ def test_what_does_not_fit_is_computed_without(
     assert not caplog.messages
 
 
+def test_without_memory_for_its_own_recording_a_step_uses_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences are recorded in the bucket of four; then one and two of them are served by it, padded."""
+    monkeypatch.setattr(worklist, "WORTH", 1)
+    pair, rng = Pair(load(), most=4), random.Random(9)
+    for length in (13, 3, 6):
+        pair.prefill(length)
+    pair.decode(rng)
+    pair.replaying._graphs._replays = {key: made for key, made in pair.replaying._graphs._replays.items() if key[0] > 1}
+    pair.recorder.most = len(pair.recorder.tapes)
+    replays = pair.recorder.replays
+    for which in ([1], [0, 2], [2, 1, 0]):
+        pair.decode(rng, which)
+    assert pair.recorder.replays == replays + 3
+    assert len(pair.recorder.tapes) == 2
+    pair.recorder.most = 1000
+    pair.decode(rng, [1, 0])
+    assert len(pair.recorder.tapes) == 3  # now it has its own
+
+
+def test_a_step_without_shared_runs_is_served_by_a_recording_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worklist, "WORTH", 1)
+    loaded = load()
+    pair, rng = Pair(loaded, most=24), random.Random(10)
+    pair.prefill(12)
+    for _ in range(17):
+        pair.fork(0)
+    pair.prefill(5)
+    pair.decode(rng)
+    assert pair.recorder.tapes[-1].launches == 2 + 2 + 1  # two kinds of tile: tails, and the run that 18 rows share
+    pair.recorder.most = len(pair.recorder.tapes)
+    replays = pair.recorder.replays
+    pair.decode(rng, [0, 18])
+    assert pair.recorder.replays == replays + 1
+
+
+def test_a_deterministic_step_is_never_padded_into_a_larger_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "SPLIT", 8)
+    pair, rng = Pair(load(), deterministic=True, most=2), random.Random(11)
+    for _ in range(2):
+        pair.prefill(5)
+    pair.decode(rng)
+    pair.replaying._graphs._replays = {key: made for key, made in pair.replaying._graphs._replays.items() if key[0] > 1}
+    pair.recorder.most = len(pair.recorder.tapes)
+    replays = pair.recorder.replays
+    pair.decode(rng, [0])
+    assert pair.recorder.replays == replays
+
+
 def _reading(model: Any, read: Callable[[torch.Tensor], Any]) -> None:
     """Let the model do something with its hidden states on the host."""
     forward = model.model.layers[0].mlp.forward
