@@ -24,6 +24,8 @@ Levels = npt.NDArray[np.uint8]
 
 AGE_LIMITS = (10.0, 60.0, 600.0, 3600.0)
 REFERENCE_LIMITS = (2, 3, 5, 9)
+MOST_PINS = 2**31
+"""Of a node; more are no engine's, and their sum would not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class Blocks:
 
 def _ends(state: State, pin_ends: set[int], block_size: int = 0) -> list[tuple[int, int]]:
     """The nodes at which sequences and pins end, and how many; with a block size, those that read its last block."""
-    ends = [(number, state.nodes[number].pins) for number in pin_ends if number in state.nodes]
+    ends = [(number, min(state.nodes[number].pins, MOST_PINS)) for number in pin_ends if number in state.nodes]
     for sequence in state.sequences.values():
         node = state.nodes.get(sequence.node)
         if node is not None and not (block_size and _copied_last(node, sequence, block_size)):

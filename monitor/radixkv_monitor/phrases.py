@@ -6,8 +6,8 @@ from __future__ import annotations
 def duration(seconds: float | None) -> str:
     """A length of time, in two or three digits; a dash for None.
 
-    >>> [duration(each) for each in (0.0123, 0.25, 3.21, 42, 200, 7300, 200000, None)]
-    ['12 ms', '250 ms', '3.2 s', '42 s', '3.3 min', '2.0 h', '2.3 d', '-']
+    >>> [duration(each) for each in (0.0123, 0.25, 3.21, 42, 200, 7300, 200000, 1e300, None)]
+    ['12 ms', '250 ms', '3.2 s', '42 s', '3.3 min', '2.0 h', '2.3 d', 'ages', '-']
     """
     if seconds is None:
         return "-"
@@ -18,7 +18,7 @@ def duration(seconds: float | None) -> str:
         if seconds < size:
             return f"{seconds:.0f} {unit}" if seconds >= 9.95 else f"{seconds:.1f} {unit}"
         seconds /= size if unit != "h" else 24
-    return f"{seconds:.1f} d" if seconds < 10 else f"{seconds:.0f} d"
+    return f"{seconds:.1f} d" if seconds < 10 else f"{seconds:.0f} d" if seconds < 99_999.5 else "ages"
 
 
 def count(number: float) -> str:

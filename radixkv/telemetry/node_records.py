@@ -15,6 +15,7 @@ from radixkv.cache.ghosts import Owner
 from radixkv.cache.node import Node
 from radixkv.cache.tokens import WIDTH
 from radixkv.telemetry.records import NodeRecord
+from radixkv.telemetry.texts import drawable
 
 HEAD = 8  # token ids of a node that are told
 TEXT_TOKENS, TEXT_CHARACTERS = 40, 80
@@ -59,7 +60,7 @@ def said(ids: list[int], decode: Decode) -> str:
         text = decode(ids)
     except Exception as error:
         return f"<{type(error).__name__}>"
-    return text[:TEXT_CHARACTERS].replace("\n", "\\n")
+    return drawable(text[:TEXT_CHARACTERS])
 
 
 def runs(blocks: array[int]) -> tuple[int, ...]:
@@ -93,7 +94,9 @@ def label(namespace: Hashable) -> str | None:
         return None
     if isinstance(namespace, tuple):
         return f"({', '.join(label(each) or 'None' for each in namespace)})"[:_LONGEST_NAME]
-    return str(namespace)[:_LONGEST_NAME] if type(namespace) in (str, int, float, bool) else type(namespace).__name__
+    if type(namespace) not in (str, int, float, bool):
+        return type(namespace).__name__
+    return drawable(str(namespace)[:_LONGEST_NAME])
 
 
 def _namespace(mark: Owner) -> str | None:

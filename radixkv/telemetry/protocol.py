@@ -27,6 +27,7 @@ from radixkv.telemetry.records import (
     SessionRecord,
 )
 from radixkv.telemetry.shapes import MOST_INT
+from radixkv.telemetry.texts import drawable
 
 __all__ = [
     "MAX_FRAME",
@@ -46,6 +47,8 @@ __all__ = [
 VERSION = 1
 MAX_FRAME = 4 * 1024 * 1024
 """The most bytes behind a length."""
+MOST_POOL = 2**24
+"""The most blocks of an engine that can be told of."""
 PREFIX = 4
 _MOST_ARRAYS = 65_536  # in one frame: empty ones take 1 byte on the wire, and 80 in memory
 _MOST_MAPS = 3  # the frame, its body, its stats
@@ -241,7 +244,11 @@ def _stats(said: dict[str, Any]) -> dict[str, float]:
 
 
 def _hello(said: dict[str, Any], **common: Any) -> Hello:
-    return Hello(EngineFacts.unpack(_tuple(said, "engine")), **common)
+    facts = EngineFacts.unpack(_tuple(said, "engine"))
+    # Whoever shows a pool has an entry for each block, and divides by their size.
+    _demand(0 < facts.num_blocks <= MOST_POOL, f"a pool cannot have {facts.num_blocks} blocks")
+    _demand(facts.block_size > 0, f"a block cannot have {facts.block_size} tokens")
+    return Hello(facts, **common)
 
 
 def _snapshot(said: dict[str, Any], **common: Any) -> Snapshot:
@@ -264,7 +271,7 @@ _READ: dict[str, Callable[..., Frame]] = {
     "snapshot": _snapshot,
     "delta": lambda said, **common: Delta(_changes(said), **common),
     "gap": lambda said, **common: Gap(_count(said, "dropped"), **common),
-    "bye": lambda said, **common: Bye(_take(said, "reason", str), **common),
+    "bye": lambda said, **common: Bye(drawable(_take(said, "reason", str)), **common),
 }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from radixkv.telemetry.shapes import shape_of
+from radixkv.telemetry.texts import drawable
 
 Phase = Literal["waiting", "prefill", "decode", "paused", "preempted", "finished", "cancelled", "failed"]
 MissReason = Literal["full", "never_seen", "diverged", "evicted", "limit"]
@@ -31,14 +32,15 @@ class Record:
 
     @classmethod
     def unpack(cls, values: Sequence[Any]) -> Self:
-        """The record of a packed list. Lists become tuples.
+        """The record of a packed list. Lists become tuples, and texts `drawable`: strangers may have chosen them.
 
         Values behind those that we know are left out, and those that have a default may be missing: records only ever
         grow at their end. Raises ValueError for too few values, and for wrong types or ranges.
         """
         shape = shape_of(cls)
         plain = [tuple(value) if type(value) is list else value for value in values[: len(shape.names)]]
-        shape.check(plain)
+        for at in shape.check(plain):
+            plain[at] = drawable(plain[at])
         return cls(*plain)
 
 

@@ -35,8 +35,8 @@ class Shape:
         self._words = {at: words for at, name in enumerate(self.names) if (words := _words(hints[name]))}
         self._known: dict[tuple[type, ...], _Plan] = {}
 
-    def check(self, values: Sequence[Any]) -> None:
-        """ValueError if these are not the values of such a record.
+    def check(self, values: Sequence[Any]) -> Sequence[int]:
+        """ValueError if these are not the values of such a record; returns the places of those that are texts.
 
         Values at the end that have a default may be missing: an earlier release wrote them. O(values).
         """
@@ -48,6 +48,7 @@ class Shape:
             self._check_numbers(at, values[at])
         for at, words in plan.words:
             self._demand(values[at] in words, at, values[at])
+        return plan.texts
 
     def _planned(self, types: tuple[type, ...]) -> _Plan:
         """What is left to look at, once the types were found right."""
@@ -87,7 +88,7 @@ class Shape:
 class _Plan:
     """How to look at values of certain types fast: most of the checks are one call each, and C runs it."""
 
-    __slots__ = ("_counts", "_floats", "_signed", "tuples", "words")
+    __slots__ = ("_counts", "_floats", "_signed", "texts", "tuples", "words")
 
     def __init__(self, types: tuple[type, ...], names: tuple[str, ...], words: dict[int, frozenset[str]]) -> None:
         ints = [at for at, kind in enumerate(types) if kind is int]
@@ -95,6 +96,7 @@ class _Plan:
         self._signed = [at for at in ints if names[at] == _SIGNED]
         self._floats = _getter([at for at, kind in enumerate(types) if kind is float])
         self.tuples = [at for at, kind in enumerate(types) if kind is tuple]
+        self.texts = [at for at, kind in enumerate(types) if kind is str]
         self.words = [(at, allowed) for at, allowed in words.items() if at < len(types) and types[at] is str]
 
     def in_range(self, values: Sequence[Any]) -> bool:

@@ -28,7 +28,7 @@ from radixkv.telemetry.protocol import (
     encode,
     snapshot_frames,
 )
-from radixkv.telemetry.records import Changes, EngineFacts
+from radixkv.telemetry.records import Changes, EngineFacts, SessionRecord
 from tests.telemetry.wire import CHANGES, COUNT, FACTS, TEXT, TIME, eviction, node, records, request
 
 COMMON = {"seq": COUNT, "ts": TIME}
@@ -52,6 +52,10 @@ FRAMES = st.one_of(
 def framed(body: object) -> bytes:
     packed = body if isinstance(body, bytes) else msgpack.packb(body)
     return len(packed).to_bytes(4, "big") + packed
+
+
+def hello(**other: int) -> bytes:
+    return framed({"v": 1, "t": "hello", "seq": 1, "ts": 0.0, "engine": replace(FACTS, **other).pack()})
 
 
 def delta(**body: object) -> bytes:
@@ -164,6 +168,9 @@ def test_frames_of_wrong_types_are_refused(name, fields):
         (framed({"v": b"1"}), "makes no sense"),
         (framed(msgpack.packb({"v": msgpack.ExtType(5, b"")})), "extensions"),
         (delta(stats={"steps": "many"}), "'steps'"),
+        (hello(num_blocks=0), "0 blocks"),
+        (hello(num_blocks=2**40), "1099511627776 blocks"),
+        (hello(block_size=0), "0 tokens"),
         (delta(nodes=[7]), "list of records"),
         (delta(gone_nodes=[1, "2"]), "list of ids"),
         (delta(gone_nodes=[-1]), "list of ids"),
@@ -318,3 +325,31 @@ def test_pages_stay_below_the_cap_whatever_is_in_them():
     whole = [record for page in got for record in page.nodes]
     assert whole[0].blocks == fragmented[:LONGEST_LIST]
     assert (whole[1].namespace, len(whole[1].text)) == ("n" * 4096, 4096)
+
+
+EVIL = "\x1b[2J\x1b[31mred\r\n\x07\u202e"
+TAMED = r"\x1b[2J\x1b[31mred\r\n\x07\u202e"
+
+
+def test_texts_cannot_command_a_terminal():
+    changes = Changes(
+        0.0,
+        nodes=(node(1, namespace=EVIL, text=EVIL),),
+        requests=(replace(request(1), namespace=EVIL, finish=EVIL, miss_pressure=EVIL),),
+        sessions=(SessionRecord(1, EVIL, 0, 0, 0, 0, 0, 0, 0.0, 0.0),),
+        evictions=(replace(eviction(1), pressure=EVIL),),
+    )
+    facts = replace(FACTS, engine=EVIL, model=EVIL, device=EVIL, dtype=EVIL, attention=EVIL, eviction=EVIL)
+    frames = list(Decoder().feed(encode(Hello(facts)) + encode(Delta(changes)) + encode(Bye(EVIL))))
+    texts = [text for text in _texts(frames) if "red" in text]
+    assert texts == [TAMED] * 14
+    assert TAMED.isprintable()
+
+
+def _texts(value: object) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [text for each in value for text in _texts(each)]
+    names = getattr(type(value), "__slots__", ()) if value is not None else ()
+    return [text for name in names for text in _texts(getattr(value, name))]

@@ -6,6 +6,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from radixkv.telemetry.protocol import MOST_POOL
 from radixkv.telemetry.records import (
     Changes,
     EngineFacts,
@@ -15,6 +16,7 @@ from radixkv.telemetry.records import (
     SequenceRecord,
     SessionRecord,
 )
+from radixkv.telemetry.texts import drawable
 
 FACTS = EngineFacts(
     "e-1", 4242, 1000.0, "0.1.0", "tiny", "cpu", "float32", "torch", "lru", 64, 16, 4096, 2048, 64, 2048, 512
@@ -35,7 +37,7 @@ def eviction(number: int, wanted_again: float | None = None) -> EvictionRecord:
 
 COUNT = st.integers(0, 2**63 - 1)
 TIME = st.floats(allow_nan=False, allow_infinity=False)
-TEXT = st.text(max_size=20)
+TEXT = st.text(max_size=20).map(drawable)
 RUNS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**20)), max_size=4).map(
     lambda runs: tuple(number for run in runs for number in run)
 )
@@ -46,6 +48,7 @@ PRIORITY = st.integers(-(2**63) + 1, 2**63 - 1)
 def records(kind: type) -> st.SearchStrategy:
     """Any record of a kind: by its annotations, but for what has a range of its own."""
     own = {"head": HEAD, "priority": PRIORITY, "blocks": COUNT if kind is EvictionRecord else RUNS}
+    own |= {"num_blocks": st.integers(1, MOST_POOL), "block_size": st.integers(1, 2**63 - 1)}
     return st.builds(kind, **{name: own.get(name, _any(hint)) for name, hint in get_type_hints(kind).items()})
 
 
