@@ -6,13 +6,13 @@ Knows a file and a play head. Knows no screen.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 from threading import Event, Lock
 
 from radixkv.errors import ProtocolError
+from radixkv.telemetry.frames import Frame
 from radixkv.telemetry.recording import read_recording
 from radixkv_monitor.feed import Status, ThreadFeed, Traffic
 from radixkv_monitor.intake import Intake, Past
@@ -102,8 +102,7 @@ class FileFeed(ThreadFeed):
         played = self._clock()
         self._status = Status("replay", 0.0, "reading the recording")
         try:
-            recorded = read_recording(self._path)
-            while frames := list(islice(recorded, _BATCH)):
+            for frames in _batches(read_recording(self._path)):
                 self._frames += len(frames)
                 self.intake.take(*frames)
                 if self._closing.is_set():
@@ -134,3 +133,20 @@ class FileFeed(ThreadFeed):
         self._status = Status("ended" if at_end else "replay", span[0], sentence if at_end else "")
         if at_end:
             self.playing = False
+
+
+def _batches(frames: Iterator[Frame]) -> Iterator[list[Frame]]:
+    """Some frames at a time, as each time costs a state; also those right before an error, which comes behind them."""
+    batch: list[Frame] = []
+    try:
+        for frame in frames:
+            batch.append(frame)
+            if len(batch) == _BATCH:
+                yield batch
+                batch = []
+    except (OSError, ProtocolError):
+        if batch:
+            yield batch
+        raise
+    if batch:
+        yield batch

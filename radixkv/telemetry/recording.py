@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from radixkv.telemetry.records import EngineFacts
 
 _log = logging.getLogger(__name__)
 
-MAGIC = b"RADIXKV-TELEMETRY 1\n"
+_NAME, _VERSION = b"RADIXKV-TELEMETRY ", 1
+MAGIC = b"%b%d\n" % (_NAME, _VERSION)
 _CHUNK = 64 * 1024
 _SEGMENTS = 10  # that the flight recorder's time and bytes are cut into
 
@@ -128,9 +130,9 @@ class FlightRecorder:
         with self._lock:
             frames = [frame for segment in self._segments for frame in segment.frames]
         target = Path(path)
-        fresh = target.with_name(f".{target.name}.{os.getpid()}.new")
+        fresh = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
         try:
-            with fresh.open("wb") as file:
+            with open(fresh, "wb", opener=_fresh) as file:
                 writer = RecordingWriter(file, self._facts, ts)
                 file.writelines(frames)
                 for frame in more:
@@ -145,22 +147,40 @@ class FlightRecorder:
 
 
 def _opened(path: str | PathLike[str]) -> IO[bytes]:
-    return Path(path).open("wb")
+    return open(path, "wb", opener=_private)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that, if it is made now, is for its owner alone: recordings hold beginnings of prompts."""
+    return os.open(path, flags, 0o600)
+
+
+def _fresh(path: str, flags: int) -> int:
+    """Likewise, and it must be made now: in a shared folder somebody may have laid a link in our way."""
+    return _private(path, flags | os.O_EXCL | os.O_NOFOLLOW)
+
+
+def _check_head(path: str | PathLike[str], head: bytes) -> None:
+    if head == MAGIC:
+        return
+    if head.startswith(_NAME):
+        version = head.removeprefix(_NAME).decode("ascii", "replace").strip()
+        raise ProtocolError(f"{path} is a recording of version {version}, and this reads version {_VERSION}")
+    raise ProtocolError(f"{path} is no recording of telemetry: it does not begin with {MAGIC!r}")
 
 
 def read_recording(path: str | PathLike[str]) -> Iterator[Frame]:
     """The frames of a recording, one by one, the hello first. Holds one frame at a time.
 
     A recording that ends inside a frame, as after a crash, ends with a Bye that says so. Raises OSError if the file
-    cannot be read, and ProtocolError if it is no recording or, behind its good frames, where it is damaged.
+    cannot be read, and ProtocolError if it is no recording or, behind its good frames, says where it is damaged.
     """
     with Path(path).open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise ProtocolError(f"{path} is no recording of telemetry: it does not begin with {MAGIC!r}")
+        _check_head(path, file.read(len(MAGIC)))
         decoder, seq, ts = Decoder(), 0, 0.0
         begun = False
         while chunk := file.read(_CHUNK):
-            for frame in decoder.feed(chunk):
+            for frame in _whole(decoder, chunk, path, file):
                 if not begun and not isinstance(frame, Hello):
                     raise ProtocolError(f"{path} does not say whose recording it is: its first frame is no hello")
                 begun, seq, ts = True, frame.seq, frame.ts
@@ -171,3 +191,14 @@ def read_recording(path: str | PathLike[str]) -> Iterator[Frame]:
         reason = f"the recording ends inside a frame: {decoder.pending} bytes of it are there"
         _log.warning("%s: %s", path, reason)
         yield Bye(reason, seq=seq, ts=ts)
+
+
+def _whole(decoder: Decoder, chunk: bytes, path: str | PathLike[str], file: IO[bytes]) -> Iterator[Frame]:
+    """The frames of a chunk; an error says behind which byte of the file it is."""
+    good = file.tell() - len(chunk) - decoder.pending
+    try:
+        for frame in decoder.feed(chunk):
+            good = file.tell() - decoder.pending
+            yield frame
+    except ProtocolError as error:
+        raise ProtocolError(f"{path} is damaged behind byte {good:,}: {error}") from error

@@ -18,7 +18,7 @@ from radixkv.errors import EngineNotFound
 from radixkv.telemetry.frames import Bye, Delta, Frame, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import encode, snapshot_frames
-from radixkv.telemetry.recording import read_recording
+from radixkv.telemetry.recording import MAGIC, read_recording
 from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord
 from radixkv_monitor.intake import Intake, Past
 from radixkv_monitor.live import DemoFeed, SocketFeed
@@ -320,6 +320,20 @@ def recording(tmp_path: Path) -> Path:
         intake.take(delta(1000.0 + tick, tick % 9 + 1))
     intake.stop_recording()
     return path
+
+
+@pytest.mark.parametrize("cut", [0, 1, 31, 32, 40, 100])
+def test_a_damaged_recording_shows_all_before_the_damage(recording: Path, cut: int) -> None:
+    frames = list(read_recording(recording))[: cut + 2]
+    recording.write_bytes(MAGIC + b"".join(map(encode, frames)) + b"\xff" * 100 + b"nonsense" * 1000)
+    feed = FileFeed(recording)
+    feed.start()
+    until(lambda: "is damaged behind byte" in feed.status.sentence or feed.span)
+    feed.seek(2000.0)
+    until(lambda: "is damaged behind byte" in feed.status.sentence)
+    assert feed.span == (1000.0, 1000.0 + cut)
+    assert feed.latest is not None and feed.latest.time == 1000.0 + cut
+    feed.close()
 
 
 class Clock:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
-import os
+import resource
+import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -73,7 +75,7 @@ def test_a_cut_recording_ends_with_a_bye_that_says_so(tmp_path, caplog):
     [
         (b"", "is no recording"),
         (b"%PDF-1.7 and more", "is no recording"),
-        (b"RADIXKV-TELEMETRY 2\n", "is no recording"),
+        (b"RADIXKV-TELEMETRY 2\n", "is a recording of version 2, and this reads version 1"),
         (MAGIC, "holds no frame"),
         (MAGIC + encode(Hello(FACTS))[:-1], "holds no frame"),
         (MAGIC + encode(Gap(1)), "its first frame is no hello"),
@@ -90,7 +92,8 @@ def test_damage_is_refused_behind_the_good_frames(tmp_path):
     (tmp_path / "a.rec").write_bytes(MAGIC + encode(Hello(FACTS)) + encode(DELTAS[0]) + b"\xff" * 9)
     frames = read_recording(tmp_path / "a.rec")
     assert [next(frames), next(frames)] == [Hello(FACTS), DELTAS[0]]
-    with pytest.raises(ProtocolError, match="cap"):
+    good = len(MAGIC + encode(Hello(FACTS)) + encode(DELTAS[0]))
+    with pytest.raises(ProtocolError, match=f"damaged behind byte {good}: .*cap"):
         next(frames)
 
 
@@ -158,45 +161,58 @@ def test_what_was_collected_last_comes_behind(tmp_path):
     assert seconds_of(recorder, tmp_path / "a.rec") == [0, 1, 2]  # it was for that file alone
 
 
-class FullDisk:
-    """Opens files as ever, but they take no more than some bytes."""
-
-    def __init__(self, file, room):
-        self._file, self._room = file, room
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self._file.close()
-
-    def write(self, data):
-        self._room -= len(data)
-        if self._room < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._file.write(data)
-
-    def writelines(self, lines):
-        for line in lines:
-            self.write(line)
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file of this process gets longer: the system refuses to write on, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_loses_neither_what_is_kept_nor_the_file_of_before(tmp_path, monkeypatch):
+def test_a_full_disk_loses_neither_what_is_kept_nor_the_file_of_before(tmp_path):
     recorder, path = recorded(50), tmp_path / "a.rec"
     before = seconds_of(recorder, path)
     whole = path.read_bytes()
     recorder.add(delta(50))
-    real = Path.open
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", lambda self, mode="r": FullDisk(real(self, mode), 1000))
-        with pytest.raises(OSError, match="No space left"):
-            recorder.save(path, 0.0)
+    with room(1000), pytest.raises(OSError, match="File too large"):
+        recorder.save(path, 0.0)
     assert path.read_bytes() == whole
     assert [each.name for each in tmp_path.iterdir()] == ["a.rec"]
     assert seconds_of(recorder, path) == [*before, 50]
+
+
+def test_a_full_disk_cuts_a_recording_where_a_reader_finds_all_before(tmp_path):
+    path = tmp_path / "a.rec"
+    writer = RecordingWriter(path, FACTS)
+    writer.write(DELTAS[0])
+    with room(path.stat().st_size + 10):
+        with pytest.raises(OSError, match="File too large"):
+            writer.write(DELTAS[1])
+        with pytest.raises(OSError, match="File too large"):
+            writer.close()
+    *read, bye = read_recording(path)
+    assert read == [Hello(FACTS), DELTAS[0]]
+    assert isinstance(bye, Bye)
+
+
+def test_recordings_are_for_their_owner_alone(tmp_path):
+    written(tmp_path / "a.rec")
+    recorded(3).save(tmp_path / "b.rec", 0.0)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in sorted(tmp_path.iterdir())] == [0o600, 0o600]
+
+
+def test_nobody_elses_link_is_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / ".a.rec.guessed.new").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        recorded(3).save(tmp_path / "a.rec", 0.0)
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "a.rec").exists()
 
 
 def test_it_is_saved_while_others_write(tmp_path):
