@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read what is printed has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (RadixKVError, OSError) as error:
         print(f"radixkv-monitor: {error}", file=sys.stderr)
         return MISUSED if isinstance(error, ValueError) else FAILED
@@ -129,5 +133,5 @@ def _once(feed: Any, *, as_json: bool) -> int:
     from radixkv_monitor.once import first_state, to_dict, to_text
 
     state = first_state(feed, PATIENCE)
-    print(json.dumps(to_dict(state), indent=2) if as_json else to_text(state))
+    print(json.dumps(to_dict(state), indent=2) if as_json else to_text(state), flush=True)
     return 0

@@ -8,6 +8,7 @@ from typing import Any
 
 from radixkv.errors import EngineNotFound
 from radixkv_monitor.feed import Feed
+from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.phrases import count, duration, share
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
@@ -28,10 +29,13 @@ def first_state(feed: Feed, patience: float) -> State:
                 feed.seek(feed.span[1])
             elif feed.latest is not None and feed.status.link != "connecting":
                 break
+            elif isinstance(feed, SocketFeed) and feed.latest is None and feed.status.sentence:
+                break  # the first attempt failed, and a script does not wait for engines to come
             time.sleep(0.02)
         state = feed.latest
         if state is None:
-            raise EngineNotFound(f"{feed.title}: {feed.status.sentence or 'nothing was told'}")
+            why = feed.status.sentence or "nothing was told"
+            raise EngineNotFound(why if feed.title in why else f"{feed.title}: {why}")
         return replace(state, now=max(state.time, feed.now))
     finally:
         feed.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from radixkv.errors import EngineNotFound, InvalidInput
-from radixkv.telemetry.discovery import Found, connect, engines
+from radixkv.telemetry.discovery import Found, connect, engines, tcp_address
 from radixkv_monitor.feed import ThreadFeed
 from radixkv_monitor.live import HZ, DemoFeed, SocketFeed
 from radixkv_monitor.phrases import duration
@@ -29,6 +29,8 @@ NOBODY = (
 
 def feed_of(target: str, token: str = "") -> ThreadFeed:
     """The feed of a process id, a socket's path, tcp://host:port, or a recording. Raises InvalidInput."""
+    if target.startswith("tcp://"):
+        tcp_address(target)
     if target.startswith("tcp://") or target.isdecimal():
         return SocketFeed(target, lambda: connect(target, token, HZ))
     path = Path(target)

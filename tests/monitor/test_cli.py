@@ -104,7 +104,7 @@ def test_wrong_usage_is_one_line_and_status_2(
     monkeypatch.setattr(cli, "PATIENCE", 0.2)
     status = cli.main(arguments)
     said = capsys.readouterr()
-    assert status == (1 if arguments[0] == "tcp://nowhere" else 2), said
+    assert status == 2, said
     assert said.out == "" and words in said.err and len(said.err.strip().splitlines()) == 1
 
 
@@ -114,6 +114,11 @@ def test_what_is_redirected_is_no_terminal(redirected: str, monkeypatch: pytest.
         monkeypatch.setattr(getattr(sys, name), "isatty", lambda: True, raising=False)
     monkeypatch.setattr(cli, "_draw", lambda *_: pytest.fail("it drew"))
     assert cli.main(["--demo"]) == 2
+
+
+def test_nobody_at_a_process_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([str(2**22 + 1), "--once"]) == 1
+    assert f"process {2**22 + 1} runs no engine" in capsys.readouterr().err
 
 
 def test_no_recording_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,3 +219,10 @@ def _environment() -> dict[str, str]:
     import os
 
     return os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+
+
+def test_whoever_has_read_enough_is_not_shouted_at(recording: Path) -> None:
+    command = f"{sys.executable} -c 'import sys; from radixkv_monitor.cli import main; sys.exit(main())' {recording}"
+    script = f"set -o pipefail; {command} --once --json | true; echo status $?"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=_environment())
+    assert done.stdout == "status 0\n" and done.stderr == ""
