@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +35,10 @@ class World:
     block_size: int = 4
     limits: Limits = field(default_factory=Limits)
     reuse: bool = True
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self.cache = PrefixCache(self.num_blocks, self.block_size)
+        self.cache = PrefixCache(self.num_blocks, self.block_size, clock=self.clock)
         self.runner = FakeRunner(self.num_blocks, self.block_size)
         self.core = Core(self.cache, self.runner, self.limits, reuse=self.reuse)
 
@@ -548,3 +550,20 @@ def test_what_cannot_be_published_harms_nobody(monkeypatch: pytest.MonkeyPatch) 
     assert world.core.counters.preemptions
     with pytest.raises(RequestTimedOut):
         late.outlet.wait(0)
+
+
+# ---- pins
+
+
+def test_a_pin_whose_time_is_over_is_in_nobodys_way() -> None:
+    """Nobody asked the cache for anything since that would have let go of it."""
+    now = 0.0
+    world = World(10, clock=lambda: now)
+    world.submit(tokens(8), GREEDY.but(max_tokens=1))
+    world.finish()
+    pin = world.core.scheduler.pin(np.array(tokens(8), np.int32), ttl=5.0)
+    assert pin.blocks == 2
+    now = 6.0
+    whole = world.submit(tokens(36, 1), GREEDY.but(max_tokens=5))
+    world.finish()
+    assert is_right(whole)

@@ -159,13 +159,11 @@ PINNED = tuple(range(8))
 """Two blocks of four, of a pool of ten, that stay."""
 
 
-def beside_pins(
-    prompt: tuple[int, ...], tokens: int, *pinnings: Pinning, until: int = 90, ttl: float | None = None
-) -> World:
+def beside_pins(prompt: tuple[int, ...], tokens: int, *pinnings: Pinning, until: int = 90) -> World:
     """A request of nine blocks comes beside one of seven, and gives way as it is the younger."""
     greedy = SamplingParams(max_tokens=1, temperature=0)
     asks = (Ask(0, 0, PINNED, greedy, 1), Ask(1, 3, (9,), greedy, 28), Ask(2, 4, prompt, greedy, tokens))
-    pins = (Pinning(2, PINNED, None, until, ttl), *pinnings)
+    pins = (Pinning(2, PINNED, None, until), *pinnings)
     limits = Limits(max_sequences=2, max_batch_tokens=16, prefill_chunk=8, victim="last")
     forgets = Forgetting(22, "discard", PINNED, 6)  # what is pinned stays
     return World(Scenario(0, 10, 4, limits, asks, pinnings=pins, forgettings=(forgets,))).run()
@@ -194,7 +192,14 @@ def test_a_pin_that_ends_inside_a_block_holds_a_block_that_is_no_hit(until: int)
     assert (last.outlet.completion is None) == (until == 20)
 
 
-def test_a_pin_whose_time_is_over_is_in_nobodys_way() -> None:
-    """Nothing was evicted, and nobody asked for statistics since."""
-    world = beside_pins((10, 11, 12), 33, until=90, ttl=12.0)
-    assert world.customers[2].outlet.completion is not None
+def test_of_a_hit_that_costs_a_block_more_what_is_pinned_stays() -> None:
+    """Behind the pin two branches part inside a block, and each has one: beside both the last request does not fit."""
+    greedy = SamplingParams(max_tokens=1, temperature=0)
+    stem = (*PINNED, 9, 9)
+    asks = [Ask(0, 0, PINNED, greedy, 1), Ask(1, 3, (*stem, 1), greedy, 1), Ask(2, 6, (*stem, 2, 2, 2), greedy, 1)]
+    asks.append(Ask(3, 9, (*stem, 2, 2, 2, 3), greedy, 27))
+    limits = Limits(max_sequences=2, max_batch_tokens=16, prefill_chunk=8)
+    world = World(Scenario(0, 10, 4, limits, tuple(asks), pinnings=(Pinning(2, PINNED, None, 90),))).run()
+    done = world.customers[3].outlet.completion
+    assert done is not None
+    assert done.usage.cached_tokens == len(PINNED)
