@@ -37,7 +37,7 @@ def _mixed(colour: str, other: int) -> str:
     return "#" + "".join(f"{round(0.4 * part + 0.6 * other):02x}" for part in parts)
 
 
-FREE = Shade("#2a2f3a", "#dfe3ea", "·")
+FREE = Shade("#3a4250", "#ccd3dd", "·")
 CACHED = Shade("#3f8fc9", "#5aa9de", "░")
 ACTIVE = Shade("#e69f00", "#d98a00", "▓")
 PRIVATE = Shade("#f0e442", "#8a7d00", "▒")

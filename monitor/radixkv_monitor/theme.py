@@ -7,6 +7,14 @@ from __future__ import annotations
 
 from textual.theme import Theme
 
+
+def _scrollbars(bar: str, ground: str, touched: str) -> dict[str, str]:
+    """Quiet ones: where one is in a list matters less than the list."""
+    grounds = {f"scrollbar-background{state}": ground for state in ("", "-hover", "-active")}
+    bars = {"scrollbar": bar, "scrollbar-hover": touched, "scrollbar-active": touched}
+    return {**grounds, **bars, "scrollbar-corner-color": ground}
+
+
 DARK = Theme(
     name="radixkv-dark",
     primary="#56b4e9",
@@ -20,6 +28,7 @@ DARK = Theme(
     surface="#1a1e26",
     panel="#232833",
     dark=True,
+    variables=_scrollbars("#3d4554", "#14171d", "#56b4e9"),
 )
 
 LIGHT = Theme(
@@ -35,6 +44,7 @@ LIGHT = Theme(
     surface="#f1f4f8",
     panel="#e2e8f0",
     dark=False,
+    variables=_scrollbars("#b4becc", "#fbfcfe", "#0b62a3"),
 )
 
 THEMES = (DARK, LIGHT)

@@ -52,7 +52,7 @@ def test_requests_show_phases_waterfall_and_why(size: tuple[int, int]) -> None:
 
     async def script(pilot: Pilot[None]) -> None:
         text = "\n".join(screen(pilot.app))
-        assert "1 running, 1 waiting, 2 ended ones remembered" in text
+        assert "1 running, 1 waiting, 2 that ended" in text
         assert "● decode" in text and "✗ failed" in text and "… waiting" in text
         assert "█" in text
         assert numbers(view) == [4, 3, 2, 1]

@@ -31,6 +31,8 @@ STATS = {
     "cache.pinned_blocks": 2.0,
     "cache.query_tokens": 10_000.0,
     "cache.regret_tokens": 100.0,
+    "cache.evicted_tokens": 500.0,
+    "monitor_ns": 2e6,
     "audited_blocks": 12.0,
 }
 
@@ -83,9 +85,11 @@ def test_all_numbers_are_on_screen(size: tuple[int, int]) -> None:
         "free 25% 16",
         "93% 1 min  93% run  93% lifetime",
         "hits 4.0x faster",
-        "3 running  1 waiting  41 done  0 failed",
+        "3 running  1 waiting  41 done",
+        "0 failed in 1 min  0 computed twice",
         "20 ms a step  6 tokens in it",
-        "1% lifetime:  100 tokens came back",
+        "100 came back,  20% of all that went",
+        "% of its thread for telemetry",
         "0 wrong of 12 audited blocks",
     ):
         assert words in text, words
@@ -94,7 +98,9 @@ def test_all_numbers_are_on_screen(size: tuple[int, int]) -> None:
 @SIZES
 def test_an_engine_that_has_done_nothing(size: tuple[int, int]) -> None:
     text, _ = drawn(Changes(time=1000.0, reset=True), size)
-    assert "Ready, no request yet" in text and "none yet" in text and "0 audits yet" in text
+    assert (
+        "Ready, no request yet" in text and "no hits yet" in text and "no misses yet" in text and "0 audits yet" in text
+    )
 
 
 @SIZES

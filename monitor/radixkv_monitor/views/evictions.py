@@ -85,7 +85,7 @@ class EvictionsView(Listing[EvictionRow]):
         wanted = sum(1 for row in rows if row.wanted_after is not None)
         return (
             f"{some(tokens, 'token')} went, {regret:,} ({share(regret, tokens)}) wanted again · "
-            f"{wanted:,} of the last {len(rows):,} evictions regretted"
+            f"{wanted:,} of {len(rows):,} regretted"
         )
 
     def detail(self, row: EvictionRow, state: State) -> Content:

@@ -27,8 +27,10 @@ from radixkv_monitor.widgets.bars import columns, stacked
 
 SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
 POOL = (("active", palette.ACTIVE), ("pinned", palette.PINNED), ("cached", palette.CACHED), ("free", palette.FREE))
-SPANS = ((60.0, "one minute"), (120.0, "two minutes"), (300.0, "five minutes"), (600.0, "ten minutes"))
+SPANS = ((60.0, "1 min"), (120.0, "2 min"), (300.0, "5 min"), (600.0, "10 min"))
 """How long the sparklines are: as short as shows all that was seen."""
+TALLEST = 12
+"""Lines of a sparkline."""
 
 
 class Panel(Widget):
@@ -78,13 +80,13 @@ class OverviewView(View):
 
     DEFAULT_CSS = """
     OverviewView { layout: vertical; padding: 0 1; }
-    #verdict { height: 1; }
+    #verdict { height: auto; max-height: 2; }
     #facts { height: 1; }
-    #pool-bar { height: 3; margin: 1 0 0 0; }
+    #pool-bar { height: 3; }
     #cards { grid-size: 2 3; grid-gutter: 0 3; height: 1fr; }
     OverviewView.-wide {
         #cards { grid-size: 3 2; grid-gutter: 1 4; }
-        #verdict { height: auto; max-height: 2; margin: 1 0; }
+        #verdict { margin: 1 0; }
         #pool-bar { height: 5; margin: 1 0; }
     }
     Panel { height: 1fr; }
@@ -145,10 +147,7 @@ class OverviewView(View):
         said = verdict(state, summary)
         colours = {"good": "success", "idle": "primary", "warn": "warning", "bad": "error"}
         style = Style(color=self.app.theme_variables.get(colours[said.level]), bold=True)
-        line = Text(
-            f"{SIGNS[said.level]} {said.sentence}", style, overflow="ellipsis", no_wrap=not self.has_class("-wide")
-        )
-        self._panel("verdict").show([line])
+        self._panel("verdict").show([Text(f"{SIGNS[said.level]} {said.sentence}", style)])
 
     def _pool(self, panel: Panel, state: State, summary: Summary) -> list[Text]:
         facts, pool, dark = state.facts, summary.pool, self.app.current_theme.dark
@@ -190,7 +189,7 @@ Card = Callable[[Panel, State, Summary, Sequence[Sample]], list[Text]]
 
 def _spark_room(panel: Panel, lines: int) -> tuple[int, int]:
     """Columns and lines that are left for a sparkline."""
-    return max(1, panel.size.width), min(8, max(1, panel.size.height - lines))
+    return max(1, panel.size.width), min(TALLEST, max(1, panel.size.height - lines))
 
 
 def _span(state: State, history: Sequence[Sample]) -> tuple[float, str]:
@@ -220,27 +219,26 @@ def first_token(panel: Panel, state: State, summary: Summary, history: Sequence[
     hit, miss = summary.ttft_hit, summary.ttft_miss
     lines = [
         panel.title("Time to first token", _gain(summary)),
-        _times(panel, "hit ", hit),
-        _times(panel, "miss", miss),
+        _times(panel, "hits", hit),
+        _times(panel, "misses", miss),
     ]
-    longest = max(hit.p90 or 0.0, miss.p90 or 0.0)
-    if panel.size.height < len(lines) + 4:
+    bars = ("hit p50", hit.median), ("miss p50", miss.median), ("hit p90", hit.p90), ("miss p90", miss.p90)
+    room = panel.size.height - len(lines)
+    drawn = [(name, seconds) for name, seconds in bars[: 2 if room < len(bars) else 4] if seconds is not None]
+    longest = max((seconds for _, seconds in drawn), default=0.0)
+    if room < 2 or longest <= 0:
         return lines
-    for name, seconds in (("hit", hit.median), ("hit p90", hit.p90), ("miss", miss.median), ("miss p90", miss.p90)):
-        if seconds is not None and longest > 0:
-            bar = "━" * max(1, round((panel.size.width - 10) * seconds / longest))
-            lines.append(
-                Text.assemble((f"{name:<9}", panel.style_of("dim")), (bar, panel.style_of("spark")), no_wrap=True)
-            )
+    for name, seconds in drawn:
+        bar = "━" * max(1, round((panel.size.width - 10) * seconds / longest))
+        lines.append(Text.assemble((f"{name:<9}", panel.style_of("dim")), (bar, panel.style_of("spark")), no_wrap=True))
     return lines
 
 
 def _times(panel: Panel, name: str, times: Percentiles) -> Text:
-    line = Text(f"{name} ", panel.style_of("dim"), no_wrap=True, overflow="ellipsis")
     if not times.count:
-        return line.append("none yet")
-    numbers = (f"{duration(times.median):>6}", "median"), (duration(times.p90), "p90"), (count(times.count), "")
-    return line.append_text(panel.numbers(*numbers))
+        return Text(f"no {name} yet", panel.style_of("dim"), no_wrap=True)
+    numbers = (f"{short(times.count):>4}", f"{name:<6}"), (f"{duration(times.median):>6}", "p50")
+    return panel.numbers(*numbers, (f"{duration(times.p90):>6}", "p90"))
 
 
 def _gain(summary: Summary) -> str:
@@ -276,7 +274,6 @@ def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
             (count(summary.running), "running"),
             (count(summary.waiting), "waiting"),
             (count(summary.finished), "done"),
-            (count(summary.failed), "failed"),
         ),
         *panel.spark(counters.gauges(history, "running", state.now, span, width), height),
         panel.numbers((count(summary.requests_minute), "ended in 1 min"), (count(summary.cancelled), "cancelled")),
@@ -292,7 +289,8 @@ def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sa
         panel.numbers((short(summary.evicted_per_second), "tokens/s"), (str(summary.regret_minute), "regret in 1 min")),
         *panel.spark(counters.series(history, "cache.evicted_tokens", state.now, span, width), height),
         panel.numbers(
-            (str(summary.regret_lifetime), "lifetime:"), (short(summary.regret_lifetime.part), "tokens came back")
+            (short(summary.regret_lifetime.part), "came back,"),
+            (share(summary.regret_lifetime.part, state.stats.get("cache.evicted_tokens", 0.0)), "of all that went"),
         ),
     ]
 
@@ -300,16 +298,19 @@ def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sa
 def trouble(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Preemptions and audits, and what telling all of this costs the engine."""
     audited = f"wrong of {some(summary.audited_blocks, 'audited block')}" if summary.audited_blocks else "audits yet"
-    twice = (count(summary.recomputed_tokens), "tokens computed twice")
-    return [
+    lines = [
         panel.title("Trouble"),
         panel.numbers(
             (count(summary.preemptions_minute), "preemptions in 1 min"), (count(summary.preemptions), "ever")
         ),
-        panel.numbers(twice, (count(summary.failed_minute), "failed")),
+        panel.numbers(
+            (count(summary.failed_minute), "failed in 1 min"), (short(summary.recomputed_tokens), "computed twice")
+        ),
         panel.numbers((count(summary.differing_blocks), audited)),
-        panel.numbers((f"{100 * summary.telemetry_share:.2f}%", "of its thread for telemetry")),
     ]
+    if "monitor_ns" in state.stats:
+        lines.append(panel.numbers((f"{100 * summary.telemetry_share:.2f}%", "of its thread for telemetry")))
+    return lines
 
 
 def _plain(number: float | None) -> str:

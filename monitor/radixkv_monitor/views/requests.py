@@ -105,8 +105,8 @@ class RequestsView(Listing[RequestRow]):
     def headline(self, rows: Sequence[RequestRow], state: State) -> str:
         """How many there are, and what the waterfall shows."""
         running, waiting = (int(state.stats.get(name, 0)) for name in ("running", "waiting"))
-        axis = f" · waterfall of the last {duration(rows[0].axis.length)}" if rows else ""
-        return f"{running:,} running, {waiting:,} waiting, {some(len(state.ended), 'ended one')} remembered{axis}"
+        axis = f" · waterfall: the last {duration(rows[0].axis.length)}" if rows else ""
+        return f"{running:,} running, {waiting:,} waiting, {len(state.ended):,} that ended{axis}"
 
     def detail(self, row: RequestRow, state: State) -> Content:
         """Whose it is, the miss explained, and where the time went."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
+
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
 from radixkv_monitor.account import Account
+
+SHORT = 24
+"""Letters of a fact that may stand in a column with others."""
 
 
 class Detail(VerticalScroll, can_focus=False):
@@ -50,14 +55,23 @@ class Detail(VerticalScroll, can_focus=False):
 
 
 def _text(account: Account, width: int) -> Content:
-    """The account as it looks in so many cells."""
+    """The account as it looks in so many cells: long facts alone on their lines, below those that stand in columns."""
     names = max((len(name) for name, _ in account.facts), default=0)
-    widest = max((len(value) for _, value in account.facts), default=0)
+    fits = [fact for fact in account.facts if len(fact[1]) <= SHORT]
+    long = [fact for fact in account.facts if len(fact[1]) > SHORT]
+    widest = max((len(value) for _, value in fits), default=0)
     across = max(1, (width + 3) // (names + widest + 5)) if width > 64 else 1
+    if across == 1:
+        fits, long = [], list(account.facts)
     parts: list[str | tuple[str, str]] = [(account.title, "bold")]
     parts.extend(f"\n{note}" for note in account.notes)
-    for place, (name, value) in enumerate(account.facts):
-        parts.append("\n" if place % across == 0 else "   ")
-        parts.append((f"{name:<{names}}  ", "$foreground 60%"))
-        parts.append(f"{value:<{widest}}" if across > 1 else value)
+    for place, (name, value) in enumerate(fits):
+        parts += ["\n" if place % across == 0 else "   ", _name(name, names), f"{value:<{widest}}"]
+    for name, value in long:
+        hung = wrap(value, max(8, width - names - 2)) or [""]
+        parts += ["\n", _name(name, names), f"\n{' ' * (names + 2)}".join(hung)]
     return Content.assemble(*parts)
+
+
+def _name(name: str, width: int) -> tuple[str, str]:
+    return f"{name:<{width}}  ", "$foreground 60%"

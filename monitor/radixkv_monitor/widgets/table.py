@@ -57,7 +57,7 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
         "row-table--cursor",
     }
     DEFAULT_CSS = """
-    RowTable { height: 1fr; scrollbar-size-horizontal: 0; }
+    RowTable { height: 1fr; scrollbar-size-horizontal: 0; scrollbar-size-vertical: 1; }
     RowTable > .row-table--header { color: $text-muted; text-style: bold; background: $panel; }
     RowTable > .row-table--plain { color: $foreground; }
     RowTable > .row-table--dim { color: $text-muted; }
@@ -109,6 +109,7 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
         self._at = 0
         self._cursor_key: Hashable = None
         self._shown: list[tuple[Column[Row], int]] = []
+        self._fitted = -1
 
     # ---- what is shown
 
@@ -193,13 +194,14 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
     # ---- drawing
 
     def on_resize(self, event: events.Resize) -> None:
-        """Choose the columns that fit."""
-        self._shown = _fitting(self._columns, event.size.width)
-        self.virtual_size = Size(event.size.width, len(self._rows) + 1)
+        """Rows are as wide as the table."""
+        self.virtual_size = Size(self.size.width, len(self._rows) + 1)
 
     def render_line(self, y: int) -> Strip:
         """The header, or a row."""
         width = self.size.width
+        if width != self._fitted:  # a scroll bar that comes or goes is no resize
+            self._fitted, self._shown = width, _fitting(self._columns, width)
         if y == 0:
             return self._line([[(column.title, "header")] for column, _ in self._shown], width, self._style("header"))
         index = y - 1 + int(self.scroll_offset.y)
