@@ -52,7 +52,7 @@ def load(arguments: argparse.Namespace) -> Workload:
         chosen = window(open_trace(source(arguments.trace), arguments.format), arguments)
         requests = list(_blocks(progress.counted(chosen), arguments))
     if not requests:
-        raise InvalidInput(f"{arguments.trace}: no request between --start and --end")
+        raise InvalidInput(f"{arguments.trace}: no request, or none between --start and --end")
     block_tokens = arguments.block_tokens or block_tokens_of(requests)
     return prepare(interleave(requests, arguments.interleave) if arguments.interleave else requests, block_tokens)
 
