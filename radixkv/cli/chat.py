@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             dtype=arguments.dtype,
             seed=arguments.seed,
+            record=arguments.record,
         )
     with engine:
         Repl(engine, engine.chat(arguments.system), params, console).loop()

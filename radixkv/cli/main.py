@@ -75,6 +75,9 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     )
     chat.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
     chat.add_argument("--dtype", default="auto", help="float32, bfloat16, ... (default: auto)")
+    chat.add_argument(
+        "--record", metavar="FILE", help="write a trace of the requests, without their text, for radixkv-replay"
+    )
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from radixkv.engine.telemetry import EngineTelemetry
+    from radixkv.engine.trace_recording import TraceRecording
 
 _log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -70,6 +71,7 @@ class Core:
         self.scheduler = Scheduler(cache, limits, self.counters, self._end, self._reuse)
         self.auditor = Auditor(cache, runner, self.scheduler, self.counters, self._end, reuse=reuse, scrub=scrub)
         self.telemetry: EngineTelemetry | None = None  # is told of requests, if anybody wants to know
+        self.recording: TraceRecording | None = None  # is told how requests ended
         self.step_seconds, self.step_tokens = 0.0, 0  # of all steps that ran something
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; those that ended are passed over
 
@@ -276,8 +278,7 @@ class Core:
             self.scheduler.remove(request)
             request.outlet.finish(request.completion())
             self.counters.finished += 1
-            if self.telemetry is not None:
-                self.telemetry.ended(request, None)
+            self._tell_end(request, None)
 
     def _publish_all(self, request: Request) -> None:
         for stream in request.streams:
@@ -308,8 +309,12 @@ class Core:
             self.counters.failed += not isinstance(error, RequestCancelled)
             self.counters.timed_out += isinstance(error, RequestTimedOut)
             request.outlet.fail(error)
-            if self.telemetry is not None:
-                self.telemetry.ended(request, error)
+            self._tell_end(request, error)
+
+    def _tell_end(self, request: Request, error: Exception | None) -> None:
+        for listener in (self.telemetry, self.recording):
+            if listener is not None:
+                listener.ended(request, error)
 
 
 def _halving(

@@ -32,6 +32,7 @@ from radixkv.engine.request import Request
 from radixkv.engine.sizing import blocks_for, check_free
 from radixkv.engine.stats import EngineStats
 from radixkv.engine.telemetry import EngineTelemetry
+from radixkv.engine.trace_recording import TraceRecording, check_path
 from radixkv.engine.warmed import Warmed
 from radixkv.engine.worker import Worker
 from radixkv.errors import EngineClosed, InvalidInput
@@ -62,10 +63,13 @@ class RequestEngine:
         seed: int = 0,
         monitor: bool | str = False,
         expose_text: bool = False,
+        record: str | os.PathLike[str] | None = None,
     ) -> None:
         """Put ready parts together; `load` makes them. The engine owns runner and cache from now on."""
+        file = check_path(record)
         self._model = model
         self._core = core = Core(cache, runner, limits or Limits(), reuse=prefix_cache, scrub=scrub)
+        core.recording = recording = None if file is None else TraceRecording(file, cache.block_size)
         self._worker = Worker(
             core.step,
             core.idle_for,
@@ -78,8 +82,9 @@ class RequestEngine:
         self._session_numbers = itertools.count(1)
         self._decode = _decoder(model) if expose_text else None
         self._monitoring: monitoring.Monitoring | None = None
+        self._told: list[TraceRecording | monitoring.Monitoring] = [] if recording is None else [recording]
         # Also at interpreter exit, so that the thread does not outlive what it uses.
-        self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self, self._worker.close)
+        self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self, _shut, self._worker, self._told)
         if monitor:
             self._watch(monitor, core)
 
@@ -107,6 +112,7 @@ class RequestEngine:
         scrub: bool | float = False,
         monitor: bool | str = True,
         expose_text: bool = False,
+        record: str | os.PathLike[str] | None = None,
         seed: int = 0,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -127,9 +133,10 @@ class RequestEngine:
         cached blocks again while the engine is idle, and drops what differs: True, or how many a second.
         `monitor` lets radixkv-monitor of the same user see what the engine does, never what is said; an address
         ("tcp://127.0.0.1:7777") also lets in who has the token, `expose_text` shows how nodes begin, False or
-        RADIXKV_MONITOR=0 in the environment switches it off (see docs/telemetry.md).
+        RADIXKV_MONITOR=0 in the environment switches it off (see docs/telemetry.md). `record` names a new file for a
+        trace of all requests, without their text, to be replayed (see docs/engine.md).
         `seed` is the root of the seeds of requests that bring none.
-        Raises UnsupportedModel or InvalidInput.
+        Raises UnsupportedModel or InvalidInput, OSError where `record` cannot be written.
         """
         from radixkv.models.adapter import load
         from radixkv.models.fusion import wanted
@@ -147,6 +154,7 @@ class RequestEngine:
         rate = scrub_rate(scrub)
         watched = monitoring.wanted(monitor)
         check_flag("expose_text", expose_text)
+        check_path(record)  # before the model is loaded, which takes longer
         check_sizes(num_blocks, block_size, seed)
         if deterministic and prefill_chunk % block_size:
             raise InvalidInput(  # branches would part inside blocks, where an audit trusts what it should compare
@@ -184,6 +192,7 @@ class RequestEngine:
             seed=seed,
             monitor=watched,
             expose_text=expose_text,
+            record=record,
         )
 
     # ---- requests
@@ -327,8 +336,8 @@ class RequestEngine:
             self._worker.close(drain, timeout, self._core.hurry)
         finally:
             self._finalizer.detach()
-            if self._monitoring is not None:
-                self._monitoring.close()
+            for each in self._told:
+                each.close()
 
     def __enter__(self) -> Self:
         """Use the engine in a `with` block."""
@@ -471,13 +480,13 @@ class RequestEngine:
             self.close()
             raise
         if self._monitoring is not None:
-            self._finalizer.detach()
-            self._finalizer = weakref.finalize(self, _shut, self._worker, self._monitoring)
+            self._told.append(self._monitoring)
 
 
-def _shut(worker: Worker, monitoring: monitoring.Monitoring) -> None:
+def _shut(worker: Worker, told: list[TraceRecording | monitoring.Monitoring]) -> None:
     worker.close()
-    monitoring.close()
+    for each in told:
+        each.close()
 
 
 def _decoder(model: LoadedModel) -> Callable[[list[int]], str] | None:

@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,13 +138,14 @@ def make_engine(
     prefix_cache: bool = True,
     seed: int = 0,
     monitor: bool | str = False,
+    record: Path | None = None,
     **limits: int,
 ) -> tuple[Engine, FakeRunner]:
     model = model or FakeModel()
     runner = FakeRunner(num_blocks, block_size, model.vocab_size, brain, fault)
     cache = PrefixCache(num_blocks, block_size)
     parts: Any = (model, runner, cache, Limits(**limits))  # type: ignore[arg-type]
-    engine = Engine(*parts, prefix_cache=prefix_cache, seed=seed, monitor=monitor)
+    engine = Engine(*parts, prefix_cache=prefix_cache, seed=seed, monitor=monitor, record=record)
     return engine, runner
 
 

@@ -1,0 +1,295 @@
+"""What an engine that records leaves behind: a trace that is true, in order, readable, and silent about every text."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import io
+import json
+import logging
+import random
+import stat
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv import Engine, SamplingParams
+from radixkv.cli.main import main
+from radixkv.engine import trace_recording
+from radixkv.engine.trace_recording import TraceRecording, _Ended, _Lines, block_ids
+from radixkv.errors import InvalidInput
+from radixkv_traces.formats import read
+from radixkv_traces.simulate import replay
+from tests.engine.fakes import make_engine
+from tests.engine.test_scheduler import World, tokens
+
+ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+KEY = bytes(32)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def conversations(seed: int, count: int, sessions: int, system: int = 12) -> list[list[int]]:
+    """Prompts of conversations that grow in turns, all behind one system prompt; the busiest ones ask most."""
+    rng = random.Random(seed)
+    said = [tokens(system) for _ in range(sessions)]
+    prompts = []
+    for _ in range(count):
+        who = min(int(rng.expovariate(0.3)), sessions - 1)
+        if len(said[who]) > 60:
+            said[who] = tokens(system)
+        said[who] += rng.choices(range(49), k=rng.randint(1, 9))
+        prompts.append(list(said[who]))
+    return prompts
+
+
+# ---- what is in it
+
+
+def test_ids_are_equal_where_the_engine_hits(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    engine, _ = make_engine(4000, 4, record=path)
+    rng = random.Random(3)
+    asked = [(prompt, rng.choice([None, "a", ("b", 2)])) for prompt in conversations(1, 120, 8)]
+    asked += rng.sample(asked, 20)
+    with engine:
+        usages = [engine.generate([prompt], ONE, namespace=owner)[0].usage for prompt, owner in asked]
+        assert not engine.stats().cache.evicted_blocks
+    seen: set[int] = set()
+    recorded = list(read(path))
+    for request, usage, (prompt, _) in zip(recorded, usages, asked, strict=True):
+        assert (request.input_length, request.output_length) == (len(prompt), 1)
+        assert (request.block_tokens, len(request.blocks)) == (4, -(-len(prompt) // 4))
+        known = next((at for at, block in enumerate(request.blocks) if block not in seen), len(request.blocks))
+        assert min(known * 4, len(prompt) - 1) // 4 == usage.cached_tokens // 4
+        seen.update(request.blocks)
+    assert sum(usage.cached_tokens for usage in usages) > 1000
+    assert [each.timestamp for each in recorded] == sorted(each.timestamp for each in recorded)
+    names = {owner: str(at) for at, owner in enumerate(dict.fromkeys(n for _, n in asked if n is not None), 1)}
+    assert [each.namespace for each in recorded] == [names.get(owner) for _, owner in asked]
+
+
+def test_a_replay_at_the_pools_size_hits_as_the_engine_did(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    engine, _ = make_engine(40, 4, record=path)
+    with engine:
+        for prompt in conversations(2, 400, 12):
+            engine.generate([prompt], ONE)
+        cache = engine.stats().cache
+    mine = cache.hit_tokens / cache.query_tokens  # of tokens; a replay knows whole blocks
+    half, same, infinite = (
+        replay(read(path), blocks, "lru", block_tokens=4).token_hit_rate for blocks in (20, 40, 2000)
+    )
+    assert same == pytest.approx(mine, abs=0.04)
+    assert half < mine - 0.1
+    assert infinite > mine + 0.1
+
+
+def test_nothing_that_was_said_is_in_it(tmp_path: Path) -> None:
+    """The fields are these, and the same prompts have other ids in the next file: their key is not written anywhere."""
+    paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for path in paths:
+        engine, _ = make_engine(64, 4, record=path)
+        with engine:
+            engine.generate([tokens(30), [7] * 9], ONE, namespace="secret tenant")
+    one, two = (lines(path) for path in paths)
+    fields = ["timestamp", "input_length", "output_length", "hash_ids", "stop", "block_size", "namespace"]
+    assert [list(line) for line in one] == [fields] * 2
+    assert "secret" not in paths[0].read_text()
+    ids = [{block for line in each for block in line["hash_ids"]} for each in (one, two)]
+    assert len(ids[0]) == 8 + 3
+    assert not ids[0] & ids[1]
+    assert all(block > 2**32 for block in ids[0]), "no token id is so large"
+    assert stat.S_IMODE(paths[0].stat().st_mode) == 0o600
+
+
+prompts = st.lists(st.integers(0, 3), min_size=1, max_size=20)
+
+
+@given(prompts, prompts, st.integers(1, 5))
+def test_ids_are_equal_exactly_as_long_as_all_tokens_so_far_are(one: list[int], two: list[int], size: int) -> None:
+    ids = [block_ids(np.array(each, np.int32), size, KEY) for each in (one, two)]
+    assert [len(each) for each in ids] == [-(-len(each) // size) for each in (one, two)]
+    for at, (mine, other) in enumerate(zip(*ids, strict=False), 1):
+        assert (mine == other) == (one[: at * size] == two[: at * size])
+        assert 0 <= mine < 2**63
+    assert not set(ids[0]) & set(block_ids(np.array(one, np.int32), size, bytes([1] * 32)))
+
+
+def test_how_requests_ended_and_what_never_came_in(tmp_path: Path) -> None:
+    world = World(64)
+    world.core.recording = TraceRecording(tmp_path / "t", 4)
+    stopped = world.submit(tokens(5), ONE.but(stop_token_ids=range(50), ignore_eos=False, max_tokens=9))
+    many = world.submit(tokens(6, 1), ONE.but(max_tokens=3, n=2, temperature=1.0))
+    cancelled = world.submit(tokens(7, 2), ONE.but(max_tokens=30), session=4)
+    only = world.submit(tokens(8, 3), ONE, session=12)
+    only.max_tokens = 0  # as `warm` asks
+    world.step()
+    world.step()
+    late = world.submit(tokens(9, 4), ONE)
+    world.core.cancel(late)
+    world.core.cancel(cancelled)
+    world.finish()
+    world.core.recording.close()
+    assert stopped.number == 1
+    recorded = [(r.input_length, r.output_length, r.stop, r.session) for r in read(tmp_path / "t")]
+    expected = [(5, 1, "stop", None), (6, 6, "length", None), (7, 2, "cancelled", "4"), (8, 0, "length", "12")]
+    assert recorded == expected
+    assert many.width == 2
+    assert only.outlet.ended
+
+
+# ---- in which order
+
+
+def ended(number: int, *, opened: bool = True) -> _Ended:
+    return _Ended(number, opened, float(number), np.array([number], np.int32), KEY, 0, 1, None, "length")
+
+
+def numbers(text: Sequence[str]) -> list[int]:
+    return [json.loads(line)["timestamp"] // 1000 for line in text]
+
+
+@given(st.permutations(range(1, 30)), st.sets(st.integers(1, 29)), st.integers(0, 40))
+def test_lines_come_in_the_order_of_arrivals_and_all_of_them(order: list[int], dropped: set[int], held: int) -> None:
+    made, out = _Lines(4, 0.0), []
+    before, trace_recording.HELD = trace_recording.HELD, held
+    try:
+        for number in order:
+            made.add(ended(number, opened=number not in dropped))
+            out += [line for line in made.due(all=False) if line]
+        out += [line for line in made.due(all=True) if line]
+    finally:
+        trace_recording.HELD = before
+    there = [number for number in range(1, 30) if number not in dropped]
+    assert sorted(numbers(out)) == there
+    if held >= 29:
+        assert numbers(out) == there
+
+
+def test_who_is_waited_for_too_long_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_recording, "HELD", 3)
+    made = _Lines(4, 0.0)
+    for number in (2, 3, 4):
+        made.add(ended(number))
+        assert made.due(all=False) == []
+    made.add(ended(6))
+    assert numbers(made.due(all=False)) == [2, 3, 4]
+    made.add(ended(1))
+    made.add(ended(5))
+    assert numbers(made.due(all=False)) == [1, 5, 6]
+
+
+# ---- what goes wrong
+
+
+class SmallDisk:
+    """A file on a disk that takes so many bytes and no more."""
+
+    def __init__(self, raw: Any, room: int) -> None:
+        self.raw, self.room = raw, room
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(len(data), self.room)
+        self.room -= taken
+        return int(self.raw.write(data[:taken]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+def test_a_full_disk_ends_the_recording_with_one_warning_and_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    engine, _ = make_engine(64, 4, record=path)
+    recording = engine._core.recording
+    assert recording is not None
+    recording._file._raw = SmallDisk(recording._file._raw, 700)  # type: ignore[assignment]
+    with caplog.at_level(logging.WARNING), engine:
+        for seed in range(40):
+            assert len(engine.generate([tokens(9, seed)], ONE)[0].token_ids) == 1
+        recording._thread.join(10)
+        engine.generate([tokens(9)], ONE)
+    said = [record.message for record in caplog.records if record.name == trace_recording.__name__]
+    assert len(said) == 1
+    assert "No space left" in said[0]
+    assert 0 < len(lines(path)) < 40
+    assert path.read_bytes().endswith(b"}\n")
+
+
+def test_a_disk_that_hangs_costs_no_memory_without_end_and_no_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_recording, "BEHIND", 5)
+    monkeypatch.setattr(trace_recording, "PATIENCE", 0.01)
+    go_on = threading.Event()
+    engine, _ = make_engine(64, 4, record=tmp_path / "trace.jsonl")
+    recording = engine._core.recording
+    assert recording is not None
+    monkeypatch.setattr(recording._file, "write", lambda data: go_on.wait(60))
+    try:
+        with caplog.at_level(logging.WARNING), engine:
+            for seed in range(20):
+                engine.generate([tokens(9, seed)], ONE)
+            assert recording._inbox.qsize() <= 6
+        assert [record.message for record in caplog.records if "does not keep up" in record.message]
+    finally:
+        go_on.set()
+        recording._thread.join(60)
+    assert not recording._thread.is_alive()
+
+
+def test_an_engine_that_nobody_closes_leaves_whole_lines(tmp_path: Path) -> None:
+    engine, _ = make_engine(64, 4, record=tmp_path / "trace.jsonl")
+    engine.generate([tokens(9)], ONE)
+    finalizer = engine._finalizer
+    del engine
+    gc.collect()
+    assert not finalizer.alive
+    assert len(lines(tmp_path / "trace.jsonl")) == 1
+
+
+def test_namespaces_are_forgotten_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_recording, "NAMESPACES", 2)
+    engine, _ = make_engine(64, 4, record=tmp_path / "t")
+    with engine:
+        for owner in ("a", "b", "a", "c", "a", "b"):
+            engine.generate([tokens(4)], ONE, namespace=owner)
+    ids = [line["hash_ids"][0] for line in lines(tmp_path / "t")]
+    assert ids[0] == ids[2] == ids[4]
+    assert len(set(ids)) == 4, "b came back as somebody else"
+
+
+# ---- where it is written
+
+
+@pytest.mark.parametrize(("record", "said"), [("there", "exists"), ("no/where", "no folder"), (7, "names a file")])
+def test_a_file_that_cannot_be_begun_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, record: Any, said: str
+) -> None:
+    (tmp_path / "there").write_text("precious\n")
+    with pytest.raises(InvalidInput, match=said):
+        Engine.load("no such model", record=tmp_path / record if isinstance(record, str) else record)
+    assert (tmp_path / "there").read_text() == "precious\n"
+
+
+def test_a_conversation_in_the_terminal_can_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "chat.jsonl"
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\nWho are you?\n"))
+    assert main(["chat", "--record", str(path), "--max-tokens", "4", "--kv-memory", "8MB"]) == 0
+    first, second = read(path)
+    assert (first.session, second.session) == ("1", "1")
+    assert first.block_tokens == 16
+    assert second.input_length > first.input_length + first.output_length
+    assert main(["chat", "--record", str(path)]) == 2
