@@ -1,0 +1,144 @@
+"""A small server, driven as any server that speaks OpenAI's HTTP would be."""
+
+import asyncio
+import socket
+import threading
+from array import array
+
+import pytest
+
+from radixkv.errors import InvalidInput
+from radixkv_traces.chats import ChatRequest
+from radixkv_traces.formats import TraceRequest
+from radixkv_traces.live.asks import Synthesis, asks
+from radixkv_traces.live.http_target import HttpTarget, TargetError
+from radixkv_traces.live.player import Pace, Player
+from tests.traces.live.targets import http_server
+
+SYNTHESIS = Synthesis(100, 4)
+BLOCKS = TraceRequest(0.0, 7, 3, array("q", [1, 2]))
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+CHAT = ChatRequest(0.0, ({"role": "user", "content": "Hi"},), "a", 1, 2, tools=(TOOL,))
+
+
+def play(server, *requests, model=None, **options):
+    async def run():
+        target = await asyncio.to_thread(HttpTarget.at, server.url, model, **options)
+        try:
+            return (await Player(target, SYNTHESIS, Pace()).play(asks(requests, SYNTHESIS))).outcomes
+        finally:
+            await target.close()
+
+    return asyncio.run(run())
+
+
+def test_token_ids_are_completed_and_what_was_cached_is_read():
+    with http_server() as server:
+        (outcome,) = play(server, BLOCKS, api_key="secret")
+    path, body, key = server.bodies[0]
+    assert path == "/v1/completions"
+    assert body == {
+        "model": "small",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "ignore_eos": True,
+        "prompt": SYNTHESIS.prompt(BLOCKS).tolist(),
+        "max_tokens": 3,
+    }
+    assert key == "Bearer secret"
+    assert len(outcome.arrivals) == 3
+    assert (outcome.answer.prompt_tokens, outcome.answer.cached_tokens, outcome.answer.output_tokens) == (7, 3, 3)
+    assert outcome.error is None
+
+
+def test_messages_and_tools_go_through_the_chat():
+    with http_server() as server:
+        (outcome,) = play(server, CHAT, model="large", extra={"ignore_eos": None, "user": "me"})
+    path, body, key = server.bodies[0]
+    assert path == "/v1/chat/completions"
+    assert body["messages"] == [{"role": "user", "content": "Hi"}]
+    assert body["tools"] == [TOOL]
+    assert body["model"] == "large"
+    assert "ignore_eos" not in body
+    assert body["user"] == "me"
+    assert key is None
+    assert outcome.answer.output_tokens == 2
+
+
+def test_a_server_that_tells_nothing_leaves_its_figures_open():
+    with http_server("tells nothing") as server:
+        (outcome,) = play(server, BLOCKS)
+    assert outcome.answer.output_tokens == 3  # as many as pieces came
+    assert outcome.answer.cached_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("refused", "TargetError: HTTP 400: unknown field ignore_eos"),
+        ("html", "TargetError: HTTP 502: <html>bad gateway</html>"),
+        ("breaks off", "TargetError: the stream broke off before"),
+        ("garbage", "TargetError: no JSON in the stream"),
+        ("error in the stream", "TargetError: out of memory"),
+    ],
+)
+def test_what_a_server_does_wrong_is_the_requests_error(fault, message):
+    with http_server(fault) as server:
+        outcomes = play(server, BLOCKS, BLOCKS)
+    assert len(outcomes) == 2
+    assert all(outcome.error.startswith(message) for outcome in outcomes)
+    assert all(outcome.answer is None for outcome in outcomes)
+
+
+def test_a_server_that_dies_is_the_requests_error():
+    with http_server() as server:
+        target = HttpTarget.at(server.url)
+    (outcome,) = asyncio.run(Player(target, SYNTHESIS, Pace()).play(asks([BLOCKS], SYNTHESIS))).outcomes
+    assert "Connection refused" in outcome.error
+
+
+def test_a_stopped_replay_hangs_up():
+    with http_server("hangs") as server:
+
+        async def stopped():
+            target = await asyncio.to_thread(HttpTarget.at, server.url)
+            task = asyncio.create_task(Player(target, SYNTHESIS, Pace()).play(asks([BLOCKS], SYNTHESIS)))
+            await asyncio.to_thread(server.hanging.wait, 30)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await target.close()
+            return target
+
+        ended = threading.Thread(target=asyncio.run(stopped())._threads.shutdown, daemon=True)
+        ended.start()
+        ended.join(20)
+        assert not ended.is_alive()  # its thread has ended, though the server still hangs
+
+
+def test_a_url_may_end_in_v1_and_a_server_need_not_name_its_models():
+    with http_server("no models") as server:
+        server.url += "/v1/"
+        play(server, BLOCKS, model="mine")
+        with pytest.raises(InvalidInput, match="say which with --model"):
+            play(server, BLOCKS)
+    assert [body["model"] for _, body, _ in server.bodies] == ["mine"]
+
+
+def test_a_model_that_it_has_not_is_refused_with_those_it_has():
+    with http_server() as server, pytest.raises(InvalidInput, match="it has small, large"):
+        play(server, BLOCKS, model="medium")
+
+
+def test_nobody_there_is_said_at_once():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(TargetError, match="does not answer"):
+            HttpTarget.at(f"http://127.0.0.1:{free.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://", ""])
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(InvalidInput, match="allowed is a URL"):
+        HttpTarget.at(url)

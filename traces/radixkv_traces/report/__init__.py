@@ -1,0 +1,1 @@
+"""Pictures and tables of what `simulate` and `run` found."""
