@@ -42,11 +42,13 @@ class Panel(Widget):
         super().__init__(id=id)
         self._lines: tuple[Text, ...] = ()
 
-    def show(self, lines: Sequence[Text]) -> None:
-        """Draw these lines."""
-        if tuple(lines) != self._lines:
+    def show(self, lines: Sequence[Text]) -> bool:
+        """Draw these lines; says whether others were there before."""
+        differ = tuple(lines) != self._lines
+        if differ:
             self._lines = tuple(lines)
-            self.refresh()
+            self.refresh(layout=self.styles.is_auto_height)
+        return differ
 
     def render(self) -> Group:
         """All lines."""
@@ -147,7 +149,8 @@ class OverviewView(View):
         said = verdict(state, summary)
         colours = {"good": "success", "idle": "primary", "warn": "warning", "bad": "error"}
         style = Style(color=self.app.theme_variables.get(colours[said.level]), bold=True)
-        self._panel("verdict").show([Text(f"{SIGNS[said.level]} {said.sentence}", style)])
+        if self._panel("verdict").show([Text(f"{SIGNS[said.level]} {said.sentence}", style)]):
+            self.call_after_refresh(self._draw)  # it may take a line more, or fewer, and leave others to the cards
 
     def _pool(self, panel: Panel, state: State, summary: Summary) -> list[Text]:
         facts, pool, dark = state.facts, summary.pool, self.app.current_theme.dark

@@ -1,0 +1,163 @@
+"""An app's screen as an SVG picture: small, the same everywhere, and asking nobody for a font.
+
+Knows lines of styled text. Knows no widget. A run of cells in one style is one element, and its length is stated, so
+that columns stand where they should in whatever font the viewer has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from rich.cells import cell_len
+from rich.color import Color, blend_rgb
+from rich.segment import Segment
+from rich.style import Style
+from rich.terminal_theme import SVG_EXPORT_THEME
+from textual._compositor import LayoutUpdate
+from textual.app import App
+
+WIDE, HIGH, BASE, MARGIN = 12, 24, 18, 14
+"""Of a cell and its base line, and around all cells, in pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a run of cells looks: colours as #rrggbb, and what is done to the letters."""
+
+    colour: str
+    ground: str
+    rules: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Cells of one line that look alike."""
+
+    x: int
+    y: int
+    cells: int
+    text: str
+    look: Look
+
+
+def picture(app: App[Any]) -> str:
+    """What `app` shows now, dialogs included. O(cells)."""
+    drawn = app.screen._compositor.render_update(full=True, screen_stack=app._background_screens, simplify=True)
+    assert isinstance(drawn, LayoutUpdate)
+    return svg([[segment for strip in strips for segment in strip] for strips in drawn.strips], *app.size)
+
+
+def svg(lines: Sequence[Iterable[Segment]], width: int, height: int) -> str:
+    """Lines of `width` cells as a picture. O(cells)."""
+    runs = [run for y, line in enumerate(lines) for run in _runs(y, line)]
+    grounds = [(run.look.ground, run.cells) for run in runs]
+    common = max(dict(grounds), key=lambda each: sum(cells for ground, cells in grounds if ground == each), default="")
+    looks = sorted({(run.look.colour, run.look.rules) for run in runs})
+    names = {look: f"l{number}" for number, look in enumerate(looks)}
+    across, down = width * WIDE + 2 * MARGIN, height * HIGH + 2 * MARGIN
+    return "\n".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" xml:space="preserve">',
+            f'<style>text{{font:20px "DejaVu Sans Mono",Menlo,Consolas,monospace;white-space:pre}}'
+            f"{''.join(_rule(names[look], *look) for look in looks)}</style>",
+            f'<rect width="{across}" height="{down}" rx="10" fill="{common or "#000000"}"/>',
+            f'<g transform="translate({MARGIN} {MARGIN})">',
+            *_grounds(runs, common),
+            *(_text(run, names[run.look.colour, run.look.rules]) for run in runs if not run.text.isspace()),
+            "</g>\n</svg>\n",
+        )
+    )
+
+
+def _rule(name: str, colour: str, rules: str) -> str:
+    return f".{name}{{fill:{colour}{rules}}}"
+
+
+def _runs(y: int, line: Iterable[Segment]) -> Iterator[Run]:
+    """The line in as few runs as there are looks in a row. Blanks have the colour of what is before them."""
+    x, pending = 0, None
+    for text, style, control in line:
+        if control or not text:
+            continue
+        look = _look(style or Style.null())
+        if pending is not None and (pending.look == look or (text.isspace() and _same_blank(pending.look, look))):
+            pending = Run(pending.x, y, pending.cells + cell_len(text), pending.text + text, pending.look)
+        else:
+            if pending is not None:
+                yield pending
+            pending = Run(x, y, cell_len(text), text, look)
+        x += cell_len(text)
+    if pending is not None:
+        yield pending
+
+
+def _same_blank(before: Look, blank: Look) -> bool:
+    """Whether a blank looks as it would in the run before it."""
+    return before.ground == blank.ground and "decoration" not in before.rules + blank.rules
+
+
+def _look(style: Style) -> Look:
+    colour, ground = _rgb(style.color, True), _rgb(style.bgcolor, False)
+    if style.reverse:
+        colour, ground = ground, colour
+    if style.dim:
+        mixed = blend_rgb(Color.parse(colour).get_truecolor(), Color.parse(ground).get_truecolor(), 0.4)
+        colour = mixed.hex
+    rules = ";font-weight:bold" if style.bold else ""
+    rules += ";font-style:italic" if style.italic else ""
+    rules += ";text-decoration:underline" if style.underline else ""
+    rules += ";text-decoration:line-through" if style.strike else ""
+    return Look(colour, ground, rules)
+
+
+def _rgb(colour: Color | None, foreground: bool) -> str:
+    return (colour or Color.default()).get_truecolor(SVG_EXPORT_THEME, foreground).hex
+
+
+def _grounds(runs: Sequence[Run], common: str) -> Iterator[str]:
+    """Rectangles behind text, where they differ from most of the picture; those of equal lines are one."""
+    open_: dict[tuple[int, int, str], tuple[int, int]] = {}
+    for run in _one_ground(runs):
+        if run.look.ground == common:
+            continue
+        key = run.x, run.cells, run.look.ground
+        first, last = open_.get(key, (run.y, run.y - 1))
+        if last < run.y - 1:
+            yield _rectangle(key, first, last)
+            first = run.y
+        open_[key] = first, run.y
+    for key, (first, last) in open_.items():
+        yield _rectangle(key, first, last)
+
+
+def _one_ground(runs: Sequence[Run]) -> Iterator[Run]:
+    """The runs, those beside each other that stand on the same ground made one."""
+    pending: Run | None = None
+    for run in runs:
+        if pending is not None and pending.y == run.y and pending.look.ground == run.look.ground:
+            pending = Run(pending.x, run.y, pending.cells + run.cells, "", pending.look)
+        else:
+            if pending is not None:
+                yield pending
+            pending = run
+    if pending is not None:
+        yield pending
+
+
+def _rectangle(key: tuple[int, int, str], first: int, last: int) -> str:
+    x, cells, colour = key
+    place = f'x="{x * WIDE}" y="{first * HIGH}" width="{cells * WIDE}" height="{(last - first + 1) * HIGH}"'
+    return f'<rect {place} fill="{colour}" shape-rendering="crispEdges"/>'
+
+
+def _text(run: Run, name: str) -> str:
+    if run.look.rules.endswith(("underline", "line-through")):
+        text, x = run.text, run.x
+    else:
+        text = run.text.strip(" ")
+        x = run.x + len(run.text) - len(run.text.lstrip(" "))
+    place = f'x="{x * WIDE}" y="{run.y * HIGH + BASE}" textLength="{cell_len(text) * WIDE}"'
+    return f'<text class="{name}" {place}>{escape(text, quote=False)}</text>'

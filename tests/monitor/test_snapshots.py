@@ -1,0 +1,258 @@
+"""Every screen as it looked when somebody last looked at it: 80x24 and 160x48, dark and light, from a recorded file.
+
+After a change that is meant: `pytest tests/monitor/test_snapshots.py --snapshot-update`, and look at the new pictures.
+Textual draws, so that another release of it may draw differently without a fault of ours: the pictures are compared where
+the one that drew them is installed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.app import App
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from radixkv.telemetry.discovery import Found
+from radixkv.telemetry.frames import Delta, Hello, Snapshot
+from radixkv.telemetry.recording import read_recording
+from radixkv_monitor.app import MonitorApp
+from radixkv_monitor.feed import Feed, Status, Traffic
+from radixkv_monitor.meter import Cost, Meter
+from radixkv_monitor.picker import PickerApp
+from radixkv_monitor.replay import FileFeed
+from radixkv_monitor.tape import save
+from radixkv_monitor.targets import describe
+from radixkv_monitor.theme import LIGHT
+from radixkv_monitor.views import VIEWS
+from radixkv_monitor.widgets.picture import picture
+from scripts.draw_monitor import FOLDER, PICTURES, RECORDING, Moment, draw, settle
+from scripts.record_demo import BEGAN, SECONDS, frames
+
+DREW = {"textual": "8.2.8", "rich": "15.0.0"}
+HERE = {name: version(name) for name in DREW}
+pictured = pytest.mark.skipif(HERE != DREW, reason=f"the pictures were drawn by {DREW}, here are {HERE}")
+SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=["80x24", "160x48"])
+NAMES = [view.name for view in VIEWS]
+
+Looks = Callable[..., None]
+
+
+class Known(Meter):
+    """Costs the same everywhere."""
+
+    def read(self, traffic: Traffic) -> Cost:
+        return Cost(0.04, 61 * 2**20, 10.0, 8.4 * 2**10)
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither the place nor the habits of this machine show."""
+    monkeypatch.setenv("TZ", "UTC")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TEXTUAL_THEME"):
+        monkeypatch.delenv(name, raising=False)
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def looks(snap_compare: Callable[..., bool]) -> Looks:
+    """Compares what an app looks like behind some keys, and behind what `more` does, with the picture on file."""
+
+    def compare(
+        app: App[Any],
+        size: tuple[int, int],
+        *keys: str,
+        more: Callable[[Pilot[Any]], Awaitable[None]] | None = None,
+    ) -> None:
+        async def steps(pilot: Pilot[Any]) -> None:
+            await settle(pilot)
+            if isinstance(app, MonitorApp):
+                app.tick()
+                await settle(pilot)
+            for key in keys:
+                await pilot.press(key)
+            if more is not None:
+                await more(pilot)
+            if isinstance(app, MonitorApp):
+                app.tick()
+                app._say_below()
+            await settle(pilot)
+
+        app.export_screenshot = lambda **_: picture(app)  # type: ignore[method-assign]
+        assert snap_compare(app, terminal_size=size, run_before=steps)
+
+    return compare
+
+
+def watching(name: str = "overview", feed: Feed | None = None) -> MonitorApp:
+    return MonitorApp(feed or Moment(), name, meter=Known())
+
+
+# ---- the screens
+
+
+@pictured
+@SIZES
+@pytest.mark.parametrize("name", NAMES)
+def test_a_view(looks: Looks, name: str, size: tuple[int, int]) -> None:
+    looks(watching(name), size)
+
+
+@pictured
+@pytest.mark.parametrize("name", NAMES)
+def test_a_view_on_a_light_screen(looks: Looks, name: str) -> None:
+    app = watching(name)
+    app.theme = LIGHT.name
+    looks(app, (160, 48))
+
+
+@pictured
+@pytest.mark.parametrize("mode", ["age", "references", "session"])
+def test_the_pool_by_something_else(looks: Looks, mode: str) -> None:
+    app = watching("pool")
+    app.sort = mode
+    looks(app, (80, 24), "right", "down", "down")
+
+
+@pictured
+@SIZES
+def test_a_node_is_lit_in_the_pool(looks: Looks, size: tuple[int, int]) -> None:
+    """From the tree, with enter; the Pool shows where its blocks are."""
+    looks(watching("tree"), size, *["down"] * 9, "enter")
+
+
+@pictured
+@SIZES
+def test_a_filter(looks: Looks, size: tuple[int, int]) -> None:
+    async def still(pilot: Pilot[Any]) -> None:
+        pilot.app.screen.query_one("View", expect_type=None).query_one(Input).cursor_blink = False
+
+    looks(watching("tree"), size, "slash", *"tokens>400", more=still)
+
+
+@pictured
+@SIZES
+def test_the_help(looks: Looks, size: tuple[int, int]) -> None:
+    looks(watching("tree"), size, "question_mark")
+
+
+@pictured
+@SIZES
+def test_what_to_export(looks: Looks, size: tuple[int, int]) -> None:
+    looks(watching("evictions"), size, "e")
+
+
+@pictured
+@SIZES
+def test_an_engine_that_is_gone(looks: Looks, size: tuple[int, int]) -> None:
+    feed = Moment()
+    feed.link = Status("stale", BEGAN + SECONDS, "the engine closed the connection; next attempt in 2.0 s")
+    looks(watching("overview", feed), size)
+
+
+@pictured
+def test_a_frozen_past(looks: Looks) -> None:
+    looks(watching("requests"), (80, 24), *["left_square_bracket"] * 4)
+
+
+@pictured
+@SIZES
+def test_a_replay(looks: Looks, size: tuple[int, int]) -> None:
+    feed = FileFeed(RECORDING, clock=lambda: 0.0)
+
+    async def halfway(pilot: Pilot[Any]) -> None:
+        async def until(done: Callable[[], bool]) -> None:
+            end = time.monotonic() + 60
+            while not done():
+                assert time.monotonic() < end, feed.status
+                await pilot.pause(0.02)
+
+        await until(lambda: feed.span == (BEGAN, BEGAN + SECONDS) and feed.status.sentence == "")
+        feed.pause(False)
+        feed.seek(BEGAN + 30.0)
+        await until(lambda: feed.latest is not None and feed.latest.time == BEGAN + 30.0)
+
+    looks(watching("tree", feed), size, more=halfway)
+
+
+@pictured
+@SIZES
+def test_the_picker(looks: Looks, size: tuple[int, int]) -> None:
+    running = [
+        Found("e1", 4711, None, BEGAN - 7200, "tiny", "0.1.0", "cpu", "/run/4711.sock"),
+        Found("e2", 4712, None, BEGAN - 40, "Qwen/Qwen3-0.6B", "0.1.0", "cuda:0", "/run/4712.sock"),
+    ]
+    looks(PickerApp([describe(each, BEGAN) for each in running]), size, "down")
+
+
+@pictured
+@pytest.mark.parametrize("name", list(PICTURES))
+def test_the_pictures_in_the_docs_are_what_the_script_draws(name: str) -> None:
+    assert (FOLDER / f"monitor-{name}.svg").read_text(encoding="utf-8") == draw(name), (
+        "python scripts/draw_monitor.py draws them anew"
+    )
+
+
+# ---- the recording
+
+
+def test_the_recording_is_small_and_holds_all_that_there_is_to_see() -> None:
+    assert RECORDING.stat().st_size < 200 * 1024
+    first, second, *rest = read_recording(RECORDING)
+    assert isinstance(first, Hello) and first.facts.pid == 4711
+    assert isinstance(second, Snapshot) and second.last and second.changes.reset
+    assert len(rest) == 30 and all(isinstance(each, Delta) for each in rest)
+    state = Moment().latest
+    assert state is not None and state.time == BEGAN + SECONDS
+    requests = [*state.ended.values(), *state.live.values()]
+    assert {each.miss_reason for each in requests} >= {"full", "never_seen", "diverged", "evicted"}
+    assert {each.phase for each in requests} >= {"finished", "cancelled", "decode"}
+    assert any(each.streams > 1 for each in requests) and len(state.sessions) > 20
+    assert any(each.wanted_again is not None for each in state.evictions.values())
+    assert any(node.pins for node in state.nodes.values()) and any(node.namespace for node in state.nodes.values())
+
+
+def test_the_script_writes_the_same_bytes_again(tmp_path: Path) -> None:
+    """As far as the shipped file is what this version of the cache and of the demo would tell, these are its bytes."""
+    one, two, other = tmp_path / "one.rec", tmp_path / "two.rec", tmp_path / "other.rec"
+    save(one, frames(seconds=10))
+    save(two, frames(seconds=10))
+    save(other, frames(seed=8, seconds=10))
+    assert one.read_bytes() == two.read_bytes() != other.read_bytes()
+
+
+# ---- that a picture is worth something
+
+
+def test_a_screen_that_differs_makes_another_picture() -> None:
+    """The least that can differ: a colour, and a letter."""
+    import asyncio
+
+    async def two(app: MonitorApp) -> tuple[str, str, str]:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await settle(pilot)
+            app.tick()
+            await settle(pilot)
+            first = picture(app)
+            app.viewing.feed = other
+            app.tick()
+            await settle(pilot)
+            second = picture(app)
+            app.theme = LIGHT.name
+            await settle(pilot)
+            return first, second, picture(app)
+
+    other = Moment()
+    assert other.latest is not None
+    other._shown = replace(other.latest, tick=10**6, facts=replace(other.latest.facts, version="0.1.1"))
+    first, second, third = asyncio.run(two(watching()))
+    assert first != second and first.replace("0.1.0", "0.1.1") == second and second != third
