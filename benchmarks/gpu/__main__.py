@@ -9,10 +9,11 @@ Each part runs in a process of its own and has a budget; what it has measured by
 ours or a peer's, its output is compared with the plain-torch reference in float64, with NaN in all memory that nobody
 should read. Times are medians of graph replays over pools of 2 GB, so that no cache helps.
 
-Writes docs/results/gpu-<device>-<date>.json and a Markdown page beside it, and ends in one JSON line: the bars, each
-met, missed or unmeasured. Without a GPU every part is skipped with its reason, and nothing is written unless --out says
-where. The exit code is 1 if a part failed, not if a bar was missed. `--smoke` runs everything once on tiny shapes in
-Triton's interpreter, on a CPU: its times mean nothing.
+Writes docs/results/gpu-<device>-<date>.json and a Markdown page beside it, anew after each part, and ends in one JSON
+line: the bars, each met, missed or unmeasured. With --out, the rows of the part that runs are there, too, in `rows`.
+Without a GPU every part is skipped with its reason, and nothing is written unless --out says where. The exit code is 1
+if a part failed, not if a bar was missed. `--smoke` runs everything once on tiny shapes in Triton's interpreter, on a
+CPU: its times mean nothing.
 """
 
 from __future__ import annotations
@@ -47,22 +48,35 @@ def main() -> int:
     order = run.Order(tuple(options.only or names), options.smoke, options.here, peers, options.stretch)
     if options.part:
         return run.part_main(options.part, order, Ceilings(**json.loads(options.ceilings)), options.rows_to)
-    result = run.whole(order, lambda text: print(text, flush=True))
+    rows = options.out and options.out / "rows"
+    result = run.whole(order, lambda text: print(text, flush=True), lambda found: _write(found, options.out), rows)
     return _finish(result, options.out)
+
+
+def _write(result: dict, out: Path | None) -> Path | None:
+    """Write the result, or what there is of it so far, and say where."""
+    from gpu.report import markdown
+
+    device = result["device"]
+    folder = out or (ROOT / "docs" / "results" if device and not result["smoke"] else None)
+    if folder is None:
+        return None
+    place = folder / f"gpu-{device['slug'] if device else 'none'}-{result['date']}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", markdown(result))):
+        half = place.with_name(place.name + suffix + ".part")
+        half.write_text(text)
+        half.replace(place.with_name(place.name + suffix))  # whoever is ended here leaves the one before
+    return place
 
 
 def _finish(result: dict, out: Path | None) -> int:
     """Write the result, print the bars, end in one JSON line."""
-    from gpu.report import bar_table, markdown
+    from gpu.report import bar_table
 
+    if (place := _write(result, out)) is not None:
+        print(f"\nwritten: {place}.json and .md")
     device = result["device"]
-    folder = out or (ROOT / "docs" / "results" if device and not result["smoke"] else None)
-    if folder is not None:
-        stem = f"gpu-{device['slug'] if device else 'none'}-{result['date']}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (folder / f"{stem}.md").write_text(markdown(result))
-        print(f"\nwritten: {folder / stem}.json and .md")
     if result["reason"]:
         print(f"\nnothing was measured: {result['reason']}")
     print("\n" + "\n".join(bar_table(result["bars"])) + "\n")

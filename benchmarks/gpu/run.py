@@ -6,6 +6,7 @@ hangs, takes nobody along: every row is on disk as soon as it is measured.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import json
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from .result import Bench, Ceilings, Row, Skipped, why
 ROOT = Path(__file__).parents[2]
 START_S = 30
 """Seconds beyond its budget after which a part is ended: to start, and to finish the case it is at."""
+
+WHOLE_S = 570
+"""Seconds that all parts take together at most, whatever each of them may: some machines end a command after 600."""
 
 Say = Callable[[str], None]
 
@@ -94,49 +98,69 @@ def part_main(name: str, order: Order, ceilings: Ceilings, path: Path) -> int:
 # ---- all parts
 
 
-def whole(order: Order, say: Say) -> dict[str, Any]:
-    """Every part that was asked for, and the ceilings always; the result as it is written."""
-    from . import bars, device, shapes
+def whole(order: Order, say: Say, keep: Callable[[dict[str, Any]], None], rows: Path | None = None) -> dict[str, Any]:
+    """Every part that was asked for, and the ceilings always; the result as it is written.
 
+    After each part, `keep` is given the result so far, so that whoever ends this command loses one part at most; the
+    rows of that one are in the folder `rows`, if there is one.
+    """
     begin = time.time()
-    reason = _reason(order)
-    parts: dict[str, Any] = {}
+    reason, device = _found(order)
+    result = _begun(order, reason, device)
     ceilings = Ceilings()
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.nullcontext(str(rows)) if rows else tempfile.TemporaryDirectory() as folder:
         for part in PARTS:
             if part.name not in order.parts and (part.name != "ceilings" or reason):
                 continue
-            parts[part.name] = found = _one(part, order, ceilings, Path(folder) / part.name, reason, say)
+            path, left = Path(folder) / part.name, WHOLE_S * order.stretch - (time.time() - begin)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # of an earlier run
+            result["parts"][part.name] = found = _one(part, order, ceilings, path, reason, say, left)
             if part.name == "ceilings":
                 ceilings = Ceilings.of(found["rows"])
+            result |= _judged(result["parts"], order, ceilings, begin)
             say(f"  {part.name}: {found['status']}, {len(found['rows'])} rows in {found['seconds']:.0f} s")
-    sizes = shapes.SMOKE if order.smoke else shapes.FULL
-    found_device = device.find(order.smoke) if not reason else None
-    described = None
-    if isinstance(found_device, device.Device):
-        described = {key: value for key, value in asdict(found_device).items() if key != "torch"}
-        described["slug"] = found_device.slug
+            keep(result)
+    return result
+
+
+def _begun(order: Order, reason: str, device: dict[str, Any] | None) -> dict[str, Any]:
+    """A result without parts."""
     return {
         "benchmark": "gpu",
         "date": datetime.date.today().isoformat(),
-        "seconds": round(time.time() - begin, 1),
-        "device": described,
+        "seconds": 0.0,
+        "device": device,
         "reason": reason,
         "smoke": order.smoke,
         "commit": _commit(),
         "versions": _versions(),
-        "ceilings": asdict(ceilings),
-        "parts": parts,
-        "bars": bars.judge(parts, sizes, smoke=order.smoke),
+        "ceilings": asdict(Ceilings()),
+        "parts": {},
+        "bars": [],
     }
 
 
-def _one(part: PartOf, order: Order, ceilings: Ceilings, path: Path, reason: str, say: Say) -> dict[str, Any]:
-    """One part's rows and how it ended."""
+def _judged(parts: dict[str, Any], order: Order, ceilings: Ceilings, begin: float) -> dict[str, Any]:
+    """What is said about all parts together."""
+    from . import bars, shapes
+
+    judged = bars.judge(parts, shapes.SMOKE if order.smoke else shapes.FULL, smoke=order.smoke)
+    return {"seconds": round(time.time() - begin, 1), "ceilings": asdict(ceilings), "bars": judged}
+
+
+def _one(
+    part: PartOf, order: Order, ceilings: Ceilings, path: Path, reason: str, say: Say, left: float
+) -> dict[str, Any]:
+    """One part's rows and how it ended; it gets its budget, or what is `left` for all if that is less."""
     known = {"says": part.says, "budget_s": part.budget_s}
+    budget = min(part.budget_s * order.stretch, left - START_S)
+    if not reason and budget <= 0:
+        reason = "the time of all parts together was used up"
     if reason:
         return {**known, "status": "skipped", "reason": reason, "seconds": 0.0, "rows": []}
-    say(f"{part.name}: {part.says} (at most {part.budget_s * order.stretch:.0f} s)")
+    order = replace(order, stretch=budget / part.budget_s)
+    say(f"{part.name}: {part.says} (at most {budget:.0f} s)")
     begin = time.time()
     ended = _here(part, order, ceilings, path) if order.here else _apart(part, order, ceilings, path, say)
     rows, end = read_rows(path)
@@ -210,20 +234,28 @@ def verdict(rows: list[Row], end: Row | None, ended: str) -> tuple[str, str]:
     return ("partial", f"{without} of {len(rows)} cases have no number") if without else ("measured", "")
 
 
-def _reason(order: Order) -> str:
-    """Why nothing can be measured; asked in a process of its own, so that this one holds no memory of the device."""
+def _found(order: Order) -> tuple[str, dict[str, Any] | None]:
+    """Why nothing can be measured, or the device; asked in a process of its own, so that this one holds none of it."""
     if order.here:
-        from . import device
-
-        found = device.find(order.smoke)
-        return found if isinstance(found, str) else ""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from gpu import device; d = device.find(sys.argv[2] == 'True')\n"
-    )
-    code += "print(d if isinstance(d, str) else '')"
+        return describe(order.smoke)
+    code = "import json, sys; sys.path.insert(0, sys.argv[1]); from gpu import run\n"
+    code += "print(json.dumps(run.describe(sys.argv[2] == 'True')))"
     command = [sys.executable, "-c", code, str(Path(__file__).parents[1]), str(order.smoke)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(order), check=False)
-    return done.stdout.strip() if not done.returncode else (done.stderr.strip().splitlines() or ["no Python"])[-1]
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["no Python"])[-1], None
+    reason, device = json.loads(done.stdout.splitlines()[-1])
+    return reason, device
+
+
+def describe(smoke: bool) -> tuple[str, dict[str, Any] | None]:
+    """As `_found`, in this process."""
+    from . import device
+
+    found = device.find(smoke)
+    if isinstance(found, str):
+        return found, None
+    return "", {key: value for key, value in asdict(found).items() if key != "torch"} | {"slug": found.slug}
 
 
 def _commit() -> str:

@@ -107,6 +107,56 @@ def test_all_parts_together_take_less_than_ten_minutes() -> None:
     assert sum(part.budget_s for part in run.PARTS) <= 540
 
 
+def _played(monkeypatch: pytest.MonkeyPatch, lasts: dict[str, float]) -> list[tuple[str, float]]:
+    """Parts that measure one row and take so many seconds of a clock of their own, 10 if nothing is said."""
+    now, played = [1000.0], []
+
+    def part(part: run.PartOf, order: run.Order, ceilings: Ceilings, path: Path) -> str:
+        played.append((part.name, part.budget_s * order.stretch))
+        named = dict.fromkeys(("shape", "mode", "peer", "kind", "layout"), "made up")
+        path.write_text(json.dumps({"row": {"case": "copy", **named, "tb_s": 4.0}}) + '\n{"end": {}}\n')
+        now[0] += lasts.get(part.name, 10.0)
+        if now[0] > 2000:
+            raise KeyboardInterrupt
+        return ""
+
+    monkeypatch.setattr(run, "_here", part)
+    monkeypatch.setattr(run, "_found", lambda order: ("", {"name": "made up", "slug": "made-up"}))
+    monkeypatch.setattr(run.time, "time", lambda: now[0])
+    return played
+
+
+ALL = run.Order(tuple(part.name for part in run.PARTS), False, True, None, 1.0)
+
+
+def test_who_ends_the_command_loses_one_part_at_most(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _played(monkeypatch, {"chunks": 5000.0})
+    kept: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        run.whole(ALL, lambda text: None, lambda result: kept.append(json.loads(json.dumps(result))), tmp_path / "rows")
+    assert [list(result["parts"]) for result in kept] == [
+        ["ceilings"],
+        ["ceilings", "decode"],
+        ["ceilings", "decode", "tree"],
+    ]
+    assert all(result["ceilings"]["copy_tb_s"] == 4.0 and result["bars"] and result["seconds"] for result in kept)
+    assert report.markdown(kept[-1]).startswith("# GPU: made up")
+    rows, _ = run.read_rows(tmp_path / "rows" / "chunks")  # not even this one's rows
+    assert len(rows) == 1
+
+
+def test_all_parts_together_keep_to_their_time_whatever_each_of_them_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = _played(monkeypatch, {"ceilings": 50.0, "decode": 130.0, "tree": 75.0, "chunks": 90.0, "engine": 160.0})
+    found = run.whole(ALL, lambda text: None, lambda result: None)
+    assert dict(played)["engine"] == 130
+    assert dict(played)["profiles"] == run.WHOLE_S - 505 - run.START_S
+    assert found["parts"]["peers"]["status"] == "measured"
+    played = _played(monkeypatch, {"ceilings": 50.0, "decode": 130.0, "tree": 75.0, "chunks": 290.0})
+    found = run.whole(ALL, lambda text: None, lambda result: None)
+    assert [name for name, _ in played] == ["ceilings", "decode", "tree", "chunks"]
+    assert found["parts"]["engine"]["reason"] == "the time of all parts together was used up"
+
+
 def test_what_a_step_reads_leaves_the_embedding_out() -> None:
     model, weights = build(TINY, CPU)
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
