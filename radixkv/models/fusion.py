@@ -29,11 +29,20 @@ class Fused:
         if self._compiled is None:
             return self._model(**inputs)
         try:
-            return self._compiled(**inputs)
+            return self._compiled(**{name: _plain(value) for name, value in inputs.items()})
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before anything ran, so nothing was stored
             self._compiled = None
             warn(error)
             return self._model(**inputs)
+
+
+def _plain(value: Any) -> Any:
+    """A tensor at the start of memory of its own, made in the mode of this call: code compiled for one fits all.
+
+    What is compiled depends on where in its memory an argument starts and on whether it was made in inference mode; a
+    recorded step's arguments lie elsewhere than a batch's.
+    """
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def wanted(asked: bool | str, device: str, *, deterministic: bool) -> bool:

@@ -209,17 +209,16 @@ def test_without_memory_for_its_own_recording_a_step_uses_a_larger_one(monkeypat
 
 def test_a_step_without_shared_runs_is_served_by_a_recording_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worklist, "WORTH", 1)
-    loaded = load()
-    pair, rng = Pair(loaded, most=24), random.Random(10)
+    pair, rng = Pair(load(), most=16), random.Random(10)
     pair.prefill(12)
-    for _ in range(17):
+    for _ in range(9):
         pair.fork(0)
     pair.prefill(5)
     pair.decode(rng)
-    assert pair.recorder.tapes[-1].launches == 2 + 2 + 1  # two kinds of tile: tails, and the run that 18 rows share
+    assert pair.recorder.tapes[-1].launches == 2 + 2 + 1  # two kinds of tile: tails, and the run that ten rows share
     pair.recorder.most = len(pair.recorder.tapes)
     replays = pair.recorder.replays
-    pair.decode(rng, [0, 18])
+    pair.decode(rng, [0, 10])
     assert pair.recorder.replays == replays + 1
 
 
@@ -305,6 +304,34 @@ def test_a_recording_that_fails_later_leaves_those_that_are_there(caplog: pytest
         pair.decode(rng, [1])
     assert pair.recorder.replays == 2 + 2
     assert len(caplog.messages) == 1
+
+
+def test_recorded_steps_run_what_was_compiled_at_load() -> None:
+    """Nothing is compiled while requests are served: neither for recorded steps nor for others, of any length."""
+
+    class Again:
+        full = False
+
+        def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            return step
+
+    compiled: list[Any] = []
+    torch._dynamo.reset()
+    pair = Pair(load())
+    pair.replaying = Runner(pair.loaded, BLOCKS, SIZE)
+    pair.replaying.fuse(lambda graph, inputs: compiled.append(graph) or graph)  # type: ignore[arg-type]
+    assert len(compiled) == 3  # several tokens, one token, several sequences
+    pair.replaying.record_decodes(6, Again())
+    rng = random.Random(12)
+    for pool in (*pair.replaying.store.keys, *pair.replaying.store.values):
+        pool.fill_(torch.nan)
+    for length in (1, 5, 7):
+        pair.prefill(length)
+        pair.decode(rng)
+    pair.replaying._graphs = None
+    pair.decode(rng)
+    assert len(compiled) == 3
+    torch._dynamo.reset()
 
 
 def test_the_host_waits_for_the_last_copy_before_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
