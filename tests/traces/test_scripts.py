@@ -1,0 +1,39 @@
+"""The scripts that users copy from run, on what ships, and say what is true."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "traces"
+
+
+def printed(capsys, monkeypatch, name, *arguments):
+    torch.set_num_threads(1)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def number(out, label):
+    return int(re.search(rf"{label} *([\d,]+)", out)[1].replace(",", ""))
+
+
+def test_agents_find_what_they_and_earlier_attempts_said(capsys, monkeypatch):
+    out = printed(capsys, monkeypatch, "agent_replay.py", "--sessions", "3")
+    assert "3 sessions" in out
+    prompt, cached = number(out, "prompt tokens"), number(out, "found in cache")
+    retried = number(out, "by 1 retries")
+    assert 0 < retried < cached < prompt
+    assert number(out, "forks in the tree") >= 1
+
+
+def test_conversations_are_answered_turn_by_turn(capsys, monkeypatch):
+    out = printed(capsys, monkeypatch, "chat_replay.py", "--max-tokens", "4")
+    found = [tuple(map(int, pair)) for pair in re.findall(r"\[(\d+) of (\d+) prompt tokens were cached\]", out)]
+    assert len(found) == 7
+    assert found[0][0] == 0
+    assert all(0 < cached < prompt for cached, prompt in found[1:])
+    assert re.search(r"hit rate [1-9]\d%", out)
