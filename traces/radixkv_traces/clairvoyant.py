@@ -45,6 +45,20 @@ class ClairvoyantPool:
         self._insert(chain, hit, fits)
         return hit
 
+    def check(self) -> None:
+        """Recount everything; AssertionError names what is broken. O(unique blocks): for tests."""
+        above = self._workload.above
+        children = array("i", bytes(4 * len(above)))
+        for block, cached in enumerate(self._cached):
+            if cached and above[block] >= 0:
+                assert self._cached[above[block]], f"block {block} is cached, the one before it is not"
+                children[above[block]] += 1
+        assert all(self._children[b] == children[b] for b, cached in enumerate(self._cached) if cached), "children"
+        assert sum(self._cached) == self.cached_blocks <= self._capacity, "cached blocks"
+        leaves = {block for block, cached in enumerate(self._cached) if cached and not children[block]}
+        found = {block for use, block in self._leaves if self._next[block] == -use}
+        assert leaves <= found, "a leaf that cannot be found"
+
     def _insert(self, chain: array[int], start: int, end: int) -> None:
         for block in chain[start:end]:
             self._cached[block] = 1

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from radixkv.errors import RadixKVError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
-COMMANDS = ("simulate_command",)
+COMMANDS = ("simulate_command", "fragmentation_command", "generate_command", "live.command", "report.command")
 """Modules of this package with `add(commands, common)`, which sets the default `module`, and `run(arguments)`."""
 
 

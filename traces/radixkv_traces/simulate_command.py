@@ -20,6 +20,7 @@ from radixkv_traces.trace_options import add_trace, load, name_of, positive
 from radixkv_traces.workload import Workload
 
 INTERRUPTED = 130
+_GAP = 0.001  # between LRU and the optimum: of less than that, no policy closes a part worth telling
 _GROUPS_SHOWN = 20  # rows of a table; JSON has all
 
 
@@ -121,7 +122,13 @@ def _compare(rows: list[dict[str, Any]]) -> None:
     rates = {(row["capacity"], row["policy"]): row["token_hit_rate"] for row in rows if row["finished"]}
     for row in rows:
         lru, best = (rates.get((row["capacity"], policy)) for policy in ("lru", "clairvoyant"))
-        if lru is not None and best is not None and best > lru and row["finished"] and row["policy"] != "infinite":
+        if (
+            lru is not None
+            and best is not None
+            and best - lru > _GAP
+            and row["finished"]
+            and row["policy"] != "infinite"
+        ):
             row["gap_closed"] = (row["token_hit_rate"] - lru) / (best - lru)
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
+from math import inf
 
 from radixkv.errors import InvalidInput
 from radixkv_traces.records import TraceRequest
@@ -86,9 +87,9 @@ def block_tokens_of(requests: Sequence[TraceRequest]) -> int:
         assert only is not None
         return only
     low = max((each.input_length / (len(each.blocks) + 1) for each in requests), default=0.0)
-    high = min((each.input_length / (len(each.blocks) - 1) for each in requests if len(each.blocks) > 1), default=low)
+    high = min((each.input_length / (len(each.blocks) - 1) for each in requests if len(each.blocks) > 1), default=inf)
     fitting = [size for size in (1 << power for power in range(21)) if low < size <= high]
-    if low < 512 <= high or (not fitting and high <= low < 512):
+    if low < 512 <= high:
         return 512
     if len(fitting) != 1:
         raise InvalidInput(f"the lengths fit blocks of {low:.1f} to {high:.1f} tokens: say which by --block-tokens")

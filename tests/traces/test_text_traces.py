@@ -1,0 +1,326 @@
+"""Which files are read as what, what text is in requests and in blocks, and where a bad file says that it is bad."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.errors import InvalidInput
+from radixkv_traces import taubench
+from radixkv_traces.formats import ChatRequest, TraceError, TraceRequest, open_trace, read, sample
+from radixkv_traces.mooncake import parse, to_line
+from radixkv_traces.records import Line
+from radixkv_traces.text_blocks import estimate, rendered, text_blocks, tokenizer
+
+BLOCKS = json.dumps({"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]})
+USER = {"role": "user", "content": "Hi."}
+SAYS = {"role": "assistant", "content": "Hello."}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+CHAT = json.dumps({"session": "s", "messages": [USER, SAYS]})
+TRAJECTORY = {"task_id": 3, "trial": 1, "traj": [USER, CALLS, {"role": "tool", "content": "x"}, SAYS]}
+
+
+def requests(text: str | bytes, format: str = "auto", path: Path | None = None) -> list[Any]:
+    file = (path or Path(".")) / "trace"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return list(open_trace(file, format))
+
+
+@pytest.mark.parametrize(
+    ("text", "format"),
+    [
+        (BLOCKS, "mooncake"),
+        (CHAT, "chat"),
+        (json.dumps(TRAJECTORY), "taubench"),
+        (json.dumps([TRAJECTORY], indent=1), "taubench"),
+    ],
+)
+def test_how_a_file_begins_says_what_it_is(tmp_path: Path, text: str, format: str) -> None:
+    plain = requests(text, path=tmp_path)
+    assert plain
+    for same in (f"\n \n{text}\n\n", f"\ufeff{text}", gzip.compress(text.encode())):
+        assert requests(same, path=tmp_path) == requests(same, format, path=tmp_path) == plain or format != "mooncake"
+    assert requests(gzip.compress(text.encode()), format, path=tmp_path) == plain
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '{"prompt": "Hi"}', "7", '"hash_ids"', "nothing", "\x00\x01", "{", b"\xff\xfe{"]
+)
+def test_what_begins_like_no_trace_says_so(tmp_path: Path, text: str | bytes) -> None:
+    with pytest.raises(TraceError, match=r"trace:1: ") as caught:
+        requests(text, path=tmp_path)
+    assert caught.value.line == 1 and caught.value.field is None
+
+
+def test_an_empty_file_has_no_requests_and_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    assert requests("", path=tmp_path) == requests(" \n\n", path=tmp_path) == []
+    with pytest.raises(InvalidInput, match="taubench"):
+        open_trace(tmp_path / "trace", "csv")
+
+
+def test_standard_input_is_read_and_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BufferedReader(io.BytesIO(gzip.compress(BLOCKS.encode())))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(buffer))
+    assert [request.input_length for request in read("-")] == [9]
+    assert not buffer.closed
+
+
+def test_a_damaged_gzip_file_and_what_is_no_text_name_the_line(tmp_path: Path) -> None:
+    lines = "\n".join(parse_line(number) for number in range(2000))
+    packed = gzip.compress(lines.encode())
+    (tmp_path / "cut.gz").write_bytes(packed[: len(packed) // 2])
+    found: list[Any] = []
+    with pytest.raises(TraceError, match="damaged") as caught:
+        found.extend(open_trace(tmp_path / "cut.gz"))
+    assert 0 < len(found) < 2000 and caught.value.line == len(found) + 1
+    with pytest.raises(TraceError, match=r"trace:2: not UTF-8"):
+        requests(BLOCKS.encode() + b"\n\xff\n", path=tmp_path)
+
+
+def parse_line(number: int) -> str:
+    fields = {"timestamp": number, "input_length": 9, "output_length": number * 7919 % 1000, "hash_ids": [number]}
+    return json.dumps(fields)
+
+
+def test_each_assistant_turn_is_a_request(tmp_path: Path) -> None:
+    line = {
+        "session": "s", "timestamp": 5, "tenant": "t", "tools": [{"type": "function"}],
+        "messages": [USER, CALLS, {"role": "tool", "content": "x"}, {**SAYS, "timestamp": 90}, USER],
+    }  # fmt: skip
+    first, second = requests(json.dumps(line), path=tmp_path)
+    tools = ({"type": "function"},)
+    assert first == ChatRequest(5.0, (USER,), "s", 1, None, CALLS, "tool_use", "t", tools)
+    assert (second.timestamp, second.turn, second.stop, len(second.messages)) == (90.0, 2, "end_turn", 3)
+
+
+def test_a_conversation_without_a_name_is_named_by_its_line(tmp_path: Path) -> None:
+    nameless = json.dumps({"messages": [USER, SAYS]})
+    sessions = [each.session for each in requests(f"{nameless}\n{CHAT}\n{nameless}", path=tmp_path)]
+    assert sessions == ["line 1", "s", "line 3"]
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("messages", {"messages": "Hi"}),
+        ("messages[0]", {"messages": ["Hi"]}),
+        ("messages[0]", {"messages": [SAYS]}),
+        ("messages[1].role", {"messages": [USER, {"role": "robot", "content": ""}]}),
+        ("messages[0].role", {"messages": [{"content": "Hi"}]}),
+        ("messages[1].content", {"messages": [USER, {**SAYS, "content": 7}]}),
+        ("messages[1].content", {"messages": [USER, {**SAYS, "content": ["Hi"]}]}),
+        ("messages[1].tool_calls", {"messages": [USER, {**SAYS, "tool_calls": "f"}]}),
+        ("messages[1].timestamp", {"messages": [USER, {**SAYS, "timestamp": -1}]}),
+        ("messages[1].timestamp", {"messages": [USER, {**SAYS, "timestamp": None}]}),
+        ("tools", {"tools": [1]}),
+        ("session", {"session": 7}),
+        ("timestamp", {"timestamp": "now"}),
+        ("tenant", {"tenant": "a", "namespace": "b"}),
+    ],
+)
+def test_a_bad_conversation_names_file_line_and_field(tmp_path: Path, field: str, changes: dict[str, Any]) -> None:
+    bad = json.dumps({"messages": [USER, SAYS], **changes})
+    with pytest.raises(TraceError) as caught:
+        requests(f"{CHAT}\n{bad}\n", path=tmp_path)
+    assert (caught.value.line, caught.value.field) == (2, field)
+
+
+def test_trajectories_are_sessions_of_task_and_trial(tmp_path: Path) -> None:
+    found = requests(json.dumps([TRAJECTORY, {**TRAJECTORY, "trial": 2}]), path=tmp_path)
+    assert [(each.session, each.turn, each.stop) for each in found] == [
+        ("3.1", 1, "tool_use"), ("3.1", 2, "end_turn"), ("3.2", 1, "tool_use"), ("3.2", 2, "end_turn"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[\n{},\n", 2),  # no task_id
+        ('[\n{"task_id": 1},\n{}]', 2),  # no traj
+        ("[\n1]", 2),
+        ('[\n{"task_id": true, "traj": []}]', 2),
+        ("[", 1),
+        ("[\n\n{", 3),
+        ("[] []", 1),
+        ("[],\n", 1),
+        ('[\n{"task_id": 1, "traj": []}\n{"task_id": 1, "traj": []}]', 3),
+        ('[\n{"task_id": 1,\n"traj": oops}]', 3),
+        ("[" * 5000, 1),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_bad_array_names_the_line(tmp_path: Path, text: str, line: int) -> None:
+    with pytest.raises(TraceError) as caught:
+        requests(text, path=tmp_path)
+    assert caught.value.line == line
+
+
+class Drops(io.StringIO):
+    """A text that comes a few characters at a time."""
+
+    def read(self, size: int | None = -1, /) -> str:
+        return super().read(min(7, size or 7))
+
+
+ODD = [None, True, 0, 1, -1, 7, 1.5, -0.0, 1e300, 2**63, 10**300, "", "x", "7", '\u2028\ud800"\\', [], [[]], {}, [1]]
+ODD += [
+    [1, -1],
+    [1, "x"],
+    [[0, 2]],
+    [[0, -1]],
+    [[1, 2], [3, 4]],
+    [[0, 2**62]],
+    {"a": [1, {}]},
+    [{}],
+    [{"role": "user"}],
+]
+JSON = st.sampled_from(ODD)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from('ab"'), JSON, max_size=3), max_size=4), st.sampled_from([None, 1]))
+@settings(deadline=None)
+def test_an_array_read_in_pieces_is_the_array(values: list[dict[str, Any]], indent: int | None) -> None:
+    text = json.dumps(values, indent=indent)
+    assert [line.fields for line in taubench.elements(Drops(text), "file")] == values
+    with pytest.raises(TraceError):
+        list(taubench.elements(Drops(text[:-1]), "file"))
+
+
+def test_an_array_is_not_read_to_its_end_to_give_its_first_session() -> None:
+    endless = io.StringIO("[" + f"{json.dumps(TRAJECTORY)}," * 5000)
+    assert next(taubench.sessions(endless, "file")).session == "3.1"
+    assert endless.tell() < 200_000
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode) | JSON.map(lambda x: json.dumps(x).encode()))
+@settings(max_examples=200, deadline=None)
+def test_garbage_is_a_trace_error_or_nothing(garbage: bytes) -> None:
+    for format in ("auto", "mooncake", "chat", "taubench"):
+        error = wrong(lambda format=format: list(open_trace(Memory(garbage), format)))
+        assert error is None or (error.line >= 1 and str(error).startswith(f"memory:{error.line}: "))
+
+
+def wrong(reading: Callable[[], object]) -> TraceError | None:
+    """The error, if it raises one."""
+    try:
+        reading()
+    except TraceError as error:
+        return error
+    return None
+
+
+NAMES = (
+    "timestamp",
+    "input_length",
+    "output_length",
+    "hash_ids",
+    "hash_ranges",
+    "session",
+    "turn",
+    "stop",
+    "block_size",
+)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), JSON))
+@settings(max_examples=300, deadline=None)
+def test_any_object_is_a_request_or_a_trace_error_that_names_a_field(odd: dict[str, Any]) -> None:
+    line = json.dumps({**json.loads(BLOCKS), **odd})
+    error = wrong(lambda: parse(line))
+    if error is None:
+        assert parse(to_line(parse(line))) == parse(line)
+    else:
+        assert error.field in NAMES and len(str(error)) < 300
+
+
+class Memory:
+    """A file in memory, as packages give them."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def open(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(io.BytesIO(self._content))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return "memory"
+
+    def iterdir(self) -> Any: ...
+    def is_dir(self) -> bool: ...  # type: ignore[empty-body]
+    def is_file(self) -> bool: ...  # type: ignore[empty-body]
+    def joinpath(self, child: str) -> Any: ...
+    def __truediv__(self, child: str) -> Any: ...
+    def read_bytes(self) -> bytes: ...  # type: ignore[empty-body]
+    def read_text(self, encoding: str | None = None) -> str: ...  # type: ignore[empty-body]
+    @property
+    def name(self) -> str:
+        return "memory"
+
+
+@given(st.builds(TraceRequest, st.integers(0, 10**9).map(float) | st.floats(0, 1e9), *[st.integers(0, 10**6)] * 2,
+                 st.lists(st.integers(0, 2**63 - 1)).map(lambda ids: array("q", ids)),
+                 *[st.none() | st.text(), st.none() | st.integers(0, 99)], *[st.none() | st.text()] * 2,
+                 st.none() | st.integers(1, 512)))  # fmt: skip
+def test_a_line_reads_back_as_what_was_written(request_: TraceRequest) -> None:
+    assert parse(to_line(request_)) == request_
+
+
+# ---- text to blocks
+
+
+def tokens_of(request: ChatRequest) -> list[int]:
+    return [token for message in (*request.tools, *request.messages) for token in estimate(rendered(message))]
+
+
+@pytest.mark.parametrize("name", ["chat", "taubench"])
+@pytest.mark.parametrize("size", [1, 16, 64])
+def test_prompts_share_as_many_blocks_as_tokens(name: str, size: int) -> None:
+    texts = [each for each in open_trace(sample(name)) if isinstance(each, ChatRequest)]
+    blocks = list(text_blocks(texts, size))
+    tokens = [tokens_of(each) for each in texts]
+    for mine, ours in zip(tokens, blocks, strict=True):
+        assert (ours.input_length, len(ours.blocks)) == (len(mine), -(-len(mine) // size))
+    for a in range(0, len(texts), 3):
+        for b in range(a):
+            common = next((i for i, (x, y) in enumerate(zip(tokens[a], tokens[b], strict=False)) if x != y), None)
+            if common is None:
+                common = min(len(tokens[a]), len(tokens[b]))
+            both = sum(x == y for x, y in zip(blocks[a].blocks, blocks[b].blocks, strict=False))
+            assert both == common // size or len(tokens[a]) == len(tokens[b]) == common
+
+
+def test_the_bundled_tokenizer_counts_what_it_encodes() -> None:
+    encode = tokenizer("tiny")
+    texts = [ChatRequest(0.0, (USER,), "s", 1, None, SAYS), ChatRequest(0.0, (USER, SAYS, USER), "s", 2, 9)]
+    first, second = text_blocks(texts, 4, encode)
+    assert first.input_length == len(encode("<|user|>\nHi.\n"))
+    assert (first.output_length, second.output_length) == (len(encode("Hello.")), 9)
+    assert second.input_length == 2 * first.input_length + len(encode("<|assistant|>\nHello.\n"))
+
+
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"tokenizer\.json"):
+        tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidInput, match="tokenizer"):
+        tokenizer(str(tmp_path))
+
+
+def test_parts_and_calls_count_and_the_order_of_keys_does_not() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "u"}]}
+    assert rendered(parts) == '<|user|>\na{"type":"image","url":"u"}\n'
+    turned = {"tool_calls": [{"function": {"name": "f"}, "id": "1"}], "content": None, "role": "assistant"}
+    assert rendered(turned) == rendered(CALLS)
+    assert "surrogates" in rendered({"role": "user", "content": "\ud800 surrogates"})
+    assert len(estimate("\ud800")) == 1
+    assert Line("f", 1, {}).text("session") is None

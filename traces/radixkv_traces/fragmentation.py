@@ -1,0 +1,161 @@
+"""How much of a KV memory holds tokens, if each sequence gets one slab, a buddy block, or pages?
+
+Knows lengths of prompts and outputs, and three ways to reserve memory. Knows no prefixes: nothing is shared here, so
+that what is measured is the fragmentation and nothing else.
+
+Requests come in the order of the trace, as many at a time as fit; every step, each sequence that runs grows by one
+token, and whoever is done leaves. This goes on while somebody waits: what comes after the last one was let in, when the
+memory runs empty, is not measured.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from radixkv.errors import InvalidInput
+from radixkv_traces.reservations import Buddy, Lengths, Paged, Slabs, most_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Fragmentation:
+    """What one way to reserve memory made of a trace; shares are means over the steps while somebody waited."""
+
+    scheme: str  # "contiguous", "buddy" or "paged"
+    block_size: int | None  # of "paged"
+    memory_tokens: int
+    used: float  # of the memory: holds tokens
+    reserved_unused: float  # of the memory: reserved for a sequence, and empty
+    unreserved: float  # of the memory: free, but of no use to the next in line
+    sequences: float  # that ran at a time
+    most_sequences: int
+    preemptions: int
+    refused: int  # requests that would not fit alone
+    steps: int
+
+    @property
+    def used_of_reserved(self) -> float:
+        """The share of what sequences have reserved that holds tokens; 0.0 if nothing ran."""
+        reserved = self.used + self.reserved_unused
+        return self.used / reserved if reserved else 0.0
+
+
+class Scheme(Protocol):
+    """A way to reserve memory for sequences."""
+
+    def admits(self, running: Lengths, length: int, final: int) -> bool:
+        """Reserve for a sequence of `length` tokens that will have `final`; False, and nothing, if it does not fit."""
+
+    def leaves(self, index: int) -> None:
+        """The sequence at this place in the order of admission has left."""
+
+    def could(self, final: int) -> bool:
+        """Whether it would fit in an empty memory."""
+
+    def reserved(self, lengths: Lengths, steps: int) -> int:
+        """Tokens reserved, summed over the next `steps` steps, when all sequences grow by one a step."""
+
+    def grows(self, lengths: Lengths, steps: int) -> bool:
+        """Whether all can grow by so many."""
+
+
+def fragmentation(
+    lengths: Iterable[tuple[int, int]], memory_tokens: int, slab: int, block_sizes: Sequence[int] = (8, 16, 32, 64, 128)
+) -> list[Fragmentation]:
+    """Slabs of `slab` tokens, buddy blocks, and pages of each size, for sequences of (prompt, output) tokens.
+
+    O(requests x sequences at a time) for each.
+    """
+    if slab < 1 or memory_tokens < slab or any(size < 1 for size in block_sizes):
+        raise InvalidInput(f"{memory_tokens} tokens of memory hold no slab of {slab}, or a block size is below 1")
+    each = [(prompt, prompt + max(1, output)) for prompt, output in lengths]
+    return [
+        _run("contiguous", None, Slabs(memory_tokens, slab), each, memory_tokens),
+        _run("buddy", None, Buddy(memory_tokens), each, memory_tokens),
+        *(_run("paged", size, Paged(memory_tokens, size), each, memory_tokens) for size in block_sizes),
+    ]
+
+
+def _run(
+    name: str, block_size: int | None, scheme: Scheme, lengths: Sequence[tuple[int, int]], memory: int
+) -> Fragmentation:
+    replay = _Replay(scheme, lengths)
+    replay.run()
+    total = max(1, replay.steps) * memory
+    return Fragmentation(
+        name,
+        block_size,
+        memory,
+        replay.used / total,
+        (replay.reserved - replay.used) / total,
+        1.0 - replay.reserved / total if replay.steps else 0.0,
+        replay.sequences / max(1, replay.steps),
+        replay.most,
+        replay.preemptions,
+        replay.refused,
+        replay.steps,
+    )
+
+
+class _Replay:
+    """The sequences that run, in the order in which they were let in, and sums over steps."""
+
+    def __init__(self, scheme: Scheme, lengths: Sequence[tuple[int, int]]) -> None:
+        self._scheme = scheme
+        fitting = [each for each in lengths if scheme.could(each[1])]
+        self.refused = len(lengths) - len(fitting)
+        self._waiting = deque(fitting)
+        self._lengths = np.zeros(0, np.int64)
+        self._finals = np.zeros(0, np.int64)
+        self.steps = self.used = self.reserved = self.sequences = self.most = self.preemptions = 0
+
+    def run(self) -> None:
+        self._admit()
+        while self._waiting:
+            rest = int((self._finals - self._lengths).min())
+            steps = most_steps(self._scheme, self._lengths, rest)
+            if steps:
+                self._advance(steps)
+            if steps < rest:
+                self._preempt()  # nobody comes in before somebody has left
+            else:
+                self._finish()
+                self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            length, final = self._waiting[0]
+            if not self._scheme.admits(self._lengths, length, final):
+                break
+            self._waiting.popleft()
+            self._lengths = np.append(self._lengths, length)
+            self._finals = np.append(self._finals, final)
+        self.most = max(self.most, len(self._lengths))
+
+    def _advance(self, steps: int) -> None:
+        count = len(self._lengths)
+        self.used += int(self._lengths.sum()) * steps + count * steps * (steps + 1) // 2
+        self.reserved += self._scheme.reserved(self._lengths, steps)
+        self.sequences += count * steps
+        self.steps += steps
+        self._lengths += steps
+
+    def _preempt(self) -> None:
+        """Who came last gives way, and is the first to come back, with all that it has."""
+        self.preemptions += 1
+        last = len(self._lengths) - 1
+        self._waiting.appendleft((int(self._lengths[last]), int(self._finals[last])))
+        self._leave(last)
+
+    def _finish(self) -> None:
+        for index in np.flatnonzero(self._lengths == self._finals)[::-1]:
+            self._leave(int(index))
+
+    def _leave(self, index: int) -> None:
+        self._scheme.leaves(index)
+        self._lengths = np.delete(self._lengths, index)
+        self._finals = np.delete(self._finals, index)
