@@ -15,20 +15,24 @@ Int = NDArray[np.int64]
 Table = NDArray[np.int32]
 
 
-@dataclass(frozen=True)
-class SharedRun:
-    """Tokens [start, stop) of a path, on block boundaries, that all `members` (sequence indices) have in common."""
+@dataclass(frozen=True, eq=False)
+class SharedRuns:
+    """Tokens [start, stop) of paths, on block boundaries, that several sequences have in common; parents first.
 
-    members: Int
-    start: int
-    stop: int
+    In arrays, as a step's list is laid out from them again and again while the tree stays as it is.
+    """
+
+    start: Int  # [runs]
+    stop: Int  # [runs]
+    counts: Int  # [runs] members
+    members: Int  # sequence indices, ascending within a run, one run behind the other
 
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
     """The shared runs of a batch, parents before children, and where each sequence's own tail starts."""
 
-    runs: tuple[SharedRun, ...]
+    runs: SharedRuns
     tails: Int  # [sequences] first token that a sequence reads alone
     block_ids: Table  # all tables, one behind the other
     table_offset: Int  # [sequences + 1] where each table starts in block_ids
@@ -68,8 +72,15 @@ def group(tables: list[Table], kv_lengths: Int, query_lengths: Int, block_size: 
     order = sorted(np.flatnonzero(active).tolist(), key=lambda index: full[index].tobytes())
     common = [_common(full[a], full[b]) for a, b in itertools.pairwise(order)]
     runs, tails = _split(np.array(order, dtype=np.int64), common, len(tables), -(-worth // block_size))
-    runs = [SharedRun(run.members, run.start * block_size, run.stop * block_size) for run in runs]
-    return Grouping(tuple(runs), tails * block_size, block_ids, offset, kv_lengths, active, worth)
+    return Grouping(_joined(runs, block_size), tails * block_size, block_ids, offset, kv_lengths, active, worth)
+
+
+def _joined(runs: list[tuple[int, int, Int]], block_size: int) -> SharedRuns:
+    """Runs of blocks, each (start, stop, members), as arrays in tokens."""
+    start, stop = (np.array([run[i] for run in runs], dtype=np.int64) * block_size for i in range(2))
+    counts = np.array([len(members) for *_, members in runs], dtype=np.int64)
+    members = [members for *_, members in runs]
+    return SharedRuns(start, stop, counts, np.concatenate(members) if members else np.empty(0, dtype=np.int64))
 
 
 def _flat(tables: list[Table]) -> tuple[Table, Int]:
@@ -86,9 +97,12 @@ def _common(a: Table, b: Table) -> int:
     return int(different.argmax()) if different.any() else length
 
 
-def _split(order: Int, common: list[int], sequences: int, worth: int) -> tuple[list[SharedRun], Int]:
-    """Runs in blocks, and each sequence's tail, from sorted sequences and the overlap of neighbours; no recursion."""
-    runs: list[SharedRun] = []
+def _split(order: Int, common: list[int], sequences: int, worth: int) -> tuple[list[tuple[int, int, Int]], Int]:
+    """Runs in blocks, each (start, stop, members), and each sequence's tail; no recursion.
+
+    From sequences in the order of their tables, and the overlap of neighbours.
+    """
+    runs: list[tuple[int, int, Int]] = []
     tails = np.zeros(sequences, dtype=np.int64)
     waiting = [(0, len(order), 0)]
     while waiting:
@@ -98,7 +112,7 @@ def _split(order: Int, common: list[int], sequences: int, worth: int) -> tuple[l
             continue
         stop = min(common[low : high - 1])
         if stop > start and (stop - start) * (high - low - 1) >= worth:
-            runs.append(SharedRun(np.sort(order[low:high]), start, stop))
+            runs.append((start, stop, np.sort(order[low:high])))
             start = stop
         edges = [low, *(i + 1 for i in range(low, high - 1) if common[i] == stop), high]
         waiting += [(a, b, start) for a, b in itertools.pairwise(edges)]

@@ -101,23 +101,29 @@ class _Layout:
         self.declared_window = window
 
     def work_list(self) -> WorkList:
-        pieces = [piece for run in self.grouping.runs for piece in self._shared(run.members, run.start, run.stop)]
-        for index in np.flatnonzero(self.queries > 1).tolist():
-            pieces += self._chunk(index)
+        pieces = [piece for index in np.flatnonzero(self.queries > 1).tolist() for piece in self._chunk(index)]
         owner, start, stop, rows, row_ids = self._arrays(pieces)
         return self._finish(owner, start, stop, rows, row_ids)
 
-    def _shared(self, members: Int, start: int, stop: int) -> list[_Piece]:
-        """A shared run, read by those rows of its members whose window still reaches it."""
-        counts = self.queries[members]
+    def _shared(self) -> tuple[Int, Int]:
+        """Shared runs, read by those rows of their members whose window still reaches them; as `_arrays`, stacked."""
+        runs = self.grouping.runs
+        members, counts, start, stop = runs.members, self.queries[runs.members], runs.start, runs.stop
+        edges = np.cumsum(runs.counts) - runs.counts
         if self.window is not None:
-            counts = np.clip(stop - 1 + self.window - self.first[members], 0, counts)
-            members, counts = members[counts > 0], counts[counts > 0]
-            if not len(members):
-                return []
-            start = max(start, int(self.first[members].min()) - self.window + 1)
-        offsets = np.repeat(self.row_start[members] - (np.cumsum(counts) - counts), counts)
-        return [_Piece(int(members[0]), start, stop, offsets + np.arange(len(offsets)))]
+            run = np.repeat(np.arange(len(start)), runs.counts)
+            counts = np.clip(stop[run] - 1 + self.window - self.first[members], 0, counts)
+            reached = np.flatnonzero(counts)
+            members, counts = members[reached], counts[reached]
+            kept, edges = np.unique(run[reached], return_index=True)
+            start, stop = start[kept], stop[kept]
+        if not len(start):
+            return np.empty((4, 0), dtype=np.int64), np.empty(0, dtype=np.int64)
+        if self.window is not None:
+            start = np.maximum(start, np.minimum.reduceat(self.first[members], edges) - self.window + 1)
+        rows = np.add.reduceat(counts, edges)
+        row_ids = np.repeat(self.row_start[members] - (np.cumsum(counts) - counts), counts)
+        return np.stack([members[edges], start, stop, rows]), row_ids + np.arange(len(row_ids))
 
     def _chunk(self, index: int) -> list[_Piece]:
         """A sequence with several query rows: what all of them see, then the diagonal; in bands under a window."""
@@ -135,16 +141,17 @@ class _Layout:
         return pieces
 
     def _arrays(self, pieces: list[_Piece]) -> tuple[Int, Int, Int, Int, Int]:
-        """The pieces, then one item for each tail with a single row: owner, start, stop, rows [items], row_ids."""
+        """Shared runs, pieces, tails with a single row: owner, start, stop, rows [items], row_ids."""
+        shared, shared_rows = self._shared()
         single = np.flatnonzero(self.queries == 1)
         start = self.grouping.tails[single]
         if self.window is not None:
             start = np.maximum(start, self.first[single] - self.window + 1)
         single, start = single[start < self.kv[single]], start[start < self.kv[single]]
         table = np.array([(p.owner, p.start, p.stop, len(p.rows)) for p in pieces], dtype=np.int64).reshape(-1, 4)
-        tails = np.stack([single, start, self.kv[single], np.ones_like(single)], axis=1)
-        owner, start, stop, rows = np.concatenate([table, tails]).T
-        row_ids = np.concatenate([*(p.rows for p in pieces), self.row_start[single]])
+        tails = np.stack([single, start, self.kv[single], np.ones_like(single)])
+        owner, start, stop, rows = np.concatenate([shared, table.T, tails], axis=1)
+        row_ids = np.concatenate([shared_rows, *(p.rows for p in pieces), self.row_start[single]])
         if self.max_tokens is None or not (stop - start > self.max_tokens).any():
             return owner, start, stop, rows, row_ids
         return self._cut(owner, start, stop, rows, row_ids, self.max_tokens)

@@ -179,8 +179,7 @@ def depth(work: WorkList) -> int:
     """Shared runs on the path that has most."""
     origin = work.origin
     assert isinstance(origin, Grouping)
-    members = [member for run in origin.runs for member in run.members.tolist()]
-    return max(Counter(members).values(), default=0)
+    return max(Counter(origin.runs.members.tolist()).values(), default=0)
 
 
 @given(decodes(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 9, 60]), st.sampled_from([None, 8, 30]))
