@@ -69,6 +69,11 @@ def test_commands_exist(page: str, line: str) -> None:
             assert done.returncode == 0, done.stderr[-2000:]
             for option in (word for word in rest if word.startswith("--")):
                 assert option in done.stdout, line
+        elif first == "radixkv-replay":
+            done = python("-c", "import sys; from radixkv_traces.cli import main; main(sys.argv[1:])", rest[0], "--help")
+            assert done.returncode == 0, done.stderr[-2000:]
+            for option in (word for word in rest if word.startswith("--")):
+                assert option in done.stdout, line
         else:
             assert first in ("git", "cd", "pip", ".venv/bin/pip", "unzip"), f"nobody checks this command: {line}"
 
