@@ -18,6 +18,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
+from radixkv_monitor.commands import HastyPalette
 from radixkv_monitor.feed import Feed
 from radixkv_monitor.help import ExportScreen, HelpScreen, key_name
 from radixkv_monitor.leaving import has_shell, heed
@@ -247,6 +248,11 @@ class MonitorApp(App[None]):
         if own:
             sections.insert(0, (title, own))
         self.push_screen(HelpScreen(sections))
+
+    def action_command_palette(self) -> None:
+        """Open the palette, unless it is open."""
+        if not HastyPalette.is_open(self):
+            self.push_screen(HastyPalette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The palette: Textual's own, every view, and every key that does something at once."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from textual.events import Key
 from textual.pilot import Pilot
 from textual.widgets import ContentSwitcher
 
@@ -330,6 +331,28 @@ def test_the_palette_knows_the_views() -> None:
         await pilot.pause()
         assert len(app.screen_stack) == 2
         app.tick()
+
+    played(steps)
+
+
+HASTY = ["ctrl+p pagedown", "ctrl+p enter enter enter", "ctrl+p escape escape", "question_mark escape escape", "e j j"]
+
+
+@pytest.mark.parametrize("keys", HASTY)
+def test_hasty_hands(keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys as fast as a terminal hands them over, without a pause to draw between two."""
+    monkeypatch.chdir(tmp_path)
+
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        for wait in range(4):
+            for key in keys.split():
+                app.post_message(Key(key, None))
+                for _ in range(wait):
+                    await asyncio.sleep(0.01)
+            await pilot.pause(0.1)
+            await pilot.press("escape")
+        await pilot.press("2")
+        assert len(app.screen_stack) == 1 and app.view is not None and app.view.id == "tree"
 
     played(steps)
 
