@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -79,15 +80,16 @@ def engines(*, dead: bool = False) -> list[Found]:
             if found.alive or dead:
                 every.append(found)
             else:
-                path.unlink(missing_ok=True)
-                path.with_suffix(".sock").unlink(missing_ok=True)
+                with suppress(OSError):  # what cannot be removed is in nobody's way
+                    path.unlink(missing_ok=True)
+                    path.with_suffix(".sock").unlink(missing_ok=True)
     return sorted(every, key=lambda found: (found.started, found.socket))
 
 
 def _read(path: Path) -> Found | None:
     """What a description says, and whether it is still true; None if it is none."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_at_once) as file:
             there = os.fstat(file.fileno())
             if not stat.S_ISREG(there.st_mode) or there.st_uid != os.geteuid():
                 return None
@@ -98,6 +100,11 @@ def _read(path: Path) -> Found | None:
         return replace(found, alive=_is_alive(found)) if _is_sound(found) else None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open without waiting for anybody: a pipe has two ends."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def _is_sound(found: Found) -> bool:

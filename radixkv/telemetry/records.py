@@ -38,7 +38,7 @@ class Record:
         grow at their end. Raises ValueError for too few values, and for wrong types or ranges.
         """
         shape = shape_of(cls)
-        plain = [tuple(value) if type(value) is list else value for value in values[: len(shape.names)]]
+        plain: list[Any] = [tuple(value) if type(value) is list else value for value in values[: len(shape.names)]]
         for at in shape.check(plain):
             plain[at] = drawable(plain[at])
         return cls(*plain)

@@ -299,3 +299,15 @@ def test_addresses():
         *[True] * 4,
         *[False] * 2,
     ]
+
+
+def test_what_lies_about_in_the_folder_holds_nobody_up(claimed):
+    path, _ = claimed
+    os.mkfifo(path.parent / "99.json")  # opened, it would wait for a writer for ever
+    (path.parent / "98.json").mkdir()
+    said = json.loads(path.with_suffix(".json").read_text())
+    (path.parent / "97.json").write_text(json.dumps({**said, "process": "another-boot:17"}))
+    (path.parent / "97.sock").mkdir()  # cannot be removed as a file is
+    assert [found.socket for found in engines()] == [str(path)]
+    for name in ("98.json", "97.sock"):
+        (path.parent / name).rmdir()
