@@ -17,6 +17,7 @@ WORDS = (
     ("cached", "blocks that only the tree holds: they go when room is needed"),
     ("active", "blocks of sequences that are open now: they stay"),
     ("pinned", "blocks that a pin holds: they stay until it is released or runs out"),
+    ("● ○ ◆ ▽", "nodes that a sequence holds, that nobody holds, that a pin holds, that are first to go"),
     ("hit rate", "prompt tokens found in the cache, of all; each request counts once, at its admission"),
     ("hit, miss", "of times to the first token: at least half of the prompt was cached, or less"),
     ("regret", "tokens that were asked for again after they had been evicted"),
@@ -59,7 +60,7 @@ class HelpScreen(ModalScreen[None]):
         ]
         for title, bindings in self._sections:
             parts.append(Content.styled(f"\n{title}\n", "bold"))
-            parts += [_line(_keys(binding), binding.tooltip or binding.description) for binding in bindings]
+            parts += [_line(keys, meaning) for meaning, keys in _grouped(bindings)]
         parts.append(Content.styled("\nWords\n", "bold"))
         parts += [_line(word, meaning) for word, meaning in WORDS]
         return Content("").join(parts)
@@ -119,6 +120,15 @@ NAMES = {
 def key_name(key: str) -> str:
     """A key as it is written: `question_mark` is `?`."""
     return NAMES.get(key, key)
+
+
+def _grouped(bindings: Iterable[Binding]) -> list[tuple[str, str]]:
+    """What keys do, and all keys that do it, in the order of the first of them."""
+    keys: dict[str, list[str]] = {}
+    for binding in bindings:
+        meaning = binding.tooltip or binding.description
+        keys.setdefault(meaning[:1].lower() + meaning[1:], []).append(_keys(binding))
+    return [(meaning, " ".join(dict.fromkeys(each))) for meaning, each in keys.items()]
 
 
 def _keys(binding: Binding) -> str:

@@ -261,7 +261,7 @@ def test_help_begins_with_the_keys_of_the_view() -> None:
         assert isinstance(app.screen, HelpScreen)
         text = str(app.screen._text())
         assert text.index("Sessions") < text.index("Everywhere")
-        assert "Filter" in text and "cursor" not in text
+        assert "filter" in text and "cursor" not in text
 
     played(steps)
 

@@ -1,8 +1,8 @@
 """Every screen as it looked when somebody last looked at it: 80x24 and 160x48, dark and light, from a recorded file.
 
 After a change that is meant: `pytest tests/monitor/test_snapshots.py --snapshot-update`, and look at the new pictures.
-Textual draws, so that another release of it may draw differently without a fault of ours: the pictures are compared where
-the one that drew them is installed.
+Textual draws, so that another release of it may draw differently without a fault of ours: the pictures are compared
+where the one that drew them is installed.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_a_filter(looks: Looks, size: tuple[int, int]) -> None:
     async def still(pilot: Pilot[Any]) -> None:
         pilot.app.screen.query_one("View", expect_type=None).query_one(Input).cursor_blink = False
 
-    looks(watching("tree"), size, "slash", *"tokens>400", more=still)
+    looks(watching("tree"), size, "slash", *["space" if each == " " else "colon" if each == ":" else each for each in "min:400 cached"], more=still)
 
 
 @pictured

@@ -27,7 +27,8 @@ from radixkv_monitor.views import View
 from radixkv_monitor.widgets.detail import Detail
 from radixkv_monitor.widgets.heat_map import HeatMap
 
-WIDE = 120
+WIDE, LOW = 120, 14
+"""Columns from which on the account stands beside the map, and lines from which on there is room for it below."""
 NO_BREAK = "\N{NO-BREAK SPACE}"
 LOOKS = ((1, True), (1, False), *((2**power, False) for power in range(1, 17)))
 """From near to far: blocks a cell, and whether cells have signs."""
@@ -42,6 +43,7 @@ class PoolView(View):
     PoolView > .legend { height: auto; max-height: 2; padding: 0 1; }
     PoolView > Container { height: 1fr; layout: vertical; }
     PoolView Detail { height: 6; border-top: solid $panel; }
+    PoolView.-low Detail { display: none; }
     PoolView.-wide > Container { layout: horizontal; }
     PoolView.-wide HeatMap { width: 1fr; }
     PoolView.-wide Detail { width: 42; height: 1fr; border-top: none; border-left: solid $panel; }
@@ -87,8 +89,9 @@ class PoolView(View):
             self._draw()
 
     def on_resize(self, event: events.Resize) -> None:
-        """The account moves to where there is room."""
+        """The account moves to where there is room, or goes."""
         self.set_class(event.size.width >= WIDE, "-wide")
+        self.set_class(event.size.width < WIDE and event.size.height < LOW, "-low")
 
     def take_focus(self) -> None:
         """The keys go to the map."""

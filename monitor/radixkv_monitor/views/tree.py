@@ -31,6 +31,8 @@ MANY, SOON = 1000, 0.19
 """Nodes from which on states are let go by that come so soon, in seconds, behind the one that is shown."""
 WIDE = 120
 """Columns from which on the account stands beside the tree, not below it."""
+LOW = 14
+"""Lines from which on there is room for it below."""
 
 
 class TreeView(View):
@@ -43,6 +45,7 @@ class TreeView(View):
     TreeView > Input.open { display: block; }
     TreeView > Container { height: 1fr; layout: vertical; }
     TreeView Detail { height: 7; border-top: solid $panel; }
+    TreeView.-low Detail { display: none; }
     TreeView.-wide > Container { layout: horizontal; }
     TreeView.-wide FlatTree { width: 1fr; }
     TreeView.-wide Detail { width: 46; height: 1fr; border-top: none; border-left: solid $panel; }
@@ -87,8 +90,9 @@ class TreeView(View):
             self._draw(self._state, ())
 
     def on_resize(self, event: events.Resize) -> None:
-        """The account moves to where there is room."""
+        """The account moves to where there is room, or goes."""
         self.set_class(event.size.width >= WIDE, "-wide")
+        self.set_class(event.size.width < WIDE and event.size.height < LOW, "-low")
 
     def take_focus(self) -> None:
         """The keys go to the tree."""
@@ -144,7 +148,8 @@ class TreeView(View):
 
     def _account(self, state: State) -> None:
         branch = self.lines.cursor
-        told = Account("Nothing is cached") if branch is None else node_facts.account(state, branch, self._queue)
+        nothing = "No node fits the filter" if self.rows.is_filtered and state.nodes else "Nothing is cached"
+        told = Account(nothing) if branch is None else node_facts.account(state, branch, self._queue)
         self.query_one(Detail).tell(told)
 
     def select(self, selection: Selection) -> None:

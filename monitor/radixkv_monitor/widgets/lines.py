@@ -15,6 +15,10 @@ from textual.content import Content
 from textual.widgets import Static
 
 
+NARROW = 120
+"""Columns below which words must be short."""
+
+
 class Tabs(Static):
     """The views, each behind its key; a click does what the key does."""
 
@@ -104,6 +108,8 @@ class BottomLine(Horizontal):
         if keys != self._keys:
             self._keys = keys
             self._hints.update(Content(" ").join(_hint(*each) for each in keys))
+        if self.size.width < NARROW:
+            cost = cost.replace("of a core", "cpu")
         self._cost.update(f"{cost} " if cost else "")
 
 
