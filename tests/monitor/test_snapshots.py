@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from textual.app import App
+from textual.command import CommandList
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -97,6 +98,13 @@ def watching(name: str = "overview", feed: Feed | None = None) -> MonitorApp:
     return MonitorApp(feed or Moment(), name, meter=Known())
 
 
+async def until(pilot: Pilot[Any], done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        await pilot.pause(0.02)
+
+
 # ---- the screens
 
 
@@ -136,13 +144,29 @@ def test_a_filter(looks: Looks, size: tuple[int, int]) -> None:
     async def still(pilot: Pilot[Any]) -> None:
         pilot.app.screen.query_one("View", expect_type=None).query_one(Input).cursor_blink = False
 
-    looks(watching("tree"), size, "slash", *["space" if each == " " else "colon" if each == ":" else each for each in "min:400 cached"], more=still)
+    looks(
+        watching("tree"),
+        size,
+        "slash",
+        *["space" if each == " " else "colon" if each == ":" else each for each in "min:400 cached"],
+        more=still,
+    )
 
 
 @pictured
 @SIZES
 def test_the_help(looks: Looks, size: tuple[int, int]) -> None:
     looks(watching("tree"), size, "question_mark")
+
+
+@pictured
+@SIZES
+def test_the_palette(looks: Looks, size: tuple[int, int]) -> None:
+    async def listed(pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: pilot.app.screen.query_one(CommandList).option_count > 6)
+        pilot.app.screen.query_one(Input).cursor_blink = False
+
+    looks(watching("overview"), size, "ctrl+p", more=listed)
 
 
 @pictured
@@ -170,16 +194,10 @@ def test_a_replay(looks: Looks, size: tuple[int, int]) -> None:
     feed = FileFeed(RECORDING, clock=lambda: 0.0)
 
     async def halfway(pilot: Pilot[Any]) -> None:
-        async def until(done: Callable[[], bool]) -> None:
-            end = time.monotonic() + 60
-            while not done():
-                assert time.monotonic() < end, feed.status
-                await pilot.pause(0.02)
-
-        await until(lambda: feed.span == (BEGAN, BEGAN + SECONDS) and feed.status.sentence == "")
+        await until(pilot, lambda: feed.span == (BEGAN, BEGAN + SECONDS) and feed.status.sentence == "")
         feed.pause(False)
         feed.seek(BEGAN + 30.0)
-        await until(lambda: feed.latest is not None and feed.latest.time == BEGAN + 30.0)
+        await until(pilot, lambda: feed.latest is not None and feed.latest.time == BEGAN + 30.0)
 
     looks(watching("tree", feed), size, more=halfway)
 
