@@ -52,6 +52,8 @@ def agent(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
         prompt.append(texts.new(draw.tokens(150, 1.0, 8000)))
         calls = draw.count(12)
         while calls:
+            if _length(prompt) > AGENT_CONTEXT:
+                prompt = [system, texts.new(draw.tokens(1500, 0.4, 8000))]
             answer = draw.tokens(120, 0.8, 4000)
             yield Call(now, tuple(prompt), answer, "end_turn" if calls == 1 else "tool_use")
             now += answer / TOKENS_PER_SECOND
@@ -62,8 +64,6 @@ def agent(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
             if calls:
                 prompt.append(texts.new(draw.tokens(400, 1.3, 20000)))
                 now += draw.seconds(2, 1.2)
-            if _length(prompt) > AGENT_CONTEXT:
-                prompt = [system, texts.new(draw.tokens(1500, 0.4, 8000))]
         now += draw.seconds(120, 1.5)
 
 

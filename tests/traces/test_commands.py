@@ -1,0 +1,269 @@
+"""radixkv-replay simulate, fragmentation and generate, as a person calls them."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv_traces import cli, simulate
+from radixkv_traces.formats import read, sample
+from radixkv_traces.progress import Progress
+from radixkv_traces.simulate import replay
+from radixkv_traces.workload import prepare
+
+ROOT = Path(__file__).parents[2]
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    """Runs a command: its status, what it printed, and what it complained of."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = cli.main(arguments)
+        except SystemExit as exit_:  # argparse
+            status = int(exit_.code or 0)
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+def rows(said: tuple[int, str, str]) -> dict[str, Any]:
+    status, out, err = said
+    assert (status, err) == (0, "")
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_json_is_one_object_whose_rows_say_what_the_replays_found(say: Say) -> None:
+    said = rows(
+        say(
+            "simulate",
+            "sample:conversation",
+            "--capacity",
+            "2.5%,10%",
+            "--policy",
+            "lru,clairvoyant,infinite",
+            "--json",
+        )
+    )
+    trace = prepare(read(sample("conversation")), 512)
+    assert (said["trace"], said["requests"], said["unique_blocks"], said["block_tokens"]) == (
+        "sample:conversation", 570, trace.unique_blocks, 512,
+    )  # fmt: skip
+    assert [(row["policy"], row["capacity"]) for row in said["rows"]] == [
+        (policy, capacity) for capacity in ("2.5%", "10%") for policy in ("lru", "clairvoyant", "infinite")
+    ]
+    for row in said["rows"]:
+        result = replay(trace, row["capacity_blocks"], row["policy"])
+        for name in ("token_hit_rate", "hit_tokens", "input_tokens", "evicted_blocks", "regret_tokens", "requests"):
+            assert row[name] == getattr(result, name)
+        assert row["seconds"] >= 0 and row["finished"]
+        assert [blocks for _, blocks in row["occupancy"]][-1] == result.cached[-1]
+        assert len(row["occupancy"]) == len(row["hit_rates"]) == 100
+    lru, best, endless = said["rows"][:3]
+    assert (lru["capacity_blocks"], endless["capacity_blocks"]) == (209, trace.unique_blocks)
+    assert (lru["gap_closed"], best["gap_closed"], endless["gap_closed"]) == (0.0, 1.0, None)
+    assert endless["token_hit_rate"] == said["infinite_token_hit_rate"]
+
+
+def test_hit_rates_over_time_and_by_group_add_up(say: Say) -> None:
+    said = rows(
+        say("simulate", "sample:cc_agent", "--capacity", "1000", "--policy", "lru", "--by", "session", "--json")
+    )
+    row = said["rows"][0]
+    assert (said["block_tokens"], row["capacity_blocks"]) == (64, 1000)
+    for name in ("requests", "input_tokens", "hit_tokens"):
+        assert sum(group[name] for group in row["by"]) == row[name]
+    assert len({group["session"] for group in row["by"]}) == len(row["by"]) > 10
+    times = [time for time, _ in row["hit_rates"]]
+    assert times == sorted(times)
+    whole = rows(say("simulate", "sample:cc_agent", "--capacity", "1000", "--policy", "lru", "--limit", "4", "--json"))
+    assert len(whole["rows"][0]["occupancy"]) == 4
+
+
+def test_the_table_shows_the_same(say: Say) -> None:
+    status, out, err = say("simulate", "sample:cc_agent", "--capacity", "10%", "--by", "stop")
+    assert (status, err) == (0, "")
+    assert "400 requests, 18,632,257 prompt tokens, 16,485 unique blocks of 64 tokens" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["10%", "1,648", "lru", "0.5152", "0%"] in [line[:5] for line in lines]
+    assert ["10%", "1,648", "clairvoyant", "0.5804", "100%"] in [line[:5] for line in lines]
+    assert "stop at 10%" in out and "tool_use" in out and "(none)" in out
+    many = say("simulate", "sample:conversation", "--capacity", "10%", "--by", "tenant")[1]
+    assert "(none)" in many and "more" not in many
+
+
+def test_more_groups_than_a_screen_has_are_counted(say: Say, tmp_path: Path) -> None:
+    line = '{"timestamp": 0, "input_length": 700, "output_length": 1, "hash_ids": [1, 2], "tenant": "%d"}\n'
+    (tmp_path / "t").write_text("".join(line % number for number in range(30)))
+    assert "and 10 more: --json has them" in say("simulate", str(tmp_path / "t"), "--by", "tenant")[1]
+
+
+def test_a_part_of_a_trace(say: Say) -> None:
+    def requests(*options: str) -> int:
+        return int(rows(say("simulate", "sample:conversation", *options, "--policy", "infinite", "--json"))["requests"])
+
+    times = [each.timestamp / 1000 for each in read(sample("conversation"))]
+    assert requests("--start", "60", "--end", "600") == sum(60 <= each < 600 for each in times)
+    assert requests("--start", "60", "--limit", "7") == 7
+    assert requests("--limit", "9999") == len(times)
+
+
+def test_text_is_replayed_by_times_and_untimed_sessions_take_turns(say: Say) -> None:
+    said = rows(say("simulate", "sample:chat", "--policy", "infinite", "--json"))
+    assert [time for time, _ in said["rows"][0]["occupancy"]] == [0.0, 5.0, 6.5, 14.0, 20.0, 22.0, 23.5, 31.0, 33.0]
+    plain, turned, tokenized = (
+        rows(say("simulate", "sample:taubench", "--capacity", "150", "--policy", "lru", "--json", *options))
+        for options in ((), ("--interleave", "4"), ("--tokenizer", "tiny", "--block-tokens", "32"))
+    )
+    assert plain["input_tokens"] == turned["input_tokens"] != tokenized["input_tokens"]
+    assert plain["unique_blocks"] == turned["unique_blocks"]
+    assert plain["rows"][0]["token_hit_rate"] > turned["rows"][0]["token_hit_rate"]
+    assert tokenized["block_tokens"] == 32
+
+
+def test_bytes_of_a_model_are_blocks(say: Say) -> None:
+    said = rows(
+        say(
+            "simulate",
+            "sample:cc_agent",
+            "--capacity",
+            "8GiB,100ktok",
+            "--model",
+            "llama-3.1-8b",
+            "--policy",
+            "lru",
+            "--json",
+        )
+    )
+    assert [row["capacity_blocks"] for row in said["rows"]] == [8 * 2**30 // (131072 * 64), 100_000 // 64]
+
+
+def test_ctrl_c_prints_what_is_known_by_then(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, calls = simulate._CachePool.serve, []
+
+    def interrupted(pool: Any, index: int) -> int:
+        calls.append(index)
+        if len(calls) == 570 + 100:
+            raise KeyboardInterrupt
+        return serve(pool, index)
+
+    monkeypatch.setattr(simulate._CachePool, "serve", interrupted)
+    command = ("simulate", "sample:conversation", "--policy", "lru,slru,clairvoyant", "--capacity", "10%")
+    status, out, _ = say(*command, "--json")
+    said = json.loads(out)
+    assert status == 130 and not said["finished"]
+    assert [(row["policy"], row["requests"], row["finished"]) for row in said["rows"]] == [
+        ("lru", 570, True), ("slru", 99, False),
+    ]  # fmt: skip
+    calls.clear()
+    status, out, _ = say(*command)
+    assert status == 130 and "of 99 requests" in out and "Interrupted" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("simulate", "no-such-file"), "no-such-file"),
+        (("simulate", "sample:none"), "conversation"),
+        (("simulate", "sample:chat", "--policy", "mru"), "clairvoyant"),
+        (("simulate", "sample:chat", "--capacity", "much"), "capacity 'much'"),
+        (("simulate", "sample:chat", "--capacity", "1GB"), "--model"),
+        (("simulate", "sample:chat", "--start", "1000"), "no request"),
+        (("simulate", "sample:conversation", "--tokenizer", "tiny"), "block ids"),
+        (("simulate", "sample:chat", "--format", "mooncake"), "input_length: missing"),
+        (("simulate", "sample:chat", "--limit", "0"), "--limit"),
+        (("simulate", "sample:chat", "--start", "-1"), "--start"),
+        (("fragmentation", "sample:chat", "--memory", "10%"), "memory '10%'"),
+        (("fragmentation", "sample:chat", "--memory", "9"), "slab"),
+        (("fragmentation", "sample:chat", "--block-sizes", "8,x"), "--block-sizes"),
+        (("generate", "poems"), "poems"),
+        (("generate", "chat", "--rate", "0"), "rate"),
+        ((), "COMMAND"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(say: Say, arguments: tuple[str, ...], complaint: str) -> None:
+    status, out, err = say(*arguments)
+    assert status in (1, 2) and out == "" and complaint in err
+    assert err.splitlines()[-1].startswith("radixkv-replay")
+
+
+def test_debug_raises(say: Say) -> None:
+    with pytest.raises(FileNotFoundError):
+        cli.main(["simulate", "no-such-file", "--debug"])
+
+
+def test_fragmentation_as_a_table_and_as_json(say: Say) -> None:
+    status, out, _ = say("fragmentation", "sample:cc_agent", "--block-sizes", "16,64")
+    assert status == 0 and "paged, 64" in out and "contiguous" in out
+    said = rows(say("fragmentation", "sample:cc_agent", "--block-sizes", "16", "--json"))
+    assert [row["scheme"] for row in said["rows"]] == ["contiguous", "buddy", "paged"]
+    assert said["memory_tokens"] == 32 * said["max_length"]
+    by_bytes = rows(say("fragmentation", "sample:cc_agent", "--memory", "64GiB", "--model", "llama-3.1-8b", "--json"))
+    assert by_bytes["memory_tokens"] == 64 * 2**30 // 131072
+    assert "smaller --memory" in say("fragmentation", "sample:chat", "--memory", "1Mtok")[1]
+
+
+def test_generated_lines_are_read_from_standard_input(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, lines, _ = say("generate", "chat", "--sessions", "5", "--seed", "7")
+    assert status == 0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    said = rows(say("simulate", "-", "--policy", "lru", "--json"))
+    assert (said["trace"], said["requests"], said["block_tokens"]) == ("standard input", lines.count("\n"), 64)
+
+
+def test_help_of_the_generators_states_their_distributions(say: Say) -> None:
+    out = say("generate", "--help")[1]
+    assert all(f"{kind}: " in out for kind in ("chat", "agent", "tot", "rag")) and "Log-normal" in out
+
+
+def shell(
+    *arguments: str, code: str = "import sys; from radixkv_traces.cli import main; sys.exit(main())"
+) -> list[str]:
+    paths = f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'traces')!r}]"
+    return [sys.executable, "-c", f"import sys; {paths}; {code}", *arguments]
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    with subprocess.Popen(
+        shell("generate", "agent", "--sessions", "100000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(b'{"timestamp": 0')
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 1
+
+
+def test_nothing_here_loads_torch() -> None:
+    code = (
+        "from radixkv_traces.cli import main; main(sys.argv[1:]);"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'loaded'"
+    )
+    command = ("simulate", "sample:taubench", "--tokenizer", "tiny", "--limit", "3", "--capacity", "10%")
+    done = subprocess.run(shell(*command, code=code), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_drawn_on_a_terminal_only_and_wiped() -> None:
+    for stream, drawn in ((Terminal(), True), (io.StringIO(), False)):
+        with Progress("lru", stream) as progress:
+            assert list(progress.counted("abc")) == ["a", "b", "c"]
+        assert stream.getvalue().startswith("\rlru: 0 requests") == drawn
+        assert not stream.getvalue().split("\r")[-1]

@@ -1,0 +1,130 @@
+"""Memory by scheme, against a replay that goes step by step, token by token."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.errors import InvalidInput
+from radixkv_traces.fragmentation import fragmentation
+from radixkv_traces.generate import generate
+from radixkv_traces.generate_kinds import KINDS
+from radixkv_traces.reservations import Buddy
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=25)
+
+
+def naive(lengths: list[tuple[int, int]], memory: int, need: str, size: int) -> tuple[float, ...]:
+    """(used, reserved, sequences, preemptions, refused, steps), sums over single steps while somebody waits."""
+
+    def reserved(length: int, final: int) -> int:
+        return size if need == "slab" else -(-length // size) * size
+
+    def could(final: int) -> bool:
+        return final <= size if need == "slab" else reserved(final, final) <= memory // size * size
+
+    def room(sequences: list[list[int]]) -> bool:
+        ahead = [reserved(length + 1, final) for length, final in sequences]
+        return sum(ahead) <= memory // size * size
+
+    all_ = [(prompt, prompt + max(1, output)) for prompt, output in lengths]
+    waiting = deque([list(each) for each in all_ if could(each[1])])
+    running: list[list[int]] = []
+    used = held = sequences = preemptions = steps = 0
+    admitting = True
+    while waiting:
+        while admitting and waiting and room([*running, waiting[0]]):
+            running.append(waiting.popleft())
+        if not waiting:
+            break
+        admitting = False
+        while not room(running):
+            waiting.appendleft(running.pop())
+            preemptions += 1
+        steps += 1
+        sequences += len(running)
+        for each in running:
+            each[0] += 1
+            used += each[0]
+            held += reserved(*each)
+        admitting = any(length == final for length, final in running)
+        running = [each for each in running if each[0] < each[1]]
+    return used, held, sequences, preemptions, len(all_) - sum(could(final) for _, final in all_), steps
+
+
+@given(LENGTHS, st.integers(20, 90), st.integers(1, 8), st.integers(10, 20))
+@settings(max_examples=200, deadline=None)
+def test_sums_equal_those_of_a_replay_step_by_step(
+    lengths: list[tuple[int, int]], memory: int, size: int, slab: int
+) -> None:
+    contiguous, _, paged = fragmentation(lengths, memory, slab, [size])
+    for found, expected in (
+        (contiguous, naive(lengths, memory, "slab", slab)),
+        (paged, naive(lengths, memory, "pages", size)),
+    ):
+        total = max(1, found.steps) * memory
+        sums = (found.used * total, (found.used + found.reserved_unused) * total, found.sequences * max(1, found.steps))
+        assert sums == pytest.approx(expected[:3])
+        assert (found.preemptions, found.refused, found.steps) == expected[3:]
+        if found.steps:
+            assert found.used + found.reserved_unused + found.unreserved == pytest.approx(1.0)
+
+
+@given(st.integers(1, 300), st.lists(st.tuples(st.booleans(), st.integers(1, 60), st.integers(0, 9)), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_buddy_blocks_are_aligned_apart_and_whole_again_at_the_end(
+    memory: int, moves: list[tuple[bool, int, int]]
+) -> None:
+    buddy = Buddy(memory)
+    whole = {size: list(free) for size, free in buddy._free.items()}
+    nobody = np.zeros(0, np.int64)
+    for takes, tokens, which in moves:
+        if takes:
+            before = len(buddy._taken)
+            assert buddy.admits(nobody, 1, tokens) == (len(buddy._taken) > before)
+        elif buddy._taken:
+            buddy.leaves(which % len(buddy._taken))
+        check(buddy, memory)
+    while buddy._taken:
+        buddy.leaves(0)
+    assert buddy._free == whole
+
+
+def check(buddy: Buddy, memory: int) -> None:
+    """Free and taken blocks tile the memory, each a power of two, aligned; no two free ones are buddies."""
+    free = [(at, size) for size, places in buddy._free.items() for at in places]
+    at = 0
+    for start, size in sorted([*buddy._taken, *free]):
+        assert start == at and start % size == 0 and size & (size - 1) == 0
+        at += size
+    assert at == memory
+    for start, size in free:
+        assert size == buddy._largest or (start ^ size, size) not in free
+
+
+def test_a_buddy_block_is_the_next_power_of_two() -> None:
+    _, buddy, _ = fragmentation([(2, 3)] * 40, 64, 8, [1])
+    assert (buddy.most_sequences, buddy.used_of_reserved) == (8, pytest.approx((3 + 4 + 5) / 3 / 8))
+
+
+def test_orders_of_the_literature_on_chats() -> None:
+    lengths = [(each.input_length, each.output_length) for each in generate(KINDS["chat"], 250, 5)]
+    slab = max(prompt + output for prompt, output in lengths)
+    contiguous, buddy, *paged = fragmentation(lengths, 16 * slab, slab)
+    assert 0.2 < contiguous.used < 0.4 < buddy.used < 0.7
+    assert [each.block_size for each in paged] == [8, 16, 32, 64, 128]
+    assert paged[0].used_of_reserved > paged[1].used_of_reserved > 0.98
+    assert [each.used_of_reserved for each in paged] == sorted((each.used_of_reserved for each in paged), reverse=True)
+    assert paged[1].used > 0.96
+    assert contiguous.sequences < buddy.sequences < paged[1].sequences
+
+
+def test_wrong_sizes_are_refused_and_nothing_waits_in_an_empty_trace() -> None:
+    for memory, slab, sizes in ((10, 11, [1]), (10, 0, [1]), (10, 5, [0])):
+        with pytest.raises(InvalidInput):
+            fragmentation([], memory, slab, sizes)
+    assert all(each.steps == 0 == each.used_of_reserved for each in fragmentation([], 10, 5))
