@@ -251,7 +251,7 @@ class MonitorApp(App[None]):
 
     def action_command_palette(self) -> None:
         """Open the palette, unless it is open."""
-        if not HastyPalette.is_open(self):
+        if not isinstance(self.screen, HastyPalette):
             self.push_screen(HastyPalette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:

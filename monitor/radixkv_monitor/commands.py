@@ -16,10 +16,10 @@ class HastyPalette(CommandPalette):
 
     _answered = False
 
-    def dismiss(self, result: object = None) -> AwaitComplete:
+    def dismiss(self, result: None = None) -> AwaitComplete:
         """Close it; from then on it is deaf."""
         if self._answered:
-            return AwaitComplete.nothing()
+            return AwaitComplete()
         self._answered = True
         return super().dismiss(result)
 

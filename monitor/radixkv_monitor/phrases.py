@@ -30,12 +30,14 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def short(number: float) -> str:
-    """A whole number in at most five characters.
+def short(number: float | None) -> str:
+    """A whole number in at most five characters; a dash for None.
 
     >>> [short(each) for each in (999, 1234, 45_600, 1_234_000, 56_000_000, 7_000_000_000)]
     ['999', '1.2k', '46k', '1.2M', '56M', '7.0G']
     """
+    if number is None:
+        return "-"
     for unit in ("", "k", "M", "G"):
         if number < 999.5 or unit == "G":
             return f"{number:.0f}{unit}" if number >= 9.95 or not unit else f"{number:.1f}{unit}"

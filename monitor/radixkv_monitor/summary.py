@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import history as counters
+from radixkv_monitor.lately import MINUTE, a_second, evicted_a_second, known, last_minute
 from radixkv_monitor.phrases import duration, share, some
 from radixkv_monitor.state import Sample, State
 
-MINUTE = 60.0
 Level = Literal["good", "idle", "warn", "bad"]
 
 REGRET_SHARE, HELD_SHARE, LONG_WAIT = 0.05, 0.95, 10.0
@@ -66,7 +66,9 @@ class Percentiles:
 class Summary:
     """What the Overview shows. `run` counts from the baseline: since the monitor attached, or since a person said so.
 
-    A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss.
+    A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss. Figures of the last minute
+    are also of what was before anybody watched, as far as records remember it: `watched` of its seconds are counted.
+    Rates are None until there was a second to see them in.
     """
 
     pool: Pool
@@ -75,9 +77,9 @@ class Summary:
     hit_lifetime: Part
     ttft_hit: Percentiles
     ttft_miss: Percentiles
-    output_per_second: float
-    computed_per_second: float
-    cached_per_second: float
+    output_per_second: float | None
+    computed_per_second: float | None
+    cached_per_second: float | None
     seconds_per_step: float | None
     tokens_per_step: float | None
     waiting: int
@@ -98,6 +100,7 @@ class Summary:
     audited_blocks: int
     differing_blocks: int
     telemetry_share: float
+    watched: float
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields, with a `share` beside each part and whole."""
@@ -121,49 +124,49 @@ class Verdict:
 def summarise(state: State) -> Summary:
     """The numbers of a state. O(requests + log samples)."""
     stats, now = state.stats, state.now
-    history = counters.of_one_engine(state.history)
+    history = known(state)
+    minute = last_minute(state, history)
 
     def total(name: str) -> int:
         return int(stats.get(name, 0))
 
-    def minute(name: str) -> float:
-        return counters.grown(history, name, now, MINUTE)
+    def rate(name: str) -> float | None:
+        return a_second(state, history, name)
 
-    def a_second(name: str) -> float:
-        return counters.rate(history, name, now, 10.0)
-
+    evicting, telling = rate("cache.evicted_tokens"), rate("monitor_ns")
     hits = [each for each in (*state.ended.values(), *state.live.values()) if each.ttft is not None]
     seconds, steps, tokens = (_recent(history, name, now) for name in ("step_seconds", "steps", "step_tokens"))
     return Summary(
         pool=pool(stats, state.facts.num_blocks),
-        hit_minute=Part(minute("cached_tokens"), minute("prompt_tokens")),
+        hit_minute=Part(minute.cached_tokens, minute.prompt_tokens),
         hit_run=Part(_since(state.baseline, stats, "cached_tokens"), _since(state.baseline, stats, "prompt_tokens")),
         hit_lifetime=Part(total("cached_tokens"), total("prompt_tokens")),
         ttft_hit=percentiles(each.ttft for each in hits if is_hit(each)),
         ttft_miss=percentiles(each.ttft for each in hits if not is_hit(each)),
-        output_per_second=a_second("output_tokens"),
-        computed_per_second=a_second("computed_tokens"),
-        cached_per_second=a_second("cached_tokens"),
+        output_per_second=rate("output_tokens"),
+        computed_per_second=rate("computed_tokens"),
+        cached_per_second=rate("cached_tokens"),
         seconds_per_step=seconds / steps if steps >= 1 else None,
         tokens_per_step=tokens / steps if steps >= 1 else None,
         waiting=total("waiting"),
         running=total("running"),
         finished=total("finished"),
         failed=total("failed"),
-        failed_minute=round(minute("failed")),
+        failed_minute=minute.failed,
         cancelled=total("cancelled"),
         longest_wait=longest_wait(state.live.values(), now),
-        requests_minute=round(minute("finished") + minute("failed") + minute("cancelled")),
-        evicted_per_second=a_second("cache.evicted_tokens"),
-        regret_minute=Part(minute("cache.regret_tokens"), minute("cache.query_tokens")),
+        requests_minute=minute.ended,
+        evicted_per_second=evicted_a_second(state) if evicting is None else evicting,
+        regret_minute=Part(minute.regret_tokens, minute.query_tokens),
         regret_lifetime=Part(total("cache.regret_tokens"), total("cache.query_tokens")),
         preemptions=total("preemptions"),
-        preemptions_minute=round(minute("preemptions")),
+        preemptions_minute=minute.preemptions,
         recomputed_tokens=total("recomputed_tokens"),
         coalesced_requests=total("coalesced_requests"),
         audited_blocks=total("audited_blocks"),
         differing_blocks=total("differing_blocks"),
-        telemetry_share=a_second("monitor_ns") / 1e9,
+        telemetry_share=_of_life(state, "monitor_ns") / 1e9 if telling is None else telling / 1e9,
+        watched=minute.watched,
     )
 
 
@@ -200,6 +203,11 @@ def _recent(history: Sequence[Sample], name: str, now: float) -> float:
     return counters.grown(history, name, now, MINUTE)
 
 
+def _of_life(state: State, name: str) -> float:
+    """A counter's growth a second since the engine was loaded."""
+    return state.stats.get(name, 0.0) / max(1.0, state.now - state.facts.started)
+
+
 def _since(baseline: Sample | None, stats: Mapping[str, float], name: str) -> float:
     return max(0.0, stats.get(name, 0.0) - (baseline.stats.get(name, 0.0) if baseline else 0.0))
 
@@ -229,7 +237,8 @@ def _warnings(summary: Summary) -> Iterable[str]:
     if summary.longest_wait >= LONG_WAIT:
         yield f"{some(summary.waiting, 'request')} waiting, the longest for {duration(summary.longest_wait)}"
     if summary.preemptions_minute:
-        yield f"{some(summary.preemptions_minute, 'preemption')} in the last minute: the pool is small for what runs"
+        when = "in the last minute" if summary.watched >= MINUTE else "of requests of the last minute"
+        yield f"{some(summary.preemptions_minute, 'preemption')} {when}: the pool is small for what runs"
     if (summary.regret_minute.share or 0) >= REGRET_SHARE:
         yield f"{summary.regret_minute} of the tokens asked for in the last minute had been evicted"
     if summary.pool.total and (summary.pool.active + summary.pool.pinned) / summary.pool.total >= HELD_SHARE:

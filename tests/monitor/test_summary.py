@@ -14,7 +14,7 @@ from radixkv.telemetry.records import Changes
 from radixkv_monitor.state import Camera, Sample, State
 from radixkv_monitor.summary import Part, is_hit, percentile, percentiles, pool, summarise, verdict
 from radixkv_monitor.widgets.bars import columns, widths
-from tests.monitor.samples import request
+from tests.monitor.samples import eviction, request
 from tests.monitor.still import FACTS
 
 COUNT = st.integers(0, 10**9)
@@ -118,13 +118,18 @@ def test_before_the_first_request_and_between_requests() -> None:
     assert verdict(state, summarise(state)).sentence.startswith("Idle: 50% of prompt tokens")
 
 
+YOUNG = replace(FACTS, started=1940.0)
+"""Facts of an engine whose whole life was watched."""
+
+
 @pytest.mark.parametrize(
     ("stats", "values", "level", "opening"),
     [
         ({"audited_blocks": 120, "differing_blocks": 3}, {}, "bad", "3 of 120 audited blocks not what it should be"),
         ({}, {"stale": True}, "bad", "Not connected"),
         ({"failed": 2}, {}, "bad", "2 requests failed in the last minute"),
-        ({"preemptions": 7}, {}, "warn", "7 preemptions in the last minute"),
+        ({"preemptions": 7}, {"facts": YOUNG}, "warn", "7 preemptions in the last minute"),
+        ({"preemptions": 7}, {}, "warn", "7 preemptions of requests of the last minute"),
         ({"cache.query_tokens": 100, "cache.regret_tokens": 12}, {}, "warn", "12% of the tokens asked for"),
         ({"cache.held_blocks": 64, "cache.cached_blocks": 0}, {}, "warn", "100% of the pool is held"),
     ],
@@ -185,3 +190,58 @@ def test_columns_rise_with_their_values(values: list[float | None], height: int)
     assert all((rise > 0) == bool(value) for rise, value in zip(heights, values, strict=True))
     ordered = sorted(zip((value or 0.0 for value in values), heights, strict=True))
     assert [rise for _, rise in ordered] == sorted(heights)
+
+
+def first_look(**values: object) -> State:
+    """A state of an engine that is old, at the moment at which somebody attaches."""
+    stats = {"preemptions": 40.0, "failed": 9.0, "finished": 700.0, "prompt_tokens": 1e6, "cached_tokens": 5e5}
+    return state_of(stats, history=(Sample(2000.0, FACTS.engine, stats),), **values)
+
+
+def test_the_first_look_knows_the_last_minute_from_records() -> None:
+    old = {"submitted": 1900.0, "admitted": 1901.0, "first_token": 1902.0}
+    ended = {
+        1: request(number=1, phase="failed", ended=1990.0, prompt_tokens=100, **old),
+        2: request(number=2, phase="failed", ended=1939.0, preemptions=8, **old),
+        3: request(number=3, ended=1995.0, submitted=1950.0, admitted=1951.0, prompt_tokens=100, cached_tokens=25),
+    }
+    live = {4: request(number=4, phase="decode", ended=None, preemptions=2, admitted=1980.0, prompt_tokens=300)}
+    evictions = {
+        1: eviction(number=1, time=1995.0, tokens=50, wanted_again=1999.0),
+        2: eviction(number=2, time=1900.0, tokens=16, wanted_again=1930.0),
+    }
+    state = first_look(ended=ended, live=live, evictions=evictions)
+    summary = summarise(state)
+    assert (summary.failed_minute, summary.requests_minute, summary.preemptions_minute) == (1, 2, 2)
+    assert summary.hit_minute == Part(25 + 60, 400)
+    assert summary.regret_minute == Part(50, 400)
+    assert summary.evicted_per_second == 5.0
+    assert summary.output_per_second is None and summary.watched == 0
+    found = verdict(state, summary)
+    assert found.level == "bad"
+    assert found.sentence.startswith(
+        "1 request failed in the last minute; 2 preemptions of requests of the last minute"
+    )
+    json.dumps(summary.as_dict())
+
+
+def test_the_first_look_at_an_old_engine_at_rest_finds_nothing() -> None:
+    summary = summarise(first_look())
+    assert (summary.failed_minute, summary.preemptions_minute, summary.requests_minute) == (0, 0, 0)
+    assert summary.preemptions == 40
+
+
+def test_a_young_engine_is_known_from_its_birth_on() -> None:
+    stats = {"preemptions": 6.0, "prompt_tokens": 1000.0, "output_tokens": 40.0}
+    born = replace(FACTS, started=1996.0)
+    state = state_of(stats, facts=born, history=(Sample(2000.0, FACTS.engine, stats),))
+    summary = summarise(state)
+    assert (summary.preemptions_minute, summary.output_per_second, summary.watched) == (6, 10.0, 4.0)
+    assert "6 preemptions" in verdict(state, summary).sentence
+
+
+def test_counters_that_know_the_whole_minute_are_believed() -> None:
+    stats = {"preemptions": 6.0}
+    long = {1: request(number=1, phase="decode", ended=None, preemptions=6)}
+    history = (Sample(1900.0, FACTS.engine, stats), Sample(2000.0, FACTS.engine, stats))
+    assert summarise(state_of(stats, live=long, history=history)).preemptions_minute == 0
