@@ -163,7 +163,7 @@ class Scheduler:
         self._budget = self.limits.max_batch_tokens
         self._coalescing.next_step()
         for each in list(self.running):
-            if each.asleep:
+            if each.preemptions and each.asleep:
                 self._guarded(each, self._wake_others)
         for stream in self._in_order():
             self._plan(stream)
@@ -177,8 +177,14 @@ class Scheduler:
         return work
 
     def _in_order(self) -> list[Stream]:
-        live = [s for request in self.running if not request.outlet.lagging for s in request.live if s.awake]
-        return [s for s in live if not s.prefilling] + [s for s in live if s.prefilling]
+        decoding: list[Stream] = []
+        prefilling: list[Stream] = []
+        for request in self.running:
+            if not request.outlet.lagging:
+                for stream in request.live:
+                    if stream.awake:
+                        (prefilling if stream.prefilling else decoding).append(stream)
+        return decoding + prefilling
 
     def _plan(self, stream: Stream) -> None:
         """Plan a stream's chunk, unless there is no budget left or the stream must give way itself."""
@@ -241,7 +247,7 @@ class Scheduler:
 
     def _admit(self) -> Request | None:
         """The first that may come in, now running; None if there is none, or the first that could must wait."""
-        if self._streams() >= self.limits.max_sequences and self._paused() is None:
+        if not len(self.waiting) or (self._streams() >= self.limits.max_sequences and self._paused() is None):
             return None  # before anything is looked up for those that wait
         for _ in range(_LOOKED_AT):
             request = next((each for each in self.waiting.ranked() if not each.outlet.lagging), None)
