@@ -1,0 +1,71 @@
+"""docs/monitor.md names every key and every option, and none that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from textual.binding import Binding, BindingType
+
+from radixkv_monitor.app import KEYS
+from radixkv_monitor.cli import _parser
+from radixkv_monitor.help import key_name
+from radixkv_monitor.views import VIEWS
+from radixkv_monitor.views.evictions import EvictionsView
+from radixkv_monitor.views.listing import Listing
+from radixkv_monitor.views.pool import PoolView
+from radixkv_monitor.views.requests import RequestsView
+from radixkv_monitor.views.sessions import SessionsView
+from radixkv_monitor.views.tree import TreeView
+from radixkv_monitor.widgets.flat_tree import FlatTree
+from radixkv_monitor.widgets.heat_map import HeatMap
+from radixkv_monitor.widgets.table import RowTable
+
+MANUAL = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text(encoding="utf-8")
+
+
+def part(heading: str) -> str:
+    """What stands below a heading, up to the next one."""
+    return re.split(r"^#+ ", MANUAL.split(f"{heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def named(heading: str) -> list[str]:
+    """The keys in the first column of the tables below a heading."""
+    rows = re.findall(r"^\| (`[^|]*`) \|", part(heading), re.MULTILINE)
+    return [key for row in rows for key in re.findall(r"`(\S+)`", row)]
+
+
+def bound(bindings: Iterable[BindingType]) -> set[str]:
+    return {key_name(binding.key) for binding in Binding.make_bindings(bindings)}
+
+
+@pytest.mark.parametrize(
+    ("heading", "bindings"),
+    [
+        ("## Keys", [*KEYS, Binding("ctrl+p", "command_palette")]),
+        ("### 2 Tree", [*TreeView.BINDINGS, *FlatTree.BINDINGS]),
+        ("### 3 Pool", [*PoolView.BINDINGS, *HeatMap.BINDINGS]),
+        ("### 4 Sessions, 5 Evictions, 6 Requests", [*Listing.BINDINGS, *RowTable.BINDINGS]),
+    ],
+)
+def test_every_key_is_in_the_manual_once(heading: str, bindings: list[BindingType]) -> None:
+    assert sorted(named(heading)) == sorted(bound(bindings))
+
+
+def test_the_lists_have_the_keys_of_lists_and_no_others() -> None:
+    for view in (SessionsView, EvictionsView, RequestsView):
+        assert view.BINDINGS is Listing.BINDINGS
+
+
+def test_every_option_is_in_the_manual() -> None:
+    options = {name for action in _parser()._actions for name in action.option_strings if name.startswith("--")}
+    told = set(re.findall(r"^\| `(--\w+)", part("## Start"), re.MULTILINE))
+    assert told == options - {"--help"}
+
+
+def test_every_view_has_its_place_in_the_manual() -> None:
+    headings = " ".join(re.findall(r"^### (.*)$", MANUAL, re.MULTILINE))
+    for number, view in enumerate(VIEWS, 1):
+        assert f"{number} {view.title}" in headings
