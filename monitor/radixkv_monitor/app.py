@@ -17,6 +17,7 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher
+from textual.widgets._toast import Toast
 
 from radixkv_monitor.commands import HastyPalette
 from radixkv_monitor.feed import Feed
@@ -29,6 +30,7 @@ from radixkv_monitor.theme import DARK, THEMES
 from radixkv_monitor.viewing import Viewing
 from radixkv_monitor.views import VIEWS, View
 from radixkv_monitor.widgets.lines import Banner, BottomLine, TopLine
+from radixkv_monitor.widgets.picture import picture
 
 FRAMES_PER_SECOND = 10
 STEP, LEAP = 5.0, 60.0
@@ -269,12 +271,13 @@ class MonitorApp(App[None]):
 
     # ---- files
 
-    def _export(self, kind: str | None) -> None:
+    async def _export(self, kind: str | None) -> None:
         view = self.view
         if kind is None or view is None:
             return
         if kind == "svg":
-            # The dialog is still on screen: the picture is taken once it is gone.
+            # The dialog, and what was said of the file before, are still on screen: the picture is taken without them.
+            await self.screen_stack[0].query(Toast).remove()
             self.call_after_refresh(lambda: self._write(_fresh(str(view.id), "svg"), self._write_svg))
         else:
             table = view.export()
@@ -282,7 +285,7 @@ class MonitorApp(App[None]):
             self._write(_fresh(table.name, kind), lambda path: path.write_text(text, encoding="utf-8"))
 
     def _write_svg(self, path: Path) -> None:
-        path.write_text(self.export_screenshot(), encoding="utf-8")
+        path.write_text(picture(self), encoding="utf-8")
 
     def _write(self, path: Path, write: Callable[[Path], object]) -> None:
         """Write a new file, and say so; or say why not."""

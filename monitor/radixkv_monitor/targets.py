@@ -66,9 +66,13 @@ def demo() -> DemoFeed:
 
 def describe(found: Found, now: float) -> str:
     """One line, to choose by."""
-    return (
-        f"pid {found.pid}  {found.model}  {found.device}  up {duration(now - found.started)}  radixkv {found.version}"
-    )
+    return f"pid {_name(found)}  {found.model}  {found.device}  up {duration(now - found.started)}  radixkv {found.version}"
+
+
+def _name(found: Found) -> str:
+    """Its process, and which of several engines of that."""
+    stem = Path(found.socket).stem
+    return stem if stem.startswith(f"{found.pid}-") else str(found.pid)
 
 
 def _following(first: Found) -> Callable[[], socket.socket]:

@@ -24,6 +24,7 @@ from radixkv_monitor.messages import BlockSelected, NodeSelected, RequestSelecte
 from radixkv_monitor.meter import Meter
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.views import VIEWS
+from radixkv_monitor.widgets.picture import picture
 from tests.monitor.still import FACTS
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=["80x24", "160x48"])
@@ -222,6 +223,33 @@ def test_export(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert text.splitlines()[0] == "name,value"
     else:
         assert text.startswith("<svg") and "Healthy" in text
+
+
+def test_a_picture_shows_neither_a_dialog_nor_what_was_said_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    app = MonitorApp(HandFeed())
+
+    async def run() -> None:
+        async with app.run_test(size=(80, 24), notifications=True) as pilot:
+            await pilot.pause()
+            app.tick()
+            for written in (1, 2):
+                await pilot.press("e", "s")
+                for _ in range(100):
+                    if len(list(tmp_path.iterdir())) == written and "Written" in picture(app):
+                        break
+                    await pilot.pause(0.05)
+            assert "Written" in picture(app), "it is said, behind the picture"
+
+    asyncio.run(run())
+    one, two = tmp_path.glob("radixkv-overview-*.svg")
+    assert one.read_text() == two.read_text()
+    for text in (one.read_text(), two.read_text()):
+        assert "Healthy" in text and "Written" not in text and "current folder" not in text
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "a picture asks nobody for anything"
 
 
 def test_saving_the_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

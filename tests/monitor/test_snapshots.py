@@ -207,7 +207,8 @@ def test_a_replay(looks: Looks, size: tuple[int, int]) -> None:
 def test_the_picker(looks: Looks, size: tuple[int, int]) -> None:
     running = [
         Found("e1", 4711, None, BEGAN - 7200, "tiny", "0.1.0", "cpu", "/run/4711.sock"),
-        Found("e2", 4712, None, BEGAN - 40, "Qwen/Qwen3-0.6B", "0.1.0", "cuda:0", "/run/4712.sock"),
+        Found("e2", 4711, None, BEGAN - 7190, "tiny", "0.1.0", "cpu", "/run/4711-2.sock"),
+        Found("e3", 4712, None, BEGAN - 40, "Qwen/Qwen3-0.6B", "0.1.0", "cuda:0", "/run/4712.sock"),
     ]
     looks(PickerApp([describe(each, BEGAN) for each in running]), size, "down")
 
