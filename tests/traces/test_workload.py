@@ -62,7 +62,7 @@ def test_a_block_without_tokens_is_refused(wrong: int) -> None:
         prepare([], wrong)
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("conversation", 512), ("cc_agent", 64)])
+@pytest.mark.parametrize(("name", "tokens"), [("conversation", 512), ("cc_agent", 64), ("recording", 16)])
 def test_the_size_of_a_block_follows_from_the_lengths(name: str, tokens: int) -> None:
     assert block_tokens_of(list(read(sample(name)))) == tokens
 

@@ -32,7 +32,7 @@ Source: TypeAlias = "str | PathLike[str] | Traversable"
 Request: TypeAlias = "TraceRequest | ChatRequest"
 
 FORMATS = ("auto", "mooncake", "chat", "taubench")
-SAMPLES = {"conversation": "jsonl", "cc_agent": "jsonl", "chat": "jsonl", "taubench": "json"}
+SAMPLES = {"conversation": "jsonl", "cc_agent": "jsonl", "chat": "jsonl", "taubench": "json", "recording": "jsonl"}
 _HEAD = 1 << 16  # bytes that are looked at before anything is known of a file
 
 
@@ -64,8 +64,8 @@ def read(trace: Source) -> Iterator[TraceRequest]:
 def sample(name: str) -> Traversable:
     """A small trace shipped with the package; what each is, its folder's README says.
 
-    "conversation" (512-token blocks) and "cc_agent" (64-token blocks) are chains of blocks, "chat" and "taubench" are
-    text.
+    "conversation" (512-token blocks), "cc_agent" (64) and "recording" (16, of an engine) are chains of blocks, "chat"
+    and "taubench" are text.
     """
     if name not in SAMPLES:
         raise InvalidInput(f"sample {name!r}: there are {', '.join(map(repr, SAMPLES))}")
