@@ -6,7 +6,7 @@ Knows roughly how many bytes a record takes. Knows no frame and no wire.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from radixkv.telemetry.records import Changes
 
 _log = logging.getLogger(__name__)
 
-PAGE_BYTES = 256 * 1024
-"""About how long a page gets at most, far below the cap of a frame."""
+PAGE_BYTES = 32 * 1024
+"""About how long a page gets at most: far below the cap of a frame, and cut and encoded in half a millisecond."""
 LONGEST_LIST = 65_536
 LONGEST_TEXT = 16_384
 """Most numbers and characters of one value; what is longer is cut, which no honest engine comes near."""
@@ -24,9 +24,13 @@ LISTS = ("gone_nodes", "gone_sequences", "nodes", "sequences", "requests", "sess
 _NUMBER, _RECORD = 5, 100  # bytes of a packed block id, and of a record without its lists and texts
 
 
-def pages(changes: Changes) -> list[Changes]:
+def _never() -> None:
+    """Whoever has few pages does not rest between them."""
+
+
+def pages(changes: Changes, rest: Callable[[], None] = _never) -> list[Changes]:
     """The same changes in pieces, at least one, to be applied in order. Only the first resets, and only the last has
-    the stats: whoever knows them knows all else. O(changes).
+    the stats: whoever knows them knows all else. O(changes); `rest` is called between two.
     """
     found: list[dict[str, list[Any]]] = [{}]
     room = PAGE_BYTES
@@ -35,6 +39,7 @@ def pages(changes: Changes) -> list[Changes]:
         if size > room and found[-1]:
             found.append({})
             room = PAGE_BYTES
+            rest()
         found[-1].setdefault(name, []).append(_cut(item) if size > LONGEST_TEXT else item)
         room -= size
     cut = [Changes(changes.time, **{name: tuple(items) for name, items in page.items()}) for page in found]  # type: ignore[arg-type]  # the names are LISTS

@@ -74,9 +74,12 @@ def encode(frame: Frame, limit: int = MAX_FRAME) -> bytes:
     return len(body).to_bytes(PREFIX, "big") + body
 
 
-def snapshot_frames(mirror: Mirror, seq: int, ts: float) -> Iterator[Snapshot]:
-    """Everything in frames, cut now and made one by one, so that a reader need not hold them all."""
-    every = pages(mirror.everything())
+def snapshot_frames(mirror: Mirror, seq: int, ts: float, rest: Callable[[], None] = lambda: None) -> Iterator[Snapshot]:
+    """Everything in frames, cut now and made one by one, so that a reader need not hold them all.
+
+    `rest` is called between two pages that are cut.
+    """
+    every = pages(mirror.everything(), rest)
     return (Snapshot(page, len(every), changes, seq=seq, ts=ts) for page, changes in enumerate(every))
 
 

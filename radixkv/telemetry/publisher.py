@@ -24,7 +24,7 @@ from weakref import WeakSet
 from radixkv.errors import EngineClosed, ProtocolError
 from radixkv.telemetry.audience import Client, Limits
 from radixkv.telemetry.door import Door
-from radixkv.telemetry.frames import Bye, Delta, Gap, Hello
+from radixkv.telemetry.frames import Bye, Delta, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.pages import pages
 from radixkv.telemetry.protocol import encode, snapshot_frames
@@ -39,6 +39,7 @@ _PULSE = 1.0  # seconds without a frame after which there is an empty one
 _FAREWELL = 0.5  # seconds that clients get for the last frame
 _SETTLE = 2.0
 _BLINK = 0.005
+_REST = 0.002  # seconds between two pages: who packs a large tree in one go keeps the engine from its interpreter
 _JOIN = 5.0
 _FAILURES = 20  # turns in a row that raised, behind which there is no point in going on
 _publishers: WeakSet[Publisher] = WeakSet()
@@ -270,7 +271,7 @@ class Publisher:
         """Number the changes, send them to everybody, and keep them for a while; none of it if they cannot be told."""
         deltas = [
             encode(Delta(page, seq=seq, ts=time.time()))
-            for seq, page in enumerate(pages(_news(changes, self._mirror)), self._seq + 1)
+            for seq, page in enumerate(pages(_news(changes, self._mirror), _rest), self._seq + 1)
         ]
         self._mirror.apply(changes)
         self._seq += len(deltas)
@@ -285,7 +286,9 @@ class Publisher:
                 self._flight.add(delta)
 
     def _everything(self) -> Iterator[bytes]:
-        return map(encode, snapshot_frames(self._mirror, self._seq, time.time()))
+        """All frames of a snapshot, cut at once and encoded one by one."""
+        frames = snapshot_frames(self._mirror, self._seq, time.time(), _rest)
+        return map(_encoded, frames)
 
     def _snapshot(self, dropped: int | None) -> Iterator[bytes]:
         """The frames of everything for one client, cut now and encoded when it takes them."""
@@ -383,6 +386,18 @@ class Publisher:
         """In a child process, which has no such thread: let go of the parent's sockets, and touch none of its files."""
         self._thread = None
         self._hang_up()
+
+
+def _rest() -> None:
+    """Let the engine's thread have the interpreter."""
+    time.sleep(_REST)
+
+
+def _encoded(frame: Snapshot) -> bytes:
+    data = encode(frame)
+    if not frame.last:
+        _rest()
+    return data
 
 
 def _news(changes: Changes, known: Mirror) -> Changes:

@@ -100,6 +100,20 @@ def test_large_snapshots_come_in_pages_and_deltas_behind_them():
             reader.close()
 
 
+def test_a_large_tree_is_packed_in_pieces_with_rests_between(monkeypatch):
+    rests = []
+    monkeypatch.setattr(module, "_rest", lambda: rests.append(1))
+    with serving() as (publisher, engine):
+        engine.change(*many(6000))
+        for _ in range(2):  # the second one finds it all there
+            reader = Reader(publisher.path)
+            reader.until_it_knows(engine)
+            reader.close()
+    pages = max(frame.pages for frame in reader.frames if isinstance(frame, Snapshot))
+    assert len(rests) >= 2 * (pages - 1) > 10  # cutting them, and encoding them
+    assert max(len(encode(frame)) for frame in reader.frames if isinstance(frame, Snapshot)) < 64 * 1024
+
+
 def test_who_comes_while_a_step_takes_long_gets_the_last_state_at_once():
     with serving() as (publisher, engine):
         first = Reader(publisher.path)
