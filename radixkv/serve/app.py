@@ -1,0 +1,92 @@
+"""The application: which path leads to which endpoint. Knows no engine's inside and no field of a body."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from radixkv.chat import AsyncEngine
+from radixkv.errors import RadixKVError
+from radixkv.serve.errors import ApiError, as_api_error
+from radixkv.serve.fields import JsonObject
+from radixkv.serve.frame import Frame
+from radixkv.serve.service import Service
+from radixkv.serve.settings import Settings
+
+Endpoint = Callable[[Service, Request], Awaitable[Response]]
+
+
+def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlette:
+    """An ASGI application that serves `engine`, which stays the caller's to close."""
+    service = Service(engine, settings or Settings())
+
+    def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
+        async def answer(request: Request) -> Response:
+            return await endpoint(service, request)
+
+        return Route(path, answer, methods=[method])
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    return Starlette(
+        routes=[
+            route("/health", health),
+            route("/v1/models", models),
+            route("/v1/models/{model:path}", model),
+        ],
+        middleware=[Middleware(Frame)],
+        exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
+        lifespan=lifespan,
+    )
+
+
+async def health(service: Service, _: Request) -> Response:
+    """200 while the engine's thread answers, 503 once it is closed. Needs no key, and tells nothing else."""
+    await service.engine.stats()
+    return JSONResponse({"status": "ok"})
+
+
+async def models(service: Service, request: Request) -> Response:
+    """The one model, as a list."""
+    service.caller(request)
+    return JSONResponse({"object": "list", "data": [_model_card(service)]})
+
+
+async def model(service: Service, request: Request) -> Response:
+    """The one model; raises ApiError 404 for another name."""
+    service.caller(request)
+    service.check_model(request.path_params["model"])
+    return JSONResponse(_model_card(service))
+
+
+def _model_card(service: Service) -> JsonObject:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "radixkv",
+        "max_model_len": service.engine.context_limit,
+    }
+
+
+async def _not_routed(_: Request, error: Exception) -> Response:
+    """No such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    message = {404: "there is no such path here: see /openapi.json", 405: "this path takes another method"}
+    told = message.get(error.status_code, error.detail)
+    return ApiError(error.status_code, told, code=code, headers=error.headers).response()
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return as_api_error(error).response()

@@ -1,0 +1,163 @@
+"""A JSON object from outside, field by field: what is wrong with it is said in one sentence that names the field.
+
+Knows: JSON's types, and fields that are absent, null, unknown or out of range. Knows no endpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from radixkv.serve.errors import ApiError, bad_request
+
+JsonObject = dict[str, Any]
+
+
+def parse_object(body: bytes) -> JsonObject:
+    """The JSON object that a body is; raises ApiError for anything else, numbers and texts outside Unicode included."""
+    try:
+        parsed = json.loads(body, parse_constant=_no_number)
+        if b"\\u" in body:  # only an escape can bring half of a surrogate pair
+            json.dumps(parsed, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise bad_request("the body is nested too deeply", code="invalid_json") from error
+    except ValueError as error:
+        raise bad_request(f"the body is no valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(parsed, dict):
+        raise bad_request(f"the body must be a JSON object, not {kind_of(parsed)}", code="invalid_json")
+    return parsed
+
+
+class Fields:
+    """The fields of one object; each is taken once, null counts as absent, and what nobody took is refused by `close`.
+
+    `at` is where the object stands ("messages[2]"), so that a complaint can say it.
+    """
+
+    def __init__(self, values: object, at: str = "") -> None:
+        """Raises ApiError unless this is an object."""
+        if not isinstance(values, dict):
+            raise bad_request(f"{at} must be an object, not {kind_of(values)}", at, "invalid_type")
+        self._left: JsonObject = {name: value for name, value in values.items() if value is not None}
+        self._at = at
+
+    def path(self, name: str) -> str:
+        """A field's name with all that it stands in."""
+        return f"{self._at}.{name}" if self._at else name
+
+    def take(self, name: str) -> Any:
+        """A field as it came, None if it is absent."""
+        return self._left.pop(name, None)
+
+    def need(self, name: str) -> Any:
+        """A field as it came; it must be there."""
+        if name not in self._left:
+            raise bad_request(f"{self.path(name)} is required", self.path(name), "missing_required_parameter")
+        return self.take(name)
+
+    def text(self, name: str) -> str | None:
+        """A string."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, str):
+            self.wrong(name, "a string", value)
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.wrong(name, "true or false", value)
+        return bool(value)
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """A whole number from `low` to `high`."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            self.wrong(name, "a whole number", value)
+        if not low <= value <= high:
+            self.refuse(name, f"must be from {low} to {high}, not {shown(value)}")
+        return int(value)
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        """A number from `low` to `high`."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.wrong(name, "a number", value)
+        if not low <= value <= high:
+            self.refuse(name, f"must be from {low:g} to {high:g}, not {shown(value)}")
+        return float(value)
+
+    def list(self, name: str) -> list[Any] | None:
+        """An array."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, list):
+            self.wrong(name, "an array", value)
+        return value
+
+    def only(self, name: str, allowed: Sequence[Any], why: str) -> None:
+        """A field that may be there as long as it asks for nothing that is not done; `why` says what to do instead."""
+        if name in self._left:
+            value = self.take(name)
+            if not any(value == each and type(value) is type(each) for each in allowed):
+                choices = " or ".join(json.dumps(each) for each in allowed)
+                self.refuse(name, f"can only be {choices} here: {why}" if allowed else f"is not supported: {why}")
+
+    def ignore(self, *names: str) -> None:
+        """Fields that change nothing here, whatever they hold."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def close(self) -> None:
+        """Refuse what nobody took."""
+        for name in self._left:
+            path = self.path(shown(name).strip('"'))
+            raise bad_request(f"unknown field {path}: remove it, or check how it is spelt", path, "unknown_parameter")
+
+    def wrong(self, name: str, wanted: str, value: object) -> NoReturn:
+        """Raise for a value of the wrong type."""
+        message = f"{self.path(name)} must be {wanted}, not {kind_of(value)}"
+        raise bad_request(message, self.path(name), "invalid_type")
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raise for a value that is not allowed."""
+        raise bad_request(f"{self.path(name)} {why}", self.path(name), "invalid_value")
+
+
+def kind_of(value: object) -> str:
+    """What JSON calls this.
+
+    >>> [kind_of(value) for value in (None, True, 1, 1.5, "a", [], {})]
+    ['null', 'a boolean', 'a number', 'a number', 'a string', 'an array', 'an object']
+    """
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case Mapping():
+            return "an object"
+    return "an array"
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut short."""
+    try:
+        text = json.dumps(value)
+    except ValueError:  # an int of more digits than Python prints
+        return "a very large number"
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ApiError(400, f"the body is no valid JSON: {name} is no number there", code="invalid_json")

@@ -1,0 +1,69 @@
+"""What stands around every endpoint: a request id, one line of log, and an answer whatever goes wrong.
+
+Knows: ASGI. The log names a path, a status and numbers, never what was said, asked for or sent as a header.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from radixkv.serve.errors import as_api_error
+
+REQUEST_ID = "x-request-id"
+_GOOD_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_log = logging.getLogger("radixkv.serve")
+
+
+class Frame:
+    """Wraps the application; `scope["state"]["facts"]` is a dict into which endpoints put numbers for the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        """Wrap `app`."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; everything else (lifespan) passes."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, send)
+        try:
+            await self._app(scope, receive, exchange.send)
+        except Exception as error:
+            if exchange.status is None:
+                await as_api_error(error).response()(scope, receive, exchange.send)
+            else:
+                _log.error("a response could not be finished", exc_info=error)
+        finally:
+            exchange.log()
+
+
+class _Exchange:
+    """One request and its response, as far as it has come."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope, self._send = scope, send
+        self._began = time.perf_counter()
+        self.status: int | None = None
+        sent = next((value for name, value in scope["headers"] if name == REQUEST_ID.encode()), b"")
+        self._id = sent.decode() if _GOOD_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
+        self._facts: dict[str, Any] = {}
+        scope.setdefault("state", {}).update(request_id=self._id, facts=self._facts)
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message = {**message, "headers": [*message["headers"], (REQUEST_ID.encode(), self._id.encode())]}
+        await self._send(message)
+
+    def log(self) -> None:
+        route = getattr(self._scope.get("route"), "path", "-")  # never what stood in the path instead
+        facts = "".join(f" {name}={value}" for name, value in self._facts.items())
+        seconds = time.perf_counter() - self._began
+        _log.info("%s %s %s %s %.3fs%s", self._id, self._scope["method"], route, self.status, seconds, facts)

@@ -1,0 +1,84 @@
+"""How much may be asked at once, and how large a body may be.
+
+Knows: counts and bytes. Knows no engine: what runs and what waits there is all "being answered" here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.requests import ClientDisconnect, Request
+
+from radixkv.serve.errors import ApiError
+from radixkv.serve.fields import JsonObject, parse_object
+from radixkv.serve.settings import Settings
+
+
+class Gate:
+    """Counts the streams that are being answered, and turns away who would be too many. For one event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Open, and empty."""
+        self._most, self._most_per_key = settings.max_streams, settings.max_per_key
+        self._retry_after = settings.retry_after
+        self._inside: Counter[str | None] = Counter()
+        self.refused = 0
+
+    @property
+    def inside(self) -> int:
+        """Streams that are being answered."""
+        return self._inside.total()
+
+    @contextmanager
+    def enter(self, tenant: str | None, streams: int) -> Iterator[None]:
+        """Be counted while the block runs; raises ApiError 429, or 400 for what can never fit."""
+        if streams > min(self._most, self._most_per_key or self._most):
+            raise ApiError(
+                400, f"{streams} streams at once are more than this server takes: lower n, or send fewer prompts"
+            )
+        if self.inside + streams > self._most:
+            self._refuse("the server is busy")
+        if self._most_per_key is not None and self._inside[tenant] + streams > self._most_per_key:
+            self._refuse("too many requests of this API key are being answered")
+        self._inside[tenant] += streams
+        try:
+            yield
+        finally:
+            self._inside[tenant] -= streams
+
+    def _refuse(self, why: str) -> None:
+        self.refused += 1
+        headers = {"Retry-After": str(self._retry_after)}
+        message = f"{why}: try again in {self._retry_after} s"
+        raise ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
+
+
+async def read_body(request: Request, settings: Settings) -> JsonObject:
+    """The JSON object that was sent; raises ApiError 413 (too large), 408 (too slow), 400 (no JSON object)."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > settings.max_body:
+        raise _too_large(settings)
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            return parse_object(await _received(request, settings))
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not arrive within {settings.body_timeout:g} s", code="timeout") from error
+    except ClientDisconnect as error:
+        raise ApiError(400, "the client left before its body had arrived", code="client_disconnected") from error
+
+
+async def _received(request: Request, settings: Settings) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > settings.max_body:
+            raise _too_large(settings)
+    return bytes(body)
+
+
+def _too_large(settings: Settings) -> ApiError:
+    message = f"the body is larger than {settings.max_body} bytes, the most that this server takes"
+    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})

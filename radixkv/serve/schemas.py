@@ -1,0 +1,279 @@
+"""What clients may send to each endpoint, checked, and as the engine takes it.
+
+Knows: OpenAI's field names, which of them have a meaning here, and what to say about the others. Knows no tokenizer, no
+engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radixkv.chat.messages import Message
+from radixkv.errors import InvalidInput
+from radixkv.models.sampling_params import SamplingParams
+from radixkv.serve.errors import bad_request
+from radixkv.serve.fields import Fields, JsonObject
+from radixkv.serve.messages import read_messages, read_tools
+
+MOST_N = 128
+MOST_STOPS = 16
+MOST_PROMPTS = 1024
+MOST_TOP_LOGPROBS = 20
+MOST_COMPLETION_LOGPROBS = 20
+BIGGEST = 2**63 - 1  # of a seed or a count
+
+TextOrIds = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What all requests for replies have in common.
+
+    `params.max_tokens` counts only if `bounded`; else a reply may fill the context. `cache_key` names a namespace
+    within the tenant's.
+    """
+
+    model: str
+    params: SamplingParams
+    bounded: bool
+    stream: bool
+    include_usage: bool
+    cache_key: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """POST /v1/chat/completions. `reads_calls` says whether tool calls in the reply are taken out of its text."""
+
+    asked: Asked
+    messages: list[Message]
+    tools: list[JsonObject] | None
+    reads_calls: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """POST /v1/completions: one or more prompts, each a text or token ids; `echo` repeats a prompt before its reply."""
+
+    asked: Asked
+    prompts: list[TextOrIds]
+    echo: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """POST /tokenize: a text, or messages that are rendered as a chat completion would."""
+
+    model: str | None
+    prompt: str | None
+    messages: list[Message] | None
+    tools: list[JsonObject] | None
+    cache_key: str | None
+
+
+def read_chat(body: JsonObject) -> ChatRequest:
+    """Check the body of a chat completion; raises ApiError, which names the field."""
+    fields = Fields(body)
+    messages = read_messages(fields.need("messages"))
+    tools = read_tools(fields.list("tools"))
+    reads_calls = _reads_calls(fields, tools)
+    wanted = _chat_logprobs(fields)
+    bound = _chat_bound(fields)
+    _refuse_what_chat_lacks(fields)
+    return ChatRequest(_asked(fields, bound, wanted), messages, tools, reads_calls)
+
+
+def read_completion(body: JsonObject) -> CompletionRequest:
+    """Check the body of a text completion; raises ApiError, which names the field."""
+    fields = Fields(body)
+    prompts = _prompts(fields)
+    echo = fields.flag("echo")
+    wanted = fields.integer("logprobs", 0, MOST_COMPLETION_LOGPROBS)
+    if echo and wanted is not None:
+        fields.refuse("echo", "cannot be combined with logprobs: those of a prompt are not computed")
+    bound = fields.integer("max_tokens", 1, BIGGEST)
+    fields.only("suffix", (), "only what follows a prompt is written")
+    best_of = fields.integer("best_of", 1, MOST_N)
+    asked = _asked(fields, 16 if bound is None else bound, wanted)  # 16 is OpenAI's own default
+    if best_of is not None and best_of != asked.params.n:
+        fields.refuse("best_of", f"must be equal to n ({asked.params.n}): no reply is thrown away")
+    if len(prompts) * asked.params.n > MOST_PROMPTS:
+        fields.refuse("n", f"times the number of prompts must be at most {MOST_PROMPTS}")
+    return CompletionRequest(asked, prompts, echo)
+
+
+def read_tokenize(body: JsonObject) -> TokenizeRequest:
+    """Check the body of a tokenisation; raises ApiError, which names the field."""
+    fields = Fields(body)
+    model, prompt, cache_key = fields.text("model"), fields.text("prompt"), fields.text("prompt_cache_key")
+    messages, tools = fields.list("messages"), read_tools(fields.list("tools"))
+    if (prompt is None) == (messages is None):
+        raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
+    fields.close()
+    return TokenizeRequest(model, prompt, None if messages is None else read_messages(messages), tools, cache_key)
+
+
+# ---- what chat and text completions share
+
+
+def _asked(fields: Fields, bound: int | None, logprobs: int | None) -> Asked:
+    """Take all that is left; what is unknown by then is refused."""
+    model = fields.need("model")
+    if not isinstance(model, str):
+        fields.wrong("model", "a string", model)
+    stream = fields.flag("stream")
+    include_usage = _include_usage(fields, stream)
+    params = _params(fields, bound, logprobs)
+    cache_key = fields.text("prompt_cache_key")
+    fields.only("store", (False,), "nothing that was said is stored")
+    fields.only("service_tier", ("auto", "default"), "there is one tier")
+    fields.ignore("user", "safety_identifier", "metadata", "prompt_cache_retention")
+    fields.close()
+    return Asked(model, params, bound is not None, stream, include_usage, cache_key)
+
+
+def _include_usage(fields: Fields, stream: bool) -> bool:
+    given = fields.take("stream_options")
+    if given is None:
+        return False
+    if not stream:
+        fields.refuse("stream_options", "has a meaning only with stream=true")
+    options = Fields(given, "stream_options")
+    options.flag("include_obfuscation")  # nothing is padded: whoever can watch the traffic should not see it at all
+    wanted = options.flag("include_usage")
+    options.close()
+    return wanted
+
+
+def _params(fields: Fields, bound: int | None, logprobs: int | None) -> SamplingParams:
+    given: dict[str, Any] = {
+        "max_tokens": bound,
+        "min_tokens": fields.integer("min_tokens", 0, BIGGEST),
+        "temperature": fields.number("temperature", 0, 2),
+        "top_k": fields.integer("top_k", -1, BIGGEST),
+        "top_p": fields.number("top_p", 0, 1),
+        "min_p": fields.number("min_p", 0, 1),
+        "repetition_penalty": fields.number("repetition_penalty", 0.01, 100),
+        "presence_penalty": fields.number("presence_penalty", -2, 2),
+        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "logit_bias": _bias(fields),
+        "seed": fields.integer("seed", -BIGGEST - 1, BIGGEST),
+        "stop": _stops(fields),
+        "stop_token_ids": _token_ids(fields, "stop_token_ids"),
+        "ignore_eos": fields.flag("ignore_eos"),
+        "n": fields.integer("n", 1, MOST_N),
+        "logprobs": logprobs,
+    }
+    if bound is None:
+        given["max_tokens"] = BIGGEST
+    for name, value in given.items():
+        _try_alone(fields, name, value)
+    try:
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    except InvalidInput as error:
+        raise bad_request(str(error), code="invalid_value") from error
+
+
+def _try_alone(fields: Fields, name: str, value: Any) -> None:
+    """Refuse a value that the engine would not take, while it is known which it is."""
+    if value is None or name == "min_tokens":  # which is compared with max_tokens
+        return
+    try:
+        SamplingParams(**{name: value})
+    except InvalidInput as error:
+        raise bad_request(str(error), fields.path(name), "invalid_value") from error
+
+
+def _bias(fields: Fields) -> dict[int, float] | None:
+    given = fields.take("logit_bias")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        fields.wrong("logit_bias", "an object of token ids and numbers", given)
+    if not all(name.isascii() and name.isdecimal() and len(name) <= 10 for name in given):
+        fields.refuse("logit_bias", 'must map token ids, such as "42", to numbers from -100 to 100')
+    return {int(name): value for name, value in given.items()}
+
+
+def _stops(fields: Fields) -> list[str] | None:
+    given = fields.take("stop")
+    stops = [given] if isinstance(given, str) else given
+    if stops is None:
+        return None
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        fields.refuse("stop", "must be a string or an array of strings, none of them empty")
+    if len(stops) > MOST_STOPS:
+        fields.refuse("stop", f"must be at most {MOST_STOPS} strings")
+    return stops
+
+
+def _token_ids(fields: Fields, name: str) -> list[int] | None:
+    given = fields.list(name)
+    if given is not None and not _are_ids(given):
+        fields.refuse(name, "must be an array of token ids")
+    return given
+
+
+# ---- chat completions only
+
+
+def _reads_calls(fields: Fields, tools: list[JsonObject] | None) -> bool:
+    choice = fields.take("tool_choice")
+    if choice not in (None, "auto", "none"):
+        fields.refuse("tool_choice", 'can be "auto" or "none": a reply cannot be forced to be a call')
+    parallel = fields.flag("parallel_tool_calls", True)
+    if not parallel and tools:
+        fields.refuse("parallel_tool_calls", "can only be true: the model decides how many calls it makes")
+    return bool(tools) and choice != "none"
+
+
+def _chat_logprobs(fields: Fields) -> int | None:
+    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MOST_TOP_LOGPROBS)
+    if top is not None and not wanted:
+        fields.refuse("top_logprobs", "has a meaning only with logprobs=true")
+    return (top or 0) if wanted else None
+
+
+def _chat_bound(fields: Fields) -> int | None:
+    older, newer = (fields.integer(name, 1, BIGGEST) for name in ("max_tokens", "max_completion_tokens"))
+    if older is not None and newer is not None and older != newer:
+        fields.refuse("max_tokens", "differs from max_completion_tokens: give one of them")
+    return older if newer is None else newer
+
+
+def _refuse_what_chat_lacks(fields: Fields) -> None:
+    fields.only("response_format", ({"type": "text"},), "replies cannot be forced into a form")
+    fields.only("modalities", (["text"],), "this server reads and writes text")
+    for name in ("audio", "prediction", "web_search_options"):
+        fields.only(name, (), "this server reads and writes text only")
+    for name in ("functions", "function_call"):
+        fields.only(name, (), "it is the old form of tools and tool_choice: use those")
+    for name in ("reasoning_effort", "verbosity"):
+        fields.only(name, (), "how much is thought or said is the model's to decide")
+
+
+# ---- text completions only
+
+
+def _prompts(fields: Fields) -> list[TextOrIds]:
+    """OpenAI's four forms: a text, texts, token ids, lists of token ids."""
+    given = fields.need("prompt")
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list) or not given:
+        fields.refuse("prompt", "must be a string, or an array of strings, of token ids, or of arrays of token ids")
+    if _are_ids(given):
+        return [given]
+    if len(given) > MOST_PROMPTS:
+        fields.refuse("prompt", f"must be at most {MOST_PROMPTS} prompts")
+    for at, prompt in enumerate(given):
+        if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _are_ids(prompt))):
+            fields.refuse(f"prompt[{at}]", "must be a string or an array of token ids that is not empty")
+    return list(given)
+
+
+def _are_ids(values: Sequence[Any]) -> bool:
+    """Whether these are non-negative whole numbers that a token id could be."""
+    return all(type(value) is int and 0 <= value < 2**31 for value in values)
