@@ -47,7 +47,7 @@ from radixkv_kernels.work_list import WorkList
 BLOCK = 16
 BAR_MS, BAR_SEQUENCES = 0.3, 64
 SHAPES = (tiles.Shape(16, 64), tiles.Shape(64, 64), tiles.Shape(128, 64))
-GROUP, SPREAD = 4, 66  # 32 query heads over 8 kv heads; 132 processors, 4 tiles each, over 8 kv heads
+GROUP, SPREAD = 4, (33.0, 33.0, 16.5)  # 32 query heads over 8 kv heads; 132 processors with 2, 2 and 1 programs
 
 Tables = list[NDArray[np.int32]]
 Items = set[tuple[int, int, tuple[int, ...]]]

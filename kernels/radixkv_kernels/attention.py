@@ -25,9 +25,6 @@ LOG2_E = math.log2(math.e)
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether this process interprets kernels instead of compiling them."""
 
-WAVES = 4
-"""Tiles that each program gets, about: more balance better, fewer leave fewer partials."""
-
 AT_ONCE = 16
 """Partials that a merge loads together."""
 
@@ -70,12 +67,12 @@ def cut(
 ) -> tiling.Tiles:
     """Tiles for `work`, on the host; as `plan`."""
     shapes = tuple(kind.shape for kind in chosen)
-    return tiling.build(work, shapes, heads // kv_heads, spread=spread(processors, kv_heads), split=split)
+    return tiling.build(work, shapes, heads // kv_heads, spread=spread(processors, kv_heads, chosen), split=split)
 
 
-def spread(processors: int, kv_heads: int) -> int:
-    """Tiles that keep so many processors busy."""
-    return -(-processors * WAVES // kv_heads)
+def spread(processors: int, kv_heads: int, chosen: tuple[Kind, ...]) -> tuple[float, ...]:
+    """Tiles of each kind that so many processors work on at once: each tile is one program's for each kv head."""
+    return tuple(processors * kind.resident / kv_heads for kind in chosen)
 
 
 def plan(

@@ -5,9 +5,10 @@ Knows how work lists and tiles come about, and counts. Does not know tensors, la
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .tiles import FIELDS, HEADER, OVERREAD, Shape, Tiles
+from .tiles import FIELDS, HEADER, OVERREAD, Shape, Tiles, most
 
 DEPTH = 4
 """Shared runs on one path that there is room for: a system prompt, tools, an agent, its task. Deeper trees may fit."""
@@ -41,7 +42,14 @@ class Capacity:
 
 
 def of_decode(
-    rows: int, blocks: int, shapes: tuple[Shape, ...], group: int, *, spread: int, keys: int, split: int | None = None
+    rows: int,
+    blocks: int,
+    shapes: tuple[Shape, ...],
+    group: int,
+    *,
+    spread: float | Sequence[float],
+    keys: int,
+    split: int | None = None,
 ) -> Capacity:
     """Room for `rows` decodes whose tables have `blocks` blocks together and whose paths share at most `DEPTH` runs.
 
@@ -49,15 +57,17 @@ def of_decode(
 
     A tree of n leaves has at most n - 1 inner nodes, so there are n tails and n - 1 shared runs at most, and at most
     n * DEPTH rows under the runs. With t rows to the tallest tile, runs make (n - 1) + n * DEPTH / t row tiles. Of l
-    keys, `tiles` makes at most 1 + l / split parts, and one more if they do not start at a block; as split is at least
-    a `spread`-th of all keys, R row tiles become 2 R + spread tiles. A row tile of r rows leaves r partials a part:
-    2 n (DEPTH + 1) in all, and those of the spread, each of at most t rows.
+    keys, `tiles` makes at most 1 + l / split parts, and one more if they do not start at a block; as a kind's split is
+    at least an m-th of all its keys (`most`), R row tiles become 2 R + m tiles. A row tile of r rows leaves r partials
+    a part: 2 n (DEPTH + 1) in all, and those of each kind's m, of at most so many rows as it takes.
     """
     tall = min(shapes[-1].rows // group, rows)
     row_ids = rows * (DEPTH + 1)
     if split is None:
+        cuts = most(spread, len(shapes))
         row_tiles = 2 * rows + rows * DEPTH // tall
-        tiles, partials = 2 * row_tiles + spread, 2 * row_ids + spread * tall
+        tiles = 2 * row_tiles + max(cuts)
+        partials = 2 * row_ids + sum(m * min(shape.rows // group, rows) for m, shape in zip(cuts, shapes, strict=True))
     else:
         row_ids, tiles = rows, rows * (2 + keys // split)
         partials = tiles

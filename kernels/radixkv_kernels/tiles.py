@@ -7,6 +7,7 @@ tensors, launches or how a work list came about.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,12 @@ HEADER = 16
 
 SHORTEST = 256
 """Keys that a tile has at least, if there are so many: below, its partial costs more than a processor gains."""
+
+WAVES = 4
+"""Tiles that a processor's programs work through one after the other, at most, because keys were cut."""
+
+PARTIAL = 2
+"""Keys whose reading costs what a partial costs, for each stacked row: it is written and read again in 32 bits."""
 
 OVERREAD = 256
 """Block ids that a kernel may load, and never use, behind the last: the most keys of one iteration."""
@@ -72,23 +79,40 @@ class Tiles:
         return (len(self.kinds[kind]) - HEADER) // FIELDS
 
 
-def build(work: WorkList, shapes: tuple[Shape, ...], group: int, *, spread: int = 1, split: int | None = None) -> Tiles:
+def build(
+    work: WorkList,
+    shapes: tuple[Shape, ...],
+    group: int,
+    *,
+    spread: float | Sequence[float] = 1,
+    split: int | None = None,
+) -> Tiles:
     """Cut `work` into tiles of these shapes (from few rows to many), for `group` query heads a kv head.
 
-    Keys are cut so that about `spread` tiles come out, or, if `split` is given, into even parts of about so many keys
+    Keys are cut so that each kind, which is a launch of its own, takes the least time where `spread` of its tiles run
+    at once (a number for each kind, or one for all); or, if `split` is given, into even parts of about so many keys
     whatever else is in the step: then a row's result depends on no other row, if no run is shared either. The group
     must fit into the largest shape.
-    Costs some 50 numpy calls and O(rows + partials): 0.3 ms for 64 sequences.
+    Costs some 80 numpy calls and O(rows + partials): 0.3 ms for 64 sequences.
     """
     assert group <= shapes[-1].rows, f"{group} heads a group do not fit into tiles of {shapes[-1].rows} rows"
     return _Cut(work, shapes, group).tiles(spread, split)
+
+
+def most(spread: float | Sequence[float], kinds: int) -> list[int]:
+    """Tiles of each kind that keys are cut into to keep a GPU busy: no more than these come out because of it."""
+    return [max(1, int(WAVES * each)) for each in _each(spread, kinds)]
+
+
+def _each(spread: float | Sequence[float], kinds: int) -> Sequence[float]:
+    return spread if isinstance(spread, Sequence) else [spread] * kinds
 
 
 class _Cut:
     """The steps of `build`: items -> row tiles -> tiles, each a set of parallel arrays."""
 
     def __init__(self, work: WorkList, shapes: tuple[Shape, ...], group: int) -> None:
-        self.work, self.shapes = work, shapes
+        self.work, self.shapes, self.group = work, shapes, group
         self.start, self.stop, self.block, self.row_offset, self.rows = _fused(work)
         self._cut_rows(group)
         self._trim()
@@ -121,11 +145,18 @@ class _Cut:
         for name in ("start", "stop", "block", "origin", "row_offset", "rows", "kind", "lowest", "highest"):
             setattr(self, name, getattr(self, name)[index])
 
-    def tiles(self, spread: int, split: int | None) -> Tiles:
+    def tiles(self, spread: float | Sequence[float], split: int | None) -> Tiles:
         """Cut the keys, then lay everything out."""
-        if split is None:
-            split = max(SHORTEST, -(-int((self.stop - self.start).sum()) // max(1, spread)))
-        self._cut_keys(split)
+        length = self.stop - self.start
+        if split is not None:
+            self._cut_keys(np.maximum(1, (length + split // 2) // split))
+        else:
+            count = np.ones_like(length)
+            for kind, at_once in enumerate(_each(spread, len(self.shapes))):
+                tile = np.flatnonzero(self.kind == kind)
+                if len(tile):
+                    count[tile] = _parts(length[tile], self.rows[tile] * self.group, at_once)
+            self._cut_keys(count)
         partial_offset, merge_rows, merge_offset, merge_ids = self._merges()
         records = self._records(partial_offset)
         longest_first = np.lexsort((self.start - self.stop, self.kind))
@@ -142,11 +173,10 @@ class _Cut:
             num_partials=len(merge_ids),
         )
 
-    def _cut_keys(self, split: int) -> None:
-        """Even parts of about `split` keys, cut on block boundaries."""
+    def _cut_keys(self, count: Int) -> None:
+        """About so many even parts of each tile, cut on block boundaries."""
         size, length = self.work.block_size, self.stop - self.start
         unit = np.array([np.lcm(shape.keys, size) for shape in self.shapes])[self.kind]
-        count = np.maximum(1, (length + split // 2) // split)
         part = -(-length // (count * unit)) * unit
         base = self.start // size * size
         tile, ordinal = _repeated(-(-(self.stop - base) // part))
@@ -203,6 +233,24 @@ def _fused(work: WorkList) -> tuple[Int, Int, Int, Int, Int]:
     joined &= (first[:-1] == first[1:]) & (last[:-1] == last[1:]) & (rows[:-1] == rows[1:])
     heads, tails = np.concatenate(([True], ~joined)), np.concatenate((~joined, [True]))
     return start[heads], stop[tails], block[heads], offset[heads], rows[heads]
+
+
+def _parts(length: Int, stacked: Int, at_once: float) -> Int:
+    """Into how many parts the tiles of one launch are cut, of so many keys and stacked rows, `at_once` of which run.
+
+    Tried are parts that fill the GPU one to WAVES times. Times are counted in keys that a program reads: the longest
+    part, or as many average ones as a program gets, and the partials, shared by all. The first of equals has fewest.
+    """
+    if length.max() < 2 * SHORTEST:
+        return np.ones_like(length)
+    total, waves = int(length.sum()), np.arange(1, WAVES + 1)
+    split = np.maximum(SHORTEST, -(-total // np.maximum(1, (waves * at_once).astype(np.int64))))
+    count = np.maximum(1, length // split[:, None])  # [waves, tiles]
+    longest, tiles = (-(-length // count)).max(1), count.sum(1)
+    turns = np.ceil(tiles / at_once) * total / tiles
+    partials = (np.where(count > 1, count, 0) * stacked).sum(1) * PARTIAL / at_once
+    best: Int = count[np.argmin(np.maximum(longest, turns) + partials)]
+    return best
 
 
 def _repeated(counts: Int) -> tuple[Int, Int]:

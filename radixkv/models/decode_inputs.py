@@ -141,7 +141,7 @@ class DecodeInputs:
             min(bucket * self._blocks_each, MOST_BLOCKS),
             tuple(kind.shape for kind in tiling["chosen"]),
             tiling["heads"] // tiling["kv_heads"],
-            spread=attention.spread(tiling["processors"], tiling["kv_heads"]),
+            spread=attention.spread(tiling["processors"], tiling["kv_heads"], tiling["chosen"]),
             keys=self._blocks_each * self._store.block_size,
             split=self._split,
         )

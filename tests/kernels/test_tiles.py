@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections import Counter
 
@@ -182,9 +183,16 @@ def depth(work: WorkList) -> int:
     return max(Counter(origin.runs.members.tolist()).values(), default=0)
 
 
-@given(decodes(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 9, 60]), st.sampled_from([None, 8, 30]))
+@given(
+    decodes(),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([0.1, 1, 9, 60, (33, 0.5, 7.5)]),
+    st.sampled_from([None, 8, 30]),
+)
 @SETTINGS
-def test_a_decode_steps_tiles_fit_the_stated_bound(work: WorkList, group: int, spread: int, split: int | None) -> None:
+def test_a_decode_steps_tiles_fit_the_stated_bound(
+    work: WorkList, group: int, spread: float | tuple[float, ...], split: int | None
+) -> None:
     """The bound is for balanced steps of shallow trees, or a fixed split without sharing."""
     if not work.num_rows or (split is not None and depth(work)):
         return
@@ -214,6 +222,76 @@ def test_a_long_run_that_many_share_is_cut_often_and_fits() -> None:
     tiles = tiling.build(work, shapes, 1, spread=64)
     assert capacity.of_decode(16, len(work.block_ids), shapes, 1, spread=64, keys=1024).holds(tiles)
     assert tiles.num_tiles(0) == 64
+
+
+SHIPPED = (Shape(16, 64), Shape(64, 64), Shape(128, 64))
+"""As on an H200, for 32 query heads over 8 kv heads."""
+
+AT_ONCE = (33.0, 33.0, 16.5)
+"""132 processors with 2, 2 and 1 programs."""
+
+
+def tree(*levels: tuple[int, int], own: int) -> WorkList:
+    """Decodes behind shared tokens: at each level so many branches of so many tokens."""
+    paths, fresh = [np.empty(0, dtype=np.int64)], itertools.count()
+    for branches, tokens in levels:
+        runs = [(path, [next(fresh) for _ in range(tokens // 16)]) for path in paths for _ in range(branches)]
+        paths = [np.concatenate([path, run]) for path, run in runs]
+    tables = [np.concatenate([path, [next(fresh) for _ in range(-(-own // 16))]]).astype(np.int64) for path in paths]
+    shared = sum(tokens for _, tokens in levels)
+    return worklist.build(tables, [shared + own] * len(tables), [1] * len(tables), block_size=16)
+
+
+def sharing(readers: int, shared: int, own: int) -> WorkList:
+    """Decodes of which all share one run."""
+    tables = [[*range(shared // 16), *range(10_000 + 100 * i, 10_000 + 100 * i - (-own // 16))] for i in range(readers)]
+    return worklist.build(tables, [shared + own] * readers, [1] * readers, block_size=16)
+
+
+def balance(tiles: Tiles, kind: int, kv_heads: int = 8) -> float:
+    """The average program's keys as a share of the busiest one's, as the kernels hand tiles out."""
+    programs = round(AT_ONCE[kind] * kv_heads)
+    loads = [0] * programs
+    units = [tile[3] - tile[2] for tile in records(tiles, kind) for _ in range(kv_heads)]
+    for number, keys in enumerate(units):
+        turn, place = divmod(number, programs)
+        loads[place if turn % 2 == 0 else programs - 1 - place] += keys
+    return sum(units) / programs / max(loads)
+
+
+@pytest.mark.parametrize(
+    ("work", "most"),
+    [
+        (sharing(64, 8192, 512), 64 * 9),
+        (sharing(64, 32768, 512), 64 * 9),
+        (tree((8, 10240), (8, 0), own=512), 64 * 5),
+        (tree((64, 8192), own=0), 0),
+        (tree((8, 8192), own=0), 8 * 4),
+        (tree((1, 32768), own=0), 64),
+        (tree((64, 1024), own=0), 0),
+    ],
+    ids=["tree", "long tree", "agents", "64 x 8k", "8 x 8k", "1 x 32k", "64 x 1k"],
+)
+def test_each_launch_keeps_a_gpu_busy_with_few_partials(work: WorkList, most: int) -> None:
+    tiles = tiling.build(work, SHIPPED, 4, spread=AT_ONCE)
+    kinds = [kind for kind in range(3) if tiles.num_tiles(kind)]
+    assert min(balance(tiles, kind) for kind in kinds) > 0.95
+    assert tiles.num_partials <= most
+
+
+def test_keys_are_not_cut_where_partials_cost_more_than_a_gpu_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tiles of 128 stacked rows where seven run at once: three parts each would save 341 keys, and cost 439."""
+    work = single(1024, 128)
+    assert tiling.build(work, SHIPPED, 4, spread=7).num_partials == 0
+    assert tiling.build(work, SHIPPED, 4, spread=AT_ONCE).num_partials == 13 * 32
+    monkeypatch.setattr(tiling, "PARTIAL", 0)
+    assert tiling.build(work, SHIPPED, 4, spread=7).num_partials == 13 * 32
+
+
+def test_the_same_step_is_cut_the_same_way() -> None:
+    one, two = (tiling.build(sharing(20, 640, 100), SHIPPED, 4, spread=AT_ONCE) for _ in range(2))
+    for a, b in zip(vars(one).values(), vars(two).values(), strict=True):
+        assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)) if isinstance(a, tuple) else np.all(a == b)
 
 
 def test_what_does_not_fit_is_noticed_whatever_it_is() -> None:
