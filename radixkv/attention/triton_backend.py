@@ -25,6 +25,9 @@ from .kv_store import KVStore, LayerShape
 
 TRITON = find_spec("triton") is not None
 
+LARGEST = 256
+"""Numbers of a head that the tiles are made for: with more they spill, and outgrow a processor's shared memory."""
+
 INTERPRETED_PROCESSORS = 2
 """Programs that the interpreter is given, as it runs them one after the other."""
 
@@ -53,6 +56,8 @@ def obstacle(shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.de
         return reason
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the kernels do not store {dtype}"
+    if max(shape.key_dim, shape.value_dim) > LARGEST:
+        return f"heads of {max(shape.key_dim, shape.value_dim)} numbers do not fit into a tile, at most {LARGEST} do"
     most = _chosen(shape, dtype, device)[-1].rows
     if heads // shape.kv_heads > most:
         return f"{heads // shape.kv_heads} query heads share a kv head, at most {most} fit into a tile"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+from radixkv.attention import triton_backend
 from radixkv.errors import InvalidInput
 
 _log = logging.getLogger(__name__)
@@ -46,12 +47,12 @@ def _plain(value: Any) -> Any:
 
 
 def wanted(asked: bool | str, device: str, *, deterministic: bool) -> bool:
-    """Whether to compile: "auto" is on CUDA, but for deterministic engines. Raises InvalidInput for anything else."""
+    """Whether to compile: "auto" is on CUDA with Triton, but for deterministic engines; else raises InvalidInput."""
     if isinstance(asked, bool):
         return asked
     if asked != "auto":
         raise InvalidInput(f"compile={asked!r}: allowed are 'auto', True and False")
-    return device.startswith("cuda") and not deterministic
+    return device.startswith("cuda") and triton_backend.TRITON and not deterministic
 
 
 def warn(error: Exception) -> None:

@@ -64,6 +64,15 @@ def test_auto_is_triton_on_cuda_where_it_serves_every_layer(caplog: pytest.LogCa
     ]
 
 
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("dims", [(257, 64), (64, 512)])
+def test_heads_that_outgrow_the_tiles_are_left_to_torch(dims: tuple[int, int]) -> None:
+    shape = LayerShape(1, *dims)
+    expected = f"heads of {max(dims)} numbers do not fit into a tile, at most 256 do"
+    assert triton_backend.obstacle(shape, 1, torch.bfloat16, CUDA) == expected
+    assert triton_backend.obstacle(LayerShape(1, 256, 256), 1, torch.bfloat16, CUDA) is None
+
+
 def test_auto_on_cuda_without_triton_is_torch_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

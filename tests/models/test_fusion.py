@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from radixkv.attention import triton_backend
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter, fusion
 from radixkv.models.runner import Chunk, Runner
@@ -87,11 +88,15 @@ def test_what_computes_something_else_runs_as_it_is_with_one_warning(
     assert caplog.messages == ["the model runs uncompiled: compiled, it does not compute the same"]
 
 
-def test_a_model_is_compiled_on_cuda_unless_bits_matter_or_it_is_asked_for() -> None:
+def test_a_model_is_compiled_on_cuda_unless_bits_matter_or_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "TRITON", True)
     assert fusion.wanted("auto", CUDA, deterministic=False)
     assert not fusion.wanted("auto", CPU, deterministic=False)
     assert not fusion.wanted("auto", CUDA, deterministic=True)
     assert fusion.wanted(True, CPU, deterministic=True)
     assert not fusion.wanted(False, CUDA, deterministic=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_backend, "TRITON", False)  # what compiles for CUDA needs it
+        assert not fusion.wanted("auto", CUDA, deterministic=False)
     with pytest.raises(InvalidInput, match="compile='max': allowed are 'auto', True and False"):
         fusion.wanted("max", CPU, deterministic=False)
