@@ -73,6 +73,7 @@ def run(bench: Bench) -> Iterator[Row]:
     model, weights = build(sizes.model, bench.device)
     sequences = max(count for count, *_ in (*sizes.steps, (sizes.agents[0] * sizes.agents[1],)))
     options = {"kv_tokens": sizes.kv_tokens, "sequences": sequences, "batch_tokens": sizes.batch_tokens}
+    yield {"case": "build", "seconds": round(time.perf_counter() - begin, 2)}  # loading compiles, for a minute or more
     with serving(model, bench.device, **options) as engine:
         stats = engine.stats()
         yield {

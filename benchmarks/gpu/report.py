@@ -88,6 +88,7 @@ def _part(name: str, part: dict[str, Any]) -> list[str]:
     without = [row for row in part["rows"] if _reason(row)]
     lines += table(measured, COLUMNS[name]) if measured else []
     lines += [f"- {row.get('peer') or row['case']}: {_reason(row)}" for row in without]
+    lines += ["", "It said:", "", *(f"    {line}" for line in part["said"])] if part.get("said") else []
     for row in measured:
         if row.get("top"):
             title = ", ".join(str(row[key]) for key in ("case", "what") if row.get(key))

@@ -28,6 +28,9 @@ ROOT = Path(__file__).parents[2]
 START_S = 30
 """Seconds beyond its budget after which a part is ended: to start, and to finish the case it is at."""
 
+LINES = 15
+"""Of a part's log that are kept."""
+
 WHOLE_S = 570
 """Seconds that all parts take together at most, whatever each of them may: some machines end a command after 600."""
 
@@ -45,12 +48,12 @@ class PartOf:
 
 PARTS = (
     PartOf("ceilings", "copy, read and matmul: what the device can do", 20),
-    PartOf("decode", "plain decode, paged and contiguous, by batch and context", 100),
-    PartOf("tree", "decode along the tree against flat", 45),
-    PartOf("chunks", "chunks behind cached tokens, against torch's attention over contiguous KV", 60),
-    PartOf("engine", "the engine on a random-weight Llama-3-8B: steps, first tokens, agents", 130),
+    PartOf("decode", "plain decode, paged and contiguous, by batch and context", 80),
+    PartOf("tree", "decode along the tree against flat", 40),
+    PartOf("chunks", "chunks behind cached tokens, against torch's attention over contiguous KV", 50),
+    PartOf("engine", "the engine on a random-weight Llama-3-8B: steps, first tokens, agents", 200),
     PartOf("profiles", "kernels, launches and times of the slowest parts", 70),
-    PartOf("peers", "the same decodes by FlashInfer, vLLM's and SGLang's Triton kernels", 100),
+    PartOf("peers", "the same decodes by FlashInfer, vLLM's and SGLang's Triton kernels", 80),
 )
 """In the order of running: peers last, as one of them may compile for minutes."""
 
@@ -114,7 +117,8 @@ def whole(order: Order, say: Say, keep: Callable[[dict[str, Any]], None], rows: 
                 continue
             path, left = Path(folder) / part.name, WHOLE_S * order.stretch - (time.time() - begin)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # of an earlier run
+            for old in (path, path.with_suffix(".log")):  # of an earlier run
+                old.unlink(missing_ok=True)
             result["parts"][part.name] = found = _one(part, order, ceilings, path, reason, say, left)
             if part.name == "ceilings":
                 ceilings = Ceilings.of(found["rows"])
@@ -166,7 +170,13 @@ def _one(
     rows, end = read_rows(path)
     status, why_not = verdict(rows, end, ended)
     seconds = round(time.time() - begin, 1)
-    return {**known, "status": status, "reason": why_not, "seconds": seconds, "rows": rows}
+    return {**known, "status": status, "reason": why_not, "seconds": seconds, "rows": rows, "said": said(path)}
+
+
+def said(path: Path) -> list[str]:
+    """The last lines of a part's log: a model that runs uncompiled, or without graphs, is told of there only."""
+    log = path.with_suffix(".log")
+    return log.read_text(errors="replace").strip().splitlines()[-LINES:] if log.exists() else []
 
 
 def _here(part: PartOf, order: Order, ceilings: Ceilings, path: Path) -> str:
@@ -193,8 +203,8 @@ def _apart(part: PartOf, order: Order, ceilings: Ceilings, path: Path, say: Say)
         except BaseException:
             process.kill()
             raise
-    if code and (text := log.read_text(errors="replace").strip()):
-        say("    " + "\n    ".join(text.splitlines()[-15:]))
+    if lines := said(path):
+        say("    " + "\n    ".join(lines))
     return f"its process ended with {code}" if code else ""
 
 

@@ -148,7 +148,7 @@ def test_who_ends_the_command_loses_one_part_at_most(monkeypatch: pytest.MonkeyP
 def test_all_parts_together_keep_to_their_time_whatever_each_of_them_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     played = _played(monkeypatch, {"ceilings": 50.0, "decode": 130.0, "tree": 75.0, "chunks": 90.0, "engine": 160.0})
     found = run.whole(ALL, lambda text: None, lambda result: None)
-    assert dict(played)["engine"] == 130
+    assert dict(played)["engine"] == run.WHOLE_S - 345 - run.START_S
     assert dict(played)["profiles"] == run.WHOLE_S - 505 - run.START_S
     assert found["parts"]["peers"]["status"] == "measured"
     played = _played(monkeypatch, {"ceilings": 50.0, "decode": 130.0, "tree": 75.0, "chunks": 290.0})
@@ -484,6 +484,16 @@ def test_rows_survive_a_part_that_was_killed(tmp_path: Path) -> None:
     assert run.verdict([*rows, {"case": "b", "skipped": "y"}], {}, "")[0] == "partial"
     assert run.verdict([], {"skipped": "no GPU"}, "") == ("skipped", "no GPU")
     assert run.read_rows(tmp_path / "none") == ([], None)
+
+
+def test_what_a_part_logged_is_in_the_result(tmp_path: Path) -> None:
+    path = tmp_path / "engine"
+    assert run.said(path) == []
+    lines = [*map(str, range(30)), "the model runs uncompiled from now on: because"]
+    path.with_suffix(".log").write_text("\n".join(lines) + "\n")
+    assert run.said(path) == lines[-run.LINES :]
+    part = {"status": "measured", "reason": "", "says": "", "rows": [], "said": run.said(path)}
+    assert "    the model runs uncompiled from now on: because" in report._part("engine", part)
 
 
 def test_kernels_of_a_step_are_a_difference() -> None:
