@@ -90,14 +90,18 @@ def _leave_behind(publisher: Publisher, telemetry: EngineTelemetry, error: BaseE
     """The engine's thread breaks: write what the last minutes were like, and say where."""
     from radixkv.telemetry.places import own_folder
 
-    folder = own_folder()
-    path = folder / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.rec"
+    why = f"the engine's thread stopped: {error!r}"
     try:
-        publisher.flight(path, last=_last(telemetry))
+        folder = own_folder()
+        path = folder / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.rec"
+        publisher.flight(path, _last(telemetry), why)
+        _forget_old_ones(folder)
+    except (OSError, RadixKVError) as trouble:
+        _log.warning("the last minutes of this engine could not be written: %s", trouble)
+    else:
+        _log.error("the last minutes of this engine are in %s: radixkv-monitor --replay shows them", path)
     finally:
-        publisher.close(f"the engine's thread stopped: {error!r}")
-    _forget_old_ones(folder)
-    _log.error("the last minutes of this engine are in %s: radixkv-monitor --replay shows them", path)
+        publisher.close(why)
 
 
 def _last(telemetry: EngineTelemetry) -> Changes:

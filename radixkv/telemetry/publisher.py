@@ -24,7 +24,7 @@ from weakref import WeakSet
 from radixkv.errors import EngineClosed, ProtocolError
 from radixkv.telemetry.audience import Client, Limits
 from radixkv.telemetry.door import Door
-from radixkv.telemetry.frames import Bye, Delta, Gap, Hello, Snapshot
+from radixkv.telemetry.frames import Bye, Delta, Frame, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.pages import pages
 from radixkv.telemetry.protocol import encode, snapshot_frames
@@ -130,18 +130,22 @@ class Publisher:
         if thread is not threading.current_thread():
             thread.join(_JOIN)
 
-    def flight(self, path: str | os.PathLike[str], last: Changes | None = None) -> int:
+    def flight(self, path: str | os.PathLike[str], last: Changes | None = None, why: str | None = None) -> int:
         """Write the last minutes as a recording; returns its bytes. Waits 2 s at most, for a fresh collection.
 
-        The engine's own thread, which must not wait for itself, gives what it collected as `last`. Raises OSError.
+        The engine's own thread, which must not wait for itself, gives what it collected as `last`, and `why` nothing
+        comes behind that. Raises OSError.
         """
         if last is None:
             self._settle(_SETTLE)
         else:
             self._catch_up(_SETTLE)
         now = time.time()
-        more = enumerate(pages(last) if last is not None else (), self._seq + 1)
-        return self._flight.save(path, now, [Delta(page, seq=seq, ts=now) for seq, page in more])
+        cut = pages(last) if last is not None else []
+        more: list[Frame] = [Delta(page, seq=seq, ts=now) for seq, page in enumerate(cut, self._seq + 1)]
+        if why is not None:
+            more.append(Bye(why, seq=self._seq + len(cut), ts=now))
+        return self._flight.save(path, now, more)
 
     @property
     def attached(self) -> int:

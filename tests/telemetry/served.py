@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 import tempfile
@@ -44,6 +45,17 @@ def runtime_folder() -> Iterator[Path]:
     ):
         yield folder / "radixkv"
     shutil.rmtree(folder)
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file of this process gets longer: the system refuses to write on, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Engine:

@@ -25,7 +25,7 @@ from radixkv.telemetry.recording import read_recording
 from radixkv.telemetry.records import RequestRecord
 from tests.chat.worlds import chat_engine
 from tests.engine.fakes import FakeRunner, make_engine
-from tests.telemetry.served import runtime_folder
+from tests.telemetry.served import Reader, room, runtime_folder
 from tests.telemetry.truth import assert_tells_the_truth
 
 FOUR = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -309,7 +309,45 @@ def test_a_crash_leaves_the_last_minutes_behind(folder: Path, caplog: pytest.Log
         if isinstance(frame, Snapshot | Delta):
             mirror.apply(frame.changes)
     assert mirror.stats["finished"] == 1 and len(mirror.nodes) == 2
-    assert not [frame for frame in frames if isinstance(frame, Bye)]
+    assert isinstance(frames[-1], Bye) and "ZeroDivisionError" in frames[-1].reason
+
+
+def breaking() -> RequestEngine:
+    """An engine that has done something, and whose thread then breaks."""
+    engine, _ = make_engine(100, 4, monitor=True)
+    engine.generate([[1, 2, 3]], FOUR)
+    engine._worker._step = lambda: 1 // 0  # type: ignore[assignment, return-value]
+    return engine
+
+
+@pytest.mark.parametrize("trouble", ["full", "unsafe"])
+def test_a_crash_that_cannot_be_written_down_is_one_warning(
+    trouble: str, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = breaking()
+    (found,) = engines()
+    reader = Reader(found.socket)
+    if trouble == "unsafe":
+        folder.chmod(0o755)
+        monkeypatch.setattr("radixkv.telemetry.places.folders", lambda: [folder])
+    with room(100 if trouble == "full" else 2**30), pytest.raises(EngineClosed):
+        engine.submit([1], FOUR).result()
+    assert "the engine's thread stopped" in (reader.until_the_end() or "")
+    reader.close()
+    engine.close()
+    assert len([record for record in caplog.records if "could not be written" in record.message]) == 1
+    assert not [record for record in caplog.records if "--replay" in record.message]
+    assert not list(folder.glob("*.rec"))
+
+
+def test_a_full_disk_is_the_callers_trouble_and_the_engine_goes_on(folder: Path, tmp_path: Path) -> None:
+    with make_engine(100, 4, monitor=True)[0] as engine:
+        engine.generate([[1, 2, 3]], FOUR)
+        with room(100), pytest.raises(OSError, match="File too large"):
+            engine.flight_recording(tmp_path / "a.rec")
+        assert list(tmp_path.iterdir()) == []
+        engine.generate([[1, 2, 3, 4]], FOUR)
+        assert engine.flight_recording(tmp_path / "a.rec") == (tmp_path / "a.rec").stat().st_size
 
 
 def test_the_tree_is_the_same_from_both_engines_and_is_frozen() -> None:

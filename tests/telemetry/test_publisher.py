@@ -205,6 +205,22 @@ def test_a_stalled_reader_delays_no_end():
         healthy.close()
 
 
+@pytest.mark.parametrize(("size", "dropped"), [(1000, 0), (1001, 1)])
+def test_a_delta_that_would_go_over_the_buffer_is_dropped(size, dropped):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        client = Client(ours, 0.0, Limits(buffer=2000), lambda dropped: iter([b"s" * 1_000_000]))
+        client.welcome()  # the snapshot does not fit into the socket
+        waiting = client.buffered
+        assert waiting > 2000
+        client._limits = Limits(buffer=waiting + 2000)
+        client.give(b"a" * 1000)
+        client.give(b"b" * size)
+        assert client.buffered == waiting + (0 if dropped else 2000)
+        assert client._dropped == 2 * dropped
+
+
 # ---- malicious clients
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
-import resource
 import stat
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import encode, snapshot_frames
 from radixkv.telemetry.recording import MAGIC, FlightRecorder, RecordingWriter, read_recording
 from radixkv.telemetry.records import Changes
+from tests.telemetry.served import room
 from tests.telemetry.wire import FACTS, node
 
 DELTAS = [Delta(Changes(float(at), nodes=(node(at),)), seq=at, ts=float(at)) for at in range(1, 4)]
@@ -159,17 +157,6 @@ def test_what_was_collected_last_comes_behind(tmp_path):
     recorder.save(tmp_path / "a.rec", 0.0, [DELTAS[2]])
     assert list(read_recording(tmp_path / "a.rec"))[-1] == DELTAS[2]
     assert seconds_of(recorder, tmp_path / "a.rec") == [0, 1, 2]  # it was for that file alone
-
-
-@contextmanager
-def room(size: int) -> Iterator[None]:
-    """No file of this process gets longer: the system refuses to write on, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_loses_neither_what_is_kept_nor_the_file_of_before(tmp_path):
