@@ -1,0 +1,136 @@
+"""From a whole conversation, sent by a client that keeps it, to a prompt that begins as the last one ended.
+
+Knows: one model's chat template, and what was said before (history.py). Knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+import datetime
+from array import array
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from json import dumps, loads
+from typing import Any, Literal
+
+from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.template import ChatTemplate
+from radixkv.engine.guard import Guard
+from radixkv.errors import ChatError, InvalidInput
+from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
+
+Mode = Literal["auto", "append", "template"]
+MODES = ("auto", "append", "template")
+_TEMPLATES = 64  # how many lists of tools are kept ready
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as token ids, up to where the assistant's turn begins.
+
+    `known` of its messages end with a reply whose ids are the engine's own; 0 where the template encoded everything.
+    The rest is what `remember` needs.
+    """
+
+    ids: array[int]
+    known: int
+    namespace: Hashable
+    messages: tuple[Message, ...]
+    tools: Tools
+    date: str
+
+
+class Conversations:
+    """Encodes conversations, and remembers the ids of replies; may be used from any thread.
+
+    `mode` says where new messages go, as in `Engine.chat`: "append" puts them behind the ids that are known,
+    "template" renders everything anew around the ids of the replies, "auto" appends unless the template leaves the
+    thinking of earlier replies out. `capacity` bounds the bytes that are remembered; with 0 the template encodes
+    everything.
+    """
+
+    def __init__(self, tokenizer: Any | None, stop_ids: frozenset[int], capacity: int, mode: Mode = "auto") -> None:
+        """For one model's tokenizer, which may have no chat template: then `prompt` raises ChatError."""
+        if mode not in MODES:
+            raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {mode!r}")
+        self._index = HistoryIndex(capacity)
+        self._mode = mode
+        self._tokenizer, self._stop_ids = tokenizer, stop_ids
+        # Reading a tokenizer's control tokens takes longer than a short prompt does.
+        self._template = lru_cache(_TEMPLATES)(self._make_template)
+
+    def prompt(self, namespace: Hashable, messages: Sequence[Message], tools: Tools = None) -> ChatPrompt:
+        """The prompt of a conversation; raises ChatError where the template takes no such messages.
+
+        O(bytes of the messages + tokens), and encoding what is not known.
+        """
+        known = self._index.ids_for(namespace, messages, tools)
+        date = known.date or datetime.date.today().strftime("%d %b %Y")
+        template = self._template(dumps(tools) if tools else "", date)
+        ids, covered = None, 0
+        if known.messages:
+            ids, covered = self._from_known(template, known, messages), known.messages
+        if ids is None:
+            ids, covered = template.opening(messages), 0
+        return ChatPrompt(ids, covered, namespace, tuple(messages), tools, date)
+
+    def remember(self, prompt: ChatPrompt, reply: Message, emitted_ids: Sequence[int]) -> None:
+        """Note that `prompt` was answered by `emitted_ids`, and that its client was told `reply`, a message."""
+        template = self._template(dumps(prompt.tools) if prompt.tools else "", prompt.date)
+        ids = self._as_told(template, reply, emitted_ids)
+        self._index.remember(
+            prompt.namespace, prompt.messages, reply, prompt.ids, ids, tools=prompt.tools, date=prompt.date
+        )
+
+    @property
+    def stats(self) -> HistoryStats:
+        """What is remembered, and how often it was found."""
+        return self._index.stats
+
+    # ---- inside
+
+    def _make_template(self, tools: str, date: str) -> ChatTemplate:
+        return ChatTemplate(self._tokenizer, self._stop_ids, loads(tools) if tools else None, date)
+
+    @cached_property
+    def _appends(self) -> bool:
+        if self._mode == "auto":
+            return not self._template("", "").strips_thinking
+        return self._mode == "append"
+
+    def _from_known(self, template: ChatTemplate, known: Known, messages: Sequence[Message]) -> array[int] | None:
+        """Ids with those that are known in their places; None if the template cannot be used so."""
+        try:
+            if not self._appends:
+                return template.spliced(messages, known.said, keep_thinking=False)
+            new = messages[known.messages :]
+            answered = messages[known.messages - 1] if new and new[0].get("role") == "tool" else {}
+            return template.continued(known.ids, new, _calls(answered))
+        except ChatError:
+            return None
+
+    def _as_told(self, template: ChatTemplate, reply: Message, ids: Sequence[int]) -> array[int]:
+        """The ids that say what the client was told: all, unless the text was cut before a stop string.
+
+        Then those that lie before it, and what is left of the text encoded anew.
+        """
+        content, said = str(reply.get("content") or ""), template.said_text(ids)
+        whole = len(content) >= len(said) or not said.startswith(content)
+        if whole or reply.get("tool_calls") or reply.get("reasoning_content"):
+            return array("i", ids)
+        kept = bisect_right(range(len(ids)), len(content), key=lambda n: len(template.said_text(ids[: n + 1])))
+        while not content.startswith(before := template.said_text(ids[:kept])):
+            kept -= 1  # part of a character decodes to a mark that the text does not have
+        rest = Guard(self._tokenizer).encode(content.removeprefix(before))
+        return array("i", ids[:kept]) + array("i", rest)
+
+
+def _calls(reply: Message) -> list[ToolCall]:
+    """The tool calls of a reply that is known."""
+    calls = []
+    for call in reply.get("tool_calls") or ():
+        arguments = call["function"].get("arguments") or {}
+        meant = loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append(ToolCall(call["id"], call["function"]["name"], dict(meant)))
+    return calls

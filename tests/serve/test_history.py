@@ -1,0 +1,144 @@
+"""The index of what was said: exactly what was remembered is found, in its own namespace, within its bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.serve.history import HistoryIndex
+
+WORDS = st.sampled_from(["", "a", "ab", "b"])
+IDS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+
+
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+CONVERSATIONS = st.lists(st.builds(said, st.sampled_from(["user", "assistant"]), WORDS), min_size=1, max_size=5)
+ROOMS = st.tuples(st.sampled_from([None, "x", ("x", "y")]), st.sampled_from([None, TOOLS]))
+ACTS = st.lists(st.tuples(st.booleans(), ROOMS, CONVERSATIONS, WORDS, IDS, IDS), max_size=25)
+
+
+def frozen(messages: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    return tuple((each["role"], each["content"]) for each in messages)
+
+
+def said_before(
+    truth: dict[Any, tuple[list[int], list[int]]], room: Any, messages: list[dict[str, Any]]
+) -> dict[int, tuple[list[int], list[int]]]:
+    """Position of each known reply -> its prompt and its ids, by a plain dict of whole conversations."""
+    keys = {at: (repr(room), frozen(messages[: at + 1])) for at in range(len(messages))}
+    return {at: truth[key] for at, key in keys.items() if key in truth}
+
+
+@given(acts=ACTS)
+def test_what_is_found_is_what_was_remembered_of_these_very_messages(acts: list[Any]) -> None:
+    index, truth = HistoryIndex(1 << 30), {}
+    for remembers, room, messages, words, prompt, emitted in acts:
+        namespace, tools = room
+        if remembers:
+            key = (repr(room), frozen([*messages, said("assistant", words)]))
+            built_upon = any(
+                known != key and known[0] == key[0] and known[1][: len(key[1])] == key[1] for known in truth
+            )
+            if key not in truth or not built_upon:
+                truth[key] = (prompt, emitted)
+            index.remember(namespace, messages, said("assistant", words), prompt, emitted, tools=tools)
+        index.check()
+        known = index.ids_for(namespace, messages, tools)
+        expected = said_before(truth, room, messages)
+        assert {at: list(ids) for at, ids in known.said.items()} == {at: ids for at, (_, ids) in expected.items()}
+        assert known.messages == max(expected, default=-1) + 1
+        last = expected.get(known.messages - 1, ([], []))
+        assert list(known.ids) == last[0] + last[1]
+        index.check()
+
+
+@given(acts=ACTS, capacity=st.integers(0, 12_000))
+def test_bytes_are_bounded_and_what_is_left_is_right(acts: list[Any], capacity: int) -> None:
+    index, truth = HistoryIndex(capacity), {}
+    for remembers, room, messages, words, prompt, emitted in acts:
+        namespace, tools = room
+        if remembers:
+            key = (repr(room), frozen([*messages, said("assistant", words)]))
+            truth.setdefault(key, []).append((prompt, emitted))
+            index.remember(namespace, messages, said("assistant", words), prompt, emitted, tools=tools)
+            index.check()
+        known = index.ids_for(namespace, messages, tools)
+        for at, ids in known.said.items():
+            assert list(ids) in [emitted for _, emitted in truth[(repr(room), frozen(messages[: at + 1]))]]
+        if known.messages:
+            whole = truth[(repr(room), frozen(messages[: known.messages]))]
+            assert list(known.ids) in [prompt + emitted for prompt, emitted in whole]
+        index.check()
+
+
+def test_what_conversations_share_is_stored_once() -> None:
+    index = HistoryIndex(1 << 30)
+    messages, ids = [said("user", "hello" * 1000)], list(range(10_000))
+    for turn in range(20):
+        reply = said("assistant", f"reply {turn}")
+        index.remember("x", messages, reply, ids, [1, 2, 3])
+        messages, ids = [*messages, reply, said("user", f"turn {turn}")], [*ids, 1, 2, 3, 7, 8, 9]
+    assert index.stats.bytes < 90_000  # 5,000 characters, 10,000 ids of 4 bytes, and 40 nodes
+    assert list(index.ids_for("x", messages).ids) == ids[:-3]
+    index.check()
+
+
+def test_the_oldest_conversation_goes_first_and_looking_one_up_keeps_it() -> None:
+    index = HistoryIndex(14_000)
+    opening, reply = said("user", "q" * 2000), said("assistant", "a")
+    for namespace in range(3):
+        index.remember(namespace, [opening], reply, [1], [2])
+    assert index.stats.replies == 3
+    assert index.ids_for(0, [opening, reply]).messages == 2
+    index.remember(3, [opening], reply, [1], [2])
+    index.check()
+    assert [index.ids_for(namespace, [opening, reply]).messages for namespace in range(4)] == [2, 0, 2, 2]
+    assert (index.stats.replies, index.stats.forgotten) == (3, 1)
+
+
+def test_a_conversation_loses_its_end_before_its_beginning() -> None:
+    index = HistoryIndex(20_000)
+    first, second = said("assistant", "1"), said("assistant", "2")
+    opening = said("user", "q")
+    index.remember("x", [opening], first, [1], [2])
+    index.remember("x", [opening, first, opening], second, [1, 2, 3], [4])
+    index.remember("y", [said("user", "z" * 14_000)], first, [1], [2])
+    index.check()
+    assert index.ids_for("x", [opening, first, opening, second]).messages == 2
+
+
+def test_one_reply_that_is_too_large_is_not_kept() -> None:
+    index = HistoryIndex(5000)
+    index.remember("x", [said("user", "q" * 5000)], said("assistant", "a"), [1], [2])
+    index.check()
+    assert (index.stats.bytes, index.stats.replies) == (0, 0)
+
+
+def call(arguments: Any, call_id: str = "call_0_0") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+def test_a_reply_comes_back_as_a_client_writes_it() -> None:
+    """Empty fields say nothing, arguments are the same however they are spaced, and thinking may be left out."""
+    index, asked = HistoryIndex(1 << 20), said("user", "Paris?")
+    reply = {"role": "assistant", "content": "", "tool_calls": [call({"city": "Paris", "days": 2})]}
+    index.remember("x", [asked], {**reply, "reasoning_content": "so"}, [1], [2])
+
+    def found(**changes: Any) -> bool:
+        return index.ids_for("x", [asked, {**reply, **changes}]).messages == 2
+
+    assert found() and found(content=None, refusal=None, annotations=[])
+    assert found(tool_calls=[call('{"city":"Paris",  "days":2}')])
+    assert found(reasoning_content="so") and found(reasoning_content=None)
+    assert not found(reasoning_content="otherwise")
+    assert not found(tool_calls=[call({"city": "Paris", "days": 3})])
+    assert not found(tool_calls=[call({"days": 2, "city": "Paris"})])  # a template would render that otherwise
+    assert not found(tool_calls=[call({"city": "Paris", "days": 2}, "call_9_9")])
+    assert not found(tool_calls=[call('{"city": "Paris", "days": 2')])
+    assert not found(content="Paris.") and not found(tool_calls=None)
