@@ -385,12 +385,12 @@ class Scheduler:
 
     def _pinned_out(self, request: Request) -> PromptTooLong:
         """Why a request that fits the pool must be refused all the same: nothing runs, so pins hold the rest."""
-        blocks, own = self._num_blocks, self._pinned(request)
+        own, pinned = self._pinned(request), self._pinned_blocks()
         begun = "the request had begun, and pins have changed since: " if request.admitted else ""
+        beside = f" beside {own // self._block_size} that are pinned for it" if own >= self._block_size else ""
         return PromptTooLong(
-            f"{begun}the request takes {still_to_take(request, self._block_size, own, most=True)} blocks beside "
-            f"{own // self._block_size} that are pinned for it; of the pool's {blocks}, {self._pinned_blocks()} are "
-            "pinned: release pins, or load the engine with more kv_memory"
+            f"{begun}the request takes {still_to_take(request, self._block_size, own, most=True)} blocks{beside}; of "
+            f"the pool's {self._num_blocks}, {pinned} are pinned: release pins, or load the engine with more kv_memory"
         )
 
     # ---- blocks

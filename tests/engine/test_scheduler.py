@@ -567,3 +567,27 @@ def test_a_pin_whose_time_is_over_is_in_nobodys_way() -> None:
     whole = world.submit(tokens(36, 1), GREEDY.but(max_tokens=5))
     world.finish()
     assert is_right(whole)
+
+
+def test_who_had_begun_and_cannot_come_back_is_told_that_pins_have_changed() -> None:
+    """Alone it just fitted behind the longer pin; the shorter one that is left holds a block that is no hit."""
+    world = World(10)
+    text = tokens(8)
+    world.submit(text, GREEDY.but(max_tokens=1))
+    world.finish()
+    longer, shorter = (world.core.scheduler.pin(np.array(text[:length], np.int32)) for length in (8, 6))
+    big = world.submit([*text, 1], GREEDY.but(max_tokens=32))
+    for _ in range(4):
+        world.step()
+    big.outlet._lagging = True
+    other = world.submit(tokens(4, 5), GREEDY.but(max_tokens=2))
+    world.step()
+    assert big.preemptions == 1
+    longer.release()
+    world.cache.discard(text, None, 6)
+    big.outlet.never_lag()
+    world.finish()
+    assert is_right(other)
+    assert shorter.active
+    with pytest.raises(PromptTooLong, match=r"had begun, and pins have changed since: .* takes 9 blocks beside 1 that"):
+        answer(big)
