@@ -244,8 +244,7 @@ class Core:
         """Draw a token for each row, all at once; if that raises, in halves."""
 
         def draw(part: list[Row]) -> Sampled:
-            index = torch.tensor([row for row, _ in part], device=logits.device)
-            return sample(logits.index_select(0, index), [_sample_row(stream) for _, stream in part])
+            return sample(_rows_of(logits, [row for row, _ in part]), [_sample_row(stream) for _, stream in part])
 
         if not rows:
             return
@@ -350,6 +349,13 @@ def _of_chunk(item: tuple[Work, Chunk]) -> Request:
 
 def _of_row(row: Row) -> Request:
     return row[1].request
+
+
+def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
+    """Those rows; without a copy if it is all of them, as it is while everybody decodes."""
+    if rows == list(range(len(logits))):
+        return logits
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
 def _chunk(work: Work) -> Chunk:
