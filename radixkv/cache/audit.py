@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from radixkv.cache.lru_shadow import LruShadow
 from radixkv.cache.node import Node
+from radixkv.cache.predictive import PredictiveIndex
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.tokens import WIDTH
 
@@ -25,6 +27,10 @@ def audit(cache: PrefixCache) -> None:
     _check_owners(cache, nodes)
     _check_redundancy(cache, nodes)
     _check_fill(cache, nodes)
+    if cache._learner is not None:
+        _check_leaves_worth(cache._learner)
+        _check_uses(cache._learner, nodes)
+        _check_lru_shadow(cache._learner.shadow)
     for sequence in cache._open.values():
         _check_sequence(cache, sequence)
 
@@ -169,6 +175,41 @@ def _check_fill(cache: PrefixCache, nodes: list[Node]) -> None:
         end = sequence.length + len(sequence._planned or b"") // WIDTH
         if end % size:
             assert end % size <= pool.fill.get(sequence._table[-1], size), f"{sequence!r} reads past a fill mark"
+
+
+def _check_leaves_worth(index: PredictiveIndex) -> None:
+    leaves = {id(place[4]) for place in index._order}
+    seats = list(index._seats)
+    assert {id(seat[4]) for seat in seats} == leaves and len(seats) == len(leaves), (
+        f"{len(leaves)} leaves, {len(seats)} are listed by worth"
+    )
+    assert all(one < two for one, two in zip(seats, seats[1:], strict=False)), "leaves are not listed in order of worth"
+    for seat in seats:
+        node = seat[4]
+        assert node.seat is seat and node.place is not None, "a leaf's key by worth is stale"
+        assert (seat[0], seat[1], seat[3]) == (node.priority, not node.demoted, node.tick), (
+            "a leaf's priority or recency by worth is stale"
+        )
+        assert node.use is not None and node.use.runs, "nobody is known to have used a leaf"
+
+
+def _check_uses(index: PredictiveIndex, nodes: list[Node]) -> None:
+    for node in nodes:
+        assert node.place is not None or node.seat is None, f"node {node.id} is listed by worth, and no unlocked leaf"
+    for bucket, ages in enumerate(index._ages):
+        times = [use.time for use in ages]
+        assert times == sorted(times), f"age bucket {bucket} is not in the order of age"
+        for use in ages:
+            assert use.bucket == bucket and use.runs, f"a use of bucket {use.bucket} is in bucket {bucket}"
+            assert use.start <= use.end, f"a use claims {use.start} to {use.end}"
+    assert index.uses <= 2 * index._capacity, f"{index.uses} uses for {index._capacity} blocks"
+
+
+def _check_lru_shadow(shadow: LruShadow) -> None:
+    held = sum(use.kept_to - use.start for use in shadow._uses)
+    assert shadow._held == held, f"LRU's shadow holds {shadow._held} tokens, recounted {held}"
+    assert 0 <= held <= shadow._capacity, f"LRU's shadow holds {held} tokens of {shadow._capacity}"
+    assert all(use.kept_to > use.start for use in shadow._uses), "LRU's shadow keeps a use of which it holds nothing"
 
 
 def _check_sequence(cache: PrefixCache, sequence: Sequence) -> None:

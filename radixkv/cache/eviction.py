@@ -7,11 +7,14 @@ choosing a victim scans nothing and rebuilds nothing; every operation is O(log l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sortedcontainers import SortedList
 
 from radixkv.errors import UnknownPolicy
+
+if TYPE_CHECKING:
+    from radixkv.cache.use import Use
 
 
 class Entry(Protocol):
@@ -24,17 +27,31 @@ class Entry(Protocol):
     priority: int  # higher stays longer
     demoted: bool  # its user said that it is done
     place: tuple[int, bool, int, int, Entry] | None  # its key in the index while it is there
+    seat: tuple[int, bool, float, int, Entry] | None  # its key by worth while it is there, for a policy that learns
+    use: Use | None  # which use of its text was the last, for a policy that learns
+    start: int  # the position of its first token
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
 
 
 Rank = Callable[[Entry], int]
 
+
+def _by_recency(node: Entry) -> int:
+    return 0
+
+
 # Lower goes first; equal ranks go by recency.
 POLICIES: dict[str, Rank] = {
-    "lru": lambda node: 0,
+    "lru": _by_recency,
     "fifo": lambda node: node.born,
     "lfu": lambda node: node.hits,
     # Two segments, as SGLang's: protected after the second hit, least recent first within each.
     "slru": lambda node: int(node.hits >= 2),
+    # Recency is its second opinion: see `predictive`.
+    "predictive": _by_recency,
 }
 
 
@@ -48,7 +65,7 @@ class EvictionIndex:
             raise UnknownPolicy(f"eviction={policy!r}: allowed are {', '.join(sorted(POLICIES))}")
         self.policy = policy
         self.clock: Callable[[], float] | None = None  # only for whoever watches: no policy asks
-        self._rank: Rank | None = None if policy == "lru" else POLICIES[policy]
+        self._rank: Rank | None = None if POLICIES[policy] is _by_recency else POLICIES[policy]
         self._order: SortedList = SortedList()
         self._tick = 0
         self._coldest: Entry | None = None  # the first of the order, if `victim` was asked since the last insertion

@@ -7,6 +7,7 @@ from array import array
 from radixkv.cache.eviction import Entry
 from radixkv.cache.ghosts import Owner
 from radixkv.cache.tokens import WIDTH
+from radixkv.cache.use import Use
 
 NO_CHILDREN: dict[bytes, Node] = {}
 
@@ -30,9 +31,11 @@ class Node:
         "parent",
         "place",
         "priority",
+        "seat",
         "shown",
         "start",
         "tick",
+        "use",
         "used_at",
     )
 
@@ -55,6 +58,8 @@ class Node:
         self.mixed = False  # a fork may share any of its blocks, not only the first and the last
         self.shown = False  # to whoever watches: see `changes`
         self.place: tuple[int, bool, int, int, Entry] | None = None
+        self.seat: tuple[int, bool, float, int, Entry] | None = None
+        self.use: Use | None = None  # kept only by a policy that learns, as its seat
 
     @property
     def end(self) -> int:

@@ -17,18 +17,19 @@ import numpy.typing as npt
 from radixkv.cache.audit import audit
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.cached_run import CachedRun, random_run
-from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.explain import Explanation
 from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
 from radixkv.cache.node import Node
 from radixkv.cache.observer import Observer, guarded
 from radixkv.cache.pins import Pin, Pins
+from radixkv.cache.predictive import PredictiveIndex, new_index
 from radixkv.cache.purpose import PURPOSES, Purpose
 from radixkv.cache.radix_tree import RadixTree, root_mark
 from radixkv.cache.room import idle_blocks
 from radixkv.cache.sequence import Hint, Sequence
 from radixkv.cache.stats import CacheStats, Counters
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
+from radixkv.cache.use import Use
 from radixkv.cache.watch import Watch
 from radixkv.errors import InvalidInput, OutOfBlocks, PrefixHeld
 
@@ -44,10 +45,10 @@ class Match(NamedTuple):
 class PrefixCache:
     """A prefix cache over `num_blocks` blocks of `block_size` tokens.
 
-    `eviction` is one of lru, fifo, lfu, slru; `clock` (seconds) dates evictions and pins; `observer` is told of every
-    change; pins may hold at most `pin_budget` of the pool. A namespace is None or anything hashable, and two are the
-    same if they are equal. Idea: RadixAttention (Zheng et al. 2024) over the block tables and copy-on-write of
-    PagedAttention (Kwon et al. 2023).
+    `eviction` is one of lru, fifo, lfu, slru, predictive; `clock` (seconds) dates evictions and pins, and is what
+    predictive learns by; `observer` is told of every change; pins may hold at most `pin_budget` of the pool. A
+    namespace is None or anything hashable, and two are the same if they are equal. Idea: RadixAttention (Zheng et al.
+    2024) over the block tables and copy-on-write of PagedAttention (Kwon et al. 2023).
 
     >>> cache = PrefixCache(num_blocks=8, block_size=4)
     >>> first = cache.open([1, 2, 3, 4, 5, 6])
@@ -78,8 +79,10 @@ class PrefixCache:
         num_blocks, block_size = int(num_blocks), int(block_size)
         self.block_size = block_size
         self._pool = BlockPool(num_blocks, block_size)
-        self._index = EvictionIndex(eviction)
-        self._ghosts = Ghosts(num_blocks * block_size, num_blocks)
+        self._index = new_index(eviction, num_blocks, block_size)
+        self._learner = self._index if isinstance(self._index, PredictiveIndex) else None
+        forgotten = None if self._learner is None else self._learner.forgotten
+        self._ghosts = Ghosts(num_blocks * block_size, num_blocks, forgotten)
         self._tree = RadixTree(self._pool, self._index, self._ghosts)
         self._tree.observer = None if observer is None else guarded(observer, self._drop_observer)
         self._pins = Pins(self._tree, clock, int(pin_budget * num_blocks))
@@ -217,6 +220,7 @@ class PrefixCache:
         if node is None:
             node = tree.root(namespace)
         length, asked = matched // WIDTH, len(raw) // WIDTH
+        ghosts = self._used_ghosts(node, length, key[matched:])
         if purpose == "request":
             counters = self._counters
             counters.query_tokens += asked
@@ -226,8 +230,12 @@ class PrefixCache:
         if length < node.end:
             node = tree.split(node, length - node.start)
         sequence = self._sequence(node, length, tree.table(node))
-        sequence.namespace, sequence.priority, sequence.purpose = namespace, priority, purpose
+        sequence.namespace, sequence.priority, sequence.purpose, sequence.asked = namespace, priority, purpose, asked
         self._use(node, priority, purpose)
+        if self._learner is not None and purpose != "audit":
+            reach, path = len(key) // WIDTH, tree.path(node)
+            learn = purpose == "request"
+            sequence.use = self._learner.opened(path, ghosts, reach, length, self.clock(), learn=learn)
         self._share_last(node, length)
         if tree.observer is not None:
             tree.observer.opened(sequence.id, namespace, asked, length, purpose)
@@ -289,12 +297,16 @@ class PrefixCache:
             self._tree.split(node, int(start) - node.start)
         free = len(self._pool.free)
         for each in reversed(list(self._tree.walk(node))):
+            if self._learner is not None:
+                self._learner.forgotten(each.use, each.start)
             self._tree.remove(each)
         return len(self._pool.free) - free
 
     def clear(self) -> None:
         """Forget everything that nobody holds, ghosts included. Counts as no eviction."""
         self._ghosts.clear()
+        if self._learner is not None:
+            self._learner.forget()
         while len(self._index):
             self._tree.remove(self._victim())
 
@@ -345,11 +357,32 @@ class PrefixCache:
             self._index.touched(node)
             if hint is not None and hint.priority > node.priority:
                 node.priority = hint.priority
+            if sequence.use is not None:
+                self._settle(sequence, node, hint)
         self._tree.unhold(node)
         if hint is not None and hint.done and (sequence.cached_length < node.end or node.hits <= 1):
             self._demote(node)  # not what others published or hit
         if self._tree.observer is not None:
             self._tree.observer.closed(sequence.id, sequence.length)
+
+    def _settle(self, sequence: Sequence, node: Node, hint: Hint | None) -> None:
+        """Tell who learns how a sequence ended."""
+        assert self._learner is not None and sequence.use is not None
+        output, kind, returns_in = max(0, sequence.length - sequence.asked), None, None
+        if hint is not None:
+            kind, returns_in = hint.kind, hint.returns_in
+            output = output if hint.output_length is None else hint.output_length
+        self._learner.closed(sequence.use, self._tree.path(node), output, kind, returns_in, self.clock())
+
+    def _used_ghosts(self, node: Node, length: int, raw: bytes) -> list[tuple[int, int, Use]]:
+        """For who learns, the evicted parts (start, end, last use) of what an open asks for behind its hit."""
+        parts: list[tuple[int, int, Use]] = []
+        if self._learner is not None and raw:
+            for ghost, tokens in self._ghosts.follow(node.mark, length, raw, faded=True):
+                if ghost.use is not None:
+                    parts.append((length, length + tokens, ghost.use))
+                length += tokens
+        return parts
 
     def _take(self, count: int) -> array[int]:
         """Take blocks, evicting if need be; OutOfBlocks changes nothing; it means free + evictable are too few."""
@@ -369,7 +402,11 @@ class PrefixCache:
             )
         now, pressure = self.clock(), Pressure(count, free)
         while (missing := count - len(pool.free)) > 0:
-            counters.evicted_tokens += self._tree.trim(self._victim(), missing, now, pressure)
+            victim = self._victim()
+            room = missing if self._learner is None else min(missing, self._learner.room(victim))
+            counters.evicted_tokens += self._tree.trim(victim, room, now, pressure)
+            if self._learner is not None:
+                self._learner.trimmed(victim)
         counters.evicted_blocks += len(pool.free) - free
 
     def _victim(self) -> Node:

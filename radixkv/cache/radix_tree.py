@@ -177,7 +177,7 @@ class RadixTree:
         )
         upper.children = {bytes(node.key[tokens * WIDTH : tokens * WIDTH + WIDTH]): node}
         upper.tick, upper.born = node.tick, node.born  # but no hits: they ended below, and come back when one is left
-        upper.used_at, upper.born_at = node.used_at, node.born_at
+        upper.used_at, upper.born_at, upper.use = node.used_at, node.born_at, node.use
         upper.priority, upper.demoted, upper.mixed = node.priority, node.demoted, node.mixed
         upper.locks = 1 if node.locks else 0
         parent.children[bytes(upper.key[:WIDTH])] = upper
@@ -278,7 +278,7 @@ class RadixTree:
         old, node.mark = node.mark, self._next_id()
         tokens = len(run) // WIDTH
         self.evictions += 1
-        self.ghosts.add(node.mark, end, Ghost(run, old, now, pressure, self.evictions))
+        self.ghosts.add(node.mark, end, Ghost(run, old, now, pressure, self.evictions, node.use))
         if self.changed is not None:
             self.changed.mark(node)
         if self.observer is not None:
@@ -290,7 +290,7 @@ class RadixTree:
         """Remove a whole leaf, and remember it. Returns its tokens."""
         tokens = len(node.key) // WIDTH
         self.evictions += 1
-        ghost = Ghost(node.key, node.mark, now, pressure, self.evictions)
+        ghost = Ghost(node.key, node.mark, now, pressure, self.evictions, node.use)
         self.ghosts.add(cast(Node, node.parent).mark, node.start, ghost)
         freed = self.remove(node)
         if self.observer is not None:

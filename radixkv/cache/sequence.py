@@ -22,6 +22,7 @@ from radixkv.cache.node import Node
 from radixkv.cache.purpose import Purpose
 from radixkv.cache.room import held_by_others
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
+from radixkv.cache.use import Use
 from radixkv.errors import InvalidInput, PlanPending, SequenceClosed
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Sequence:
         "_source",
         "_table",
         "_tail",
+        "asked",
         "cached_length",
         "closed",
         "id",
@@ -70,6 +72,7 @@ class Sequence:
         "namespace",
         "priority",
         "purpose",
+        "use",
     )
 
     def __init__(self, cache: PrefixCache, id: int, node: Node, length: int, table: array[int]) -> None:
@@ -84,9 +87,11 @@ class Sequence:
         self.id = id
         self.length = length  # tokens committed
         self.cached_length = length  # tokens found in the cache when it was opened
+        self.asked = length  # tokens that it was opened for: its prompt
         self.namespace: Hashable = None
         self.priority = 0
         self.purpose: Purpose = "request"
+        self.use: Use | None = None  # what a policy that learns calls it
         self.closed = False
 
     # ---- reading
@@ -165,7 +170,9 @@ class Sequence:
         cache._tree.hold(self._node)
         twin._own, twin._tail = self._own, self._tail[:]
         twin.cached_length, twin.namespace = self.cached_length, self.namespace
-        twin.priority, twin.purpose = self.priority, self.purpose
+        twin.priority, twin.purpose, twin.asked = self.priority, self.purpose, self.asked
+        if self.use is not None:
+            twin.use = self.use.forked()
         for block in self._table[self._own :]:
             cache._pool.share(block, idle=False, sole_idle=False, tip=None)
         if self._tail:

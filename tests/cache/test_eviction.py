@@ -8,7 +8,7 @@ import pytest
 from radixkv.cache import POLICIES, Hint, PrefixCache
 from tests.cache.verbs import cached, held, prompt, publish
 
-ALL = ("lru", "fifo", "lfu", "slru")
+ALL = ("lru", "fifo", "lfu", "slru", "predictive")
 
 
 def flood(cache: PrefixCache, blocks: int) -> None:

@@ -21,6 +21,7 @@ POOLS = [
     # block size, blocks, policy, longest suffix, sequences open at a time
     (1, 12, "lru", 4, 4),
     (1, 120, "slru", 12, 8),
+    (1, 40, "predictive", 12, 6),
     (2, 9, "lfu", 5, 3),
     (2, 60, "lru", 10, 8),
     (3, 7, "fifo", 6, 3),
@@ -28,6 +29,7 @@ POOLS = [
     (3, 200, "lfu", 30, 16),
     (16, 5, "lru", 30, 3),
     (16, 12, "slru", 40, 6),
+    (16, 12, "predictive", 40, 6),
     (16, 40, "lru", 60, 10),
 ]
 

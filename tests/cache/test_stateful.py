@@ -15,7 +15,7 @@ from radixkv.cache.purpose import Purpose
 from tests.cache.world import Tracked, World
 
 LONG = os.environ.get("RADIXKV_LONG") == "1"
-POLICIES = ("lru", "fifo", "lfu", "slru")
+POLICIES = ("lru", "fifo", "lfu", "slru", "predictive")
 NAMESPACES = (None, "a", "b")
 PURPOSES: tuple[Purpose, ...] = ("request", "request", "resume", "audit")
 

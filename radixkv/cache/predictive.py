@@ -1,0 +1,249 @@
+"""Eviction that learns: the leaf goes that is least worth its room, by how soon text of its kind was wanted again.
+
+Knows leaves, their last uses and the clock. Knows no token and no block. Each use of a text is classed by what an open,
+a close and its hint tell; how often each class was wanted at each age, also after it was evicted, makes its hazard. A
+leaf's worth changes when its use reaches the next age bucket, which each does at most BUCKETS times, so that every
+operation is O(log leaves) amortised. Plain LRU keeps its say: where two leaves' worths are close, and wherever
+the one that learns did worse than LRU would have.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from sortedcontainers import SortedList
+
+from radixkv.cache.eviction import Entry, EvictionIndex
+from radixkv.cache.hazards import BUCKETS, EDGES, Hazards, count
+from radixkv.cache.lru_shadow import LruShadow
+from radixkv.cache.use import KINDS, Traits, Use, next_bounds, size_class
+
+MARGIN = 0.7  # another leaf must be worth less than this part of what LRU's choice is worth
+LOOKS = 4  # leaves whose worth is looked at anew for one victim
+
+Parts = list[tuple[int, int, Use]]  # of a path, deepest first: start, end, last use
+Seat = tuple[int, bool, float, int, Entry]
+
+
+class PredictiveIndex(EvictionIndex):
+    """The unlocked leaves by recency, as LRU has them, and by what they are worth."""
+
+    __slots__ = ("_ages", "_block", "_capacity", "_kinds", "_now", "_seats", "_unknown", "hazards", "shadow")
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__("predictive")
+        self._block = block_size
+        self._capacity = num_blocks
+        self._now = 0.0
+        self._kinds: dict[str | None, int] = {None: 0}
+        self._ages: list[OrderedDict[Use, None]] = [OrderedDict() for _ in range(BUCKETS)]  # by bucket, oldest first
+        self._seats: SortedList = SortedList()
+        self.hazards = Hazards()
+        self._unknown = self.hazards.classed(Traits(0, 0, 0, 0, 0, False))
+        self.shadow = LruShadow(num_blocks * block_size)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All leaves, those of least worth first."""
+        return (seat[4] for seat in self._seats)
+
+    @property
+    def uses(self) -> int:
+        """Uses that are remembered: at most twice the pool's blocks."""
+        return sum(map(len, self._ages))
+
+    # ---- leaves
+
+    def inserted(self, node: Entry) -> None:
+        """It became an unlocked leaf."""
+        super().inserted(node)
+        if node.use is None or not node.use.runs:  # published, but not by whoever closes here
+            node.use = use = Use(self._now)
+            use.settle(self._now, node.end, self._block, 0, 0, self.hazards.classed)
+            use.start = node.start
+            self.shadow.takes(use)
+            self._enter(use, 0)
+        node.use.leaf = node
+        self._seat(node)
+
+    def removed(self, node: Entry) -> None:
+        """It is no unlocked leaf any more."""
+        super().removed(node)
+        self._unseat(node)
+        if node.use is not None and node.use.leaf is node:
+            node.use.leaf = None
+
+    def victim(self) -> Entry:
+        """The leaf that goes next; the index must not be empty."""
+        oldest = super().victim()
+        if self.shadow.leads:
+            return oldest
+        least: Entry = self._seats[0][4]
+        for _ in range(LOOKS):
+            least = self._seats[0][4]
+            if least is oldest or self._reseat(least):
+                break
+        worth = self._worth(oldest)
+        if least is oldest or not self._worth(least) < MARGIN * worth:
+            return oldest
+        self._coldest = None
+        return least
+
+    def room(self, node: Entry) -> int:
+        """Blocks at its tail that are of one worth."""
+        use, end = node.use, node.end
+        tail = None if use is None else use.tail(end)
+        start = node.start if tail is None else max(node.start, tail[0])
+        return max(1, -(-end // self._block) - -(-start // self._block))
+
+    def trimmed(self, node: Entry) -> None:
+        """Its tail went: what is left may be of another worth."""
+        if node.place is not None:
+            self._reseat(node)
+
+    # ---- uses
+
+    def opened(self, path: Sequence[Entry], ghosts: Parts, asked: int, hit: int, now: float, *, learn: bool) -> Use:
+        """A request was opened at the end of `path` and found evicted parts behind. O(depth)."""
+        self._advance(now)
+        parts = ghosts[::-1]
+        parts += [(node.start, node.end, node.use) for node in reversed(path) if node.use]
+        if learn:
+            self.shadow.compare(asked, hit, min(asked, self.shadow.hit(parts, asked)))
+        gap = 0
+        if parts:
+            last = parts[0][2]
+            gap = 1 + size_class(now - last.time if last.runs else 0.0, 2, 10)
+        bounds = next_bounds(parts)
+        use = Use(now, bounds, size_class((asked - bounds[0]) / self._block), gap)
+        for _, end, old in parts:
+            self._take(old, end, learn)
+        for node in path:
+            node.use = use
+        return use
+
+    def closed(
+        self, use: Use, path: Sequence[Entry], output: int, kind: str | None, returns_in: float | None, now: float
+    ) -> None:
+        """A sequence was closed at the end of `path`, which it used last. O(depth)."""
+        self._advance(now)
+        if not path:
+            return
+        for node in reversed(path):
+            old = node.use
+            if old is not use:
+                if old is not None:
+                    self._take(old, node.end, learn=False)
+                node.use = use
+        use.settle(now, path[-1].end, self._block, size_class(output), self._kind(kind), self.hazards.classed)
+        use.until = None if returns_in is None else now + returns_in
+        self.shadow.takes(use)
+        self.hazards.used()
+        self._enter(use, 0)
+        self._bound()
+
+    def forgotten(self, use: Use | None, start: int) -> None:
+        """Nobody can tell any more whether a use's text from `start` on is wanted."""
+        if use is not None:
+            use.end = max(use.start, min(use.end, start))
+            if use.start == use.end:
+                self._leave(use)
+
+    def forget(self) -> None:
+        """Whatever was used is as good as never used; what was learnt stays."""
+        self.shadow.clear()
+        for ages in self._ages:
+            for use in ages:
+                use.bucket, use.end = -1, use.start
+            ages.clear()
+
+    def _kind(self, kind: str | None) -> int:
+        known = self._kinds
+        if kind not in known and len(known) < KINDS:
+            known[kind] = len(known)
+        return known.get(kind, KINDS)
+
+    def _take(self, old: Use, end: int, learn: bool) -> None:
+        """What a use claims up to `end` was used by another."""
+        if end <= old.start:
+            return
+        if learn and old.bucket >= 0:
+            for kin, tokens in old.split(old.start, end):
+                count(kin.wanted, old.bucket, tokens / self._block)
+        self.shadow.loses_head(old, end)
+        old.start = end
+        if old.start >= old.end:
+            old.end = old.start
+            self._leave(old)
+
+    # ---- ages
+
+    def _advance(self, now: float) -> None:
+        """Move the clock: uses enter the next bucket as they come of its age."""
+        if now <= self._now:
+            return
+        self._now = now
+        for bucket in range(BUCKETS - 1):
+            ages, born = self._ages[bucket], now - EDGES[bucket + 1]
+            while ages:
+                use = next(iter(ages))
+                if use.time > born:
+                    break
+                del ages[use]
+                self._enter(use, bucket + 1)
+
+    def _enter(self, use: Use, bucket: int) -> None:
+        if use.start >= use.end:
+            use.bucket = -1
+            return
+        use.bucket = bucket
+        self._ages[bucket][use] = None
+        for kin, tokens in use.split(use.start, use.end):
+            count(kin.reached, bucket, tokens / self._block)
+        if use.leaf is not None:
+            self._reseat(use.leaf)  # type: ignore[arg-type]
+
+    def _leave(self, use: Use) -> None:
+        if use.bucket >= 0:
+            del self._ages[use.bucket][use]
+            use.bucket = -1
+
+    def _bound(self) -> None:
+        """Forget the oldest uses beyond twice as many as the pool has blocks."""
+        if self.uses > 2 * self._capacity:
+            ages = next(ages for ages in reversed(self._ages) if ages)
+            self._leave(next(iter(ages)))
+
+    # ---- worths
+
+    def _worth(self, node: Entry) -> float:
+        use = node.use
+        assert use is not None
+        tail = use.tail(node.end)
+        kin = self._unknown if tail is None else tail[1]
+        worth = self.hazards.worth(kin, max(0, use.bucket))
+        if use.until is not None and use.until > self._now:
+            return max(worth, 1.0 / (use.until - self._now))
+        return worth
+
+    def _seat(self, node: Entry) -> None:
+        node.seat = (node.priority, not node.demoted, self._worth(node), node.tick, node)
+        self._seats.add(node.seat)
+
+    def _unseat(self, node: Entry) -> None:
+        self._seats.remove(node.seat)
+        node.seat = None
+
+    def _reseat(self, node: Entry) -> bool:
+        """Look at its worth anew; whether it was the same."""
+        assert node.seat is not None
+        if node.seat[2] == self._worth(node):
+            return True
+        self._unseat(node)
+        self._seat(node)
+        return False
+
+
+def new_index(policy: str, num_blocks: int, block_size: int) -> EvictionIndex:
+    """The index of a policy by its name, for a pool of that size; UnknownPolicy if there is none."""
+    return PredictiveIndex(num_blocks, block_size) if policy == "predictive" else EvictionIndex(policy)
