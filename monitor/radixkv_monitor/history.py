@@ -32,21 +32,25 @@ class Sampler:
         """What is kept, oldest first, and what was told last. O(samples)."""
         return (*self._kept, self._newest) if self._newest is not None else ()
 
-    def note(self, time: float, engine: str, stats: Mapping[str, float]) -> None:
-        """Be told of `stats`; they are copied. O(stats)."""
+    def note(self, time: float, engine: str, stats: Mapping[str, float], *, unseen: bool = False) -> None:
+        """Be told of `stats`; they are copied. O(stats).
+
+        What they grew by since the last time they grew just now, as silence says that nothing changes; or, if that
+        time went `unseen`, steadily.
+        """
         newest, self._newest = self._newest, Sample(time, engine, dict(stats))
         if newest is not None and time < newest.time:
             self._kept.clear()  # a clock that was set back, or another recording: no line leads through both
         elif newest is not None:
-            self._keep(newest, time)
+            self._keep(newest, time, held=not unseen)
         oldest = bisect_right(self._kept, time - self._seconds, key=_time)
         del self._kept[: max(0, oldest - 1)]  # one from before, so that the line reaches the edge
 
-    def _keep(self, newest: Sample, time: float) -> None:
+    def _keep(self, newest: Sample, time: float, *, held: bool) -> None:
         """Keep what was newest until now if a second has passed, and that it held while nobody said otherwise."""
         if not self._kept or newest.time - self._kept[-1].time >= 1:
             self._kept.append(newest)
-        if time - newest.time > 2:
+        if held and time - newest.time > 2:
             if self._kept[-1] is not newest:
                 self._kept.append(newest)
             self._kept.append(Sample(time - 1, newest.engine, newest.stats))

@@ -43,6 +43,7 @@ class Intake:
         self._baseline: Sample | None = None
         self._pages: list[Snapshot] = []
         self._whole = False
+        self._unseen = True  # what was before the snapshot that is being read
         self._seq = 0
         self._lock = Lock()
         self.tape: Tape | None = None
@@ -99,7 +100,7 @@ class Intake:
         if self.facts is None:
             return []
         if frame.page == 0:
-            self._pages, self._whole = [], False
+            self._pages, self._whole, self._unseen = [], False, not self._whole
         if frame.page != len(self._pages):
             return []  # a recording may begin between two pages
         self._pages.append(frame)
@@ -108,7 +109,7 @@ class Intake:
         pages, self._pages, self._whole = self._pages, [], True
         for page in pages:
             self._mirror.apply(page.changes)
-        self._sampler.note(self._mirror.time, self.facts.engine, self._mirror.stats)
+        self._sampler.note(self._mirror.time, self.facts.engine, self._mirror.stats, unseen=self._unseen)
         self.timeline.begin(self.facts, pages)
         return [page.changes for page in pages]
 

@@ -28,6 +28,8 @@ SILENCE = 15.0
 """Seconds without any frame, after which an engine counts as gone: publishers give a sign of life more often."""
 SHORTEST, LONGEST = 0.25, 8.0
 """Seconds between attempts to reach an engine: doubled each time, with jitter."""
+RESTARTED, NEWS = "the engine was restarted", 30.0
+"""What is said of another engine in the place of the last one, and for how many seconds."""
 _CHUNK = 256 * 1024
 
 
@@ -93,11 +95,16 @@ class SocketFeed(ThreadFeed):
 
     def _take(self, frames: list[Frame]) -> None:
         self._frames += len(frames)
-        known, engines = self.intake.facts, self.intake.engines
-        if self.intake.take(*frames) is not None and (self._status.link != "live" or self.intake.engines > engines):
+        before = self.intake.latest
+        state = self.intake.take(*frames)
+        if state is None:
+            return
+        restarted = before is not None and before.facts.engine != state.facts.engine
+        if self._status.link != "live" or restarted:
             self._failures = 0
-            restarted = known is not None and self.intake.engines > 1 and self.intake.facts != known
-            self._status = Status("live", self._clock(), "the engine was restarted" if restarted else "")
+            self._status = Status("live", self._clock(), RESTARTED if restarted else "")
+        elif self._status.sentence and self._clock() - self._status.since > NEWS:
+            self._status = Status("live", self._status.since)
 
     def _wait(self, reason: str) -> None:
         """Longer after each failure, so that many monitors do not knock at once when an engine comes back."""

@@ -20,6 +20,7 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import encode, snapshot_frames
 from radixkv.telemetry.recording import MAGIC, read_recording
 from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord
+from radixkv_monitor.history import rate
 from radixkv_monitor.intake import Intake, Past
 from radixkv_monitor.live import DemoFeed, SocketFeed
 from radixkv_monitor.replay import FileFeed
@@ -257,6 +258,38 @@ def test_a_lost_engine_is_stale_and_a_restarted_one_is_told(engines: Engines, fe
         assert feed.latest.baseline is not None and feed.latest.baseline.engine == OTHER.engine
 
 
+def test_a_restart_is_told_however_its_frames_arrive_and_not_for_ever(
+    engines: Engines, feed: SocketFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engines.serve() as first:
+        say(first, Hello(FACTS), snapshot(1.0, 1))
+        feed.start()
+        until(lambda: feed.latest)
+    until(lambda: feed.status.link == "stale")
+    with engines.serve() as second:
+        say(second, Hello(OTHER))
+        until(lambda: feed.traffic.frames == 3)
+        say(second, snapshot(5.0, 9))
+        until(lambda: feed.status.link == "live")
+        assert feed.status.sentence == "the engine was restarted"
+        monkeypatch.setattr("radixkv_monitor.live.NEWS", 0.0)
+        say(second, delta(6.0, 9))
+        until(lambda: feed.status.sentence == "")
+        assert feed.status.link == "live"
+
+
+def test_what_happened_while_nobody_watched_is_not_of_the_last_second(engines: Engines, feed: SocketFeed) -> None:
+    with engines.serve() as first:
+        say(first, Hello(FACTS), snapshot(0.0, 1))
+        feed.start()
+        until(lambda: feed.latest)
+    with engines.serve() as second:
+        say(second, Hello(FACTS), snapshot(600.0, 1))  # whose steps are its time
+        until(lambda: feed.latest is not None and feed.latest.time == 600.0)
+    assert feed.latest is not None
+    assert rate(feed.latest.history, "steps", 600.0, 10.0) == pytest.approx(1.0)
+
+
 def test_the_same_engine_again_is_no_restart(engines: Engines, feed: SocketFeed) -> None:
     with engines.serve() as first:
         say(first, Hello(FACTS), snapshot(1.0, 1))
@@ -328,9 +361,7 @@ def test_a_damaged_recording_shows_all_before_the_damage(recording: Path, cut: i
     recording.write_bytes(MAGIC + b"".join(map(encode, frames)) + b"\xff" * 100 + b"nonsense" * 1000)
     feed = FileFeed(recording)
     feed.start()
-    until(lambda: "is damaged behind byte" in feed.status.sentence or feed.span)
-    feed.seek(2000.0)
-    until(lambda: "is damaged behind byte" in feed.status.sentence)
+    until(lambda: feed.seek(2000.0) or "is damaged behind byte" in feed.status.sentence)
     assert feed.span == (1000.0, 1000.0 + cut)
     assert feed.latest is not None and feed.latest.time == 1000.0 + cut
     feed.close()

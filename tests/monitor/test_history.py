@@ -61,6 +61,15 @@ def test_a_silent_time_is_flat_and_what_comes_behind_it_is_recent() -> None:
     assert value(history, "n", 98.0) == 0.0
 
 
+def test_a_time_that_nobody_saw_grew_steadily() -> None:
+    sampler = Sampler()
+    sampler.note(0.0, "e", {"n": 0.0})
+    sampler.note(600.0, "e", {"n": 60_000.0}, unseen=True)
+    history = sampler.samples
+    assert rate(history, "n", 600.0, 10.0) == pytest.approx(100)
+    assert series(history, "n", 600.0, 600.0, 3) == pytest.approx([20_000] * 3)
+
+
 def test_a_clock_that_goes_back_begins_anew() -> None:
     sampler = Sampler()
     sampler.note(1000.0, "e", {"n": 5.0})
