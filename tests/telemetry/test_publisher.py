@@ -221,6 +221,14 @@ def test_a_delta_that_would_go_over_the_buffer_is_dropped(size, dropped):
         assert client._dropped == 2 * dropped
 
 
+def test_nobody_is_told_oftener_than_the_limit():
+    with serving(hz=5.0) as (publisher, _):
+        reader = Reader(publisher.path, hz=1e9)
+        wait_until(lambda: publisher.attached == 1)
+        assert [client.hz for client in publisher._clients] == [5.0]
+        reader.close()
+
+
 # ---- malicious clients
 
 
