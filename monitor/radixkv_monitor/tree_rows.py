@@ -21,8 +21,8 @@ Wanted = Callable[["Branch"], bool]
 class Branch:
     """A node and what is below it; `nodes`, `tokens`, `blocks`, `wanted` and `newest` are of both together.
 
-    `wanted` counts the nodes that the filter wants, `newest` is when the youngest was used. A block that several nodes
-    name counts for each of them.
+    `wanted` counts the nodes that the filter wants, `newest` is when the youngest was used. A block in which
+    a node ends and a child of it goes on counts for the one above.
     """
 
     __slots__ = (
@@ -187,11 +187,12 @@ class TreeRows:
             branch = self.branches[node.id] = Branch(node.id)
             branch.nodes = 1
         old, branch.record = branch.record, node
-        blocks, before, tokens = branch.own_blocks, branch.is_wanted, 0 if old is None else old.tokens
+        before, tokens = branch.is_wanted, 0 if old is None else old.tokens
         if old is None or old.blocks is not node.blocks:
-            branch.own_blocks = count_blocks(node.blocks)
+            for each in (branch, *branch.children.values()):
+                self._recount(each)
         branch.is_wanted = self._wanted is None or self._wanted(branch)
-        self._add(branch, 0, node.tokens - tokens, branch.own_blocks - blocks, branch.is_wanted - before)
+        self._add(branch, 0, node.tokens - tokens, 0, branch.is_wanted - before)
         if node.used >= branch.newest:
             self._raise(branch, node.used)
         elif old is not None and old.used == branch.newest:
@@ -222,8 +223,14 @@ class TreeRows:
         self._must_flatten = True  # it may be a root now, and stand where it stood
         self._add(parent, branch.nodes, branch.tokens, branch.blocks, branch.wanted)
         self._raise(parent, branch.newest)
+        self._recount(branch)
 
     # ---- sums
+
+    def _recount(self, branch: Branch) -> None:
+        """Count its own blocks: its record, or what it hangs below, is another. O(its runs + depth)."""
+        before, branch.own_blocks = branch.own_blocks, _own_blocks(branch)
+        self._add(branch, 0, 0, branch.own_blocks - before, 0)
 
     def _add(self, branch: Branch, nodes: int, tokens: int, blocks: int, wanted: int) -> None:
         """Add to a branch and to all above it."""
@@ -381,3 +388,11 @@ class TreeRows:
             if self.rows[at].branch.is_wanted:
                 return at
         return None
+
+
+def _own_blocks(branch: Branch) -> int:
+    """How many blocks it has, but for one that it goes on in where its parent ends."""
+    blocks = branch.node.blocks
+    above = branch.parent.record.blocks if branch.parent is not None and branch.parent.record is not None else ()
+    goes_on = bool(blocks and above) and above[-2] + above[-1] - 1 == blocks[0]
+    return count_blocks(blocks) - goes_on

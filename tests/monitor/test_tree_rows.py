@@ -65,6 +65,17 @@ class Naive:
                 self.walk(kid, below + ("╰─" if last else "├─"), below + ("  " if last else "│ "))
 
 
+def expanded(each: NodeRecord) -> list[int]:
+    runs = zip(each.blocks[::2], each.blocks[1::2], strict=True)
+    return [block for first, count in runs for block in range(first, first + count)]
+
+
+def goes_on(nodes: Nodes, each: NodeRecord) -> bool:
+    """Whether it begins in the block in which its parent ends."""
+    above = nodes.get(each.parent)
+    return above is not None and bool(each.blocks) and expanded(above)[-1:] == expanded(each)[:1]
+
+
 def check(rows: TreeRows, nodes: Nodes, wanted: set[int] | None = None) -> None:
     naive = Naive(nodes, rows.sort, rows.closed, wanted)
     assert [(row.id, row.lead) for row in rows.rows] == naive.rows
@@ -73,7 +84,9 @@ def check(rows: TreeRows, nodes: Nodes, wanted: set[int] | None = None) -> None:
         below, branch = naive.below(number), rows.branches[number]
         assert branch.record is each
         assert (branch.nodes, branch.tokens) == (len(below), sum(one.tokens for one in below))
-        assert branch.blocks == sum(sum(one.blocks[1::2]) for one in below)
+        assert branch.blocks == sum(sum(one.blocks[1::2]) - goes_on(nodes, one) for one in below)
+        if each.parent == 0:
+            assert branch.blocks == len({block for one in below for block in expanded(one)})
         assert branch.newest == max(one.used for one in below)
         assert branch.wanted == sum(wanted is None or one.id in wanted for one in below)
     assert rows.branches.keys() == {0, *nodes}

@@ -22,7 +22,7 @@ from textual.strip import Strip
 from radixkv.telemetry.records import NodeRecord
 from radixkv_monitor import palette
 from radixkv_monitor.palette import Shade
-from radixkv_monitor.phrases import duration, short, size
+from radixkv_monitor.phrases import duration, short, size, some
 from radixkv_monitor.runs import count_blocks
 from radixkv_monitor.tree_rows import Branch, Row, TreeRows
 from radixkv_monitor.widgets.cached_lines import CachedLines
@@ -137,7 +137,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             found = self._survivor(before, self._at)
             self._at = 0 if found is None else found
         self._at = min(self._at, max(0, len(self.rows.rows) - 1))
-        self.virtual_size = Size(self.size.width, len(self.rows.rows) + self.header)
+        self.virtual_size = Size(self.wide, len(self.rows.rows) + self.header)
         if stays is not None and (wanted := max(0, stays - (anchor - top))) != top:
             self.scroll_to(y=wanted, animate=False)
         self._note(by_hand=False)
@@ -157,7 +157,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         if not self.rows.open_to(node):
             return False
         if self.rows.rows is not before:
-            self.virtual_size = Size(self.size.width, len(self.rows.rows) + self.header)
+            self.virtual_size = Size(self.wide, len(self.rows.rows) + self.header)
             self.refresh()
         self._move_to(self.rows.index[node], by_hand=by_hand)
         return True
@@ -241,7 +241,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
 
     def on_resize(self, event: events.Resize) -> None:
         """Other columns."""
-        self.virtual_size = Size(event.size.width, len(self.rows.rows) + self.header)
+        self.virtual_size = Size(self.wide, len(self.rows.rows) + self.header)
         self.forget_lines()
 
     def _pin_cursor(self) -> None:
@@ -282,7 +282,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     def key_of(self, line: int) -> tuple[Any, ...]:
         """The header; or the record, its place in the tree, and what is shown of time, order and cursor."""
         if line < 0:
-            return (self.rows.sort, self.size.width)
+            return (self.rows.sort, self.wide)
         rows = self.rows.rows
         if line >= len(rows):
             return (line == 1 and not rows,)
@@ -312,7 +312,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         tree = Strip(self._tree(row, left)).adjust_cell_length(left, self.ground)
         strip = Strip([*tree, *self._numbers(row.branch)])
         if key[8]:
-            strip = self._lit(strip.adjust_cell_length(self.size.width, self.ground))
+            strip = self._lit(strip.adjust_cell_length(self.wide, self.ground))
         return strip
 
     def _lit(self, strip: Strip) -> Strip:
@@ -324,10 +324,10 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         return self.get_component_rich_style(f"flat-tree--{name}")
 
     def _columns(self) -> list[Column]:
-        return [column for column in COLUMNS if self.size.width >= column.from_width]
+        return [column for column in COLUMNS if self.wide >= column.from_width]
 
     def _left_width(self) -> int:
-        return max(12, self.size.width - sum(column.width for column in self._columns()) - 1)
+        return max(12, self.wide - sum(column.width for column in self._columns()) - 1)
 
     def _header(self, left: int) -> Strip:
         look = self._look("header")
@@ -336,7 +336,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         for column in self._columns():
             title = f"{column.title}▾" if column.sort == self.rows.sort else column.title
             segments.append(Segment(f"{title:>{column.width}}", look))
-        return Strip(segments).adjust_cell_length(self.size.width, look)
+        return Strip(segments).adjust_cell_length(self.wide, look)
 
     def _lead(self, row: Row, left: int) -> str:
         most = max(4, left // 2)
@@ -351,7 +351,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         hidden = Segment(f"  +{branch.nodes - 1:,}" if closed and branch.children else "", dim)
         if branch.is_root:
             name = Segment(f" {branch.namespace or 'default'}", self.style(None, None, "bold"))
-            return [lead, name, Segment(f"  {branch.nodes - 1:,} nodes", dim)]
+            return [lead, name, Segment(f"  {some(branch.nodes - 1, 'node')}", dim)]
         shade = shade_of(node)
         faint = self.rows.is_filtered and not branch.is_wanted
         text = "bold" if on_path or (self.rows.is_filtered and branch.is_wanted) else ""
