@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from radixkv.chat import AsyncEngine
 from radixkv.errors import RadixKVError
+from radixkv.serve import chats, completions
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.frame import Frame
@@ -43,6 +44,9 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
             route("/health", health),
             route("/v1/models", models),
             route("/v1/models/{model:path}", model),
+            route("/v1/chat/completions", chats.create, "POST"),
+            route("/v1/completions", completions.create, "POST"),
+            route("/tokenize", completions.tokenize, "POST"),
         ],
         middleware=[Middleware(Frame)],
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},

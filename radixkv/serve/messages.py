@@ -133,3 +133,8 @@ def _check_function(fields: Fields) -> None:
 
 def _numbered(fields: Fields, name: str) -> list[tuple[int, Any]]:
     return list(enumerate(fields.list(name) or ()))
+
+
+def texts(messages: Sequence[Message]) -> list[str]:
+    """What messages say, for a first look at how long they are."""
+    return [message["content"] for message in messages if message.get("content")]

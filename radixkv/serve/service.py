@@ -1,22 +1,31 @@
-"""What all endpoints share: the engine, who may ask, how much, and how a prompt becomes token ids. Knows no route."""
+"""What all endpoints share: the engine, who may ask and how much, and what is known of the model's texts.
+
+Knows: no route, no field of a body.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from radixkv.chat import AsyncEngine
+from radixkv.chat.messages import THINK_START
+from radixkv.engine import Chunk, Completion
+from radixkv.errors import PromptTooLong
 from radixkv.serve.auth import Auth, namespace
+from radixkv.serve.conversations import Conversations
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.limits import Gate, read_body
+from radixkv.serve.reply import TAGS
 from radixkv.serve.settings import Settings
+from radixkv.serve.shapes import TokenTexts, usage
 
 Result = TypeVar("Result")
 
@@ -31,7 +40,10 @@ class Caller:
 
 
 class Service:
-    """One engine behind one set of endpoints. The engine is whoever's made it: this never closes it."""
+    """One engine behind one set of endpoints. The engine is its maker's to close.
+
+    `hidden_tags` are the tags of thinking and of tool calls that are control tokens, which texts leave out, by id.
+    """
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
         """Serve `engine`."""
@@ -41,6 +53,11 @@ class Service:
         self.gate = Gate(settings)
         self.model_name = settings.model_name or engine.model.name
         self.created = int(time.time())
+        tokenizer = engine.model.tokenizer
+        self.conversations = Conversations(tokenizer, engine.model.stop_token_ids, settings.history_bytes)
+        self.token_texts = TokenTexts(tokenizer)
+        self.hidden_tags = _hidden_tags(tokenizer)
+        self._longest_token = _longest_token(tokenizer)
         # One thread, since a tokenizer is not for two at once; it goes with the last reference to this.
         self._thinking = ThreadPoolExecutor(1, "radixkv-serve")
 
@@ -60,6 +77,30 @@ class Service:
             message = f"there is no model {name[:100]!r} here: this server has {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    # ---- prompts and texts
+
+    def check_length(self, texts: Iterable[str]) -> None:
+        """Raise PromptTooLong for what cannot fit whatever its tokens are, without encoding it."""
+        tokens = -(-sum(map(len, texts)) // self._longest_token)
+        if tokens > self.engine.context_limit:
+            raise PromptTooLong(
+                f"the prompt has at least {tokens} tokens, and the context {self.engine.context_limit}: shorten it"
+            )
+
+    def opens_thinking(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt ends with an open tag, so that its reply begins with thinking."""
+        return "".join(self.token_texts[token] for token in ids[-4:]).rstrip().endswith(THINK_START)
+
+    def shown(self, chunk: Chunk) -> str:
+        """A chunk's text with the tags that texts leave out."""
+        return chunk.text + "".join(self.hidden_tags.get(token, "") for token in chunk.token_ids)
+
+    def note(self, facts: dict[str, Any], completions: Sequence[Completion]) -> None:
+        """Numbers of a request that is complete, for the log."""
+        spent = usage(completions)
+        facts["prompt"], facts["output"] = spent["prompt_tokens"], spent["completion_tokens"]
+        facts["cached"] = spent["prompt_tokens_details"]["cached_tokens"]
+
     async def aside(self, call: Callable[[], Result]) -> Result:
         """What `call` returns, on the thread for templates and tokenizers: the event loop goes on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._thinking, call)
@@ -67,3 +108,13 @@ class Service:
     def close(self) -> None:
         """Let the thread go."""
         self._thinking.shutdown(wait=False)
+
+
+def _hidden_tags(tokenizer: Any | None) -> dict[int, str]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {number: token.content for number, token in added.items() if token.special and token.content in TAGS}
+
+
+def _longest_token(tokenizer: Any | None) -> int:
+    """Characters of the longest token; none stands for more."""
+    return max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1

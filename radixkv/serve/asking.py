@@ -1,0 +1,78 @@
+"""From a prompt and what was asked for to requests that run, and the chunks of several of them as they come.
+
+Knows: the engine's verbs, how long a prompt may be, and when a reply has no bound of its own. Knows no field and no
+shape of a response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Any
+
+from radixkv.engine import AsyncHandle, Chunk
+from radixkv.engine.prompts import TokenIds
+from radixkv.errors import PromptTooLong
+from radixkv.models.sampling_params import SamplingParams
+from radixkv.serve.schemas import Asked
+from radixkv.serve.service import Caller, Service
+
+Ids = Sequence[int] | TokenIds
+_SPARE = 32  # tokens a stream: a block that a fork copies, and one that is filled in part
+_AHEAD = 64  # chunks of several requests that wait to be sent
+
+
+async def begin(service: Service, caller: Caller, asked: Asked, ids: Ids, inside: ExitStack) -> AsyncHandle:
+    """Start one request, which ends when `inside` is left; raises PromptTooLong, or as `AsyncEngine.submit`."""
+    most = service.settings.max_prompt_tokens
+    if most is not None and len(ids) > most:
+        raise PromptTooLong(f"the prompt has {len(ids)} tokens, and this server takes at most {most}")
+    params = asked.params if asked.bounded else unbounded(asked.params, service.engine.context_limit - len(ids))
+    timeout = service.settings.timeout or None
+    handle = await service.engine.submit(ids, params, namespace=caller.namespace, timeout=timeout)
+    inside.callback(handle.cancel)
+    return handle
+
+
+def unbounded(params: SamplingParams, room: int) -> SamplingParams:
+    """Replies that share what the context leaves; more of them than fit leave each at least one token."""
+    if params.n > 1:
+        room = room // params.n - _SPARE
+    return params.but(max_tokens=max(room, params.min_tokens, 1))
+
+
+async def chunks(handles: Sequence[AsyncHandle]) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """(request, chunk) of all as they come. Raises what any of them raises."""
+    if len(handles) == 1:
+        async for chunk in handles[0]:
+            yield 0, chunk
+        return
+    async with aclosing(_merged(handles)) as merged:
+        async for pair in merged:
+            yield pair
+
+
+async def _merged(handles: Sequence[AsyncHandle]) -> AsyncGenerator[tuple[int, Chunk], None]:
+    queue: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue(_AHEAD)
+
+    async def read(at: int, handle: AsyncHandle) -> None:
+        end: Exception | None = None
+        try:
+            async for chunk in handle:
+                await queue.put((at, chunk))
+        except Exception as error:  # for whoever takes from the queue
+            end = error
+        await queue.put(end)
+
+    readers: list[asyncio.Task[Any]] = [asyncio.create_task(read(*pair)) for pair in enumerate(handles)]
+    try:
+        for _ in handles:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)

@@ -1,0 +1,180 @@
+"""POST /v1/chat/completions.
+
+Knows: what a chat completion looks like, whole and as events. Thinking is `reasoning_content`, beside `content`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from radixkv.chat.messages import Message, ToolCall
+from radixkv.engine import AsyncHandle, Chunk, Completion
+from radixkv.serve import asking
+from radixkv.serve.conversations import ChatPrompt
+from radixkv.serve.fields import JsonObject
+from radixkv.serve.messages import texts
+from radixkv.serve.reply import Piece, ReplyReader
+from radixkv.serve.schemas import ChatRequest, read_chat
+from radixkv.serve.service import Service
+from radixkv.serve.shapes import streams, usage
+from radixkv.serve.stream import DONE, EventStream, data, whole
+
+
+async def create(service: Service, request: Request) -> Response:
+    """Answer one chat completion; raises ApiError, RadixKVError."""
+    wanted = read_chat(await service.body(request))
+    asked = wanted.asked
+    caller = service.caller(request, asked.cache_key)
+    service.check_model(asked.model)
+    with ExitStack() as inside:
+        inside.enter_context(service.gate.enter(caller.tenant, asked.params.n))
+        service.check_length(texts(wanted.messages))
+        prompt = await service.aside(
+            lambda: service.conversations.prompt(caller.namespace, wanted.messages, wanted.tools)
+        )
+        handle = await asking.begin(service, caller, asked, prompt.ids, inside)
+        answer = ChatAnswer(service, wanted, prompt, request.state.facts)
+        if asked.stream:
+            return EventStream(answer.events(handle), service.settings.send_timeout, inside.pop_all())
+        return JSONResponse(await whole(request, answer.whole(handle)))
+
+
+class ChatAnswer:
+    """One chat completion while it is made."""
+
+    def __init__(self, service: Service, wanted: ChatRequest, prompt: ChatPrompt, facts: dict[str, Any]) -> None:
+        """`facts` gets numbers for the log."""
+        self._service, self._wanted, self._prompt, self._facts = service, wanted, prompt, facts
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        thinking = service.opens_thinking(prompt.ids)
+        self._readers = [
+            ReplyReader(reads_calls=wanted.reads_calls, thinking=thinking) for _ in range(wanted.asked.params.n)
+        ]
+
+    # ---- whole
+
+    async def whole(self, handle: AsyncHandle) -> JsonObject:
+        """The response, once all replies are complete."""
+        completion = await self._read(handle)
+        await self._remember(completion)
+        choices = [self._choice(each) for each in streams([completion])]
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage([completion])}
+
+    async def _read(self, handle: AsyncHandle) -> Completion:
+        """Wait for all replies and read them; token by token if some tags are not part of the text."""
+        if self._service.hidden_tags:
+            async for chunk in handle:
+                self._readers[chunk.index].push(self._service.shown(chunk))
+        completion = await handle.result()
+        for each in streams([completion]):
+            if not self._service.hidden_tags:
+                self._readers[each.index].push(each.text)
+            self._readers[each.index].finish()
+        return completion
+
+    def _choice(self, completion: Completion) -> JsonObject:
+        reader = self._readers[completion.index]
+        message: JsonObject = {"role": "assistant", "content": reader.content or (None if reader.calls else "")}
+        message["refusal"] = None
+        if reader.thinking:
+            message["reasoning_content"] = reader.thinking
+        if reader.calls:
+            message["tool_calls"] = [_call(call) for call in reader.calls]
+        logprobs = completion.logprobs
+        return {
+            "index": completion.index,
+            "message": message,
+            "logprobs": None if logprobs is None else self._logprobs(completion.token_ids, logprobs),
+            "finish_reason": self._reason(completion.index, completion.finish_reason),
+        }
+
+    # ---- events
+
+    async def events(self, handle: AsyncHandle) -> AsyncGenerator[bytes, None]:
+        """The response bit by bit: the role, what is said, why it ends; usage if it was asked for."""
+        for index in range(len(self._readers)):
+            yield self._event(index, {"role": "assistant", "content": ""})
+        async for chunk in handle:
+            if event := self._of_chunk(chunk):
+                yield event
+        completion = await handle.result()
+        await self._remember(completion)
+        if self._wanted.asked.include_usage:
+            head = self._head("chat.completion.chunk")
+            yield data({**head, "choices": [], "usage": usage([completion])})
+        yield DONE
+
+    def _of_chunk(self, chunk: Chunk) -> bytes:
+        """The events for one token: none while its text is held back."""
+        reader = self._readers[chunk.index]
+        pieces = reader.push(self._service.shown(chunk))
+        if chunk.finish_reason is not None:
+            pieces += reader.finish()
+        deltas = [_delta(piece) for piece in pieces]
+        logprobs = None if chunk.logprobs is None else self._logprobs(chunk.token_ids, [chunk.logprobs])
+        if logprobs is not None and not deltas:
+            deltas = [{"content": ""}]
+        events = [self._event(chunk.index, delta, logprobs if at == 0 else None) for at, delta in enumerate(deltas)]
+        if chunk.finish_reason is not None:
+            events.append(self._event(chunk.index, {}, reason=self._reason(chunk.index, chunk.finish_reason)))
+        return b"".join(events)
+
+    def _event(self, index: int, delta: JsonObject, logprobs: Any = None, reason: str | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        event = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        if self._wanted.asked.include_usage:
+            event["usage"] = None
+        return data(event)
+
+    # ---- both
+
+    def _head(self, kind: str) -> JsonObject:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._service.model_name}
+
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[Any]) -> JsonObject:
+        return {"content": self._service.token_texts.chat(ids, logprobs), "refusal": None}
+
+    def _reason(self, index: int, reason: str) -> str:
+        return "tool_calls" if self._readers[index].calls and reason == "stop" else reason
+
+    async def _remember(self, completion: Completion) -> None:
+        """Before the client knows that this is the end: its next request builds on it."""
+        self._service.note(self._facts, [completion])
+        replies = [(_message(self._readers[each.index]), each.token_ids) for each in streams([completion])]
+
+        def remember() -> None:
+            for message, ids in replies:
+                self._service.conversations.remember(self._prompt, message, ids)
+
+        if self._service.settings.history_bytes:
+            await self._service.aside(remember)
+
+
+def _delta(piece: Piece) -> JsonObject:
+    if piece.call is not None:
+        return {"tool_calls": [{"index": piece.number, **_call(piece.call)}]}
+    return {"reasoning_content": piece.thinking} if piece.thinking else {"content": piece.content}
+
+
+def _call(call: ToolCall) -> JsonObject:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _message(reader: ReplyReader) -> Message:
+    """The reply as the client will send it back, and `messages.read_messages` read it."""
+    message: Message = {"role": "assistant", "content": reader.content}
+    if reader.calls:
+        message["tool_calls"] = [call.as_message() for call in reader.calls]
+    if reader.thinking:
+        message["reasoning_content"] = reader.thinking
+    return message

@@ -1,0 +1,143 @@
+"""POST /v1/completions and /tokenize: texts and token ids, without a template.
+
+Knows: what a text completion looks like, whole and as events, of one prompt or many.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from radixkv.engine import AsyncHandle, Chunk, Completion
+from radixkv.engine.prompts import TokenIds, encode
+from radixkv.serve import asking
+from radixkv.serve.fields import JsonObject
+from radixkv.serve.messages import texts
+from radixkv.serve.schemas import CompletionRequest, TextOrIds, read_completion, read_tokenize
+from radixkv.serve.service import Service
+from radixkv.serve.shapes import streams, usage
+from radixkv.serve.stream import DONE, EventStream, data, whole
+
+
+async def create(service: Service, request: Request) -> Response:
+    """Answer the completions of one body; raises ApiError, RadixKVError."""
+    wanted = read_completion(await service.body(request))
+    asked = wanted.asked
+    caller = service.caller(request, asked.cache_key)
+    service.check_model(asked.model)
+    with ExitStack() as inside:
+        inside.enter_context(service.gate.enter(caller.tenant, asked.params.n * len(wanted.prompts)))
+        prompts = [await _encoded(service, prompt) for prompt in wanted.prompts]
+        handles = [await asking.begin(service, caller, asked, ids, inside) for ids in prompts]
+        answer = CompletionAnswer(service, wanted, prompts, request.state.facts)
+        if asked.stream:
+            return EventStream(answer.events(handles), service.settings.send_timeout, inside.pop_all())
+        return JSONResponse(await whole(request, answer.whole(handles)))
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """The ids of a text, or of messages as a chat completion would encode them; raises ApiError, RadixKVError."""
+    wanted = read_tokenize(await service.body(request))
+    caller = service.caller(request, wanted.cache_key)
+    if wanted.model is not None:
+        service.check_model(wanted.model)
+    if wanted.prompt is not None:
+        ids = [int(token) for token in await _encoded(service, wanted.prompt)] if wanted.prompt else []
+    else:
+        messages = wanted.messages or []
+        service.check_length(texts(messages))
+        prompt = await service.aside(lambda: service.conversations.prompt(caller.namespace, messages, wanted.tools))
+        ids = list(prompt.ids)
+    return JSONResponse({"count": len(ids), "max_model_len": service.engine.context_limit, "tokens": ids})
+
+
+class CompletionAnswer:
+    """The completions of one body while they are made; choice `prompt * n + stream` is one of them."""
+
+    def __init__(
+        self, service: Service, wanted: CompletionRequest, prompts: Sequence[TokenIds], facts: dict[str, Any]
+    ) -> None:
+        """`facts` gets numbers for the log."""
+        self._service, self._wanted, self._facts = service, wanted, facts
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._echoed = [self._echo(*pair) for pair in zip(wanted.prompts, prompts, strict=True)]
+        self._offsets = [len(text) for text in self._echoed for _ in range(wanted.asked.params.n)]
+
+    # ---- whole
+
+    async def whole(self, handles: Sequence[AsyncHandle]) -> JsonObject:
+        """The response, once all replies are complete."""
+        completions = [await handle.result() for handle in handles]
+        self._service.note(self._facts, completions)
+        choices = [self._whole_choice(index, each) for index, each in enumerate(streams(completions))]
+        return {**self._head(), "choices": choices, "usage": usage(completions)}
+
+    def _whole_choice(self, index: int, completion: Completion) -> JsonObject:
+        logprobs = completion.logprobs
+        shown = None if logprobs is None else self._service.token_texts.plain(completion.token_ids, logprobs, 0)
+        text = self._echoed[index // self._wanted.asked.params.n] + completion.text
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": completion.finish_reason}
+
+    # ---- events
+
+    async def events(self, handles: Sequence[AsyncHandle]) -> AsyncGenerator[bytes, None]:
+        """The response bit by bit; usage if it was asked for."""
+        for index, offset in enumerate(self._offsets):
+            if offset:
+                yield self._event(index, self._echoed[index // self._wanted.asked.params.n])
+        async with aclosing(asking.chunks(handles)) as chunks:
+            async for prompt, chunk in chunks:
+                if chunk.text or chunk.finish_reason or chunk.logprobs:
+                    yield self._of_chunk(prompt * self._wanted.asked.params.n + chunk.index, chunk)
+        completions = [await handle.result() for handle in handles]
+        self._service.note(self._facts, completions)
+        if self._wanted.asked.include_usage:
+            yield data({**self._head(), "choices": [], "usage": usage(completions)})
+        yield DONE
+
+    def _of_chunk(self, index: int, chunk: Chunk) -> bytes:
+        offset, logprobs = self._offsets[index], None
+        if chunk.logprobs is not None:
+            logprobs = self._service.token_texts.plain(chunk.token_ids, [chunk.logprobs], offset)
+            self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        return self._event(index, chunk.text, logprobs, chunk.finish_reason)
+
+    def _event(self, index: int, text: str, logprobs: Any = None, reason: str | None = None) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        event = {**self._head(), "choices": [choice]}
+        if self._wanted.asked.include_usage:
+            event["usage"] = None
+        return data(event)
+
+    # ---- both
+
+    def _head(self) -> JsonObject:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._service.model_name,
+        }
+
+    def _echo(self, prompt: TextOrIds, ids: TokenIds) -> str:
+        """What stands before the replies to a prompt."""
+        if not self._wanted.echo:
+            return ""
+        if isinstance(prompt, str):
+            return prompt
+        tokenizer = self._service.engine.model.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode([int(token) for token in ids]))
+
+
+async def _encoded(service: Service, prompt: TextOrIds) -> TokenIds:
+    if isinstance(prompt, str):
+        service.check_length([prompt])
+    model = service.engine.model
+    return await service.aside(lambda: encode(prompt, model.tokenizer, model.vocab_size))

@@ -1,0 +1,143 @@
+"""A reply's text, taken apart while it comes: thinking, what is said, tool calls.
+
+Knows: <think> tags and the Hermes / Qwen form of tool calls. Knows no token, no JSON of a response and no HTTP. Text is
+only held back while it may still turn out to be part of a tag, or white space before one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from radixkv.chat.messages import THINK_END, THINK_START, ToolCall, split_tool_calls
+
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+TAGS = (THINK_START, THINK_END, CALL_START, CALL_END)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a reply, in the order in which it was said; one of the three is set. `number` counts the calls."""
+
+    content: str = ""
+    thinking: str = ""
+    call: ToolCall | None = None
+    number: int = 0
+
+
+class ReplyReader:
+    """Takes the text of one reply bit by bit; what it has handed out so far is in `content`, `thinking` and `calls`.
+
+    White space around thinking and around calls belongs to neither and is dropped. A block that is no valid call, or
+    has no end, is text.
+    """
+
+    def __init__(self, *, reads_calls: bool, thinking: bool) -> None:
+        """`thinking` says that the prompt ended with an open tag, `reads_calls` that calls are to be taken out."""
+        self._reads_calls = reads_calls
+        self._state = "thinking" if thinking else "start"
+        self._readers = {"start": self._start, "thinking": self._think, "text": self._say, "call": self._call}
+        self._held = ""
+        self._fresh = True  # nothing was handed out since the last tag: white space is dropped
+        self.content = self.thinking = ""
+        self.calls: list[ToolCall] = []
+
+    def push(self, text: str) -> list[Piece]:
+        """Take more text; returns what is certain now. O(text + what is held)."""
+        if not text:
+            return []
+        self._held += text
+        return list(self._read())
+
+    def finish(self) -> list[Piece]:
+        """The reply is complete: what was held is what it looks like."""
+        pieces = list(self._read())
+        rest, self._held = self._held, ""
+        if self._state == "start":
+            self._fresh = False  # no tag came after all
+        if self._state in ("text", "call") and self.calls:
+            rest = rest.rstrip()
+        return pieces + list(self._give("thinking" if self._state == "thinking" else "content", rest))
+
+    # ---- inside
+
+    def _read(self) -> Iterator[Piece]:
+        """Go from tag to tag as far as the text decides."""
+        before = None
+        while before != (self._state, self._held):
+            before = self._state, self._held
+            yield from self._readers[self._state]()
+
+    def _start(self) -> Iterator[Piece]:
+        """Thinking begins a reply, or there is none."""
+        text = self._held.lstrip()
+        if text.startswith(THINK_START):
+            self._held, self._state = text.removeprefix(THINK_START), "thinking"
+        elif not THINK_START.startswith(text):
+            self._state, self._fresh = "text", False
+        yield from ()
+
+    def _think(self) -> Iterator[Piece]:
+        thinking, tag, rest = self._held.partition(THINK_END)
+        if tag:
+            yield from self._give("thinking", thinking.rstrip())
+            self._held, self._state, self._fresh = rest, "text", True
+        else:
+            yield from self._give_all_but(_undecided(self._held, THINK_END), "thinking")
+
+    def _say(self) -> Iterator[Piece]:
+        if not self._reads_calls:
+            yield from self._give_all_but(0, "content")
+            return
+        said, tag, _ = self._held.partition(CALL_START)
+        if tag:
+            yield from self._give("content", said.rstrip())
+            self._held, self._state = self._held[len(said.rstrip()) :], "call"
+        else:
+            yield from self._give_all_but(_undecided(self._held, CALL_START), "content")
+
+    def _call(self) -> Iterator[Piece]:
+        """A block; what is held begins with the white space before it."""
+        block, tag, rest = self._held.partition(CALL_END)
+        if not tag:
+            return
+        _, calls = split_tool_calls(block + tag, turn=0)
+        self._state = "text"
+        if calls:
+            call = replace(calls[0], id=f"call_{uuid.uuid4().hex[:24]}")
+            self.calls.append(call)
+            self._held, self._fresh = rest, True
+            yield Piece(call=call, number=len(self.calls) - 1)
+        else:
+            self._held = rest
+            yield from self._give("content", block + tag)
+
+    def _give_all_but(self, undecided: int, kind: str) -> Iterator[Piece]:
+        certain = self._held[: len(self._held) - undecided]
+        self._held = self._held[len(certain) :]
+        yield from self._give(kind, certain)
+
+    def _give(self, kind: str, text: str) -> Iterator[Piece]:
+        if self._fresh:
+            text = text.lstrip()
+        if not text:
+            return
+        self._fresh = False
+        if kind == "thinking":
+            self.thinking += text
+            yield Piece(thinking=text)
+        else:
+            self.content += text
+            yield Piece(content=text)
+
+
+def _undecided(text: str, tag: str) -> int:
+    """Characters at the end that may belong to `tag`, or to the white space before it.
+
+    >>> _undecided("So be it. <tool", "<tool_call>")
+    6
+    """
+    length = next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)
+    kept = text[: len(text) - length]
+    return length + len(kept) - len(kept.rstrip())

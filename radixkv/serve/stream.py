@@ -1,0 +1,99 @@
+"""Server-sent events, and clients that leave.
+
+Knows: ASGI's messages, and that a client may be slow or gone. Knows no engine: whoever makes events stops when they are
+cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from radixkv.serve.errors import ApiError, as_api_error
+
+Result = TypeVar("Result")
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Sends events, each as soon as it is there, until they end, the client leaves, or it reads nothing for too long.
+
+    Leaving is noticed while the next event is waited for, and also while one is being sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout: float, inside: ExitStack) -> None:
+        """`inside` is left when everything is over."""
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._events, self._send_timeout, self._inside = events, send_timeout, inside
+
+    def init_headers(self, headers: Any = None) -> None:
+        """As Starlette's, without a length, which nobody knows yet."""
+        super().init_headers(headers)
+        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; raises TimeoutError if the client stopped reading."""
+        with self._inside:
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                if await until_left(receive, self._sent(send)) is None:
+                    scope["state"]["facts"]["client"] = "left"
+            finally:
+                await self._events.aclose()
+
+    async def _sent(self, send: Send) -> bool:
+        try:
+            async for event in self._events:
+                await self._send_one(send, event)
+        except Exception as error:
+            if isinstance(error, TimeoutError):
+                raise
+            await self._send_one(send, data(as_api_error(error).body()))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
+
+    async def _send_one(self, send: Send, event: bytes) -> None:
+        async with asyncio.timeout(self._send_timeout):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+async def until_left(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """What `work` returns; None if the client leaves first, and then `work` is cancelled."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def whole(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` returns; raises ApiError, which nobody reads, if the client leaves first."""
+    result = await until_left(request.receive, work)
+    if result is None:
+        raise ApiError(499, "the client left before its answer was complete", code="client_disconnected")
+    return result
+
+
+def data(body: object) -> bytes:
+    """One event with a JSON value."""
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
