@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixkv.cache import POLICIES
 from radixkv_traces.clairvoyant import ClairvoyantPool, next_uses
 from radixkv_traces.formats import TraceRequest, read, sample
 from radixkv_traces.simulate import replay
@@ -58,7 +59,7 @@ def test_no_choice_of_victims_hits_more(chains: list[list[int]], capacity: int) 
     assert hits == best(trace, capacity)
 
 
-@given(TRACES, st.integers(1, 5), st.sampled_from(["lru", "fifo", "lfu", "slru"]))
+@given(TRACES, st.integers(1, 5), st.sampled_from(sorted(POLICIES)))
 @settings(max_examples=100, deadline=None)
 def test_no_policy_of_the_cache_hits_more_and_infinity_hits_most(
     chains: list[list[int]], capacity: int, policy: str

@@ -79,7 +79,9 @@ def test_a_bad_line_names_file_line_and_field(tmp_path: Path, field: str | None,
     assert isinstance(caught.value, InvalidInput)
 
 
-@pytest.mark.parametrize(("name", "count", "tokens"), [("conversation", 570, 512), ("cc_agent", 400, 64), ("recording", 38, 16)])
+@pytest.mark.parametrize(
+    ("name", "count", "tokens"), [("conversation", 570, 512), ("cc_agent", 400, 64), ("recording", 38, 16)]
+)
 def test_samples_are_whole_and_their_lengths_fit_their_blocks(name: str, count: int, tokens: int) -> None:
     requests = list(read(sample(name)))
     assert len(requests) == count

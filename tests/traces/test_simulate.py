@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable
 from itertools import islice
+from typing import Any
 
 import pytest
 
-from radixkv.errors import InvalidInput
+from radixkv.cache import POLICIES, Hint, PrefixCache, Sequence
+from radixkv.errors import InvalidInput, UnknownPolicy
+from radixkv_traces import simulate
 from radixkv_traces.formats import TraceRequest, read, sample
 from radixkv_traces.simulate import replay, unique_blocks
+from radixkv_traces.simulate_detail import by_group, over_time
+from radixkv_traces.workload import prepare
 
 CASES = [("conversation", 512, 570, 0.1), ("conversation", 512, 570, 0.2), ("cc_agent", 64, 100, 0.2)]
 
@@ -112,3 +118,86 @@ def test_wrong_sizes_and_policies_are_refused() -> None:
     for capacity, policy, block_tokens in ((0, "lru", 1), (1, "mru", 1), (1, "lru", 0)):
         with pytest.raises(InvalidInput):
             replay([], capacity, policy, block_tokens)
+
+
+class Listening(PrefixCache):
+    """The real cache, which notes what it was told and checks itself after every request."""
+
+    heard: list[tuple[float, Hashable, Hint | None]]
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        Listening.heard = []
+
+    def _closed(self, sequence: Sequence, node: Any, hint: Hint | None) -> None:
+        super()._closed(sequence, node, hint)
+        self.heard.append((self.clock(), sequence.namespace, hint))
+        self.check()
+
+
+def test_the_cache_hears_what_a_live_engine_would_tell_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "PrefixCache", Listening)
+    told = [
+        TraceRequest(500.0, 20, 7, array("q", [1, 2]), stop="tool_use", namespace="a"),
+        TraceRequest(2000.0, 20, 9, array("q", [1, 2]), stop=""),
+        TraceRequest(1000.0, 20, 0, array("q", [1, 3])),
+    ]
+    replay(told, 3, "lru", 10)
+    assert Listening.heard == [
+        (0.5, "a", Hint(kind="tool_use", output_length=7)),
+        (2.0, None, Hint(output_length=9)),
+        (2.0, None, Hint(output_length=0)),  # a clock never goes back
+    ]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_of_the_cache_keeps_its_books(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "PrefixCache", Listening)
+    requests = list(islice(read(sample("conversation")), 60))
+    result = replay(requests, unique_blocks(requests) // 10, policy)
+    assert len(Listening.heard) == 60 and result.evicted_blocks > 0
+    assert result.regret_tokens == replay(requests, 1, "infinite").hit_tokens - result.hit_tokens > 0
+
+
+def test_an_unknown_policy_says_which_there_are() -> None:
+    with pytest.raises(UnknownPolicy, match="clairvoyant, infinite"):
+        replay([], 1, "mru")
+
+
+def test_ctrl_c_leaves_whole_requests_only() -> None:
+    served: list[int] = []
+
+    def interrupted(done: int, total: int) -> None:
+        served.append(done)
+        if len(served) == 3:
+            raise KeyboardInterrupt
+
+    trace = prepare(read(sample("conversation")), 512)
+    part = replay(trace, 838, "lru", progress=interrupted)
+    first = prepare(islice(read(sample("conversation")), part.requests), 512)
+    whole = replay(first, 838, "lru")
+    assert not part.finished and whole.finished and 0 < part.requests < 570
+    assert (part.hit_tokens, part.input_tokens, part.regret_tokens) == (
+        whole.hit_tokens, whole.input_tokens, whole.regret_tokens,
+    )  # fmt: skip
+    assert part.hits == whole.hits and part.cached == whole.cached
+    assert over_time(trace, part) == over_time(first, whole)
+
+
+def test_moments_and_groups_are_sums_over_requests() -> None:
+    requests = list(read(sample("cc_agent")))
+    trace = prepare(requests, 64)
+    result = replay(trace, 1000, "lru")
+    moments = over_time(trace, result, most=7)
+    assert [moment.cached_blocks for moment in moments] == [result.cached[400 * i // 7 - 1] for i in range(1, 8)]
+    assert moments[-1].seconds == requests[-1].timestamp / 1000
+    first = range(400 // 7)
+    asked = sum(requests[i].input_length for i in first)
+    hit = sum(min(result.hits[i] * 64, requests[i].input_length) for i in first)
+    assert moments[0].token_hit_rate == hit / asked
+    groups = by_group(trace, result, "stop")
+    assert {group.name for group in groups} == {each.stop for each in requests}
+    assert sum(group.hit_tokens for group in groups) == result.hit_tokens
+    assert [group.input_tokens for group in groups] == sorted((group.input_tokens for group in groups), reverse=True)
+    with pytest.raises(InvalidInput, match="tenant"):
+        by_group(trace, result, "colour")
