@@ -1,0 +1,24 @@
+"""Chat templates of the kinds that there are, as far as they differ in what becomes of earlier turns."""
+
+from __future__ import annotations
+
+from tests.chat.worlds import CHATML, THINKING
+
+# As Mistral's: the system prompt and the tools stand in the last user's turn, wherever that is.
+MISTRAL = """{%- set said = messages[1:] if messages[0].role == 'system' else messages %}
+{%- set last = namespace(at=0) %}
+{%- for m in said %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}
+{{- '<|endoftext|>' }}
+{%- for m in said %}
+{%- if m.role == 'user' %}
+{%- if loop.index0 == last.at and tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]
+{%- if loop.index0 == last.at and messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}{{ m.content }}[/INST]
+{%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
+{%- else %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}[TOOL_CALLS]{{ call.function | tojson }}{% endfor %}<|im_end|>
+{%- endif %}
+{%- endfor %}"""
+
+STYLES = {"ChatML": CHATML, "thinking": THINKING, "Mistral": MISTRAL}

@@ -1,0 +1,221 @@
+"""Whole conversations to prompts: what was sampled stays as it was sampled, what is new is the template's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.chat.messages import split_thinking
+from radixkv.errors import ChatError, InvalidInput
+from radixkv.serve.conversations import ChatPrompt, Conversations, Mode
+from tests.chat.worlds import CHATML, THINKING, byte_tokenizer
+from tests.serve.styles import MISTRAL, STYLES
+
+TOKENIZERS = {name: byte_tokenizer(template) for name, template in STYLES.items()}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
+STOPS = frozenset(byte_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+END = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
+TEXT = st.text("helou \n€", max_size=8)
+
+
+def conversations(style: str = "ChatML", mode: Mode = "auto", capacity: int = 1 << 20) -> Conversations:
+    return Conversations(TOKENIZERS[style], STOPS, capacity, mode)
+
+
+def rendered(style: str, messages: list[dict[str, Any]], tools: Any = None) -> str:
+    return str(TOKENIZERS[style].apply_chat_template(messages, tools, add_generation_prompt=True, tokenize=False))
+
+
+def decoded(prompt: ChatPrompt) -> str:
+    return str(byte_tokenizer().decode(list(prompt.ids), skip_special_tokens=False))
+
+
+def spelled(text: str, seed: int) -> list[int]:
+    """Ids of a text in pieces that an encoder would not always choose."""
+    chooses, ids = random.Random(seed), []
+    while text:
+        piece, text = text[: (size := chooses.randint(1, 4))], text[size:]
+        ids += byte_tokenizer().encode(piece, add_special_tokens=False)
+    return ids
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+@pytest.mark.parametrize("style", ["ChatML", "thinking", "Mistral"])
+@settings(max_examples=30)
+@given(turns=st.lists(st.tuples(TEXT, TEXT, st.integers(0, 9)), min_size=1, max_size=4))
+def test_what_is_rendered_is_what_the_template_renders(style: str, turns: list[Any]) -> None:
+    """With mode "template", whatever ids were sampled; and each reply is there as it was sampled.
+
+    The one for thinking strips what stands before an answer, where its thinking was.
+    """
+    told, messages, replies = conversations(style, "template"), [{"role": "system", "content": "Be brief."}], []
+    for asked, words, seed in turns:
+        answer = words.lstrip() if style == "thinking" else words
+        messages = [*messages, user(asked)]
+        prompt = told.prompt("x", messages)
+        assert decoded(prompt) == rendered(style, messages)
+        assert prompt.known == (len(messages) - 1 if replies else 0)
+        for reply in replies:
+            assert within(reply, list(prompt.ids))
+        ids = spelled(answer, seed)
+        told.remember(prompt, assistant(answer), [*ids, END])
+        replies.append(ids)
+        messages = [*messages, assistant(answer)]
+
+
+def within(part: list[int], whole: list[int]) -> bool:
+    return any(whole[at : at + len(part)] == part for at in range(len(whole) - len(part) + 1))
+
+
+@pytest.mark.parametrize("style", ["ChatML", "Mistral"])
+@settings(max_examples=30)
+@given(turns=st.lists(st.tuples(TEXT, TEXT, st.integers(0, 9), st.booleans()), min_size=2, max_size=4))
+def test_a_prompt_begins_with_all_that_was_computed(style: str, turns: list[Any]) -> None:
+    """Appending, a reply that was cut short included, even where the template would render earlier turns anew."""
+    told, messages, computed = conversations(style), [{"role": "system", "content": "Be brief."}], []
+    for asked, answer, seed, is_cut in turns:
+        messages = [*messages, user(asked)]
+        prompt = told.prompt("x", messages)
+        assert list(prompt.ids[: len(computed)]) == computed
+        emitted = [*spelled(answer, seed), *([] if is_cut else [END])]
+        told.remember(prompt, assistant(answer), emitted)
+        computed = [*prompt.ids, *emitted]
+        messages = [*messages, assistant(answer)]
+        if style == "ChatML":
+            assert decoded(prompt) == rendered(style, messages[:-1])
+
+
+def test_thinking_that_the_template_drops_is_dropped_and_the_answer_stays_as_it_was_sampled():
+    told, asked = conversations("thinking"), [user("hello")]
+    ids = [*spelled("<think>\nhello\n</think>\n\nhello you", 3), END]
+    thinking, answer = split_thinking("<think>\nhello\n</think>\n\nhello you")
+    first = told.prompt("x", asked)
+    told.remember(first, assistant(answer, reasoning_content=thinking), ids)
+    for reply in (assistant(answer), assistant(answer, reasoning_content=thinking)):
+        messages = [*asked, reply, user("more")]
+        prompt = told.prompt("x", messages)
+        assert prompt.known == 2
+        assert decoded(prompt) == rendered("thinking", messages)
+        assert list(prompt.ids[: len(first.ids)]) == list(first.ids)
+
+
+@settings(max_examples=30)
+@given(answer=st.text("abé€", min_size=2, max_size=8), cut=st.integers(0, 7), seed=st.integers(0, 9))
+def test_a_text_that_a_stop_string_cut_is_what_the_client_was_told(answer: str, cut: int, seed: int) -> None:
+    told, asked = conversations(), [user("hello")]
+    shown = answer[: min(cut, len(answer) - 1)]
+    told.remember(told.prompt("x", asked), assistant(shown), spelled(answer, seed))
+    messages = [*asked, assistant(shown), user("more")]
+    prompt = told.prompt("x", messages)
+    assert prompt.known == 2
+    assert decoded(prompt) == rendered("ChatML", messages)
+
+
+def test_history_that_somebody_changed_is_the_templates_from_there_on():
+    told, messages, ids = conversations(), [user("hello")], spelled("hello", 1)
+    told.remember(told.prompt("x", messages), assistant("hello"), [*ids, END])
+    messages = [*messages, assistant("hello"), user("hello you")]
+    second = told.prompt("x", messages)
+    told.remember(second, assistant("heel"), [*spelled("heel", 2), END])
+    changed = [*messages, assistant("hell"), user("o")]
+    prompt = told.prompt("x", changed)
+    assert prompt.known == 2
+    assert list(prompt.ids[: len(second.ids)]) == list(second.ids)
+    assert decoded(prompt) == rendered("ChatML", changed)
+    other = told.prompt("x", [user("hell"), *changed[1:]])
+    assert (other.known, list(other.ids)) == (0, encoded(rendered("ChatML", [user("hell"), *changed[1:]])))
+
+
+def encoded(text: str) -> list[int]:
+    return list(byte_tokenizer().encode(text, add_special_tokens=False))
+
+
+def test_nothing_is_known_in_another_namespace_or_with_other_tools():
+    told, messages = conversations(), [user("hello")]
+    told.remember(told.prompt("x", messages, TOOLS), assistant("hello"), [*spelled("hello", 1), END])
+    messages = [*messages, assistant("hello"), user("you")]
+    assert told.prompt("x", messages, TOOLS).known == 2
+    for namespace, tools in (("y", TOOLS), (None, TOOLS), (("x",), TOOLS), ("x", None)):
+        prompt = told.prompt(namespace, messages, tools)
+        assert (prompt.known, list(prompt.ids)) == (0, encoded(rendered("ChatML", messages, tools)))
+
+
+@pytest.mark.parametrize("style", ["ChatML", "Mistral"])
+def test_tool_calls_and_their_results_stand_behind_the_call_as_it_was_sampled(style: str):
+    told, asked = conversations(style), [user("hello")]
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    text = (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+        if style == "ChatML"
+        else '[TOOL_CALLS]{"name": "weather", "arguments": {"city": "Oslo"}}'
+    )
+    first = told.prompt("x", asked, TOOLS)
+    ids = [*spelled(text, 5), END]
+    told.remember(first, assistant("", tool_calls=[call]), ids)
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "grey"}
+    for arguments in ({"city": "Oslo"}, '{"city":"Oslo"}'):
+        sent = {**call, "function": {"name": "weather", "arguments": arguments}}
+        prompt = told.prompt("x", [*asked, assistant("", tool_calls=[sent]), result], TOOLS)
+        assert prompt.known == 2
+        assert list(prompt.ids[: len(first.ids) + len(ids)]) == [*first.ids, *ids]
+        if style == "ChatML":
+            assert decoded(prompt) == rendered(style, [*asked, assistant("", tool_calls=[call]), result], TOOLS)
+
+
+def test_what_the_template_refuses_is_refused_whether_the_beginning_is_known_or_not():
+    refuses = "{% if messages|length == 4 %}{{ raise_exception('four messages') }}{% endif %}"
+    told = Conversations(byte_tokenizer(refuses + CHATML), STOPS, 1 << 20)
+    told.remember(told.prompt("x", [user("a")]), assistant("hello"), [*spelled("hello", 1), END])
+    for namespace in ("x", "y"):
+        with pytest.raises(ChatError, match="four messages"):
+            told.prompt(namespace, [user("a"), assistant("hello"), user("b"), user("c")])
+
+
+def test_a_new_message_that_only_the_whole_conversation_makes_sense_of():
+    """A template may refuse what is rendered around a dummy reply: then it gets the whole."""
+    picky = CHATML.replace(
+        "{%- for m in messages if",
+        "{% if messages[0].content == 'x' %}{{ raise_exception('x') }}{% endif %}{%- for m in messages if",
+    )
+    told = Conversations(byte_tokenizer(picky), STOPS, 1 << 20, "append")
+    told.remember(told.prompt("x", [user("a")]), assistant("hello"), [*spelled("hello", 1), END])
+    messages = [user("a"), assistant("hello"), user("b")]
+    prompt = told.prompt("x", messages)
+    assert (prompt.known, list(prompt.ids)) == (0, encoded(rendered("ChatML", messages)))
+
+
+def test_without_bytes_to_remember_with_the_template_encodes_everything():
+    told, messages = conversations(capacity=0), [user("hello")]
+    told.remember(told.prompt("x", messages), assistant("hello"), [*spelled("hello", 1), END])
+    messages = [*messages, assistant("hello"), user("you")]
+    prompt = told.prompt("x", messages)
+    assert (prompt.known, list(prompt.ids)) == (0, encoded(rendered("ChatML", messages)))
+
+
+def test_what_cannot_hold_a_conversation_says_so():
+    with pytest.raises(ChatError, match="no chat template"):
+        Conversations(byte_tokenizer(None), STOPS, 1 << 20).prompt("x", [user("a")])
+    with pytest.raises(ChatError, match="no chat template"):
+        Conversations(None, STOPS, 1 << 20).prompt("x", [user("a")])
+    with pytest.raises(InvalidInput, match="history must be one of"):
+        Conversations(byte_tokenizer(THINKING), STOPS, 1 << 20, "always")  # type: ignore[arg-type]
+
+
+def test_a_mistral_like_template_moves_what_stands_in_the_last_turn():
+    """What the styles of these tests are for: rendered anew, the second prompt parts from the first early on."""
+    messages = [{"role": "system", "content": "Be brief."}, user("a"), assistant("b"), user("c")]
+    first, second = (encoded(rendered("Mistral", messages[:end], TOOLS)) for end in (2, 4))
+    same = next(at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
+    assert same < 10
+    assert TOKENIZERS["Mistral"].chat_template == MISTRAL
