@@ -105,7 +105,7 @@ def whole(order: Order, say: Say, keep: Callable[[dict[str, Any]], None], rows: 
     """Every part that was asked for, and the ceilings always; the result as it is written.
 
     After each part, `keep` is given the result so far, so that whoever ends this command loses one part at most; the
-    rows of that one are in the folder `rows`, if there is one.
+    rows of that one are in the folder `rows`, if there is one. At the end nothing is left there.
     """
     begin = time.time()
     reason, device = _found(order)
@@ -125,6 +125,8 @@ def whole(order: Order, say: Say, keep: Callable[[dict[str, Any]], None], rows: 
             result |= _judged(result["parts"], order, ceilings, begin)
             say(f"  {part.name}: {found['status']}, {len(found['rows'])} rows in {found['seconds']:.0f} s")
             keep(result)
+            for kept in (path, path.with_suffix(".log")):
+                kept.unlink(missing_ok=True)
     return result
 
 

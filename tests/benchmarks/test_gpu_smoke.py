@@ -13,9 +13,6 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from gpu import run  # noqa: E402  (found beside the benchmarks, not installed)
 
 
 def test_every_part_runs_and_checks_what_it_times(tmp_path: Path) -> None:
@@ -45,5 +42,5 @@ def test_every_part_runs_and_checks_what_it_times(tmp_path: Path) -> None:
     assert len(layers) == 2
     assert all(row["launches"] > 0 for row in layers)
     assert any(row.get("peer") == "radixkv" for row in rows["peers"])
-    assert run.read_rows(tmp_path / "rows" / "tree")[0] == rows["tree"]
+    assert not list((tmp_path / "rows").iterdir())  # they are in the result
     assert (path.with_suffix(".md")).read_text().startswith("# GPU: interpreter")
