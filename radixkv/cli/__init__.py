@@ -1,4 +1,4 @@
-"""The command line: `radixkv chat`, `radixkv demo` and `radixkv ps`.
+"""The command line: `radixkv chat`, `radixkv demo`, `radixkv ps` and `radixkv serve`.
 
 Knows arguments, terminals and how to say an error in one line. Importing it loads neither torch nor rich: a command's
 module is imported when it runs.

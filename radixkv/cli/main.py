@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands, common)
     _add_demo(commands, common)
     _add_ps(commands, common)
+    _add_serve(commands, common)
     return parser
 
 
@@ -93,3 +94,66 @@ def _add_ps(commands: argparse._SubParsersAction[argparse.ArgumentParser], commo
     ps = commands.add_parser("ps", help=about, description=about.capitalize() + ".", parents=[common])
     ps.set_defaults(module="radixkv.cli.ps")
     ps.add_argument("--json", action="store_true", help="a list of objects, for scripts")
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    about = "answer OpenAI's HTTP API (chat, completions, models, metrics) from one engine; needs radixkv[serve]"
+    serve = commands.add_parser("serve", help=about, description=about.capitalize() + ".", parents=[common])
+    serve.set_defaults(module="radixkv.serve.command")
+    serve.add_argument("model", metavar="MODEL", help="'tiny' (bundled), a local folder, or a hub name")
+    _add_doors(serve.add_argument_group("who may come in"))
+    _add_serving_limits(serve.add_argument_group("how much at once"))
+    _add_engine(serve.add_argument_group("the engine"))
+
+
+def _add_doors(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="where to listen (default: this machine only)")
+    group.add_argument("--port", type=int, default=8000, metavar="N", help="default 8000; 0 takes one that is free")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="NAME=KEY",
+        help="a tenant and its key, or NAME=@FILE; again for more tenants, each has its own part of the cache. "
+        "Keys in the environment: RADIXKV_API_KEYS=NAME=KEY,NAME=KEY. Needed to listen wider than this machine",
+    )
+    group.add_argument("--model-name", metavar="NAME", help="what clients call the model (default: its own name)")
+    group.add_argument("--vllm-metrics", action="store_true", help="also vLLM's names on /metrics")
+    group.add_argument("--quiet", action="store_true", help="log no line a request; no line ever has content")
+
+
+def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-sequences", type=int, default=64, metavar="N", help="replies computed at once (default 64)"
+    )
+    group.add_argument(
+        "--max-waiting", type=int, default=256, metavar="N", help="replies that may wait; more get 429 (default 256)"
+    )
+    group.add_argument("--max-per-key", type=int, metavar="N", help="replies of one tenant, waiting or not")
+    group.add_argument("--max-body", default="8MiB", metavar="SIZE", help="largest request (default 8MiB)")
+    group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="longest prompt (default: the context)")
+    group.add_argument("--timeout", type=float, metavar="S", help="seconds a request may take (default: no limit)")
+    group.add_argument(
+        "--drain", type=float, default=30.0, metavar="S", help="seconds that replies have to finish at the end"
+    )
+    group.add_argument(
+        "--history-memory",
+        default="64MiB",
+        metavar="SIZE",
+        help="for what was said, so that clients that send it again hit the cache; 0 for none (default 64MiB)",
+    )
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--kv-memory", default="auto", metavar="SIZE", help="memory of the KV pool, such as 512MB")
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
+    group.add_argument("--dtype", default="auto", help="float32, bfloat16, ... (default: auto)")
+    group.add_argument("--attention", default="auto", help="torch, triton, or auto (the default)")
+    group.add_argument("--eviction", default="lru", metavar="POLICY", help="what goes first (default lru)")
+    group.add_argument("--max-batch-tokens", type=int, default=2048, metavar="N", help="tokens a step (default 2048)")
+    group.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="of one prompt a step (default 512)")
+    group.add_argument("--deterministic", action="store_true", help="the same bits whether a prompt hits or not")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of requests that bring none")
+    group.add_argument("--record", metavar="FILE", help="write a trace of all requests, without their text")
+    group.add_argument("--revision", help="of a model on the hub")
+    group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")

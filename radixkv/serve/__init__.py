@@ -10,6 +10,11 @@ frame.py      request ids, the log, an answer whatever goes wrong
 errors.py     errors in OpenAI's shape
 """
 
+try:
+    import starlette  # noqa: F401  (only to see whether it is there)
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("serving needs more packages: pip install 'radixkv[serve]'") from error
+
 from radixkv.serve.app import create_app
 from radixkv.serve.settings import Settings
 

@@ -1,0 +1,113 @@
+"""`radixkv serve MODEL`: arguments to settings, a model to an engine, and then serve it.
+
+Knows: the command's arguments, the environment, and how to say where the server is. Knows no endpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from radixkv.chat import AsyncEngine, Engine
+from radixkv.engine.sizing import parse_bytes
+from radixkv.errors import InvalidInput
+from radixkv.serve.server import Server, address, bind
+from radixkv.serve.settings import Settings
+
+KEYS = "RADIXKV_API_KEYS"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM; returns 0.
+
+    Raises InvalidInput for arguments that are wrong or unsafe, OSError for an address that is taken, UnsupportedModel.
+    """
+    settings = read_settings(arguments, os.environ)
+    _log_to_stderr(arguments.quiet)
+    with bind(settings.host, settings.port) as sock:
+        _say(f"loading {arguments.model}")
+        engine = Engine.load(
+            arguments.model,
+            kv_memory=arguments.kv_memory,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            attention=arguments.attention,
+            eviction=arguments.eviction,
+            max_sequences=arguments.max_sequences,
+            max_batch_tokens=max(arguments.max_batch_tokens, arguments.max_sequences),
+            prefill_chunk=arguments.prefill_chunk,
+            deterministic=arguments.deterministic,
+            record=arguments.record,
+            seed=arguments.seed,
+            revision=arguments.revision,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+        with engine:
+            name = settings.model_name or engine.model.name
+            where = address(sock)
+            Server(AsyncEngine(engine), settings, lambda: _say(f"{name} at {where}/v1")).run(sockets=[sock])
+    return 0
+
+
+def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
+    """Settings from the command line and the environment; raises InvalidInput."""
+    return Settings(
+        host=arguments.host,
+        port=arguments.port,
+        api_keys=read_keys([*filter(None, environment.get(KEYS, "").split(",")), *arguments.api_key]),
+        model_name=arguments.model_name,
+        max_running=arguments.max_sequences,
+        max_waiting=arguments.max_waiting,
+        max_per_key=arguments.max_per_key,
+        max_body=_bytes("--max-body", arguments.max_body),
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        timeout=arguments.timeout,
+        drain_timeout=arguments.drain,
+        history_bytes=_bytes("--history-memory", arguments.history_memory),
+        vllm_metrics=arguments.vllm_metrics,
+    )
+
+
+def read_keys(given: Iterable[str]) -> dict[str, str]:
+    """name -> key, from NAME=KEY or NAME=@FILE each; raises InvalidInput, which never repeats a key.
+
+    >>> read_keys(["ada=correct-horse"])
+    {'ada': 'correct-horse'}
+    """
+    keys: dict[str, str] = {}
+    for each in given:
+        name, equals, key = each.strip().partition("=")
+        if not equals or not name:
+            raise InvalidInput("an API key is NAME=KEY, or NAME=@FILE with the key in a file")
+        if name in keys:
+            raise InvalidInput(f"two API keys have the name {name!r}: each tenant has one")
+        keys[name] = _from_file(key[1:]) if key.startswith("@") else key
+    return keys
+
+
+def _from_file(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"the API key in {path} cannot be read: {error}") from error
+
+
+def _bytes(option: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except InvalidInput as error:
+        raise InvalidInput(f'{option} must be bytes, or a size such as "8MB"; got {text!r}') from error
+
+
+def _log_to_stderr(quiet: bool) -> None:
+    """One line a request, unless `quiet`; what goes wrong in any case."""
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("radixkv.serve").setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+def _say(text: str) -> None:
+    print(f"radixkv: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,93 @@
+"""The process that serves: a socket, uvicorn, and an end at which streams finish.
+
+Knows: uvicorn, signals and sockets. Knows no endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from radixkv.chat import AsyncEngine
+from radixkv.serve.app import create_app
+from radixkv.serve.settings import Settings
+
+_GRACE = 5  # seconds for what is left to be sent once the engine has closed
+
+
+class Server(uvicorn.Server):
+    """Serves an engine until SIGINT or SIGTERM, and closes it.
+
+    At the end nothing new is taken; what runs has `drain_timeout` to finish, then it ends with an error that says so. A
+    second Ctrl-C ends everything at once.
+    """
+
+    def __init__(self, engine: AsyncEngine, settings: Settings, on_ready: Callable[[], None] | None = None) -> None:
+        """`on_ready` is called once connections are taken."""
+        self._engine, self._settings, self._on_ready = engine, settings, on_ready
+        config = uvicorn.Config(
+            create_app(engine, settings),
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=int(settings.drain_timeout) + _GRACE,
+        )
+        super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take connections."""
+        await super().startup(sockets)
+        if self.started and self._on_ready is not None:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let what runs finish, and close the engine."""
+        drain = self._settings.drain_timeout
+        closing = asyncio.create_task(self._engine.close(drain > 0, drain or None))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            if self.force_exit:
+                closing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await closing
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take Ctrl-C and SIGTERM as the wish to end, and, unlike uvicorn's own, do not pass them on."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address, and takes no connection yet; raises OSError, at once rather than once loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def address(sock: socket.socket) -> str:
+    """Where a bound socket is reached, as a URL."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
