@@ -66,7 +66,8 @@ def demo() -> DemoFeed:
 
 def describe(found: Found, now: float) -> str:
     """One line, to choose by."""
-    return f"pid {_name(found)}  {found.model}  {found.device}  up {duration(now - found.started)}  radixkv {found.version}"
+    up = duration(now - found.started)
+    return f"pid {_name(found)}  {found.model}  {found.device}  up {up}  radixkv {found.version}"
 
 
 def _name(found: Found) -> str:

@@ -25,7 +25,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
     """`header` lines that stay, and lines that scroll below. O(visible lines) an update, and little where equal."""
 
     DEFAULT_CSS = """
-    CachedLines { height: 1fr; scrollbar-size-horizontal: 0; scrollbar-size-vertical: 1; }
+    CachedLines { height: 1fr; scrollbar-size-horizontal: 0; scrollbar-size-vertical: 1; scrollbar-gutter: stable; }
     """
     header = 0
 
@@ -48,6 +48,11 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
     # ---- drawing
 
     @property
+    def wide(self) -> int:
+        """Columns that are drawn on: the scroll bar's place stays free, as a bar that comes or goes is no resize."""
+        return self.scrollable_content_region.width
+
+    @property
     def top(self) -> int:
         """The first visible line below the header."""
         return int(self.scroll_offset.y)
@@ -59,7 +64,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
 
     def repaint(self) -> None:
         """Draw the visible lines that differ from what is on screen."""
-        width = self.size.width
+        width = self.wide
         for y in range(self.size.height):
             line = self._line_at(y)
             known = self._strips.get(line)
@@ -87,7 +92,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
             return known[1]
         if len(self._strips) > MOST_STRIPS:
             self._strips.clear()
-        strip = self.draw(line, key).adjust_cell_length(self.size.width, self.ground)
+        strip = self.draw(line, key).adjust_cell_length(self.wide, self.ground)
         self._strips[line] = (key, strip)
         return strip
 

@@ -78,7 +78,7 @@ class HeatMap(CachedLines[Key]):
     @property
     def columns(self) -> int:
         """Cells beside each other: a multiple of eight, if there is room."""
-        room = max(1, self.size.width - GUTTER)
+        room = max(1, self.wide - GUTTER)
         return room // 8 * 8 or room
 
     @property
@@ -107,8 +107,8 @@ class HeatMap(CachedLines[Key]):
         self._cells, self._marked = cells, marked
         self.cursor = min(self.cursor, max(0, len(cells) - 1))
         lines = -(-len(cells) // self.cells_a_line)
-        if self.virtual_size.height != lines or self.virtual_size.width != self.size.width:
-            self.virtual_size = Size(self.size.width, lines)
+        if self.virtual_size.height != lines or self.virtual_size.width != self.wide:
+            self.virtual_size = Size(self.wide, lines)
         self._overlay()
 
     def _overlay(self) -> None:
@@ -189,7 +189,7 @@ class HeatMap(CachedLines[Key]):
         """The number of its first block, and runs of equal characters."""
         cells = np.frombuffer(key[0], np.uint8)
         if not len(cells):
-            return Strip.blank(self.size.width, self.ground)
+            return Strip.blank(self.wide, self.ground)
         here = bool((cells & CURSOR).any())
         number = f"{line * self.cells_a_line * self.per:>{GUTTER - 1},}{'▸' if here else ' '}"
         gutter = Segment(number, self.style(SELECTED, None, "bold") if here else self.style(DIM))

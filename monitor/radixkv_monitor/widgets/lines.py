@@ -14,7 +14,6 @@ from textual.containers import Horizontal
 from textual.content import Content
 from textual.widgets import Static
 
-
 NARROW = 120
 """Columns below which words must be short."""
 

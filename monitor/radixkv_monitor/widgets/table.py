@@ -57,7 +57,7 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
         "row-table--cursor",
     }
     DEFAULT_CSS = """
-    RowTable { height: 1fr; scrollbar-size-horizontal: 0; scrollbar-size-vertical: 1; }
+    RowTable { height: 1fr; scrollbar-size-horizontal: 0; scrollbar-size-vertical: 1; scrollbar-gutter: stable; }
     RowTable > .row-table--header { color: $text-muted; text-style: bold; background: $panel; }
     RowTable > .row-table--plain { color: $foreground; }
     RowTable > .row-table--dim { color: $text-muted; }
@@ -114,6 +114,11 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
     # ---- what is shown
 
     @property
+    def wide(self) -> int:
+        """Columns that are drawn on: the scroll bar's place stays free, as a bar that comes or goes is no resize."""
+        return self.scrollable_content_region.width
+
+    @property
     def rows(self) -> Sequence[Row]:
         """What is shown, from top to bottom."""
         return self._rows
@@ -128,7 +133,7 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
         self._rows = rows
         found = next((index for index, row in enumerate(rows) if self._key(row) == self._cursor_key), None)
         self._at = min(self._at, max(len(rows) - 1, 0)) if found is None else found
-        self.virtual_size = Size(self.size.width, len(rows) + 1)
+        self.virtual_size = Size(self.wide, len(rows) + 1)
         self._note_cursor()
         self.refresh()
 
@@ -195,12 +200,12 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
 
     def on_resize(self, event: events.Resize) -> None:
         """Rows are as wide as the table."""
-        self.virtual_size = Size(self.size.width, len(self._rows) + 1)
+        self.virtual_size = Size(self.wide, len(self._rows) + 1)
 
     def render_line(self, y: int) -> Strip:
         """The header, or a row."""
-        width = self.size.width
-        if width != self._fitted:  # a scroll bar that comes or goes is no resize
+        width = self.wide
+        if width != self._fitted:
             self._fitted, self._shown = width, _fitting(self._columns, width)
         if y == 0:
             return self._line([[(column.title, "header")] for column, _ in self._shown], width, self._style("header"))
