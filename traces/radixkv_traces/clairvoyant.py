@@ -37,8 +37,8 @@ class ClairvoyantPool:
         chain = self._workload.requests[index].blocks
         cached = self._cached
         hit = next((i for i, block in enumerate(chain) if not cached[block]), len(chain))
-        fits = min(len(chain), self._capacity)
-        for i in range(max(hit, fits)):
+        fits = min(len(chain), self._capacity)  # at least `hit`: that is cached
+        for i in range(fits):
             self._next[chain[i]] = self._uses[self._first + i]
         self._first += len(chain)
         self._make_room(fits - hit, chain[hit - 1] if hit else -1)
@@ -64,16 +64,15 @@ class ClairvoyantPool:
             self._cached[block] = 1
         for block in chain[max(start - 1, 0) : end - 1]:
             self._children[block] += 1
-        self.cached_blocks += max(end - start, 0)
-        last = chain[max(start, end) - 1] if chain else -1
-        if last >= 0 and not self._children[last]:
+        self.cached_blocks += end - start
+        if chain and not self._children[last := chain[end - 1]]:
             heappush(self._leaves, (-self._next[last], last))
 
     def _make_room(self, count: int, held: int) -> None:
         """Evict until `count` blocks fit; `held` is the end of the request's own path."""
         above = self._workload.above
         while self.cached_blocks + count > self._capacity:
-            block = self._victim(held)
+            block = self._victim()
             self._cached[block] = 0
             self.cached_blocks -= 1
             self.evicted_blocks += 1
@@ -83,10 +82,10 @@ class ClairvoyantPool:
                 if not self._children[parent] and parent != held:
                     heappush(self._leaves, (-self._next[parent], parent))
 
-    def _victim(self, held: int) -> int:
+    def _victim(self) -> int:
         while True:
             use, block = heappop(self._leaves)
-            if self._cached[block] and not self._children[block] and self._next[block] == -use and block != held:
+            if self._cached[block] and not self._children[block] and self._next[block] == -use:
                 return block
 
 
