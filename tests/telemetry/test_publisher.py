@@ -20,7 +20,7 @@ from radixkv.telemetry import publisher as module
 from radixkv.telemetry.audience import Client, Limits
 from radixkv.telemetry.discovery import connect, engines
 from radixkv.telemetry.door import Door
-from radixkv.telemetry.frames import Attach, Delta, Hello, Snapshot
+from radixkv.telemetry.frames import Attach, Bye, Delta, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import encode
 from radixkv.telemetry.publisher import Publisher
@@ -227,6 +227,28 @@ def test_nobody_is_told_oftener_than_the_limit():
         wait_until(lambda: publisher.attached == 1)
         assert [client.hz for client in publisher._clients] == [5.0]
         reader.close()
+
+
+def test_who_is_sent_away_in_the_middle_of_a_frame_gets_the_rest_of_it_and_then_the_reason():
+    whole = encode(Bye("x" * 900_000))  # some large frame, of which the socket takes a part
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.settimeout(20.0)
+        client = Client(ours, 0.0, Limits(), lambda dropped: iter([whole, b"never sent"]))
+        client.welcome()
+        client.give(b"nor is this")
+        assert client.wants_to_send
+        client.leave(encode(Bye("enough")), 0.0)
+        theirs.sendall(b"what now")  # must not cost it the last words
+        assert not client.read()
+        assert not client.gone
+        data = b""
+        while len(data) < len(whole) + len(encode(Bye("enough"))):
+            client.send()
+            data += theirs.recv(65_536)
+        assert data == whole + encode(Bye("enough"))
+        assert client.gone
 
 
 # ---- malicious clients
