@@ -18,6 +18,7 @@ from radixkv.serve import chats, completions
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.frame import Frame
+from radixkv.serve.openapi import document
 from radixkv.serve.service import Service
 from radixkv.serve.settings import Settings
 
@@ -42,6 +43,7 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
     return Starlette(
         routes=[
             route("/health", health),
+            route("/openapi.json", openapi),
             route("/v1/models", models),
             route("/v1/models/{model:path}", model),
             route("/v1/chat/completions", chats.create, "POST"),
@@ -58,6 +60,11 @@ async def health(service: Service, _: Request) -> Response:
     """200 while the engine's thread answers, 503 once it is closed. Needs no key, and tells nothing else."""
     await service.engine.stats()
     return JSONResponse({"status": "ok"})
+
+
+async def openapi(service: Service, _: Request) -> Response:
+    """What all paths take and return, for people and tools. Needs no key."""
+    return JSONResponse(document(service.model_name, service.settings))
 
 
 async def models(service: Service, request: Request) -> Response:

@@ -39,7 +39,7 @@ class Fields:
         """Raises ApiError unless this is an object."""
         if not isinstance(values, dict):
             raise bad_request(f"{at} must be an object, not {kind_of(values)}", at, "invalid_type")
-        self._left: JsonObject = {name: value for name, value in values.items() if value is not None}
+        self._left: JsonObject = dict(values)
         self._at = at
 
     def path(self, name: str) -> str:
@@ -52,9 +52,10 @@ class Fields:
 
     def need(self, name: str) -> Any:
         """A field as it came; it must be there."""
-        if name not in self._left:
+        value = self.take(name)
+        if value is None:
             raise bad_request(f"{self.path(name)} is required", self.path(name), "missing_required_parameter")
-        return self.take(name)
+        return value
 
     def text(self, name: str) -> str | None:
         """A string."""
@@ -103,11 +104,10 @@ class Fields:
 
     def only(self, name: str, allowed: Sequence[Any], why: str) -> None:
         """A field that may be there as long as it asks for nothing that is not done; `why` says what to do instead."""
-        if name in self._left:
-            value = self.take(name)
-            if not any(value == each and type(value) is type(each) for each in allowed):
-                choices = " or ".join(json.dumps(each) for each in allowed)
-                self.refuse(name, f"can only be {choices} here: {why}" if allowed else f"is not supported: {why}")
+        value = self.take(name)
+        if value is not None and not any(value == each and type(value) is type(each) for each in allowed):
+            choices = " or ".join(json.dumps(each) for each in allowed)
+            self.refuse(name, f"can only be {choices} here: {why}" if allowed else f"is not supported: {why}")
 
     def ignore(self, *names: str) -> None:
         """Fields that change nothing here, whatever they hold."""

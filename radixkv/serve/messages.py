@@ -15,7 +15,7 @@ from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, JsonObject, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+TOOL_NAME = r"[a-zA-Z0-9_.-]{1,64}"
 
 
 def read_messages(given: object) -> list[Message]:
@@ -99,6 +99,7 @@ def _call(fields: Fields) -> JsonObject:
     """A tool call; its arguments become an object if they are the text of one, since templates write them as JSON."""
     call_id = fields.text("id") or fields.need("id")
     fields.only("type", ("function",), "there is no other kind of call")
+    fields.ignore("index")  # left by clients that put a call together from its events
     function = Fields(fields.need("function"), fields.path("function"))
     name = function.text("name") or function.need("name")
     arguments = function.take("arguments")
@@ -121,7 +122,7 @@ def _arguments(given: str | JsonObject | None) -> str | JsonObject:
 
 def _check_function(fields: Fields) -> None:
     name = fields.need("name")
-    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+    if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name):
         fields.refuse("name", "must be 1 to 64 letters, digits, underscores, dots or dashes")
     fields.text("description")
     parameters = fields.take("parameters")

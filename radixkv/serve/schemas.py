@@ -23,6 +23,12 @@ MOST_PROMPTS = 1024
 MOST_TOP_LOGPROBS = 20
 MOST_COMPLETION_LOGPROBS = 20
 BIGGEST = 2**63 - 1  # of a seed or a count
+WITHOUT_EFFECT = ("user", "safety_identifier", "metadata", "prompt_cache_retention")
+NOT_OF_CHAT = {
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), "this server reads and writes text only"),
+    **dict.fromkeys(("functions", "function_call"), "it is the old form of tools and tool_choice: use those"),
+    **dict.fromkeys(("reasoning_effort", "verbosity"), "how much is thought or said is the model's to decide"),
+}
 
 TextOrIds = str | list[int]
 
@@ -129,7 +135,7 @@ def _asked(fields: Fields, bound: int | None, logprobs: int | None) -> Asked:
     cache_key = fields.text("prompt_cache_key")
     fields.only("store", (False,), "nothing that was said is stored")
     fields.only("service_tier", ("auto", "default"), "there is one tier")
-    fields.ignore("user", "safety_identifier", "metadata", "prompt_cache_retention")
+    fields.ignore(*WITHOUT_EFFECT)
     fields.close()
     return Asked(model, params, bound is not None, stream, include_usage, cache_key)
 
@@ -246,12 +252,8 @@ def _chat_bound(fields: Fields) -> int | None:
 def _refuse_what_chat_lacks(fields: Fields) -> None:
     fields.only("response_format", ({"type": "text"},), "replies cannot be forced into a form")
     fields.only("modalities", (["text"],), "this server reads and writes text")
-    for name in ("audio", "prediction", "web_search_options"):
-        fields.only(name, (), "this server reads and writes text only")
-    for name in ("functions", "function_call"):
-        fields.only(name, (), "it is the old form of tools and tool_choice: use those")
-    for name in ("reasoning_effort", "verbosity"):
-        fields.only(name, (), "how much is thought or said is the model's to decide")
+    for name, why in NOT_OF_CHAT.items():
+        fields.only(name, (), why)
 
 
 # ---- text completions only
