@@ -184,6 +184,20 @@ def test_ctrl_c_leaves_whole_requests_only() -> None:
     assert over_time(trace, part) == over_time(first, whole)
 
 
+def test_ctrl_c_between_two_notes_of_one_request_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def interrupted(pool: simulate._CachePool) -> int:
+        looks.append(1)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+        return 1
+
+    monkeypatch.setattr(simulate._CachePool, "cached_blocks", property(interrupted))
+    result = replay(read(sample("conversation")), 838, "lru")
+    assert (result.requests, len(result.hits), len(result.cached), result.finished) == (2, 2, 2, False)
+
+
 def test_moments_and_groups_are_sums_over_requests() -> None:
     requests = list(read(sample("cc_agent")))
     trace = prepare(requests, 64)
