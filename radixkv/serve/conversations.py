@@ -79,9 +79,10 @@ class Conversations:
         """Note that `prompt` was answered by `emitted_ids`, and that its client was told `reply`, a message."""
         template = self._template(dumps(prompt.tools) if prompt.tools else "", prompt.date)
         ids = self._as_told(template, reply, emitted_ids)
-        self._index.remember(
-            prompt.namespace, prompt.messages, reply, prompt.ids, ids, tools=prompt.tools, date=prompt.date
-        )
+        if ids is not None:
+            self._index.remember(
+                prompt.namespace, prompt.messages, reply, prompt.ids, ids, tools=prompt.tools, date=prompt.date
+            )
 
     @property
     def stats(self) -> HistoryStats:
@@ -110,20 +111,28 @@ class Conversations:
         except ChatError:
             return None
 
-    def _as_told(self, template: ChatTemplate, reply: Message, ids: Sequence[int]) -> array[int]:
+    def _as_told(self, template: ChatTemplate, reply: Message, ids: Sequence[int]) -> array[int] | None:
         """The ids that say what the client was told: all, unless the text was cut before a stop string.
 
-        Then those that lie before it, and what is left of the text encoded anew.
+        Then those that lie before it, and what is left of the text encoded anew; None if that cannot be told.
         """
         content, said = str(reply.get("content") or ""), template.said_text(ids)
-        whole = len(content) >= len(said) or not said.startswith(content)
-        if whole or reply.get("tool_calls") or reply.get("reasoning_content"):
+        if reply.get("tool_calls") or reply.get("reasoning_content"):
+            return array("i", ids) if _ends_alike(said, reply) else None
+        if len(content) >= len(said) or not said.startswith(content):
             return array("i", ids)
         kept = bisect_right(range(len(ids)), len(content), key=lambda n: len(template.said_text(ids[: n + 1])))
         while not content.startswith(before := template.said_text(ids[:kept])):
             kept -= 1  # part of a character decodes to a mark that the text does not have
         rest = Guard(self._tokenizer).encode(content.removeprefix(before))
         return array("i", ids[:kept]) + array("i", rest)
+
+
+def _ends_alike(said: str, reply: Message) -> bool:
+    """Whether nothing was said behind the last of what the client was told: a stop string, say."""
+    content, thinking = str(reply.get("content") or "").rstrip(), str(reply.get("reasoning_content") or "").rstrip()
+    last = [content, "</tool_call>" if reply.get("tool_calls") else "", "" if content else thinking]
+    return said.rstrip().endswith(tuple(text for text in last if text))
 
 
 def _calls(reply: Message) -> list[ToolCall]:

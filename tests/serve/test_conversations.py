@@ -122,6 +122,23 @@ def test_a_text_that_a_stop_string_cut_is_what_the_client_was_told(answer: str, 
     assert decoded(prompt) == rendered("ChatML", messages)
 
 
+@pytest.mark.parametrize(
+    ("said", "reply", "known"),
+    [
+        ("<think>\nhm\n</think>\n\nhello you", {"content": "hello you", "reasoning_content": "hm"}, 2),
+        ("<think>\nhm\n</think>\n\nhello you", {"content": "hello", "reasoning_content": "hm"}, 0),  # cut before " you"
+        ("<think>\nhm", {"content": "", "reasoning_content": "hm"}, 2),  # cut by max_tokens
+        ("<think>\nhm so", {"content": "", "reasoning_content": "hm"}, 0),
+    ],
+)
+def test_a_reply_with_more_behind_it_than_the_client_was_told_is_not_remembered(
+    said: str, reply: dict[str, Any], known: int
+) -> None:
+    told, asked = conversations("ChatML"), [user("hello")]
+    told.remember(told.prompt("x", asked), {"role": "assistant", **reply}, spelled(said, 1))
+    assert told.prompt("x", [*asked, {"role": "assistant", **reply}, user("more")]).known == known
+
+
 def test_history_that_somebody_changed_is_the_templates_from_there_on():
     told, messages, ids = conversations(), [user("hello")], spelled("hello", 1)
     told.remember(told.prompt("x", messages), assistant("hello"), [*ids, END])
@@ -155,11 +172,7 @@ def test_nothing_is_known_in_another_namespace_or_with_other_tools():
 def test_tool_calls_and_their_results_stand_behind_the_call_as_it_was_sampled(style: str):
     told, asked = conversations(style), [user("hello")]
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
-    text = (
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-        if style == "ChatML"
-        else '[TOOL_CALLS]{"name": "weather", "arguments": {"city": "Oslo"}}'
-    )
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     first = told.prompt("x", asked, TOOLS)
     ids = [*spelled(text, 5), END]
     told.remember(first, assistant("", tool_calls=[call]), ids)

@@ -1,0 +1,275 @@
+"""What an engine and its requests have come to, as Prometheus reads it.
+
+Knows: names, kinds and help of metrics, radixkv's own and vLLM's. Knows no HTTP; no label ever holds what somebody
+said, sent or is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from radixkv.chat import AsyncEngine
+from radixkv.engine import EngineStats
+from radixkv.serve.history import HistoryStats
+from radixkv.serve.request_watch import Histogram, RequestCounts, RequestWatch
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """All that one scrape tells."""
+
+    stats: EngineStats
+    requests: RequestCounts
+    history: HistoryStats | None
+    model: str
+    refused: int
+
+
+class ServerMetrics:
+    """The metrics of one engine behind one server; they begin with `watch`, or the first scrape."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        model: str,
+        *,
+        history: Callable[[], HistoryStats] | None = None,
+        refused: Callable[[], int] = int,
+        vllm: bool = False,
+    ) -> None:
+        """`model` is what clients call it; `refused` says how many were turned away; `vllm` adds vLLM's names."""
+        self._engine = engine
+        self._model, self._history, self._refused, self._vllm = model, history, refused, vllm
+        self._watch: RequestWatch | None = None
+
+    async def watch(self) -> None:
+        """Count the requests that come from now on. Raises EngineClosed."""
+        await self._engine._asked(self._begin)
+
+    async def scrape(self) -> bytes:
+        """All metrics of one moment between two steps, in the text format; raises EngineClosed."""
+        stats, requests = await self._engine._asked(self._look)
+        history = None if self._history is None else self._history()
+        moment = _Moment(stats, requests, history, self._model, self._refused())
+        families = [*_own(moment), *(_vllms(moment) if self._vllm else ())]
+        return generate_latest(_Once(families))
+
+    def _begin(self) -> RequestWatch:
+        """On the engine's thread, so that two who ask at once get one watch."""
+        if self._watch is None:
+            self._watch = RequestWatch(self._engine._engine._core)
+        return self._watch
+
+    def _look(self) -> tuple[EngineStats, RequestCounts]:
+        return self._engine._engine._stats(), self._begin().counts.copy()
+
+
+class _Once(CollectorRegistry):
+    """A registry of families that are there already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """The families."""
+        yield from self._families
+
+
+# ---- families
+
+
+def _gauge(name: str, about: str, value: float | Mapping[str, float], label: str = "") -> Metric:
+    family = GaugeMetricFamily(name, about, labels=[label] if label else None)
+    return _filled(family, value)
+
+
+def _counter(name: str, about: str, value: float | Mapping[str, float], label: str = "") -> Metric:
+    family = CounterMetricFamily(name, about, labels=[label] if label else None)
+    return _filled(family, value)
+
+
+def _filled(family: Any, value: float | Mapping[str, float]) -> Metric:
+    if isinstance(value, Mapping):
+        for label, each in value.items():
+            family.add_metric([label], each)
+    else:
+        family.add_metric([], value)
+    assert isinstance(family, Metric)
+    return family
+
+
+def _histogram(name: str, about: str, of: Mapping[str, Histogram] | Histogram, label: str = "") -> Metric:
+    family = HistogramMetricFamily(name, about, labels=[label] if label else None)
+    several = of if isinstance(of, Mapping) else {"": of}
+    for value, each in several.items():
+        family.add_metric([value] if label else [], each.buckets, each.sum)
+    return family
+
+
+# ---- radixkv's own
+
+
+def _own(moment: _Moment) -> Iterator[Metric]:
+    stats, cache = moment.stats, moment.stats.cache
+    facts = {"model": moment.model, "device": stats.device, "dtype": stats.dtype, "attention": stats.attention}
+    info = GaugeMetricFamily("radixkv:engine_info", "What runs; always 1", labels=list(facts))
+    info.add_metric(list(facts.values()), 1)
+    yield info
+    yield _gauge("radixkv:uptime_seconds", "Since the engine was loaded", stats.uptime_s)
+    yield from _own_requests(moment)
+    for name in ("prompt", "cached", "computed", "recomputed", "coalesced", "output"):
+        yield _counter(f"radixkv:{name}_tokens", _TOKENS[name], getattr(stats, f"{name}_tokens"))
+    yield _counter("radixkv:steps", "Forwards of the model", stats.steps)
+    states = {"free": cache.free_blocks, "cached": cache.cached_blocks, "held": cache.held_blocks}
+    yield _gauge("radixkv:blocks", "Blocks of the pool: free, cached (evictable) or held by requests", states, "state")
+    for name, about in _CACHE_GAUGES.items():
+        yield _gauge(f"radixkv:{name}", about, getattr(cache, name.removeprefix("tree_")))
+    for name, about in _CACHE_COUNTERS.items():
+        yield _counter(f"radixkv:{name}", about, getattr(cache, name))
+    yield _counter("radixkv:audited_blocks", "Cached blocks that were computed again", stats.audited_blocks)
+    yield _counter(
+        "radixkv:differing_blocks", "Of these, those that were not what they should be", stats.differing_blocks
+    )
+    if moment.history is not None:
+        yield from _own_history(moment.history)
+
+
+def _own_requests(moment: _Moment) -> Iterator[Metric]:
+    stats, requests, histograms = moment.stats, moment.requests, moment.requests.histograms
+    yield _gauge("radixkv:requests", "Requests now", {"running": stats.running, "waiting": stats.waiting}, "state")
+    ends = {
+        "finished": stats.finished,
+        "cancelled": stats.cancelled,
+        "timed_out": stats.timed_out,
+        "failed": stats.failed - stats.timed_out,
+        "refused": moment.refused,
+    }
+    yield _counter("radixkv:requests_ended", "Requests by how they ended; refused ones never began", ends, "outcome")
+    yield _counter("radixkv:preemptions", "Requests that gave way when blocks ran out", stats.preemptions)
+    yield _counter(
+        "radixkv:coalesced_requests", "Requests that a neighbour computed a prefix for", stats.coalesced_requests
+    )
+    yield _counter("radixkv:lookups", "Prompts by why no more of them was cached", requests.lookups, "reason")
+    missed = "Tokens of prompts that were not cached, by why"
+    yield _counter("radixkv:missed_tokens", missed, requests.missed_tokens, "reason")
+    first = {"most": histograms["ttft_hit"], "less": histograms["ttft_miss"]}
+    about = "Time to the first token, by whether at least half of the prompt was cached"
+    yield _histogram("radixkv:ttft_seconds", about, first, "cached")
+    for name, (histogram, about) in _OWN_HISTOGRAMS.items():
+        yield _histogram(f"radixkv:{name}", about, histograms[histogram])
+
+
+def _own_history(history: HistoryStats) -> Iterator[Metric]:
+    yield _gauge("radixkv:history_bytes", "What remembering conversations takes", history.bytes)
+    yield _gauge("radixkv:history_replies", "Replies whose ids are remembered", history.replies)
+    yield _counter("radixkv:history_lookups", "Conversations with earlier replies that came in", history.lookups)
+    yield _counter("radixkv:history_found", "Of these, those with a reply that is remembered", history.found)
+    yield _counter("radixkv:history_forgotten", "Replies that went to make room", history.forgotten)
+
+
+_TOKENS = {
+    "prompt": "Tokens of prompts, once a request",
+    "cached": "Of these, tokens that were found in the cache",
+    "computed": "Tokens that were run through the model",
+    "recomputed": "Tokens that were computed again after a preemption",
+    "coalesced": "Tokens that were found because a neighbour was waited for",
+    "output": "Tokens that were sampled",
+}
+_CACHE_GAUGES = {
+    "pinned_blocks": "Of the held blocks, those that pins hold",
+    "tree_nodes": "Nodes of the radix tree",
+    "tree_leaves": "Of these, leaves that could be evicted",
+    "namespaces": "Namespaces that have something cached",
+    "ghosts": "Evicted runs that are remembered",
+}
+_CACHE_COUNTERS = {
+    "evicted_blocks": "Blocks that were freed to make room",
+    "evicted_tokens": "Tokens that went with them",
+    "copied_blocks": "Blocks that were copied on write",
+    "regret_tokens": "Tokens that were asked for again after they were evicted",
+}
+_OWN_HISTOGRAMS = {
+    "token_gap_seconds": ("gap", "Between two tokens of a stream, each at its stream's mean"),
+    "queue_seconds": ("queue", "From when a request came to when it began"),
+    "request_seconds": ("total", "From when a request came to its end"),
+    "request_prompt_tokens": ("prompt_tokens", "Tokens of a prompt"),
+    "request_output_tokens": ("output_tokens", "Tokens of a request's replies"),
+}
+
+
+# ---- vLLM's
+
+
+def _vllms(moment: _Moment) -> Iterator[Metric]:
+    """vLLM's names, each with what is the same here; what it counts and radixkv does not know is left out."""
+    stats, cache, requests = moment.stats, moment.stats.cache, moment.requests
+    histograms = requests.histograms
+    named = {"model_name": moment.model, "engine": "0"}
+    gauges = {
+        "num_requests_running": stats.running,
+        "num_requests_waiting": stats.waiting,
+        "kv_cache_usage_perc": cache.held_blocks
+        / cache.num_blocks,  # cached blocks that nobody holds count as free there
+    }
+    counters = {
+        "prefix_cache_queries": stats.prompt_tokens,
+        "prefix_cache_hits": stats.cached_tokens,
+        "prompt_tokens": stats.prompt_tokens,
+        "generation_tokens": stats.output_tokens,
+        "num_preemptions": stats.preemptions,
+    }
+    for name, value in gauges.items():
+        yield _labelled(GaugeMetricFamily, name, named, [({}, value)])
+    for name, value in counters.items():
+        yield _labelled(CounterMetricFamily, name, named, [({}, value)])
+    ends = {"stop": requests.streams["stop"], "length": requests.streams["length"], "abort": stats.cancelled}
+    ended = [({"finished_reason": reason}, float(count)) for reason, count in ends.items()]
+    yield _labelled(CounterMetricFamily, "request_success", named, ended)
+    config = {"block_size": str(cache.block_size), "num_gpu_blocks": str(cache.num_blocks)}
+    yield _labelled(GaugeMetricFamily, "cache_config_info", named, [(config, 1.0)])
+    for name, parts in _VLLM_HISTOGRAMS.items():
+        family = HistogramMetricFamily(f"vllm:{name}", _SAME, labels=list(named))
+        whole = _sum([histograms[part] for part in parts])
+        family.add_metric(list(named.values()), whole.buckets, whole.sum)
+        yield family
+
+
+def _labelled(kind: Any, name: str, named: Mapping[str, str], values: list[tuple[dict[str, str], float]]) -> Metric:
+    family = kind(f"vllm:{name}", _SAME, labels=[*named, *values[0][0]])
+    for labels, value in values:
+        family.add_metric([*named.values(), *labels.values()], value)
+    assert isinstance(family, Metric)
+    return family
+
+
+def _sum(histograms: list[Histogram]) -> Histogram:
+    first, *others = histograms
+    whole = first.copy()
+    for each in others:
+        whole.add(each)
+    return whole
+
+
+_SAME = "What vLLM calls by this name"
+_VLLM_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("ttft_hit", "ttft_miss"),
+    "inter_token_latency_seconds": ("gap",),
+    "request_time_per_output_token_seconds": ("gap_mean",),
+    "e2e_request_latency_seconds": ("total",),
+    "request_queue_time_seconds": ("queue",),
+    "request_prefill_time_seconds": ("prefill",),
+    "request_decode_time_seconds": ("decode",),
+    "request_inference_time_seconds": ("inference",),
+    "request_prompt_tokens": ("prompt_tokens",),
+    "request_generation_tokens": ("output_tokens",),
+    "request_params_max_tokens": ("max_tokens",),
+    "request_params_n": ("streams",),
+}

@@ -1,0 +1,182 @@
+"""What requests found in the cache and how long they took, counted as they end. Only ever on the engine's thread.
+
+Knows: requests, when the scheduler opens one, and when it ends. Knows no HTTP, no metric's name, and nothing that was
+said. A fault in here is logged and ends the counting, never a request.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from functools import partial
+
+from radixkv.cache import Sequence
+from radixkv.engine.core import Core
+from radixkv.engine.outputs import Completion
+from radixkv.engine.prompts import TokenIds
+from radixkv.engine.request import Request
+from radixkv.errors import RadixKVError
+
+_log = logging.getLogger(__name__)
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+STREAMS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+
+class Histogram:
+    """Counts of values up to each bound, and their sum.
+
+    >>> histogram = Histogram([1.0, 5.0])
+    >>> histogram.observe(3.0)
+    >>> histogram.buckets
+    [('1.0', 0.0), ('5.0', 1.0), ('+Inf', 1.0)]
+    """
+
+    def __init__(self, bounds: Items[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value; `times` is how often it occurred."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, how many values lie at or below it)."""
+        found, below = [], 0
+        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+            below += count
+            found.append((bound, float(below)))
+        return found
+
+    def add(self, other: Histogram) -> None:
+        """Count what another one with the same bounds has counted."""
+        self._counts = [one + two for one, two in zip(self._counts, other._counts, strict=True)]
+        self.sum += other.sum
+
+    def copy(self) -> Histogram:
+        """The same counts, which stay as they are."""
+        twin = Histogram(self._bounds)
+        twin._counts, twin.sum = list(self._counts), self.sum
+        return twin
+
+
+def _histograms() -> dict[str, Histogram]:
+    """Of requests that finished, by name. `ttft_hit` is of those that found at least half of their prompt.
+
+    `gap` has the tokens of a stream at the mean of their gaps, each; `gap_mean` has that mean once a stream.
+    """
+    seconds = ("ttft_hit", "ttft_miss", "queue", "prefill", "decode", "inference", "total")
+    counts = ("prompt_tokens", "output_tokens", "max_tokens")
+    return {
+        **{name: Histogram(SECONDS) for name in seconds},
+        **{name: Histogram(GAPS) for name in ("gap", "gap_mean")},
+        **{name: Histogram(TOKENS) for name in counts},
+        "streams": Histogram(STREAMS),
+    }
+
+
+@dataclass
+class RequestCounts:
+    """Everything about requests that the engine's own counters do not say; only ever grows.
+
+    `lookups` and `missed_tokens` are by why a prompt was not found in full ("full" if it was); a request counts once,
+    at its end, as it was when it came in. `streams` are by why they finished.
+    """
+
+    lookups: Counter[str] = field(default_factory=Counter)
+    missed_tokens: Counter[str] = field(default_factory=Counter)
+    streams: Counter[str] = field(default_factory=Counter)
+    histograms: dict[str, Histogram] = field(default_factory=_histograms)
+
+    def copy(self) -> RequestCounts:
+        """The same, which stays as it is."""
+        histograms = {name: each.copy() for name, each in self.histograms.items()}
+        return RequestCounts(Counter(self.lookups), Counter(self.missed_tokens), Counter(self.streams), histograms)
+
+
+class RequestWatch:
+    """Hears of every request that a core's scheduler opens, beside whoever heard of them before."""
+
+    def __init__(self, core: Core) -> None:
+        """Listen from now on."""
+        self.counts = RequestCounts()
+        self._core = core
+        self._failed = False
+        self._live: dict[Request, tuple[str, int]] = {}  # to why they missed, and how many tokens
+        self._before = core.scheduler.on_opened
+        core.scheduler.on_opened = self.opened
+
+    def opened(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
+        """A request came in, or came back. Costs a match if something is missing and nobody else has asked why."""
+        if self._before is not None:
+            self._before(request, tokens, limit, sequence)
+        if self._failed or request.streams:  # then it comes back: it was counted when it came in
+            return
+        try:
+            self._note(request, tokens, limit, sequence)
+        except Exception:
+            self._failed = True
+            _log.exception("metrics of requests failed: they are counted no more")
+
+    def _note(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
+        missed = len(tokens) - sequence.length
+        if missed <= 1:  # the last token is always computed: its logits are wanted
+            reason = "full"
+        elif request.miss is not None and self._core.telemetry is not None:  # it has just explained
+            reason = request.miss.reason
+        else:
+            reason = self._core.cache.explain(tokens, request.namespace, limit).reason
+        begins = request not in self._live
+        self._live[request] = (reason, missed)
+        if begins:
+            request.outlet.listen(partial(self._ended, request), end=True)
+
+    def _ended(self, request: Request) -> None:
+        """It ended, however; what this raises, the outlet logs."""
+        reason, missed = self._live.pop(request)
+        if not request.streams:
+            return  # it never came in
+        if self._core.reuses:
+            self.counts.lookups[reason] += 1
+            self.counts.missed_tokens[reason] += missed
+        try:
+            reply = request.outlet.wait(0)
+        except RadixKVError:
+            return
+        if request.max_tokens:  # else only the prompt was asked for
+            self._finished(request, [reply, *reply.alternatives])
+
+    def _finished(self, request: Request, replies: list[Completion]) -> None:
+        usage, histograms = replies[0].usage, self.counts.histograms
+        assert request.started_at is not None
+        queued = request.started_at - request.submitted
+        total = max(reply.usage.total_s for reply in replies)
+        found = 2 * usage.cached_tokens >= usage.prompt_tokens
+        values = {
+            "ttft_hit" if found else "ttft_miss": usage.ttft_s,
+            "queue": queued,
+            "prefill": usage.ttft_s - queued,
+            "decode": total - usage.ttft_s,
+            "inference": total - queued,
+            "total": total,
+            "prompt_tokens": usage.prompt_tokens,
+            "output_tokens": sum(reply.usage.output_tokens for reply in replies),
+            "max_tokens": request.max_tokens,
+            "streams": request.width,
+        }
+        for name, value in values.items():
+            histograms[name].observe(value)
+        for reply in replies:
+            self.counts.streams[reply.finish_reason] += 1
+            if (gaps := reply.usage.output_tokens - 1) > 0:
+                mean = (reply.usage.total_s - reply.usage.ttft_s) / gaps
+                histograms["gap"].observe(mean, gaps)
+                histograms["gap_mean"].observe(mean)

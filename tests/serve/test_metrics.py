@@ -1,0 +1,233 @@
+"""Metrics as Prometheus reads them: every number is the engine's own, and none tells what was said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from radixkv import SamplingParams
+from radixkv.chat import AsyncEngine
+from radixkv.errors import EngineClosed
+from radixkv.serve.history import HistoryIndex
+from radixkv.serve.metrics import ServerMetrics
+from radixkv.serve.request_watch import Histogram
+from tests.engine.fakes import check, make_engine
+
+Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def read(body: bytes) -> Numbers:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+
+
+def watched(
+    test: Callable[[AsyncEngine, ServerMetrics], Awaitable[None]], *, vllm: bool = False, **options: Any
+) -> None:
+    """Run `test` on a fake engine whose requests are counted."""
+
+    async def run() -> None:
+        engine, _ = make_engine(**options)
+        async with AsyncEngine(engine) as served:
+            metrics = ServerMetrics(served, "a-model", vllm=vllm, refused=lambda: 3)
+            await metrics.watch()
+            await test(served, metrics)
+            check(engine)
+
+    asyncio.run(run())
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **more)
+
+
+@pytest.mark.parametrize("monitor", [False, True])
+def test_why_prompts_missed_is_counted_once_a_request(monitor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the monitor's telemetry, which has asked already, and without."""
+    monkeypatch.setenv("RADIXKV_MONITOR", "1")
+
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        prompt = list(range(1, 13))
+        await engine.generate([prompt], greedy(1))  # never seen
+        await engine.generate([prompt], greedy(1))  # all but the last token
+        await engine.generate([[*prompt[:8], 30, 31]], greedy(1))  # diverged behind 8
+        await engine.generate([[40 + at % 9 for at in range(100)]], greedy(1))  # makes room for itself
+        await engine.generate([prompt], greedy(1))
+        numbers = read(await metrics.scrape())
+        lookups = {dict(labels)["reason"]: value for (name, labels), value in numbers.items() if "lookups" in name}
+        assert lookups == {"never_seen": 2, "full": 1, "diverged": 1, "evicted": 1}
+        missed = {dict(labels)["reason"]: value for (name, labels), value in numbers.items() if "missed" in name}
+        stats = await engine.stats()
+        assert sum(missed.values()) == stats.prompt_tokens - stats.cached_tokens
+        assert missed["full"] == 1 and missed["never_seen"] == 112
+
+    watched(test, num_blocks=28, monitor=monitor)
+
+
+def test_counters_and_gauges_are_the_engines() -> None:
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        await engine.generate([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9]], greedy(7))
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            await engine.generate([[-1]])
+        numbers, stats = read(await metrics.scrape()), await engine.stats()
+        cache = stats.cache
+        for name in ("prompt", "cached", "computed", "output", "coalesced", "recomputed"):
+            assert numbers[f"radixkv:{name}_tokens_total", ()] == getattr(stats, f"{name}_tokens")
+        for name in ("evicted_blocks", "copied_blocks", "regret_tokens"):
+            assert numbers[f"radixkv:{name}_total", ()] == getattr(cache, name)
+        states = {state: numbers["radixkv:blocks", (("state", state),)] for state in ("free", "cached", "held")}
+        assert states == {"free": cache.free_blocks, "cached": cache.cached_blocks, "held": 0}
+        assert sum(states.values()) == cache.num_blocks
+        assert numbers["radixkv:tree_nodes", ()] == cache.nodes > 0
+        ends = {dict(labels)["outcome"]: value for (name, labels), value in numbers.items() if "ended_total" in name}
+        assert ends == {"finished": 2, "cancelled": 0, "timed_out": 0, "failed": 0, "refused": 3}
+
+    watched(test)
+
+
+def test_times_and_sizes_of_requests() -> None:
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        prompt = list(range(1, 11))
+        replies = [(await engine.generate([prompt], params))[0] for params in (greedy(6), greedy(4, n=2), greedy(1))]
+        await engine.warm([20, 21, 22])  # samples nothing: it has no first token
+        numbers = read(await metrics.scrape())
+        first = [numbers["radixkv:ttft_seconds_count", (("cached", how),)] for how in ("less", "most")]
+        assert first == [1, 2]
+        total = sum(max(each.usage.total_s for each in (reply, *reply.alternatives)) for reply in replies)
+        assert numbers["radixkv:request_seconds_sum", ()] == pytest.approx(total)
+        assert numbers["radixkv:request_output_tokens_sum", ()] == 6 + 2 * 4 + 1
+        assert numbers["radixkv:token_gap_seconds_count", ()] == 5 + 2 * 3
+        assert numbers["radixkv:request_prompt_tokens_sum", ()] == 30
+        assert numbers["radixkv:request_prompt_tokens_bucket", (("le", "10.0"),)] == 3
+        assert numbers["radixkv:request_prompt_tokens_bucket", (("le", "5.0"),)] == 0
+
+    watched(test)
+
+
+def test_vllms_names_say_the_same() -> None:
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        for _ in range(2):
+            await engine.generate([[1, 2, 3, 4, 5, 6]], greedy(3))
+        numbers, stats = read(await metrics.scrape()), await engine.stats()
+        named = (("engine", "0"), ("model_name", "a-model"))
+        expected = {
+            "num_requests_running": 0,
+            "num_requests_waiting": 0,
+            "kv_cache_usage_perc": 0,
+            "prefix_cache_queries_total": 12,
+            "prefix_cache_hits_total": stats.cached_tokens,
+            "prompt_tokens_total": 12,
+            "generation_tokens_total": 6,
+            "num_preemptions_total": 0,
+            "time_to_first_token_seconds_count": 2,
+            "e2e_request_latency_seconds_count": 2,
+            "inter_token_latency_seconds_count": 4,
+            "request_time_per_output_token_seconds_count": 2,
+            "request_generation_tokens_sum": 6,
+            "request_params_max_tokens_sum": 6,
+        }
+        assert {name: numbers[f"vllm:{name}", named] for name in expected} == expected
+        ended = (("engine", "0"), ("finished_reason", "length"), ("model_name", "a-model"))
+        assert numbers["vllm:request_success_total", ended] == 2
+        parts = [numbers[f"vllm:request_{part}_time_seconds_sum", named] for part in ("queue", "prefill", "decode")]
+        assert sum(parts) == pytest.approx(numbers["vllm:e2e_request_latency_seconds_sum", named])
+
+    watched(test, vllm=True)
+
+
+def test_vllms_names_are_an_option() -> None:
+    async def test(_: AsyncEngine, metrics: ServerMetrics) -> None:
+        assert b"vllm" not in await metrics.scrape()
+
+    watched(test)
+
+
+def test_a_pool_that_is_in_use_shows() -> None:
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        handle = await engine.submit([1, 2, 3, 4, 5], greedy(200))
+        async for _ in handle:
+            numbers = read(await metrics.scrape())
+            named = (("engine", "0"), ("model_name", "a-model"))
+            if numbers["vllm:num_requests_running", named]:
+                assert numbers["vllm:kv_cache_usage_perc", named] > 0
+                assert numbers["radixkv:blocks", (("state", "held"),)] > 0
+                assert numbers["radixkv:requests", (("state", "running"),)] == 1
+                break
+        else:
+            pytest.fail("it was never seen running")
+
+    watched(test, vllm=True)
+
+
+def test_what_ends_badly_has_no_times_and_costs_nobody_else() -> None:
+    def fault(chunks: Any) -> None:
+        if any(13 in chunk.tokens for chunk in chunks):
+            raise RuntimeError("thirteen")
+
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        with pytest.raises(Exception, match="thirteen"):
+            await engine.generate([[1, 13, 2]], greedy(3))
+        handle = await engine.submit([1, 2, 3], greedy(200))
+        handle.cancel()
+        await engine.generate([[4, 5, 6]], greedy(3))
+        numbers = read(await metrics.scrape())
+        assert numbers["radixkv:request_seconds_count", ()] == 1
+        ends = {dict(labels)["outcome"]: value for (name, labels), value in numbers.items() if "ended_total" in name}
+        assert (ends["finished"], ends["cancelled"], ends["failed"]) == (1, 1, 1)
+
+    watched(test, fault=fault)
+
+
+def test_no_label_and_no_help_tells_of_anybody() -> None:
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        await engine.generate([[1, 2, 3]], greedy(3), namespace=("tenant-of-mine", "key-of-his"))
+        body = (await metrics.scrape()).decode()
+        assert "tenant-of-mine" not in body and "key-of-his" not in body
+        allowed = {"reason", "state", "outcome", "cached", "le", "model", "device", "dtype", "attention"}
+        assert {label for _, labels in read(body.encode()) for label, _ in labels} <= allowed
+
+    watched(test)
+
+
+def test_what_conversations_take_is_told() -> None:
+    async def test(engine: AsyncEngine, _: ServerMetrics) -> None:
+        index = HistoryIndex(1 << 20)
+        said = [{"role": "user", "content": "a"}]
+        index.remember("x", said, {"role": "assistant", "content": "b"}, [1], [2])
+        index.ids_for("x", [*said, {"role": "assistant", "content": "b"}, *said])
+        metrics = ServerMetrics(engine, "a-model", history=lambda: index.stats)
+        numbers = read(await metrics.scrape())
+        assert numbers["radixkv:history_bytes", ()] == index.stats.bytes > 0
+        names = ("lookups_total", "found_total", "forgotten_total", "replies")
+        assert [numbers[f"radixkv:history_{name}", ()] for name in names] == [1, 1, 0, 1]
+
+    watched(test)
+
+
+def test_a_closed_engine_says_so() -> None:
+    async def run() -> None:
+        engine, _ = make_engine()
+        served = AsyncEngine(engine)
+        metrics = ServerMetrics(served, "a-model")
+        await served.close()
+        with pytest.raises(EngineClosed):
+            await metrics.scrape()
+
+    asyncio.run(run())
+
+
+def test_a_histogram_counts_up_to_each_bound() -> None:
+    histogram = Histogram([1.0, 5.0])
+    for value in (0.5, 1.0, 1.5, 7.0):
+        histogram.observe(value)
+    assert histogram.buckets == [("1.0", 2.0), ("5.0", 3.0), ("+Inf", 4.0)]
+    twin = histogram.copy()
+    twin.add(histogram)
+    assert (twin.buckets[-1], twin.sum, histogram.sum) == (("+Inf", 8.0), 20.0, 10.0)
