@@ -172,6 +172,19 @@ def test_ctrl_c_prints_what_is_known_by_then(say: Say, monkeypatch: pytest.Monke
     assert status == 130 and "of 99 requests" in out and "Interrupted" in out
 
 
+def test_ctrl_c_before_a_replay_has_begun_keeps_what_others_found(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(workload: object, capacity: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulate, "ClairvoyantPool", interrupted)
+    status, out, _ = say("simulate", "sample:conversation", "--capacity", "10%", "--json")
+    said = json.loads(out)
+    assert status == 130 and not said["finished"]
+    assert [(row["policy"], row["finished"]) for row in said["rows"]] == [("lru", True)]
+    status, out, _ = say("simulate", "sample:conversation", "--capacity", "10%", "--policy", "clairvoyant")
+    assert status == 130 and "Interrupted" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

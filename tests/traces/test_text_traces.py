@@ -299,6 +299,14 @@ def test_prompts_share_as_many_blocks_as_tokens(name: str, size: int) -> None:
             assert both == common // size or len(tokens[a]) == len(tokens[b]) == common
 
 
+def test_another_conversation_of_the_same_length_shares_what_is_equal_and_no_more() -> None:
+    prompts = [({"role": "user", "content": f"{'same ' * 20}{end}"},) for end in ("a", "b", "a")]
+    texts = [ChatRequest(0.0, prompt, str(number), 1) for number, prompt in enumerate(prompts)]
+    a, b, again = (list(each.blocks) for each in text_blocks(texts, 4))
+    assert a == again != b
+    assert a[:6] == b[:6] and len(a) == 7
+
+
 def test_the_bundled_tokenizer_counts_what_it_encodes() -> None:
     encode = tokenizer("tiny")
     texts = [ChatRequest(0.0, (USER,), "s", 1, None, SAYS), ChatRequest(0.0, (USER, SAYS, USER), "s", 2, 9)]

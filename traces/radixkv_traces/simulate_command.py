@@ -78,8 +78,11 @@ def _replays(
     """Every policy at every capacity, up to the one that Ctrl-C cut short."""
     for capacity in capacities:
         for policy in policies:
-            with Progress(f"{policy} at {capacity.text}") as progress:
-                result = replay(workload, capacity.blocks, policy, progress=progress)
+            try:
+                with Progress(f"{policy} at {capacity.text}") as progress:
+                    result = replay(workload, capacity.blocks, policy, progress=progress)
+            except KeyboardInterrupt:  # before its first request
+                return
             yield capacity, result
             if not result.finished:
                 return
