@@ -221,6 +221,18 @@ def test_a_delta_that_would_go_over_the_buffer_is_dropped(size, dropped):
         assert client._dropped == 2 * dropped
 
 
+def test_who_comes_makes_the_publisher_ask_at_once():
+    with serving() as (publisher, engine):
+        engine.change(node(1))
+        first = Reader(publisher.path, hz=0.001)
+        first.until_it_knows(engine)
+        engine.change(node(2))
+        second = Reader(publisher.path, hz=0.001)
+        for reader in (second, first):
+            reader.until_it_knows(engine)
+            reader.close()
+
+
 def test_nobody_is_told_oftener_than_the_limit():
     with serving(hz=5.0) as (publisher, _):
         reader = Reader(publisher.path, hz=1e9)
@@ -317,6 +329,23 @@ def test_half_open_connections_end_in_time_and_take_nobodys_place():
             assert last_words(connection) == ""
         assert publisher.attached == 1
         reader.close()
+
+
+def test_of_those_who_say_nothing_the_first_has_to_go():
+    with serving(waiting=2) as (publisher, _):
+        silent = []
+        for count in (1, 2, 2):
+            before = set(publisher._clients)
+            silent.append(unix(publisher.path))
+            wait_until(
+                lambda count=count, before=before: publisher._clients - before and len(publisher._clients) == count
+            )
+        assert last_words(silent.pop(0)) == ""
+        for connection in silent:
+            connection.sendall(encode(Attach()))
+        wait_until(lambda: publisher.attached == 2)
+        for connection in silent:
+            connection.close()
 
 
 def test_eight_are_served_and_the_ninth_is_told_so():
