@@ -1,0 +1,277 @@
+"""The official `openai` package against a real server over the bundled model: each answer is the engine's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+
+from radixkv import Engine, SamplingParams, ToolResult
+from radixkv.chat import AsyncEngine
+from radixkv.serve.server import Server, address, bind
+from radixkv.serve.settings import Settings
+
+KEYS = {"ada": "correct-horse", "bob": "battery-staple"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+HELLO = [{"role": "user", "content": "Hello! My name is Sam."}]
+GREEDY = SamplingParams(temperature=0)
+
+
+@dataclass
+class Served:
+    engine: Engine
+    url: str
+
+    def client(self, name: str = "ada") -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key=KEYS[name], max_retries=0, timeout=60)
+
+    def async_client(self, name: str = "ada") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url, api_key=KEYS[name], max_retries=0, timeout=60)
+
+    def own(self, prompt: Any, params: SamplingParams = GREEDY) -> Any:
+        """What the engine says itself, out of another namespace's cache."""
+        return self.engine.generate([prompt], params, namespace="own")[0]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    ready = threading.Event()
+    engine = Engine.load("tiny", num_blocks=1000, monitor=False)
+    with engine, bind("127.0.0.1", 0) as sock:
+        server = Server(AsyncEngine(engine), Settings(api_keys=KEYS, drain_timeout=5), ready.set)
+        thread = threading.Thread(target=server.run, args=([sock],))
+        thread.start()
+        try:
+            assert ready.wait(30), "the server never took connections"
+            yield Served(engine, f"{address(sock)}/v1")
+        finally:
+            server.should_exit = True
+            thread.join(30)
+    assert not thread.is_alive()
+
+
+def chat(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
+    return client.chat.completions.create(model="tiny", messages=messages, temperature=0, **options)
+
+
+def test_a_reply_and_what_it_cost(served: Served) -> None:
+    with served.client() as client:
+        first, second = (chat(client, HELLO, prompt_cache_key="costs") for _ in range(2))
+    own = served.own(HELLO)
+    for reply in (first, second):
+        (choice,) = reply.choices
+        assert (choice.message.role, choice.message.content) == ("assistant", own.text)
+        assert (choice.index, choice.finish_reason, reply.model) == (0, "stop", "tiny")
+        assert reply.usage.prompt_tokens == own.usage.prompt_tokens
+        assert reply.usage.completion_tokens == own.usage.output_tokens
+        assert reply.usage.total_tokens == own.usage.prompt_tokens + own.usage.output_tokens
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens == own.usage.prompt_tokens - 1
+
+
+def test_a_stream_says_what_the_whole_reply_says(served: Served) -> None:
+    with served.client() as client:
+        stream = chat(client, HELLO, stream=True, stream_options={"include_usage": True})
+        chunks = list(stream)
+    own = served.own(HELLO)
+    *said, last = chunks
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in said) == own.text
+    assert len([chunk for chunk in said if chunk.choices[0].delta.content]) > 3
+    assert [chunk.choices[0].finish_reason for chunk in said if chunk.choices[0].finish_reason] == ["stop"]
+    assert (last.choices, last.usage.completion_tokens) == ([], own.usage.output_tokens)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_many_asynchronous_streams_at_once(served: Served) -> None:
+    names = ["Sam", "Ann", "Joe", "Eva", "Tom", "Liz"]
+    asked = [[{"role": "user", "content": f"Hello! My name is {name}."}] for name in names]
+
+    async def one(client: openai.AsyncOpenAI, messages: Any) -> str:
+        stream = await client.chat.completions.create(model="tiny", messages=messages, temperature=0, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def run() -> list[str]:
+        async with served.async_client() as client:
+            return await asyncio.gather(*(one(client, messages) for messages in asked))
+
+    assert asyncio.run(run()) == [served.own(messages).text for messages in asked]
+
+
+def test_a_conversation_that_is_sent_again_hits_all_but_the_last_token(served: Served) -> None:
+    messages: list[Any] = [{"role": "system", "content": "Your name is Mira."}]
+    computed = 0
+    with served.client() as client, served.engine.chat("Your name is Mira.", namespace="own") as session:
+        for text in ("Hello! My name is Sam.", "What is my name?", "What is the capital of France?"):
+            messages.append({"role": "user", "content": text})
+            reply = chat(client, messages, prompt_cache_key="again")
+            assert reply.choices[0].message.content == session.send(text, GREEDY).text
+            assert reply.usage.prompt_tokens_details.cached_tokens == max(computed - 1, 0)
+            computed = reply.usage.total_tokens
+            messages.append(reply.choices[0].message)  # as the client's own class, with all its empty fields
+
+
+def test_the_tools_loop(served: Served) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    with served.client() as client, served.engine.chat(tools=[WEATHER], namespace="own") as session:
+        own = session.send("What is the weather in Paris?", GREEDY)
+        asked = chat(client, messages, tools=[WEATHER])
+        (call,) = asked.choices[0].message.tool_calls
+        assert asked.choices[0].finish_reason == "tool_calls"
+        assert asked.choices[0].message.content is None
+        assert (call.type, call.function.name) == ("function", own.tool_calls[0].name)
+        assert json.loads(call.function.arguments) == own.tool_calls[0].arguments
+        result = json.dumps({"city": "Paris", "weather": "sunny", "temperature": 21})
+        messages += [asked.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+        answer = chat(client, messages, tools=[WEATHER])
+        assert answer.choices[0].finish_reason == "stop"
+        own = session.tool_results([ToolResult(own.tool_calls[0].id, result)], GREEDY)
+        assert answer.choices[0].message.content == own.text
+        assert answer.usage.prompt_tokens_details.cached_tokens == asked.usage.total_tokens - 1
+
+
+def test_tool_calls_in_a_stream(served: Served) -> None:
+    messages = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    with served.client() as client:
+        whole = chat(client, messages, tools=[WEATHER]).choices[0]
+        deltas = [chunk.choices[0] for chunk in chat(client, messages, tools=[WEATHER], stream=True)]
+    calls = [call for delta in deltas for call in delta.delta.tool_calls or []]
+    assert [call.index for call in calls] == [0]
+    assert calls[0].function.model_dump() == whole.message.tool_calls[0].function.model_dump()
+    assert not any(delta.delta.content for delta in deltas)
+    assert deltas[-1].finish_reason == "tool_calls"
+
+
+def test_several_replies_and_seeds(served: Served) -> None:
+    def texts(client: openai.OpenAI, **options: Any) -> list[str]:
+        reply = client.chat.completions.create(model="tiny", messages=HELLO, n=3, max_completion_tokens=12, **options)
+        assert [choice.index for choice in reply.choices] == [0, 1, 2]
+        assert reply.usage.completion_tokens == sum(map(len, own_ids))
+        return [choice.message.content for choice in reply.choices]
+
+    params = SamplingParams(n=3, seed=7, temperature=1.5, max_tokens=12)
+    own = served.own(HELLO, params)
+    replies = [own, *own.alternatives]
+    own_ids = [reply.token_ids for reply in replies]
+    with served.client() as client:
+        assert texts(client, seed=7, temperature=1.5) == [reply.text for reply in replies]
+        stream = client.chat.completions.create(
+            model="tiny", messages=HELLO, n=3, max_tokens=12, seed=7, temperature=1.5, stream=True
+        )
+        streamed = ["", "", ""]
+        for chunk in stream:
+            streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == [reply.text for reply in replies]
+    assert len(set(streamed)) > 1
+
+
+def test_stops_and_lengths(served: Served) -> None:
+    whole = served.own(HELLO).text
+    middle = whole[len(whole) // 2 :].split(" ")[1]
+    with served.client() as client:
+        for options in ({"stop": middle}, {"stop": ["never said", middle]}):
+            stopped = chat(client, HELLO, **options).choices[0]
+            assert (stopped.message.content, stopped.finish_reason) == (whole[: whole.index(middle)], "stop")
+        cut = chat(client, HELLO, max_tokens=3)
+        assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 3)
+        assert whole.startswith(cut.choices[0].message.content)
+
+
+def test_log_probabilities(served: Served) -> None:
+    own = served.own(HELLO, SamplingParams(temperature=0, logprobs=2, max_tokens=5))
+    with served.client() as client:
+        told = chat(client, HELLO, logprobs=True, top_logprobs=2, max_tokens=5).choices[0]
+        stream = chat(client, HELLO, logprobs=True, top_logprobs=2, max_tokens=5, stream=True)
+        streamed = [chunk.choices[0].logprobs for chunk in stream]
+    contents = told.logprobs.content
+    assert [token.logprob for token in contents] == pytest.approx([each.chosen for each in own.logprobs], abs=1e-4)
+    assert "".join(token.token for token in contents).startswith(told.message.content)
+    assert b"".join(bytes(token.bytes) for token in contents).decode().startswith(told.message.content)
+    for token, each in zip(contents, own.logprobs, strict=True):
+        assert [top.logprob for top in token.top_logprobs] == pytest.approx([value for _, value in each.top], abs=1e-4)
+    assert [token for each in streamed if each for token in each.content] == contents
+
+
+def test_text_completions(served: Served) -> None:
+    prompts = ["<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n", "The capital of France is"]
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
+    owns = [served.own(prompt, params) for prompt in prompts]
+    with served.client() as client:
+        create = client.completions.create
+        reply = create(model="tiny", prompt=prompts, temperature=0, max_tokens=8, logprobs=1)
+        assert [choice.text for choice in reply.choices] == [own.text for own in owns]
+        assert [choice.finish_reason for choice in reply.choices] == [own.finish_reason for own in owns]
+        for choice, own in zip(reply.choices, owns, strict=True):
+            assert choice.logprobs.token_logprobs == pytest.approx([each.chosen for each in own.logprobs], abs=1e-4)
+        assert reply.usage.prompt_tokens == sum(own.usage.prompt_tokens for own in owns)
+        streamed = ["", ""]
+        for chunk in create(model="tiny", prompt=prompts, temperature=0, max_tokens=8, stream=True):
+            streamed[chunk.choices[0].index] += chunk.choices[0].text
+        ids = served.engine.model.tokenizer.encode(prompts[1])
+        echoed = create(model="tiny", prompt=ids, temperature=0, max_tokens=8, echo=True).choices[0].text
+    assert streamed == [own.text for own in owns]
+    assert echoed == prompts[1] + owns[1].text
+
+
+def test_tenants_and_cache_keys_share_no_prefix(served: Served) -> None:
+    messages = [{"role": "user", "content": "What is the opposite of hot?"}]
+
+    def cached(name: str, key: str, **options: Any) -> int:
+        with served.client(name) as client:
+            usage = chat(client, messages, prompt_cache_key=key, **options).usage
+        return int(usage.prompt_tokens_details.cached_tokens)
+
+    assert cached("ada", "mine") == 0
+    assert cached("ada", "mine") > 0
+    assert cached("bob", "mine") == 0
+    assert cached("ada", "another") == 0
+    named = {"X-RadixKV-Namespace": "mine"}
+    assert cached("ada", "a third", extra_headers=named) > 0  # another way to say it, which goes before
+    assert cached("ada", "a third") == 0
+
+
+def test_models_and_errors_are_what_the_client_expects(served: Served) -> None:
+    with served.client() as client:
+        (model,) = client.models.list()
+        assert (model.id, client.models.retrieve("tiny").id) == ("tiny", "tiny")
+        with pytest.raises(openai.NotFoundError, match="no model") as missing:
+            client.chat.completions.create(model="gpt-99", messages=HELLO)
+        assert missing.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError, match="temperature") as wrong:
+            client.chat.completions.create(model="tiny", messages=HELLO, temperature=9)
+        assert wrong.value.param == "temperature"
+        with pytest.raises(openai.BadRequestError) as long:
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "word " * 5000}])
+        assert long.value.code == "context_length_exceeded"
+    stranger = openai.OpenAI(base_url=served.url, api_key="wrong-key", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+
+
+def test_whoever_leaves_a_stream_frees_what_it_held(served: Served) -> None:
+    before = served.engine.stats()
+    with served.client() as client:
+        stream = chat(client, HELLO, stream=True, max_tokens=2000, extra_body={"ignore_eos": True})
+        for _ in range(3):
+            next(stream)
+        stream.close()
+    for _ in range(1000):
+        stats = served.engine.stats()
+        if stats.cancelled > before.cancelled:
+            break
+        threading.Event().wait(0.01)
+    assert stats.cancelled == before.cancelled + 1
+    assert (stats.running, stats.waiting, stats.cache.held_blocks) == (0, 0, 0)
+    assert stats.output_tokens - before.output_tokens < 1000
