@@ -245,6 +245,13 @@ def test_bombs_cost_bounded_memory():
     assert int(done.stdout) < 128 * 1024
 
 
+def test_a_frame_has_so_many_arrays_and_maps_and_no_more():
+    assert list(Decoder().feed(delta(weather=[[]] * 65_533)))  # with theirs, and what they are in, and no more
+    assert "at most 65536 arrays" in refusal(delta(weather=[[]] * 65_535, gone_nodes=[]))
+    assert list(Decoder().feed(delta(stats={})))
+    assert "at most 3 maps" in refusal(delta(stats={}, weather={}))
+
+
 def test_a_length_costs_no_memory_until_its_bytes_are_there():
     decoder = Decoder()
     assert list(decoder.feed(MAX_FRAME.to_bytes(4, "big"))) == []
