@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,11 +13,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from radixkv.chat import AsyncEngine
-from radixkv.errors import RadixKVError
+from radixkv.errors import EngineClosed, RadixKVError
 from radixkv.serve import chats, completions
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.frame import Frame
+from radixkv.serve.metrics import CONTENT_TYPE
 from radixkv.serve.openapi import document
 from radixkv.serve.service import Service
 from radixkv.serve.settings import Settings
@@ -37,12 +38,15 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        with suppress(EngineClosed):
+            await service.metrics.watch()
         yield
         service.close()
 
-    return Starlette(
+    app = Starlette(
         routes=[
             route("/health", health),
+            route("/metrics", metrics),
             route("/openapi.json", openapi),
             route("/v1/models", models),
             route("/v1/models/{model:path}", model),
@@ -54,12 +58,20 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
         lifespan=lifespan,
     )
+    app.state.service = service
+    return app
 
 
 async def health(service: Service, _: Request) -> Response:
     """200 while the engine's thread answers, 503 once it is closed. Needs no key, and tells nothing else."""
     await service.engine.stats()
     return JSONResponse({"status": "ok"})
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """Counters and gauges as Prometheus reads them; of all tenants, so any of their keys is good for it."""
+    service.caller(request)
+    return Response(await service.metrics.scrape(), media_type=CONTENT_TYPE)
 
 
 async def openapi(service: Service, _: Request) -> Response:

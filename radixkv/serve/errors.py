@@ -61,7 +61,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of `error`; one that is not radixkv's own is logged, and not described to strangers."""
+    """What a client is told of `error`; a fault of ours is not described to strangers."""
     match error:
         case ApiError():
             return error
@@ -74,6 +74,6 @@ def as_api_error(error: BaseException) -> ApiError:
         case EngineClosed() | RequestCancelled():
             message = "the server is shutting down: try again soon, or elsewhere"
             return ApiError(503, message, code="shutting_down", kind="server_error", headers={"Retry-After": "5"})
-    if not isinstance(error, RadixKVError):
-        _log.error("a request raised", exc_info=error)
+    if not isinstance(error, RadixKVError):  # the engine has logged its own
+        _log.error("a request failed", exc_info=error)
     return ApiError(500, "the request failed; the server's log says why", code="internal_error", kind="server_error")

@@ -16,6 +16,7 @@ import uvicorn
 
 from radixkv.chat import AsyncEngine
 from radixkv.serve.app import create_app
+from radixkv.serve.service import Service
 from radixkv.serve.settings import Settings
 
 _GRACE = 5  # seconds for what is left to be sent once the engine has closed
@@ -31,8 +32,10 @@ class Server(uvicorn.Server):
     def __init__(self, engine: AsyncEngine, settings: Settings, on_ready: Callable[[], None] | None = None) -> None:
         """`on_ready` is called once connections are taken."""
         self._engine, self._settings, self._on_ready = engine, settings, on_ready
+        app = create_app(engine, settings)
+        self.service: Service = app.state.service
         config = uvicorn.Config(
-            create_app(engine, settings),
+            app,
             lifespan="on",
             log_config=None,
             access_log=False,

@@ -23,6 +23,7 @@ from radixkv.serve.conversations import Conversations
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.limits import Gate, read_body
+from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.reply import TAGS
 from radixkv.serve.settings import Settings
 from radixkv.serve.shapes import TokenTexts, usage
@@ -55,6 +56,13 @@ class Service:
         self.created = int(time.time())
         tokenizer = engine.model.tokenizer
         self.conversations = Conversations(tokenizer, engine.model.stop_token_ids, settings.history_bytes)
+        self.metrics = ServerMetrics(
+            engine,
+            self.model_name,
+            history=lambda: self.conversations.stats,
+            refused=lambda: self.gate.refused,
+            vllm=settings.vllm_metrics,
+        )
         self.token_texts = TokenTexts(tokenizer)
         self.hidden_tags = _hidden_tags(tokenizer)
         self._longest_token = _longest_token(tokenizer)

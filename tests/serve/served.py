@@ -1,0 +1,149 @@
+"""Servers to ask: an engine whose replies are written down, and the bundled tokenizer, behind an application."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+from starlette.testclient import TestClient
+
+import radixkv
+from radixkv import AsyncEngine, Engine
+from radixkv.serve import Settings, create_app
+from radixkv.serve.server import Server, address, bind
+from radixkv.serve.service import Service
+from tests.engine.fakes import FakeModel, FakeRunner, check, make_engine
+
+ASKED = [{"role": "user", "content": "Hello!"}]
+CHAT: dict[str, Any] = {"model": "fake", "messages": ASKED, "temperature": 0}
+
+
+@cache
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(Path(radixkv.__file__).parent / "assets" / "tiny")
+
+
+def fake_model(**changes: Any) -> FakeModel:
+    facts = {"tokenizer": tokenizer(), "vocab_size": 1536, "max_length": 2000, "stop_token_ids": frozenset({2})}
+    return FakeModel(**{**facts, **changes})
+
+
+def says(text: str) -> Callable[[list[int]], int]:
+    """A brain that answers every conversation with this text, and then stops."""
+    opening = tokenizer().encode("<|im_start|>assistant\n", add_special_tokens=False)
+    reply = [*tokenizer().encode(text, add_special_tokens=False), 2]
+
+    def brain(tokens: list[int]) -> int:
+        ends = [at for at in range(len(tokens)) if tokens[at - len(opening) : at] == opening]
+        said = 0 if tokens[-len(opening) :] == opening else len(tokens) - ends[-1]
+        return reply[min(said, len(reply) - 1)]
+
+    return brain
+
+
+@dataclass
+class Served:
+    """What a test asks, and what it looks at."""
+
+    client: TestClient
+    engine: Engine
+    runner: FakeRunner
+    service: Service
+
+    def post(self, path: str, body: Any, **options: Any) -> Any:
+        return self.client.post(path, json=body, **options)
+
+    def chat(self, **fields: Any) -> dict[str, Any]:
+        answer = self.post("/v1/chat/completions", {**CHAT, **fields})
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        answer = self.post(path, {**body, "stream": True})
+        assert answer.status_code == 200, answer.text
+        return events(answer.text)
+
+
+@contextmanager
+def served(settings: Settings | None = None, **options: Any) -> Iterator[Served]:
+    """An application that is asked in the same process; at the end nothing may be held."""
+    options.setdefault("num_blocks", 512)
+    options.setdefault("model", fake_model())
+    engine, runner = make_engine(**options)
+    app = create_app(AsyncEngine(engine), settings)
+    with engine, TestClient(app) as client:
+        yield Served(client, engine, runner, app.state.service)
+        if runner.gate is None and engine._worker._thread.is_alive():
+            check(engine)
+            assert app.state.service.gate.inside == 0
+
+
+@dataclass
+class Hosted:
+    """A server on a port, as clients see it, and its inside."""
+
+    url: str
+    port: int
+    engine: Engine
+    runner: FakeRunner
+    server: Server
+    thread: threading.Thread
+
+    @property
+    def service(self) -> Service:
+        return self.server.service
+
+    def stop(self) -> None:
+        """What Ctrl-C does."""
+        self.server.should_exit = True
+
+
+@contextmanager
+def hosted(settings: Settings | None = None, **options: Any) -> Iterator[Hosted]:
+    """A real server on a free port, on a thread of its own."""
+    options.setdefault("num_blocks", 512)
+    options.setdefault("model", fake_model())
+    engine, runner = make_engine(**options)
+    ready = threading.Event()
+    with engine, bind("127.0.0.1", 0) as sock:
+        server = Server(AsyncEngine(engine), settings or Settings(port=0, drain_timeout=5), ready.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            assert ready.wait(20)
+            yield Hosted(address(sock), sock.getsockname()[1], engine, runner, server, thread)
+        finally:
+            if runner.gate is not None:
+                runner.gate.release(100_000)
+            server.should_exit = True
+            thread.join(20)
+        assert not thread.is_alive()
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream that came to its end."""
+    *lines, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert done == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def texts(events: Sequence[Any], field: str = "content") -> dict[int, str]:
+    """What was said in each choice."""
+    said: dict[int, str] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        text = choice["delta"].get(field, "") if "delta" in choice else choice["text"]
+        said[choice["index"]] = said.get(choice["index"], "") + text
+    return said
+
+
+def ask(host: Hosted, body: Any, **options: Any) -> httpx.Response:
+    return httpx.post(f"{host.url}/v1/chat/completions", json=body, timeout=30, **options)

@@ -1,0 +1,295 @@
+"""Endpoints return what the engine returns, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import pytest
+from transformers import AddedToken
+
+from radixkv import SamplingParams
+from radixkv.serve import Settings
+from tests.serve.served import ASKED, CHAT, events, fake_model, says, served, texts, tokenizer
+
+PLAIN = {"model": "fake", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6}
+CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_a_chat_completion_is_the_engines_own():
+    with served(brain=says("Good day to you.")) as server:
+        answer = server.chat(max_tokens=50)
+        own = server.engine.generate([ASKED], SamplingParams(temperature=0, max_tokens=50))[0]
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Good day to you.", "refusal": None}
+    assert own.text == "Good day to you."
+    assert choice["finish_reason"] == "stop" and choice["logprobs"] is None
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == own.usage.prompt_tokens
+    assert usage["completion_tokens"] == own.usage.output_tokens
+    assert usage["total_tokens"] == own.usage.prompt_tokens + own.usage.output_tokens
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert answer["object"] == "chat.completion" and answer["model"] == "fake"
+
+
+def test_a_conversation_that_is_sent_again_is_found_in_the_cache():
+    with served(brain=says("Good day to you.")) as server:
+        first = server.chat()
+        again = server.chat(messages=[*ASKED, first["choices"][0]["message"], {"role": "user", "content": "And?"}])
+    spent = first["usage"]["total_tokens"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == spent - 1  # the last one was never run
+
+
+def test_sampling_parameters_reach_the_engine():
+    body = {**CHAT, "temperature": 1.0, "seed": 7, "top_p": 0.9, "max_tokens": 12, "ignore_eos": True, "n": 3}
+    with served() as server:
+        answer = server.post("/v1/chat/completions", body).json()
+        params = SamplingParams(temperature=1.0, seed=7, top_p=0.9, max_tokens=12, ignore_eos=True, n=3)
+        own = server.engine.generate([ASKED], params)[0]
+    assert [each["message"]["content"] for each in answer["choices"]] == [
+        own.text,
+        *(each.text for each in own.alternatives),
+    ]
+    assert [each["index"] for each in answer["choices"]] == [0, 1, 2]
+    assert [each["finish_reason"] for each in answer["choices"]] == ["length"] * 3
+    assert answer["usage"]["completion_tokens"] == 36
+
+
+def test_stop_strings_end_a_reply_and_are_not_part_of_it():
+    with served(brain=says("One, two, three, four.")) as server:
+        answer = server.chat(stop=["three", "four"])
+        streamed = server.events("/v1/chat/completions", {**CHAT, "stop": "three"})
+    assert answer["choices"][0]["message"]["content"] == "One, two, "
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert texts(streamed) == {0: "One, two, "}
+
+
+def test_a_reply_without_a_bound_fills_the_context():
+    with served(model=fake_model(max_length=64)) as server:
+        answer = server.chat(ignore_eos=True)
+        assert answer["usage"]["total_tokens"] == 64
+        assert answer["choices"][0]["finish_reason"] == "length"
+        several = server.chat(ignore_eos=True, n=2)
+    assert several["usage"]["completion_tokens"] <= 2 * 64
+
+
+def test_logprobs_are_of_every_token():
+    with served(brain=says("Two words")) as server:
+        answer = server.chat(logprobs=True, top_logprobs=2)
+        streamed = server.events("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2})
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == "Two words<|im_end|>"
+    assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in entries)
+    assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0 for entry in entries)
+    assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries)
+    one_by_one = [choice["logprobs"] for event in streamed for choice in event["choices"] if choice["logprobs"]]
+    assert [entry for each in one_by_one for entry in each["content"]] == entries
+
+
+def test_tool_calls_are_taken_out_of_the_text():
+    with served(brain=says(f"Let me see.\n{CALL}")) as server:
+        answer = server.chat(tools=[TOOL])
+        streamed = server.events("/v1/chat/completions", {**CHAT, "tools": [TOOL]})
+        untouched = server.chat(tools=[TOOL], tool_choice="none")
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me see."
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "now" and json.loads(call["function"]["arguments"]) == {"zone": "UTC"}
+    deltas = [event["choices"][0]["delta"] for event in streamed]
+    (found,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert found[0]["index"] == 0 and found[0]["function"] == call["function"]
+    assert texts(streamed) == {0: "Let me see."}
+    assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert untouched["choices"][0]["message"]["content"] == f"Let me see.\n{CALL}"
+
+
+def test_the_result_of_a_tool_continues_the_conversation():
+    with served(brain=says(f"Let me see.\n{CALL}")) as server:
+        message = server.chat(tools=[TOOL])["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "12:00"}
+        answer = server.chat(tools=[TOOL], messages=[*ASKED, message, result])
+    usage = answer["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
+
+
+def test_thinking_stands_beside_the_text():
+    with served(brain=says("<think>\nHm.\n</think>\n\nYes.")) as server:
+        message = server.chat()["choices"][0]["message"]
+        streamed = server.events("/v1/chat/completions", CHAT)
+    assert message["content"] == "Yes." and message["reasoning_content"] == "Hm."
+    assert texts(streamed) == {0: "Yes."} and texts(streamed, "reasoning_content") == {0: "Hm."}
+
+
+def test_tags_that_are_control_tokens_are_read_all_the_same():
+    """Some tokenizers make <tool_call> a special token, which decoded texts leave out."""
+    special = type(tokenizer()).from_pretrained(tokenizer().name_or_path)
+    special.add_special_tokens(
+        {
+            "additional_special_tokens": [
+                AddedToken("<tool_call>", special=True),
+                AddedToken("</tool_call>", special=True),
+            ]
+        }
+    )
+    ids = special.encode(f"Well.\n{CALL}", add_special_tokens=False)
+    model = fake_model(tokenizer=special, vocab_size=len(special))
+    opening = special.encode("<|im_start|>assistant\n", add_special_tokens=False)
+
+    def brain(tokens):
+        begin = max(at for at in range(len(tokens) + 1) if tokens[at - len(opening) : at] == opening)
+        return [*ids, 2][len(tokens) - begin]
+
+    with served(model=model, brain=brain) as server:
+        message = server.chat(tools=[TOOL])["choices"][0]["message"]
+        streamed = server.events("/v1/chat/completions", {**CHAT, "tools": [TOOL]})
+    assert message["content"] == "Well." and message["tool_calls"][0]["function"]["name"] == "now"
+    assert any("tool_calls" in event["choices"][0]["delta"] for event in streamed)
+
+
+# ---- texts
+
+
+@pytest.mark.parametrize("prompt", ["Once upon a time", [5, 6, 7], ["One", "Two"], [[5, 6], [7]]])
+def test_completions_take_all_four_forms_of_prompts(prompt):
+    many = prompt if len(prompt) == 2 else [prompt]
+    params = SamplingParams(temperature=0, max_tokens=6, n=2)
+    with served() as server:
+        answer = server.post("/v1/completions", {**PLAIN, "prompt": prompt, "n": 2}).json()
+        streamed = server.events("/v1/completions", {**PLAIN, "prompt": prompt, "n": 2})
+        own = server.engine.generate(many, params)
+    said = [text for each in own for text in (each.text, *(other.text for other in each.alternatives))]
+    assert [choice["text"] for choice in answer["choices"]] == said
+    assert texts(streamed) == dict(enumerate(said))
+    assert answer["usage"]["prompt_tokens"] == sum(each.usage.prompt_tokens for each in own)
+
+
+def test_a_completion_may_repeat_its_prompt():
+    with served() as server:
+        answer = server.post("/v1/completions", {**PLAIN, "echo": True}).json()
+        plain = server.post("/v1/completions", PLAIN).json()
+        streamed = server.events("/v1/completions", {**PLAIN, "echo": True})
+    assert answer["choices"][0]["text"] == "Once upon a time" + plain["choices"][0]["text"]
+    assert texts(streamed) == {0: answer["choices"][0]["text"]}
+
+
+def test_logprobs_of_a_completion():
+    with served() as server:
+        answer = server.post("/v1/completions", {**PLAIN, "logprobs": 3}).json()
+        streamed = server.events("/v1/completions", {**PLAIN, "logprobs": 3})
+    shown = answer["choices"][0]["logprobs"]
+    assert len(shown["tokens"]) == len(shown["token_logprobs"]) == len(shown["text_offset"]) == 6
+    assert shown["text_offset"][1] == len(shown["tokens"][0])
+    parts = [event["choices"][0]["logprobs"] for event in streamed]
+    for field in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        assert [each for part in parts for each in part[field]] == shown[field]
+
+
+# ---- the rest
+
+
+def test_models_health_and_tokens():
+    with served(Settings(model_name="house-model")) as server:
+        card = server.client.get("/v1/models").json()["data"][0]
+        assert card["id"] == "house-model" and card["max_model_len"] == 2000
+        assert server.client.get("/v1/models/house-model").json() == card
+        assert server.client.get("/v1/models/another").status_code == 404
+        assert server.client.get("/health").json() == {"status": "ok"}
+        ids = server.post("/tokenize", {"prompt": "Once upon"}).json()
+        assert ids == {"tokens": tokenizer().encode("Once upon"), "count": len(ids["tokens"]), "max_model_len": 2000}
+        counted = server.post("/tokenize", {"messages": ASKED}).json()["count"]
+        assert counted == server.chat(model="house-model", max_tokens=1)["usage"]["prompt_tokens"]
+        missing = server.post("/v1/chat/completions", CHAT)
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("vllm", [False, True])
+def test_metrics_count_what_was_asked(vllm):
+    with served(Settings(vllm_metrics=vllm), brain=says("Yes.")) as server:
+        server.chat()
+        answer = server.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert "radixkv:output_tokens_total 3.0" in answer.text
+    assert ("vllm:" in answer.text) == vllm
+
+
+def test_what_does_not_exist_says_so_in_the_same_shape():
+    with served() as server:
+        nowhere, wrong = server.client.get("/v2/chat"), server.client.get("/v1/completions")
+    assert (nowhere.status_code, wrong.status_code) == (404, 405)
+    assert nowhere.json()["error"]["code"] == "not_found" and wrong.json()["error"]["code"] == "method_not_allowed"
+    assert "POST" in wrong.headers["allow"]
+
+
+def test_usage_ends_a_stream_if_asked_for():
+    with served(brain=says("Yes.")) as server:
+        streamed = server.events("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}})
+        whole = server.chat()
+        without = server.events("/v1/chat/completions", CHAT)
+    *others, last = streamed
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert all(event["usage"] is None for event in others)
+    assert not any("usage" in event for event in without)
+
+
+def test_a_step_that_fails_is_500_and_leaves_the_server_serving(caplog):
+    faults = [RuntimeError("secret words")]
+
+    def fault(chunks):
+        if faults:
+            raise faults.pop()
+
+    with served(brain=says("Yes."), fault=fault) as server:
+        failed = server.post("/v1/chat/completions", CHAT)
+        assert server.chat()["choices"][0]["message"]["content"] == "Yes."
+        faults.append(RuntimeError("secret words"))
+        streamed = server.post("/v1/chat/completions", {**CHAT, "stream": True})
+    assert failed.status_code == 500 and failed.json()["error"]["type"] == "server_error"
+    assert "secret" not in failed.text + streamed.text
+    last = streamed.text.strip().splitlines()[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert caplog.text.count("RuntimeError: secret words") >= 2
+
+
+def test_the_log_has_numbers_and_no_content(caplog):
+    caplog.set_level(logging.DEBUG, "radixkv.serve")
+    words = [{"role": "user", "content": "PURPLE elephants"}]
+    with served(Settings(api_keys={"ada": "SECRET-key"}), brain=says("GREEN mice")) as server:
+        headers = {"Authorization": "Bearer SECRET-key", "X-Request-Id": "my-1", "X-RadixKV-Namespace": "HIDDEN"}
+        answer = server.post("/v1/chat/completions", {**CHAT, "messages": words}, headers=headers)
+        server.post("/v1/chat/completions", {**CHAT, "messages": words, "YELLOW": 1}, headers=headers)
+        server.client.get("/v1/models/BLUE", headers=headers)
+        odd = server.client.get("/health", headers={"X-Request-Id": "bad id\t"})
+    assert answer.headers["x-request-id"] == "my-1"
+    assert odd.headers["x-request-id"].startswith("req_")
+    lines = [record.getMessage() for record in caplog.records if record.name == "radixkv.serve"]
+    assert lines[0].startswith("my-1 POST /v1/chat/completions 200 ") and "cached=0" in lines[0]
+    assert len(lines) == 4
+    for word in ("PURPLE", "GREEN", "SECRET", "HIDDEN", "YELLOW", "BLUE"):
+        assert word not in caplog.text
+
+
+def test_a_closed_engine_is_503():
+    with served() as server:
+        server.engine.close()
+        answer, health = server.post("/v1/chat/completions", CHAT), server.client.get("/health")
+        metrics = server.client.get("/metrics")
+    assert (answer.status_code, health.status_code, metrics.status_code) == (503, 503, 503)
+    assert answer.json()["error"]["code"] == "shutting_down" and answer.headers["retry-after"]
+
+
+def test_a_model_without_a_tokenizer_completes_token_ids():
+    model = dataclasses.replace(fake_model(), tokenizer=None)
+    with served(model=model) as server:
+        answer = server.post("/v1/completions", {**PLAIN, "prompt": [5, 6, 7], "logprobs": 0})
+        assert answer.status_code == 200 and len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 6
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", PLAIN)):
+            assert server.post(path, body).status_code == 400
+
+
+def test_events_of_an_empty_reply():
+    with served(brain=says("")) as server:
+        streamed = server.post("/v1/chat/completions", {**CHAT, "stream": True}).text
+    assert texts(events(streamed)) == {0: ""}

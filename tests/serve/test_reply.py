@@ -1,0 +1,82 @@
+"""Replies are taken apart the same way however they come in pieces."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.serve.reply import ReplyReader
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+PARTS = st.sampled_from(
+    [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        CALL,
+        "<",
+        "<tool",
+        "</th",
+        " ",
+        "\n\n",
+        "Hi.",
+        "{",
+        "é",
+        "a b",
+    ]
+)
+
+
+def read(texts, reads_calls=True, thinking=False):
+    reader = ReplyReader(reads_calls=reads_calls, thinking=thinking)
+    pieces = [piece for text in texts for piece in reader.push(text)] + reader.finish()
+    assert "".join(piece.content for piece in pieces) == reader.content
+    assert "".join(piece.thinking for piece in pieces) == reader.thinking
+    assert [piece.call for piece in pieces if piece.call] == reader.calls
+    assert [piece.number for piece in pieces if piece.call] == list(range(len(reader.calls)))
+    assert len({call.id for call in reader.calls}) == len(reader.calls)
+    return reader.content, reader.thinking, [(call.name, call.arguments) for call in reader.calls]
+
+
+NOW = ("now", {"zone": "UTC"})
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "thinking", "calls"),
+    [
+        ("Hello <b>you</b>.\n", "Hello <b>you</b>.\n", "", []),
+        ("  Hello", "  Hello", "", []),
+        (" \n", " \n", "", []),
+        (f"Let me see.\n{CALL}", "Let me see.", "", [NOW]),
+        (f"{CALL}\n{CALL}\n", "", "", [NOW, NOW]),
+        (f"{CALL} and then", "and then", "", [NOW]),
+        ("<tool_call>nonsense</tool_call> ", "<tool_call>nonsense</tool_call> ", "", []),
+        ("So: <tool_call>{", "So: <tool_call>{", "", []),
+        ("<think>\nhm\n</think>\n\nYes.", "Yes.", "hm", []),
+        (f"<think>hm</think>{CALL}", "", "hm", [NOW]),
+        ("<think>never ends", "", "never ends", []),
+        ("not at first <think>x</think>", "not at first <think>x</think>", "", []),
+        ("<thin", "<thin", "", []),
+    ],
+)
+def test_what_a_reply_says(text, content, thinking, calls):
+    assert read([text]) == (content, thinking, calls)
+    assert read(text) == (content, thinking, calls)  # letter by letter
+
+
+def test_a_prompt_may_have_opened_the_thinking():
+    assert read(["hm\n</think>\n\nYes."], thinking=True) == ("Yes.", "hm", [])
+
+
+def test_calls_are_text_to_who_has_no_tools():
+    assert read([f"a {CALL}"], reads_calls=False) == (f"a {CALL}", "", [])
+
+
+@given(st.lists(PARTS, max_size=12), st.booleans(), st.booleans(), st.data())
+def test_pieces_make_no_difference(parts, reads_calls, thinking, data):
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(pieces, reads_calls, thinking) == read([text], reads_calls, thinking)
