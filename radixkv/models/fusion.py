@@ -1,4 +1,4 @@
-"""Compile a model around its attention, which stays opaque: norms, rotations and activations become few kernels.
+"""Compile a model's layers around their attention, which stays opaque: norms, rotations, activations fuse.
 
 Knows how to call a compiled model, and when not to. Does not know pools or batches.
 """
@@ -6,10 +6,13 @@ Knows how to call a compiled model, and when not to. Does not know pools or batc
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.utils import counters
 
 from radixkv.attention import triton_backend
 from radixkv.errors import InvalidInput
@@ -18,23 +21,65 @@ _log = logging.getLogger(__name__)
 
 
 class Fused:
-    """A model that is compiled when it is first called, for any number of tokens; itself, where that fails."""
+    """A model whose layers are compiled when they are first called, for any number of tokens; itself, where that fails.
+
+    Layers are compiled one by one, and those that are alike share what was compiled: 32 of them cost what one costs.
+    What stands before and behind them (the embedding, the last norm and product) runs as it is written.
+    """
 
     def __init__(self, model: Any, backend: str = "inductor") -> None:
         """`backend` is one of torch.compile's. Compiling costs some ten seconds, and again for a single token."""
         self._model = model
-        self._compiled: Any = torch.compile(model, dynamic=True, fullgraph=True, backend=backend)
+        self.failed = False
+        self._layers = [_Layer(module, backend, self) for module in [*_repeated(model)] or [model]]
 
     def __call__(self, **inputs: Any) -> Any:
         """As the model; where it does not compile, from then on as it was written, with one warning."""
-        if self._compiled is None:
+        if self.failed:
             return self._model(**inputs)
+        for layer in self._layers:
+            layer.module._compiled_call_impl = layer  # what torch calls in place of the module
         try:
-            return self._compiled(**{name: _plain(value) for name, value in inputs.items()})
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before anything ran, so nothing was stored
-            self._compiled = None
+            return self._model(**{name: _plain(value) for name, value in inputs.items()})
+        finally:
+            for layer in self._layers:
+                layer.module._compiled_call_impl = None
+
+    def fail(self, error: Exception) -> None:
+        """Compile nothing any more."""
+        if not self.failed:
+            self.failed = True
             warn(error)
-            return self._model(**inputs)
+
+
+class _Layer:
+    """One module, compiled."""
+
+    def __init__(self, module: Any, backend: str, fused: Fused) -> None:
+        self.module, self._fused = module, fused
+        self._compiled = torch.compile(module._call_impl, dynamic=True, fullgraph=True, backend=backend)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if not self._fused.failed:
+            try:
+                return self._compiled(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's own
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before the layer ran: it stored nothing
+                self._fused.fail(error)
+        return self.module._call_impl(*inputs, **named)
+
+
+def _repeated(model: nn.Module) -> Iterator[nn.Module]:
+    """The members of a model's outermost lists of modules: its layers, if it has any."""
+    if isinstance(model, nn.ModuleList):
+        yield from model
+        return
+    for child in model.children():
+        yield from _repeated(child)
+
+
+def compilations() -> int:
+    """How often this process has compiled anything."""
+    return int(counters["stats"]["unique_graphs"])
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 from radixkv.errors import UnsupportedModel
 from radixkv.models.hook import own_attention
 from radixkv.models.loaded import LoadedModel
+from radixkv.models.rounding import TOLERANCE, relative_error
 from radixkv.models.runner import Chunk, Runner
 
 _BLOCK = 4  # small blocks: more of them are shared, copied and part-filled in a short prompt
@@ -26,9 +27,6 @@ _SHORTEST, _USUAL = 8, 48
 _BEYOND_WINDOW = 16
 # Work that loading may spend: prompt tokens * weights. A tiny model gets some 600 tokens, a 7B model the usual 48.
 _TOKEN_WEIGHTS = {"cpu": 1e9, "cuda": 4e12}
-# Allowed root-mean-square error relative to the logits' spread. Rounding gives 1e-6 in float32, up to 5e-2 in 16 bits;
-# an architecture that is not run right is off by 1e-1 and more. (float64 is as loose: many models mix in float32.)
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 _WEIGHTS_TO_WIDEN = 1_000_000_000
 
 
@@ -52,9 +50,9 @@ def _compare(loaded: LoadedModel, length: int) -> float:
         results = _Scenario(loaded, length).results()
     except Exception as error:
         raise UnsupportedModel(f"{_kind(loaded)} failed in its self-test: {type(error).__name__}: {error}") from error
-    errors = [(_relative_error(ours, own), name) for name, ours, own in results]
+    errors = [(relative_error(ours, own), name) for name, ours, own in results]
     worst, name = max(errors, key=lambda pair: (math.isnan(pair[0]), pair[0]))
-    if not worst <= _TOLERANCE.get(loaded.dtype, 1e-1):  # "not <=" also catches NaN
+    if not worst <= TOLERANCE.get(loaded.dtype, 1e-1):  # "not <=" also catches NaN
         raise UnsupportedModel(
             f"{_kind(loaded)} does not compute the same over a paged pool: {name} differs from the model's own forward "
             f"by {worst:.1e} of the logits' spread ({loaded.dtype}). It keeps state outside of its attention, or "
@@ -94,13 +92,6 @@ def _prompt_length(loaded: LoadedModel) -> int:
     windows = [layer.window + _BEYOND_WINDOW for layer in loaded.layers if layer.window is not None]
     reachable = [length for length in windows if length <= budget]
     return min(max([_USUAL, *reachable]), loaded.max_length)
-
-
-def _relative_error(ours: Tensor, own: Tensor) -> float:
-    """Root-mean-square difference over the spread of `own`."""
-    ours, own = ours.double(), own.double()
-    spread = (own - own.mean()).square().mean().sqrt().clamp_min(1e-12)
-    return float((ours - own).square().mean().sqrt() / spread)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from radixkv.attention import triton_backend
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter, fusion
 from radixkv.models.runner import Chunk, Runner
+from tests.models.conftest import FAMILIES, make
 
 CPU, CUDA = "cpu", "cuda:1"
 
@@ -39,15 +40,65 @@ def _fresh_compiler() -> None:
     counters.clear()
 
 
-def test_a_compiled_model_is_one_graph_and_computes_the_same(build: Callable[..., Any]) -> None:
-    loaded = adapter.load(build("llama"))
+@pytest.mark.parametrize(("family", "layers"), [("llama", 5), ("gemma2", 4), ("gpt_neox", 2)])
+def test_layers_that_are_alike_are_compiled_once_and_compute_the_same(
+    family: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = FAMILIES[family]()
+    config.num_hidden_layers = layers
+    if family == "gemma2":
+        config.layer_types = ["sliding_attention", "full_attention"] * (layers // 2)
+    monkeypatch.setattr(adapter, "self_test", lambda loaded: 0.0)
+    loaded = adapter.load(make(config))
     plain, fused = Runner(loaded, 12, 4), Runner(loaded, 12, 4)
     fused.fuse("eager")
     compiled = counters["stats"]["unique_graphs"]
     for step in STEPS:
         torch.testing.assert_close(fused.run(step), plain.run(step), rtol=0, atol=1e-5)
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == compiled <= 3  # several tokens, one token, several sequences
+    assert counters["stats"]["unique_graphs"] == compiled == 2  # several tokens, and one
+
+
+def test_a_model_without_lists_of_layers_is_compiled_whole() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows.sin() + 1
+
+    model, rows = Model(), torch.randn(2, 3)
+    assert torch.equal(fusion.Fused(model, "eager")(rows=rows), model(rows))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_while_others_run_a_model_it_is_as_it_was_written(build: Callable[..., Any]) -> None:
+    model = build("llama")
+    fused = fusion.Fused(model, "eager")
+    assert all(layer._compiled_call_impl is None for layer in model.model.layers)
+    with pytest.raises(RuntimeError, match="lives in a radixkv pool"):  # no handler
+        adapter.load(model) and fused(input_ids=torch.tensor([[3, 4]]), use_cache=False)
+    assert all(layer._compiled_call_impl is None for layer in model.model.layers)
+
+
+def test_what_would_be_compiled_in_each_step_runs_as_it_is_with_one_warning(
+    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A count of calls, which Dynamo takes for a constant: each call is another graph."""
+    model = build("llama")
+    mlp = model.model.layers[1].mlp
+    forward, mlp.calls = mlp.forward, 0
+
+    def counting(hidden: torch.Tensor) -> Any:
+        mlp.calls += 1
+        return forward(hidden) + 0 * mlp.calls
+
+    mlp.forward = counting
+    loaded = adapter.load(model)
+    fused = Runner(loaded, 12, 4)
+    fused.fuse("eager")
+    compiled = counters["stats"]["unique_graphs"]
+    for step in STEPS:
+        fused.run(step)
+    assert counters["stats"]["unique_graphs"] == compiled
+    assert caplog.messages == ["the model runs uncompiled: it would be compiled anew in each step"]
 
 
 def test_what_does_not_compile_runs_as_it_is_with_one_warning(
@@ -65,13 +116,20 @@ def test_what_does_not_compile_runs_as_it_is_with_one_warning(
     assert caplog.messages[0].startswith("the model runs uncompiled from now on: ")
 
 
-def test_what_stops_compiling_later_runs_as_it_is_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(**inputs: int) -> int:
+def test_what_stops_compiling_later_runs_as_it_is_with_one_warning(
+    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of a step: the layers before have stored their KV, and are not called again."""
+
+    def refuse(*inputs: Any, **named: Any) -> Any:
         raise torch._dynamo.exc.FailOnRecompileLimitHit("too many shapes\nand more")
 
-    model = fusion.Fused(lambda number: number + 1, "eager")
-    model._compiled = refuse
-    assert [model(number=1), model(number=2)] == [2, 3]
+    loaded = adapter.load(build("llama"))
+    plain, fused = Runner(loaded, 12, 4), Runner(loaded, 12, 4)
+    fused.fuse("eager")
+    fused._model._layers[1]._compiled = refuse
+    for step in STEPS:
+        torch.testing.assert_close(fused.run(step), plain.run(step), rtol=0, atol=1e-5)
     assert caplog.messages == ["the model runs uncompiled from now on: FailOnRecompileLimitHit: too many shapes"]
 
 

@@ -1,0 +1,25 @@
+"""How far two ways to compute the same logits may be apart, in each dtype.
+
+Knows numbers. Does not know models, nor what was computed in which way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+"""Allowed root-mean-square error relative to the logits' spread. Rounding gives 1e-6 in float32, up to 6e-2 in 16 bits;
+an architecture that is not run right is off by 1e-1 and more. (float64 is as loose: many models mix in float32.)"""
+
+
+def relative_error(logits: Tensor, expected: Tensor) -> float:
+    """Root-mean-square difference over the spread of `expected`; NaN if there is one in either."""
+    logits, expected = logits.double(), expected.double()
+    spread = (expected - expected.mean()).square().mean().sqrt().clamp_min(1e-12)
+    return float((logits - expected).square().mean().sqrt() / spread)
+
+
+def agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether both are the same up to the rounding of a model in `dtype`; NaN never is."""
+    return relative_error(logits, expected) <= TOLERANCE.get(dtype, 1e-1)
