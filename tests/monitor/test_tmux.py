@@ -49,7 +49,7 @@ TRUTHS: dict[str, tuple[str, Callable[[Mirror], int]]] = {
     "1": (r"([\d,]+) nodes", lambda all: sum(node.parent != 0 for node in all.nodes.values())),
     "2": (r"([\d,]+) nodes in", lambda all: sum(node.parent != 0 for node in all.nodes.values())),
     "4": (r"([\d,]+) sessions,", lambda all: len(all.sessions)),
-    "6": (r"([\d,]+) ended ones", lambda all: len(all.ended)),
+    "6": (r"([\d,]+) that ended", lambda all: len(all.ended)),
 }
 """A number that the view shows, and what it is of all that was told."""
 
