@@ -120,6 +120,11 @@ def test_a_part_of_a_trace(say: Say) -> None:
     assert requests("--limit", "9999") == len(times)
 
 
+def test_a_part_begins_with_its_first_second_and_ends_before_its_last(say: Say) -> None:
+    said = rows(say("simulate", "sample:chat", "--start", "5", "--end", "14", "--policy", "infinite", "--json"))
+    assert [time for time, _ in said["rows"][0]["occupancy"]] == [5.0, 6.5]
+
+
 def test_text_is_replayed_by_times_and_untimed_sessions_take_turns(say: Say) -> None:
     said = rows(say("simulate", "sample:chat", "--policy", "infinite", "--json"))
     assert [time for time, _ in said["rows"][0]["occupancy"]] == [0.0, 5.0, 6.5, 14.0, 20.0, 22.0, 23.5, 31.0, 33.0]

@@ -21,10 +21,11 @@ def line(**changes: Any) -> str:
 
 
 def test_every_field_is_read() -> None:
-    request = parse(line(session="a", turn=3, stop="tool_use"))
+    request = parse(line(session="a", turn=3, stop="tool_use", tenant="t", block_size=16))
     assert (request.timestamp, request.input_length, request.output_length) == (5.0, 1100, 7)
     assert list(request.blocks) == [4, 0, 9]
     assert (request.session, request.turn, request.stop) == ("a", 3, "tool_use")
+    assert (request.namespace, request.block_tokens) == ("t", 16)
 
 
 def test_what_is_optional_may_be_left_out_and_what_is_unknown_is_ignored() -> None:
@@ -65,6 +66,9 @@ def test_ids_may_be_64_bit_hashes() -> None:
         ("hash_ranges", line(hash_ids=..., hash_ranges=[[2**63 - 1, 2]])),
         ("session", line(session=7)),
         ("turn", line(turn="1")),
+        ("block_size", line(block_size=0)),
+        ("block_size", line(block_size="16")),
+        ("tenant", line(tenant=["a"])),
         ("stop", line(stop=["end_turn"])),
     ],
 )
