@@ -27,8 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises InvalidInput for arguments that are wrong or unsafe, OSError for an address that is taken, UnsupportedModel.
     """
     settings = read_settings(arguments, os.environ)
-    _log_to_stderr(arguments.quiet)
     with bind(settings.host, settings.port) as sock:
+        _log_to_stderr(arguments.quiet)
         _say(f"loading {arguments.model}")
         engine = Engine.load(
             arguments.model,

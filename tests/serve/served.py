@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,6 +117,7 @@ def hosted(settings: Settings | None = None, **options: Any) -> Iterator[Hosted]
     engine, runner = make_engine(**options)
     ready = threading.Event()
     with engine, bind("127.0.0.1", 0) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # else the kernel reads ahead for slow readers
         server = Server(AsyncEngine(engine), settings or Settings(port=0, drain_timeout=5), ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
@@ -127,6 +130,15 @@ def hosted(settings: Settings | None = None, **options: Any) -> Iterator[Hosted]
             server.should_exit = True
             thread.join(20)
         assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """For what happens on another thread soon, and is told to nobody."""
+    for _ in range(20_000):
+        if condition():
+            return
+        time.sleep(0.001)
+    raise AssertionError("it never happened")
 
 
 def events(text: str) -> list[Any]:

@@ -1,0 +1,127 @@
+"""Who may ask, what of the cache is theirs, and what a server refuses to be."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.datastructures import Headers
+
+from radixkv.errors import InvalidInput
+from radixkv.serve import Settings
+from radixkv.serve.auth import NAMESPACE_HEADER, Auth, namespace
+from radixkv.serve.command import read_keys
+from radixkv.serve.errors import ApiError
+from tests.serve.served import CHAT, says, served
+
+KEYS = {"ada": "ada-secret-1", "bob": "bob-secret-2"}
+
+
+def bearer(key, **more):
+    return {"Authorization": f"Bearer {key}", **more}
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/fake", "/metrics"])
+def test_nothing_but_health_is_told_to_strangers(path):
+    with served(Settings(api_keys=KEYS)) as server:
+        get = server.client.get
+        assert get("/health").status_code == 200
+        for headers in ({}, bearer("wrong-secret"), bearer(""), {"Authorization": f"Basic {KEYS['ada']}"}):
+            answer = get(path, headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+        assert get(path, headers=bearer(KEYS["bob"])).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_a_body_is_not_even_read_without_a_key(path):
+    with served(Settings(api_keys=KEYS, max_body=10)) as server:
+        answer = server.client.post(path, content=b"x" * 100)
+    assert answer.status_code == 401
+
+
+def test_a_key_that_is_no_ascii_is_unknown():
+    with pytest.raises(ApiError, match="not known"):
+        Auth(KEYS).tenant(Headers(raw=[(b"authorization", b"Bearer \xff\xfe")]))
+
+
+def cached(server, key=None, header=None, cache_key=None):
+    headers = {**(bearer(key) if key else {}), **({NAMESPACE_HEADER: header} if header else {})}
+    answer = server.post("/v1/chat/completions", {**CHAT, "prompt_cache_key": cache_key}, headers=headers)
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_no_tenant_finds_what_another_said():
+    with served(Settings(api_keys=KEYS), brain=says("Yes.")) as server:
+        assert not cached(server, KEYS["ada"])
+        assert cached(server, KEYS["ada"])
+        assert not cached(server, KEYS["bob"])
+        for name in ("ada", "x"):
+            assert not cached(server, KEYS["bob"], header=name)
+            assert cached(server, KEYS["bob"], header=name)
+            assert cached(server, KEYS["bob"], cache_key=name)
+            assert cached(server, KEYS["bob"], header=name, cache_key="ignored")
+        assert not cached(server, KEYS["ada"], header="x")
+
+
+def test_namespaces_without_keys():
+    with served(brain=says("Yes.")) as server:
+        assert not cached(server)
+        assert not cached(server, cache_key="one")
+        assert cached(server, header="one")
+        server.engine.generate([CHAT["messages"]], namespace=None)
+        assert cached(server)
+
+
+def test_names_are_kept_apart_however_they_are_spelt():
+    none = Headers({})
+    known = {
+        namespace(tenant, none, name) for tenant in ("a", "a/b", "a, b") for name in (None, "b", "b/c", "a", "(a, b)")
+    }
+    assert len(known) == 15
+
+
+def test_a_name_that_is_too_long_is_refused():
+    with served() as server:
+        answer = server.post("/v1/chat/completions", {**CHAT, "prompt_cache_key": "x" * 257})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt_cache_key"
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
+def test_a_server_without_keys_is_not_open_to_others(host):
+    with pytest.raises(InvalidInput, match="API key"):
+        Settings(host=host)
+    assert Settings(host=host, api_keys=KEYS).host == host
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"ada": "short"}, "at least 8"),
+        ({"": "long-enough"}, "at least 8"),
+        ({"a": "same-key1", "b": "same-key1"}, "two names"),
+    ],
+)
+def test_keys_that_are_none(keys, said):
+    with pytest.raises(InvalidInput, match=said):
+        Settings(api_keys=keys)
+
+
+@pytest.mark.parametrize("wrong", [{"port": 70000}, {"max_body": 0}, {"timeout": -1}, {"max_waiting": float("nan")}])
+def test_settings_that_are_none(wrong):
+    with pytest.raises(InvalidInput, match=next(iter(wrong))):
+        Settings(**wrong)
+
+
+def test_settings_do_not_show_their_keys():
+    assert "secret" not in repr(Settings(api_keys=KEYS))
+
+
+def test_keys_from_the_command_line(tmp_path):
+    (tmp_path / "key").write_text("from-a-file\n")
+    assert read_keys([f"ada=@{tmp_path}/key", "bob=a=b"]) == {"ada": "from-a-file", "bob": "a=b"}
+    for wrong in (["just-a-key"], ["=key"], ["a=@/no/such/file"], ["a=1", "a=2"]):
+        with pytest.raises(InvalidInput) as refused:
+            read_keys(wrong)
+        assert "just-a-key" not in str(refused.value)

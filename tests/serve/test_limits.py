@@ -1,0 +1,262 @@
+"""What is too much, too long, too slow or plainly wrong is refused with a sentence that helps."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+
+import pytest
+
+from radixkv.serve import Settings
+from radixkv.serve.errors import ApiError
+from radixkv.serve.limits import Gate
+from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, until
+
+SMALL = Settings(max_running=2, max_waiting=1)
+
+
+def test_the_gate_counts_streams():
+    gate = Gate(Settings(max_running=3, max_waiting=1, max_per_key=2, retry_after=7))
+    with gate.enter("a", 2):
+        with pytest.raises(ApiError) as refused, gate.enter("a", 1):
+            pass
+        assert refused.value.status == 429 and refused.value.headers == {"Retry-After": "7"}
+        with gate.enter("b", 1), gate.enter("b", 1):
+            assert gate.inside == 4
+            with pytest.raises(ApiError, match="busy"), gate.enter("c", 1):
+                pass
+        with pytest.raises(ApiError, match="more than this server takes"), gate.enter("b", 3):
+            pass
+    assert gate.inside == 0 and gate.refused == 2
+    with pytest.raises(KeyError), gate.enter("a", 2):
+        raise KeyError
+    assert gate.inside == 0
+
+
+def test_who_comes_on_top_is_told_when_to_come_back():
+    with hosted(SMALL) as host:
+        host.runner.gate = threading.Semaphore(0)
+        body = {**CHAT, "max_tokens": 3, "ignore_eos": True}
+        answers = []
+        inside = [threading.Thread(target=lambda: answers.append(ask(host, body))) for _ in range(3)]
+        for each in inside:
+            each.start()
+        assert host.runner.began.acquire(timeout=20)
+        until(lambda: host.service.gate.inside == 3)
+        refused = ask(host, body)
+        too_wide = ask(host, {**body, "n": 4})
+        host.runner.gate.release(1000)
+        for each in inside:
+            each.join(20)
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert too_wide.status_code == 400
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+        assert ask(host, body).status_code == 200
+
+
+def test_bodies_that_are_too_large():
+    with served(Settings(max_body=200)) as server:
+        post = server.client.post
+        declared = post("/v1/chat/completions", content=b"{" + b" " * 300)
+        chunked = post("/v1/chat/completions", content=iter([b"{", b" " * 150, b" " * 150]))
+        fits = post("/v1/chat/completions", content=json.dumps(CHAT).ljust(200).encode())
+    assert (declared.status_code, chunked.status_code) == (413, 413)
+    assert "200 bytes" in chunked.json()["error"]["message"]
+    assert fits.status_code == 200
+
+
+def test_a_body_that_never_comes_is_not_waited_for():
+    with hosted(Settings(body_timeout=0.2)) as host, socket.create_connection(("127.0.0.1", host.port), 20) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+        answer = client.recv(10_000)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_prompts_that_are_too_long():
+    with served(Settings(max_prompt_tokens=20), model=fake_model(max_length=100)) as server:
+
+        def refused(path, **fields):
+            answer = server.post(path, {"model": "fake", **fields})
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            return error["message"]
+
+        assert "at most 20" in refused("/v1/completions", prompt=list(range(5, 30)))
+        assert "at most 20" in refused("/v1/chat/completions", messages=[{"role": "user", "content": "x y z " * 10}])
+        # What cannot fit whatever its tokens are is not even encoded.
+        assert "at least" in refused("/v1/completions", prompt="x" * 100_000)
+        assert "at least" in refused("/v1/chat/completions", messages=[{"role": "user", "content": "x" * 100_000}])
+    with served(model=fake_model(max_length=10)) as server:
+        assert "leaves no room" in refused("/v1/completions", prompt=list(range(5, 30)))
+
+
+def test_a_request_may_not_take_for_ever():
+    with hosted(Settings(timeout=0.05)) as host:
+        host.runner.gate = threading.Semaphore(0)
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(ask(host, {**CHAT, "ignore_eos": True})))
+        asking.start()
+        assert host.runner.began.acquire(timeout=20)
+        threading.Event().wait(0.1)  # past its time; the step that is under way ends, and it with it
+        host.runner.gate.release(100)
+        asking.join(20)
+    assert answers[0].status_code == 504 and answers[0].json()["error"]["code"] == "timeout"
+
+
+WRONG = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hello"}, "messages"),
+    ({"messages": ["Hello"]}, "messages[0]"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
+    ({"model": None}, "model"),
+    ({"model": 5}, "model"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"n": 0}, "n"),
+    ({"n": 10**6}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"seed": 2**70}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {"five": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_cost": True}}, "stream_options.include_cost"),
+    ({"tools": [5]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"functions": []}, "functions"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"store": True}, "store"),
+    ({"temprature": 1}, "temprature"),
+    ({"temprature": None}, "temprature"),
+]
+
+
+def test_whatever_is_wrong_is_named():
+    with served() as server:
+        for change, param in WRONG:
+            answer = server.post("/v1/chat/completions", {**CHAT, **change})
+            assert answer.status_code == 400, (change, answer.text)
+            error = answer.json()["error"]
+            assert error["param"] == param, (change, error)
+            assert param.split(".")[-1].split("[")[0] in error["message"] and error["type"] == "invalid_request_error"
+        for change, param in [
+            ({"prompt": []}, "prompt"),
+            ({"prompt": [1, "x"]}, "prompt[0]"),
+            ({"prompt": [[]]}, "prompt[0]"),
+            ({"prompt": "x", "best_of": 3}, "best_of"),
+            ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+            ({"prompt": "x", "suffix": "y"}, "suffix"),
+            ({"prompt": ["x"] * 600, "n": 2}, "n"),
+        ]:
+            answer = server.post("/v1/completions", {"model": "fake", **change})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param, (change, answer.text)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"model": NaN}',
+        b'{"model": "\\ud800"}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    ],
+)
+def test_what_is_no_json_object(body):
+    with served() as server:
+        answer = server.client.post("/v1/chat/completions", content=body)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_what_only_the_engine_or_the_template_can_tell():
+    with served() as server:
+        for path, body in [
+            ("/v1/completions", {"prompt": [5000]}),
+            ("/v1/completions", {"prompt": ""}),
+            ("/v1/completions", {"prompt": "x", "stop_token_ids": [5000]}),
+            ("/v1/completions", {"prompt": "x", "logit_bias": {"5000": 1}}),
+            ("/v1/completions", {"prompt": "x", "min_tokens": 17}),
+        ]:
+            answer = server.post(path, {"model": "fake", **body})
+            assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
+
+
+def test_what_frameworks_send_along_is_taken():
+    """Fields that ask for nothing, as clients and frameworks write them."""
+    said = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": [{"id": "c1", "type": "function", "index": 0, "function": {"name": "f", "arguments": ""}}],
+    }
+    parts = {"role": "user", "name": "ada", "content": [{"type": "text", "text": "Hi", "cache_control": {}}]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "done"}
+    body = {
+        **CHAT,
+        "messages": [{"role": "developer", "content": "Be brief."}, parts, said, result, *ASKED],
+        "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": None}}],
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "response_format": {"type": "text"},
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "max_completion_tokens": 2,
+        "seed": None,
+        "stop": None,
+    }
+    with served() as server:
+        assert server.post("/v1/chat/completions", body).status_code == 200
+
+
+def test_unsafe_settings_are_refused_by_the_command(capsys):
+    from radixkv.cli import main
+
+    assert main(["serve", "tiny", "--host", "0.0.0.0"]) == 2
+    assert "--api-key" in capsys.readouterr().err
+    assert main(["serve", "tiny", "--max-body", "lots"]) == 2
+    assert "--max-body" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "tiny", "--port", str(taken.getsockname()[1])]) == 1
+    assert "in use" in capsys.readouterr().err

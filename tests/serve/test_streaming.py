@@ -1,0 +1,174 @@
+"""Streams say what whole answers say; whoever leaves or dawdles costs nobody else anything."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+
+import httpx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.serve import Settings
+from tests.engine.fakes import check
+from tests.serve.served import CHAT, Hosted, ask, events, hosted, says, served, texts, until
+
+ENDLESS = {**CHAT, "stream": True, "ignore_eos": True, "max_tokens": 600}
+
+
+def send(host: Hosted, body: dict, receive_buffer: int | None = None) -> socket.socket:
+    """A client that has asked, and has read nothing yet."""
+    client = socket.socket()
+    if receive_buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.settimeout(20)
+    client.connect(("127.0.0.1", host.port))
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    client.sendall(head.encode() + content)
+    return client
+
+
+def leave(client: socket.socket) -> None:
+    client.shutdown(socket.SHUT_RDWR)
+    client.close()
+
+
+def test_events_come_before_the_reply_is_complete():
+    with hosted() as host:
+        host.runner.gate = threading.Semaphore(3)
+        with httpx.stream("POST", f"{host.url}/v1/chat/completions", json=ENDLESS, timeout=20) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            lines = (line for line in answer.iter_lines() if line)
+            roles = json.loads(next(lines).removeprefix("data: "))["choices"][0]["delta"]
+            assert roles == {"role": "assistant", "content": ""}
+            assert "content" in json.loads(next(lines).removeprefix("data: "))["choices"][0]["delta"]
+            assert host.engine._core.scheduler.running  # nobody let it run to its end
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 30),
+    st.booleans(),
+    st.sampled_from([0.0, 0.9]),
+    st.lists(st.sampled_from("aei ,.")),
+)
+def test_a_stream_says_what_the_whole_says(n, max_tokens, chat, temperature, stop):
+    more = {"n": n, "max_tokens": max_tokens, "temperature": temperature, "seed": 3, "stop": stop[:4], "logprobs": None}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body = {**(CHAT if chat else {"model": "fake", "prompt": ["One", "Two"]}), **more}
+    whole = SERVER.post(path, body).json()
+    streamed = SERVER.events(path, {**body, "stream_options": {"include_usage": True}})
+    said = [choice["message"]["content"] if chat else choice["text"] for choice in whole["choices"]]
+    assert texts(streamed) == dict(enumerate(said))
+    ends = {c["index"]: c["finish_reason"] for e in streamed for c in e["choices"] if c["finish_reason"]}
+    assert ends == {choice["index"]: choice["finish_reason"] for choice in whole["choices"]}
+    assert streamed[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+def setup_module() -> None:
+    global SERVER, LEAVE
+    LEAVE = served()
+    SERVER = LEAVE.__enter__()
+
+
+def teardown_module() -> None:
+    LEAVE.__exit__(None, None, None)
+
+
+def test_who_leaves_frees_his_request_within_a_step():
+    """Whole answers and streams, whoever waits for the first token or is in the middle."""
+    for stream, steps in ((True, 0), (True, 5), (False, 0), (False, 5)):
+        with hosted() as host:
+            host.runner.gate = threading.Semaphore(steps)
+            client = send(host, {**ENDLESS, "stream": stream})
+            for _ in range(steps + 1):
+                assert host.runner.began.acquire(timeout=20)
+            leave(client)
+            until(lambda host=host: host.service.gate.inside == 0)  # the server knows, and has told the engine
+            host.runner.gate.release()  # the step that was under way
+            until(lambda host=host: not host.engine._core.scheduler.running)
+            assert len(host.runner.steps) == steps + 1
+            host.runner.gate.release(100)
+            check(host.engine)
+            assert host.engine.stats().cancelled == 1
+            assert ask(host, {**CHAT, "max_tokens": 2}).status_code == 200
+
+
+def test_who_leaves_before_his_request_began_frees_it_too():
+    with hosted(max_sequences=1) as host:
+        host.runner.gate = threading.Semaphore(0)
+        first = send(host, ENDLESS)
+        assert host.runner.began.acquire(timeout=20)
+        second = send(host, ENDLESS)
+        until(lambda: host.service.gate.inside == 2)
+        leave(second)
+        until(lambda: host.service.gate.inside == 1)
+        leave(first)
+        until(lambda: host.service.gate.inside == 0)
+        host.runner.gate.release(100)
+        until(lambda: host.engine.stats().cancelled == 2)
+        check(host.engine)
+
+
+def test_a_slow_reader_slows_nobody_else():
+    """Who reads nothing is paused once the sockets between are full; others run to their end meanwhile."""
+    wordy = {**ENDLESS, "logprobs": True, "top_logprobs": 20}
+    with hosted() as host:
+        dawdlers = [send(host, {**wordy, "seed": at}, receive_buffer=4096) for at in range(3)]
+        until(lambda: len(host.engine._core.scheduler.running) == 3)
+        quick = ask(host, {**CHAT, "max_tokens": 200, "ignore_eos": True})
+        assert quick.json()["usage"]["completion_tokens"] == 200
+        until(lambda: all(r.outlet.lagging for r in list(host.engine._core.scheduler.running)))
+        assert host.engine.stats().running == 3
+        body = b""
+        while b"[DONE]" not in body:
+            body += dawdlers[0].recv(1 << 16)
+        assert host.engine.stats().finished == 2  # he missed nothing, and the others are where they were
+        for each in dawdlers:
+            leave(each)
+        until(lambda: host.service.gate.inside == 0)
+        check(host.engine)
+
+
+def test_who_never_reads_is_left():
+    wordy = {**ENDLESS, "logprobs": True, "top_logprobs": 20}
+    with hosted(Settings(send_timeout=0.2)) as host:
+        dawdler = send(host, wordy, receive_buffer=4096)
+        until(lambda: host.engine.stats().cancelled == 1)
+        until(lambda: host.service.gate.inside == 0)
+        leave(dawdler)
+        check(host.engine)
+
+
+def test_an_error_in_the_middle_is_an_event():
+    with hosted(fault=lambda chunks: 1 / 0 if chunks[0].start > 20 else None) as host:
+        answer = ask(host, {**ENDLESS, "max_tokens": 100})
+    *_, last = [line for line in answer.text.splitlines() if line]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert "[DONE]" not in answer.text
+
+
+def test_one_prompt_that_fails_ends_the_stream_of_all():
+    with served(fault=lambda chunks: 1 / 0 if any(c.start > 10 for c in chunks) else None) as server:
+        body = {"model": "fake", "prompt": [[5, 6], [7] * 8], "max_tokens": 30, "ignore_eos": True, "stream": True}
+        answer = server.post("/v1/completions", body)
+        until(lambda: not server.engine.stats().running)
+    assert "internal_error" in answer.text and "[DONE]" not in answer.text
+
+
+def test_many_streams_at_once_lose_nothing():
+    with hosted(brain=says("One two three four five six seven.")) as host:
+        answers: list[str] = []
+        asking = [
+            threading.Thread(target=lambda at=at: answers.append(ask(host, {**CHAT, "stream": True, "seed": at}).text))
+            for at in range(20)
+        ]
+        for each in asking:
+            each.start()
+        for each in asking:
+            each.join(30)
+        check(host.engine)
+    assert [texts(events(answer)) for answer in answers] == [{0: "One two three four five six seven."}] * 20
