@@ -6,6 +6,7 @@ Each function raises AssertionError with the invariant's name and the numbers th
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from radixkv.cache.lru_shadow import LruShadow
@@ -183,7 +184,7 @@ def _check_leaves_worth(index: PredictiveIndex) -> None:
     assert {id(seat[4]) for seat in seats} == leaves and len(seats) == len(leaves), (
         f"{len(leaves)} leaves, {len(seats)} are listed by worth"
     )
-    assert all(one < two for one, two in zip(seats, seats[1:], strict=False)), "leaves are not listed in order of worth"
+    assert all(one < two for one, two in pairwise(seats)), "leaves are not listed in order of worth"
     for seat in seats:
         node = seat[4]
         assert node.seat is seat and node.place is not None, "a leaf's key by worth is stale"

@@ -45,7 +45,7 @@ class LruShadow:
     def hit(self, parts: list[tuple[int, int, Use]], length: int) -> int:
         """Tokens that LRU would hit of a path whose parts (start, end, last use) are deepest first. O(parts)."""
         for start, end, use in reversed(parts):
-            kept = length if use.bucket < 0 else use.kept_to
+            kept = use.kept_to if use.runs else length
             if kept < end:
                 return max(start, kept)
         return parts[0][1] if parts else 0

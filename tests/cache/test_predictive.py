@@ -1,0 +1,259 @@
+"""Eviction that learns: what it gains, what it may lose, what it remembers, and the parts that it is made of."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.cache import Hint, PrefixCache
+from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
+from radixkv.cache.hazards import BUCKETS, EDGES, Hazards, count
+from radixkv.cache.lru_shadow import LruShadow
+from radixkv.cache.predictive import PredictiveIndex
+from radixkv.cache.use import KINDS, MOST_USES, Traits, Use, next_bounds, size_class
+from tests.cache.workloads import WORKLOADS, Fresh, Request, hits, replay
+
+PLAIN = Traits(0, 1, 0, 0, 0, False)
+
+
+def learner(cache: PrefixCache) -> PredictiveIndex:
+    assert cache._learner is not None
+    return cache._learner
+
+
+class TestHits:
+    @pytest.mark.parametrize(
+        ("workload", "blocks", "gain"), [("scan", 150, 0.10), ("documents", 120, 0.04), ("kinds", 150, 0.03)]
+    )
+    def test_beats_lru_where_there_is_something_to_learn(self, workload: str, blocks: int, gain: float) -> None:
+        requests = WORKLOADS[workload](random.Random(1), 1500)
+        asked = sum(len(request.chain) for request in requests)
+        lru, learnt = hits(requests, blocks, "lru")[0], hits(requests, blocks, "predictive")[0]
+        assert learnt - lru > gain * asked
+
+    @pytest.mark.parametrize("workload", ["walk", "stack", "turns"])
+    @pytest.mark.parametrize("blocks", [20, 120])
+    def test_loses_next_to_nothing_where_lru_is_right(self, workload: str, blocks: int) -> None:
+        requests = WORKLOADS[workload](random.Random(2), 1200)
+        asked = sum(len(request.chain) for request in requests)
+        lru, learnt = hits(requests, blocks, "lru")[0], hits(requests, blocks, "predictive")[0]
+        assert learnt - lru > -0.003 * asked
+
+    @pytest.mark.parametrize("workload", sorted(WORKLOADS))
+    def test_keeps_its_books(self, workload: str) -> None:
+        now = [0.0]
+        cache = PrefixCache(25, 1, "predictive", clock=lambda: now[0])
+        for _ in replay(cache, WORKLOADS[workload](random.Random(3), 300), now):
+            cache.check()
+        assert cache.stats().evicted_blocks > 100
+
+    def test_is_the_same_every_time(self) -> None:
+        requests = WORKLOADS["documents"](random.Random(4), 400)
+        assert hits(requests, 80, "predictive")[0] == hits(requests, 80, "predictive")[0]
+
+    def test_lru_decides_while_it_leads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(LruShadow, "leads", property(lambda shadow: True))
+        requests = WORKLOADS["scan"](random.Random(5), 800)
+        assert hits(requests, 60, "predictive")[0] == hits(requests, 60, "lru")[0]
+
+
+@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+@pytest.mark.parametrize("blocks", [30, 150])
+def test_the_shadow_hits_exactly_what_lru_hits(workload: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the other one evicts, as long as its ghosts suffice, which a tiny pool's may not."""
+    shadowed: list[int] = []
+    monkeypatch.setattr(LruShadow, "compare", lambda shadow, asked, hit, lru_hit: shadowed.append(lru_hit))
+    requests = WORKLOADS[workload](random.Random(6), 800)
+    now = [0.0]
+    lru = PrefixCache(blocks, 1, "lru", clock=lambda: now[0])
+    expected = list(replay(lru, requests, now))
+    now[0] = 0.0
+    cache = PrefixCache(blocks, 1, "predictive", clock=lambda: now[0])
+    own = list(replay(cache, requests, now))
+    assert shadowed == expected or blocks == 30
+    assert all(told <= true for told, true in zip(shadowed, expected, strict=True))  # what nobody remembers is missed
+    assert sum(shadowed) >= 0.99 * sum(expected)
+    assert own != expected or sum(own) == 0
+
+
+class TestHints:
+    def test_who_says_when_it_returns_is_kept_for_it(self) -> None:
+        now = [0.0]
+        cache = PrefixCache(40, 1, "predictive", clock=lambda: now[0])
+        new, soon = Fresh(), list(range(10**6, 10**6 + 5))
+        for _ in replay(cache, [Request(float(i), new.run(4)) for i in range(100)], now):
+            pass
+        for text, hint in ((soon, Hint(returns_in=8.0)), *((new.run(4), None) for _ in range(20))):
+            now[0] += 0.25
+            with cache.open(text) as sequence:
+                sequence.extend(text[sequence.length :])
+                sequence.commit()
+                sequence.close(hint)
+            cache.check()
+        assert cache.match(soon).length == 5
+
+    def test_done_goes_first(self) -> None:
+        cache = PrefixCache(8, 1, "predictive")
+        for text, done in (([1, 2], False), ([3, 4], True), ([5, 6], False)):
+            with cache.open(text) as sequence:
+                sequence.extend(text)
+                sequence.commit()
+                sequence.close(Hint(done=done))
+        with cache.open([], "other") as flood:
+            flood.extend([0] * 4)
+        assert [cache.match(text).length for text in ([1, 2], [3, 4], [5, 6])] == [2, 0, 2]
+
+    def test_kinds_without_end_are_told_apart_up_to_a_number(self) -> None:
+        requests = [Request(float(i), [i], f"kind {i}") for i in range(200)]
+        _, cache = hits(requests, 10, "predictive")
+        assert len(learner(cache)._kinds) == KINDS
+        assert len(learner(cache).hazards) < 60
+
+
+class TestMemory:
+    def test_is_bounded_by_the_pool(self) -> None:
+        new = Fresh()
+        now = [0.0]
+        cache = PrefixCache(30, 1, "predictive", clock=lambda: now[0])
+        requests = [Request(float(i), new.run(1 + i % 3), output=i) for i in range(600)]
+        for _ in replay(cache, requests, now):
+            assert len(cache._ghosts) <= 30
+            assert cache._ghosts.tokens <= 30
+            assert learner(cache).uses <= 60
+            assert len(learner(cache).shadow) <= 30
+        cache.clear()
+        cache.check()
+        assert learner(cache).uses == len(learner(cache).shadow) == len(cache._ghosts) == 0
+
+    @pytest.mark.parametrize("blocks", [50, 800])
+    def test_worths_looked_at_for_each_request_do_not_grow_with_the_pool(
+        self, blocks: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks = [0]
+        look = PredictiveIndex._worth
+
+        def counted(index: PredictiveIndex, node: object) -> float:
+            looks[0] += 1
+            return look(index, node)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(PredictiveIndex, "_worth", counted)
+        _, cache = hits(WORKLOADS["documents"](random.Random(7), 1000), blocks, "predictive")
+        assert cache.stats().evicted_blocks > 500
+        assert looks[0] < 1000 * 2 * BUCKETS
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[int]:
+    """How far each of several requests, in order, goes down one path."""
+    return draw(st.lists(st.integers(1, 30), min_size=1, max_size=8))
+
+
+class TestUse:
+    @given(histories())
+    def test_claims_and_bounds_are_those_of_a_walk_token_by_token(self, lengths: list[int]) -> None:
+        times, last = [0] * 31, [-1] * 31
+        uses: list[Use] = []
+        hazards = Hazards()
+        for number, length in enumerate(lengths):
+            parts = sorted(
+                ((use.start, min(length, use.end), use) for use in uses if use.start < min(length, use.end)),
+                key=lambda part: -part[0],
+            )
+            bounds = next_bounds(parts)
+            expected = [
+                max((at for at in range(1, length + 1) if times[at] >= uses_before), default=0)
+                for uses_before in range(1, MOST_USES + 1)
+            ]
+            assert list(bounds) == expected
+            for _, end, use in parts:
+                use.start = end
+            use = Use(float(number), bounds)
+            use.settle(float(number), length, 4, 0, 0, hazards.classed)
+            uses.append(use)
+            for at in range(1, length + 1):
+                told = use.tail(at)
+                assert told is not None
+                assert told[1].traits.uses == min(MOST_USES, times[at])
+                assert told[1].traits.last == ((at - 1) // 4 == (length - 1) // 4)
+                assert told[0] < at
+                times[at], last[at] = times[at] + 1, number
+            for known, claim in enumerate(uses):
+                assert [at for at in range(1, 31) if last[at] == known] == list(range(claim.start + 1, claim.end + 1))
+                assert sum(tokens for _, tokens in claim.split(0, 99)) == claim.end - claim.start
+
+    def test_size_classes_are_powers(self) -> None:
+        assert [size_class(x) for x in (-1, 0, 0.2, 1, 2, 3, 4, 1e9)] == [0, 0, 1, 1, 2, 2, 3, 12]
+        assert [size_class(x, 2, 3) for x in (1, 3.9, 4, 16, 1e9)] == [1, 1, 2, 3, 3]
+
+
+class TestHazards:
+    def test_a_worth_is_the_best_rate_over_all_ends(self) -> None:
+        hazards = Hazards()
+        kin = hazards.classed(PLAIN)
+        rng = random.Random(8)
+        for bucket in range(BUCKETS):
+            count(kin.reached, bucket, 100.0)
+            count(kin.wanted, bucket, rng.uniform(0, 60))
+        chances = hazards._hazards(PLAIN).tolist()
+        for bucket in range(BUCKETS):
+            alive, wanted, time, best = 1.0, 0.0, 0.0, 0.0
+            for later in range(bucket, BUCKETS):
+                width = (EDGES[later + 1] if later + 1 < BUCKETS else 2 * EDGES[later]) - EDGES[later]
+                time += width * alive * (1 - chances[later] / 2)
+                wanted += alive * chances[later]
+                alive *= 1 - chances[later]
+                best = max(best, wanted / time)
+            assert math.isclose(hazards.worth(kin, bucket), best, rel_tol=1e-9)
+
+    def test_what_was_wanted_more_often_is_worth_more(self) -> None:
+        hazards = Hazards()
+        dear, cheap = hazards.classed(PLAIN), hazards.classed(PLAIN._replace(kind=1))
+        for kin, wanted in ((dear, 50.0), (cheap, 1.0)):
+            count(kin.reached, 3, 100.0)
+            count(kin.wanted, 3, wanted)
+        assert hazards.worth(dear, 3) > 3 * hazards.worth(cheap, 3)
+
+    def test_what_is_unknown_is_worth_what_all_are(self) -> None:
+        hazards = Hazards()
+        known = hazards.classed(PLAIN)
+        count(known.reached, 0, 1000.0)
+        count(known.wanted, 0, 100.0)
+        other = hazards.classed(Traits(1, 2, 3, 4, 5, True))
+        everybody = (100.0 + 0.5) / (1000.0 + 5.0)
+        assert math.isclose(hazards._hazards(other.traits)[0], everybody)
+
+
+class TestFading:
+    def ghost(self, tokens: bytes, number: int) -> Ghost:
+        return Ghost(bytearray(tokens), number, 0.0, Pressure(1, 0), number, Use(0.0))
+
+    def test_a_faded_run_is_followed_whole_or_not_at_all_and_only_on_demand(self) -> None:
+        gone: list[int] = []
+        ghosts = Ghosts(4, 3, lambda use, position: gone.append(position))
+        first, second = b"aaaabbbbcccc", b"ddddeeee"
+        ghosts.add("root", 0, self.ghost(first, 1))
+        ghosts.add(1, 3, self.ghost(second, 2))
+        assert (len(ghosts), ghosts.tokens, gone) == (2, 2, [])  # the first has faded
+        asked = first + second
+        assert [tokens for _, tokens in ghosts.follow("root", 0, asked, faded=True)] == [3, 2]
+        assert ghosts.follow("root", 0, asked) == []
+        assert ghosts.follow("root", 0, first[:8], faded=True) == []
+        assert ghosts.follow("root", 0, b"aaaabbbbxxxx", faded=True) == []
+        assert ghosts.adopt("root", 0, first, 99) == 1
+        assert ghosts.adopt("root", 0, first[:8], 99) == 99
+
+    def test_the_oldest_goes_when_there_are_too_many(self) -> None:
+        gone: list[int] = []
+        ghosts = Ghosts(4, 3, lambda use, position: gone.append(position))
+        for number in range(6):
+            ghosts.add("root", number, self.ghost(b"aaaabbbb", number))
+        assert gone == [0, 1, 2]
+        assert (len(ghosts), ghosts.tokens) == (3, 4)
+
+    def test_without_anybody_to_tell_nothing_fades(self) -> None:
+        ghosts = Ghosts(2, 9)
+        for number in range(3):
+            ghosts.add("root", number, self.ghost(b"aaaabbbb", number))
+        assert (len(ghosts), ghosts.tokens) == (1, 2)
