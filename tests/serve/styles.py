@@ -22,3 +22,33 @@ MISTRAL = """{%- set said = messages[1:] if messages[0].role == 'system' else me
 {%- endfor %}"""
 
 STYLES = {"ChatML": CHATML, "thinking": THINKING, "Mistral": MISTRAL}
+
+# As Qwen3's: thinking may come apart or inside the content, and only what follows the last user's turn keeps it.
+QWEN = """{%- if tools or messages[0].role == 'system' %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+{%- if tools %}
+
+Tools: {{ tools | tojson }}{% endif %}<|im_end|>
+{% endif %}
+{%- set last = namespace(at=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role != 'system' or not loop.first %}
+{%- set content = m.content or '' %}
+{%- set thinking = m.reasoning_content or '' %}
+{%- if m.role == 'assistant' and '</think>' in content %}
+{%- set thinking = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and thinking and loop.index0 > last.at %}<think>
+{{ thinking }}
+</think>
+
+{% endif %}{{ content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
