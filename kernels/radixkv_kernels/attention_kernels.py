@@ -229,7 +229,8 @@ def attend_tiles(
                 )  # fmt: skip
 
             if partial_offset < 0:
-                if ROWS >= 128:  # registers are shortest here: the rows are read again, not kept over the loops
+                if ROWS >= 128:  # registers are shortest here: these are read again, not kept over the loops
+                    taken = row_in_tile < tl.load(tile + 5, volatile=True)
                     row = tl.load(row_ids + row_offset + row_in_tile, mask=taken, other=0, volatile=True).to(tl.int64)
                 if SINKS:
                     sink = tl.load(sinks + head, mask=taken, other=0.0).to(tl.float32) * _LOG2_E

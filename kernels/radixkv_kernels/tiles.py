@@ -244,8 +244,8 @@ def _parts(length: Int, stacked: Int, at_once: float) -> Int:
     if length.max() < 2 * SHORTEST:
         return np.ones_like(length)
     total, waves = int(length.sum()), np.arange(1, WAVES + 1)
-    split = np.maximum(SHORTEST, -(-total // np.maximum(1, (waves * at_once).astype(np.int64))))
-    count = np.maximum(1, length // split[:, None])  # [waves, tiles]
+    wanted = np.maximum(1, (waves * at_once).astype(np.int64))
+    count = np.maximum(1, np.minimum(length * wanted[:, None] // total, length // SHORTEST))  # [waves, tiles]
     longest, tiles = (-(-length // count)).max(1), count.sum(1)
     turns = np.ceil(tiles / at_once) * total / tiles
     partials = (np.where(count > 1, count, 0) * stacked).sum(1) * PARTIAL / at_once

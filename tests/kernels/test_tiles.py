@@ -104,7 +104,12 @@ def lists(draw: st.DrawFn) -> WorkList:
     window = draw(st.sampled_from([None, None, 1, 2, 7, 16, 40, 10_000]))
     most = draw(st.sampled_from([None, None, 5, 33]))
     worth = draw(st.sampled_from([1, 8, 256]))
-    return worklist.build(tables, kv, queries, window, block_size=block_size, worth=worth, max_tokens=most)
+    work = worklist.build(tables, kv, queries, window, block_size=block_size, worth=worth, max_tokens=most)
+    if draw(st.booleans()):
+        return work
+    order = np.array(rng.sample(range(work.num_items), work.num_items), dtype=np.int64)  # a list may have any
+    items = ("block_offset", "kv_start", "tokens", "row_offset", "rows", "fully_visible")
+    return dataclasses.replace(work, **{name: getattr(work, name)[order] for name in items})
 
 
 @given(lists(), st.sampled_from([1, 2, 3, 8, 16]), st.sampled_from([None, 1, 9, 30]))
@@ -286,6 +291,34 @@ def test_keys_are_not_cut_where_partials_cost_more_than_a_gpu_gains(monkeypatch:
     assert tiling.build(work, SHIPPED, 4, spread=AT_ONCE).num_partials == 13 * 32
     monkeypatch.setattr(tiling, "PARTIAL", 0)
     assert tiling.build(work, SHIPPED, 4, spread=7).num_partials == 13 * 32
+
+
+def separate(*lengths: int) -> WorkList:
+    tables = [np.arange(1000 * i, 1000 * i - (-length // 16)) for i, length in enumerate(lengths)]
+    return worklist.build(tables, list(lengths), [1] * len(lengths), block_size=16)
+
+
+def test_the_longest_tile_is_cut_though_the_average_would_do() -> None:
+    tiles = tiling.build(separate(1900, 700, 700, 700), (Shape(16, 16),), 1, spread=4)
+    assert max(tile[3] - tile[2] for tile in records(tiles, 0)) <= 700
+
+
+def test_keys_are_never_cut_into_more_than_so_many_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 1.9 tiles run at once, more parts always balance a little better."""
+    monkeypatch.setattr(tiling, "PARTIAL", 0)
+    tiles = tiling.build(single(8192), (Shape(16, 16),), 1, spread=1.9)
+    assert [tiles.num_tiles(0)] == tiling.most(1.9, 1) == [7]
+
+
+def test_a_fixed_split_is_what_parts_have_about() -> None:
+    for length, parts in ((383, 1), (384, 2), (639, 2), (640, 3)):
+        assert tiling.build(single(length), (Shape(16, 16),), 1, split=256).num_tiles(0) == parts
+
+
+def test_behind_the_edge_of_a_window_keys_are_cut_between_blocks() -> None:
+    """A tile that starts inside a block needs a mask."""
+    tiles = tiling.build(single(4099, window=2000), (Shape(16, 16),), 1, spread=4)
+    assert sorted(tile[2] for tile in records(tiles, 0)) == [0, 0, 0, 3]
 
 
 def test_the_same_step_is_cut_the_same_way() -> None:
