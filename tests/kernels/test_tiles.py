@@ -131,6 +131,11 @@ def test_a_chunk_and_its_prefix_are_one_tile_that_masks_its_diagonal_only() -> N
     assert tile[:9] == [0, 0, 0, 104, 0, 8, 0, 6, -1]
 
 
+def test_a_context_of_whole_runs_needs_no_mask() -> None:
+    (tile,) = records(tiling.build(single(128), (Shape(16, 16),), 1), 0)
+    assert tile[6:8] == [0, 8]
+
+
 def test_a_window_is_masked_at_both_ends_and_clear_between() -> None:
     (tile,) = records(tiling.build(single(200, 4, 100), (Shape(16, 16),), 1), 0)
     _, position, first, stop, _, rows, clear_from, clear_to, _ = tile[:9]
