@@ -41,7 +41,6 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
         with suppress(EngineClosed):
             await service.metrics.watch()
         yield
-        service.close()
 
     app = Starlette(
         routes=[

@@ -44,11 +44,14 @@ def namespace(tenant: str | None, headers: Headers, cache_key: str | None) -> Ha
     """What the cache knows a request's prefixes by: the tenant's own, or one within it that the client names.
 
     The header goes before the body's prompt_cache_key. No name that a client sends can be another tenant's namespace.
-    Raises ApiError for a name that is too long.
+    Raises ApiError for a name that is too long, or has bytes that mean nothing in a header.
     """
-    name = headers.get(NAMESPACE_HEADER) or cache_key
+    sent = headers.get(NAMESPACE_HEADER)
+    if sent and not (sent.isascii() and sent.isprintable()):
+        raise bad_request(f"{NAMESPACE_HEADER} must be printable ASCII", NAMESPACE_HEADER, "invalid_value")
+    name = sent or cache_key
     if name is not None and len(name) > LONGEST_NAME:
-        param = NAMESPACE_HEADER if NAMESPACE_HEADER in headers else "prompt_cache_key"
+        param = NAMESPACE_HEADER if sent else "prompt_cache_key"
         raise bad_request(f"{param} is at most {LONGEST_NAME} characters long", param, "invalid_value")
     own = () if tenant is None else (tenant,)
     return (*own, name) if name else own or None

@@ -9,6 +9,7 @@ from typing import Any
 
 from radixkv import __version__
 from radixkv.serve import schemas
+from radixkv.serve.auth import LONGEST_NAME, NAMESPACE_HEADER
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.messages import ROLES, TOOL_NAME
 from radixkv.serve.settings import Settings
@@ -31,7 +32,7 @@ def document(model_name: str, settings: Settings) -> JsonObject:
             "/tokenize": _post("Token ids of a text or of a conversation", _tokenize(model), "Tokens"),
             "/v1/models": _get("The model, as a list", "Models"),
             "/v1/models/{model}": _get("The model", "Model", _path_parameter("model")),
-            "/health": {**_get("Whether the engine answers", "Health"), "security": []},
+            "/health": _open(_get("Whether the engine answers", "Health")),
             "/metrics": _metrics(),
         },
         "components": {"schemas": _answers(), "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}}},
@@ -80,7 +81,7 @@ def _tokenize(model: JsonObject) -> JsonObject:
         "prompt": _STRING,
         "messages": _maybe(_list(_message(), least=1)),
         "tools": _maybe(_list(_tool())),
-        "prompt_cache_key": _STRING,
+        "prompt_cache_key": _CACHE_KEY,
     }
     return _object(fields)
 
@@ -108,10 +109,7 @@ def _asked(model: JsonObject) -> JsonObject:
         "stop_token_ids": _maybe(_list({"type": "integer", "minimum": 0, "maximum": 2**31 - 1})),
         "min_tokens": _integer(0),
         "ignore_eos": _BOOLEAN,
-        "prompt_cache_key": {
-            **_maybe({"type": "string", "maxLength": 256}),
-            "description": "A namespace of the cache within the API key's; X-RadixKV-Namespace goes before it.",
-        },
+        "prompt_cache_key": _CACHE_KEY,
         "store": {"enum": [False, None]},
         "service_tier": {"enum": ["auto", "default", None]},
         **{name: {"description": "Taken, and without effect."} for name in schemas.WITHOUT_EFFECT},
@@ -207,9 +205,9 @@ def _post(about: str, body: JsonObject, answer: str, *, streams: bool = False) -
     if streams:
         found["text/event-stream"] = {"schema": {"type": "string"}}
     namespace = {
-        "name": "X-RadixKV-Namespace",
+        "name": NAMESPACE_HEADER,
         "in": "header",
-        "schema": {"type": "string", "maxLength": 256, "pattern": "^[!-~]*$"},
+        "schema": {"type": "string", "maxLength": LONGEST_NAME, "pattern": "^[ -~]*$"},
     }
     return {
         "post": {
@@ -218,7 +216,7 @@ def _post(about: str, body: JsonObject, answer: str, *, streams: bool = False) -
             "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
             "responses": {
                 "200": {"description": about, "content": found},
-                **_errors(400, 401, 404, 408, 413, 429, 503),
+                **_errors(400, 401, 404, 408, 413, 429, 503, 504),
             },
         }
     }
@@ -233,6 +231,11 @@ def _get(about: str, answer: str, *parameters: JsonObject) -> JsonObject:
             "responses": {"200": {"description": about, "content": found}, **_errors(401, 404, 503)},
         }
     }
+
+
+def _open(path: JsonObject) -> JsonObject:
+    """A path that needs no key."""
+    return {"get": {**path["get"], "security": []}}
 
 
 def _metrics() -> JsonObject:
@@ -286,6 +289,11 @@ def _ref(name: str) -> JsonObject:
 
 _BOOLEAN: dict[str, Any] = {"type": ["boolean", "null"]}
 _STRING: dict[str, Any] = {"type": ["string", "null"]}
+_CACHE_KEY: dict[str, Any] = {
+    "type": ["string", "null"],
+    "maxLength": LONGEST_NAME,
+    "description": "A namespace of the cache within the API key's; X-RadixKV-Namespace goes before it.",
+}
 _WHY = {
     400: "What was sent is wrong; the message says what, and how to put it right",
     401: "No API key that is known here",

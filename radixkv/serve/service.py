@@ -113,10 +113,6 @@ class Service:
         """What `call` returns, on the thread for templates and tokenizers: the event loop goes on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._thinking, call)
 
-    def close(self) -> None:
-        """Let the thread go."""
-        self._thinking.shutdown(wait=False)
-
 
 def _hidden_tags(tokenizer: Any | None) -> dict[int, str]:
     added = getattr(tokenizer, "added_tokens_decoder", {})

@@ -79,10 +79,12 @@ def test_names_are_kept_apart_however_they_are_spelt():
     assert len(known) == 15
 
 
-def test_a_name_that_is_too_long_is_refused():
+def test_a_name_that_is_too_long_or_odd_is_refused():
     with served() as server:
         answer = server.post("/v1/chat/completions", {**CHAT, "prompt_cache_key": "x" * 257})
+        odd = server.post("/v1/chat/completions", CHAT, headers={NAMESPACE_HEADER: b"caf\xe9"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt_cache_key"
+    assert odd.status_code == 400 and odd.json()["error"]["param"] == NAMESPACE_HEADER
 
 
 # ---- settings
