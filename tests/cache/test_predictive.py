@@ -123,9 +123,18 @@ class TestMemory:
             assert cache._ghosts.tokens <= 30
             assert learner(cache).uses <= 60
             assert len(learner(cache).shadow) <= 30
+            claimed = sum(use.end - use.start for ages in learner(cache)._ages for use in ages)
+            ghosts = [*cache._ghosts._runs.values(), *cache._ghosts._faded.values()]
+            assert claimed == cache.evictable_blocks + sum(ghost.size for ghost in ghosts) // 4
         cache.clear()
         cache.check()
         assert learner(cache).uses == len(learner(cache).shadow) == len(cache._ghosts) == 0
+
+    def test_is_bounded_even_if_nothing_is_ever_told_as_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(PredictiveIndex, "forgotten", lambda index, use, start: None)
+        new = Fresh()
+        _, cache = hits([Request(float(i), new.run(2)) for i in range(300)], 30, "predictive")
+        assert learner(cache).uses == 60
 
     @pytest.mark.parametrize("blocks", [50, 800])
     def test_worths_looked_at_for_each_request_do_not_grow_with_the_pool(
