@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, ClassVar, Generic, TypeVar
 
 from textual import on
@@ -18,10 +19,12 @@ from textual.widgets import Input, Static
 from radixkv_monitor.export import Table
 from radixkv_monitor.messages import Selection
 from radixkv_monitor.state import State
-from radixkv_monitor.views import View
+from radixkv_monitor.views import View, is_too_soon
 from radixkv_monitor.widgets.table import Column, RowTable
 
 Row = TypeVar("Row")
+MANY = 100
+"""Rows from which on states are let go by that come soon behind the one that is shown."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Listing(View, Generic[Row]):
         self._order = 0
         self._state: State | None = None
         self._all: Sequence[Row] = ()
+        self._told = Content("")  # of the row under the cursor
 
     # ---- what a view says of its rows
 
@@ -117,7 +121,9 @@ class Listing(View, Generic[Row]):
         self.table.focus()
 
     def update(self, state: State) -> None:
-        """Show another state."""
+        """Show another state; of many rows, no more than five a second."""
+        if len(self._all) >= MANY and is_too_soon(state, self._state):
+            return
         self._state = state
         self._all = self.rows_of(state)
         if self.is_mounted:
@@ -194,19 +200,25 @@ class Listing(View, Generic[Row]):
         if self._state is None:
             return
         wanted = self.query_one(Input).value.lower().split()
-        rows = [row for row in self._all if all(word in self.words(row) for word in wanted)]
-        order = self.order
-        some = [row for row in rows if order.key(row) is not None]
-        none = [row for row in rows if order.key(row) is None]
-        some.sort(key=order.key, reverse=order.descending)
+        rows = [row for row in self._all if all(word in self.words(row) for word in wanted)] if wanted else self._all
         self.table.say_when_empty(self.empty if not wanted else "no row has all of these words (Esc shows all)")
-        self.table.show([*some, *none])
+        self.table.show(_sorted(rows, self.order))
         left = f" · {len(rows):,} of {len(self._all):,} shown" if wanted else ""
-        head = f"by {order.name}{left} · {self.headline(self._all, self._state)}"
-        self.query_one(".headline", Static).update(head)
+        head = f"by {self.order.name}{left} · {self.headline(self._all, self._state)}"
+        self.query_one(".headline", Static).update(head, layout=False)
         self._show_detail()
 
     def _show_detail(self) -> None:
         row, state = self.table.cursor, self._state
         text = Content("") if row is None or state is None else self.detail(row, state)
-        self.query_one(".detail", Static).update(text)
+        if text != self._told:
+            self._told = text
+            self.query_one(".detail", Static).update(text)
+
+
+def _sorted(rows: Sequence[Row], order: Order[Row]) -> list[Row]:
+    """In this order; those that have no key for it stand last, as they stood."""
+    keyed = [(order.key(row), row) for row in rows]
+    known = [each for each in keyed if each[0] is not None]
+    known.sort(key=itemgetter(0), reverse=order.descending)
+    return [row for _, row in known] + [row for key, row in keyed if key is None]

@@ -147,7 +147,7 @@ class PoolView(View):
         total = self.blocks.map.num_blocks
         used = share(total - counts[0], total)
         self.query_one(".headline", Static).update(
-            f"{total:,} blocks, {used} in use · by {MODES[self.mode].name} · {size}{fit}{marked}"
+            f"{total:,} blocks, {used} in use · by {MODES[self.mode].name} · {size}{fit}{marked}", layout=False
         )
         if key != self._legend:
             self._legend = key

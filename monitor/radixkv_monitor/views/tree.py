@@ -23,12 +23,12 @@ from radixkv_monitor.runs import block_at, count_blocks
 from radixkv_monitor.sessions_seen import SessionsSeen
 from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
-from radixkv_monitor.views import View
+from radixkv_monitor.views import View, is_too_soon
 from radixkv_monitor.widgets.detail import Detail
 from radixkv_monitor.widgets.flat_tree import FlatTree, Terms
 
-MANY, SOON = 1000, 0.19
-"""Nodes from which on states are let go by that come so soon, in seconds, behind the one that is shown."""
+MANY = 1000
+"""Nodes from which on states are let go by that come soon behind the one that is shown."""
 WIDE = 120
 """Columns from which on the account stands beside the tree, not below it."""
 LOW = 14
@@ -102,7 +102,7 @@ class TreeView(View):
 
     def update(self, state: State) -> None:
         """Show another state; of a large tree, no more than five a second."""
-        if self._is_too_soon(state):
+        if len(state.nodes) >= MANY and is_too_soon(state, self._state):
             return
         last, self._state = self._state, state
         before = self.rows.rows
@@ -115,13 +115,6 @@ class TreeView(View):
         self.rows.update(state.nodes, None if touched is None else touched.nodes)
         if self.is_mounted:
             self._draw(state, None if self.rows.rows is before else before)
-
-    def _is_too_soon(self, state: State) -> bool:
-        """Whether it can wait for the next one: while live there is one within a second, as time goes on."""
-        last = self._state
-        if last is None or last.line != state.line or state.frozen or state.stale or len(state.nodes) < MANY:
-            return False
-        return 0 <= state.now - last.now < SOON
 
     def _draw(self, state: State, before: Sequence[Row] | None) -> None:
         top = self.rows.branches[0]
@@ -143,7 +136,7 @@ class TreeView(View):
         if self.is_following:
             parts.append("following")
         parts.append(node_facts.next_to_go(self._queue, state.now))
-        self.query_one(".headline", Static).update(self._complaint or " · ".join(parts))
+        self.query_one(".headline", Static).update(self._complaint or " · ".join(parts), layout=False)
         self._account(state)
 
     def _account(self, state: State) -> None:

@@ -78,11 +78,15 @@ class Banner(Static):
     def __init__(self) -> None:
         super().__init__(id="banner", markup=False)
         self.display = False
+        self._said = ("", "")
 
     def say(self, text: str, kind: str) -> None:
         """Show a text; `kind` is "bad", "warn" or "info"."""
+        if (text, kind) == self._said:
+            return
+        self._said = (text, kind)
         self.display = bool(text)
-        self.update(text)
+        self.update(text, layout=False)
         for each in ("bad", "warn", "info"):
             self.set_class(each == kind, f"-{each}")
 

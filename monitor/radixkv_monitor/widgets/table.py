@@ -1,7 +1,7 @@
 """A table of any number of rows, of which only the visible ones are drawn; the cursor stays with its row.
 
 Knows columns, cells and the cursor. Does not know what the rows mean: a cell is pieces of text, each in one of the
-named styles below, which the themes colour.
+named styles below, which the themes colour. A line is drawn anew only if its cells say something else.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.message import Message
-from textual.scroll_view import ScrollView
 from textual.strip import Strip
+
+from radixkv_monitor.widgets.cached_lines import CachedLines
 
 Row = TypeVar("Row")
 Cell = Sequence[tuple[str, str]]
@@ -42,8 +43,10 @@ class Column(Generic[Row]):
     most: int = 1000
 
 
-class RowTable(ScrollView, Generic[Row], can_focus=True):
+class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
     """Rows under a header; O(visible rows) to draw, O(rows) to show new ones."""
+
+    header = 1
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
         "row-table--header",
@@ -57,7 +60,6 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
         "row-table--cursor",
     }
     DEFAULT_CSS = """
-    RowTable { height: 1fr; scrollbar-size-horizontal: 0; scrollbar-size-vertical: 1; scrollbar-gutter: stable; }
     RowTable > .row-table--header { color: $text-muted; text-style: bold; background: $panel; }
     RowTable > .row-table--plain { color: $foreground; }
     RowTable > .row-table--dim { color: $text-muted; }
@@ -109,14 +111,8 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
         self._at = 0
         self._cursor_key: Hashable = None
         self._shown: list[tuple[Column[Row], int]] = []
-        self._fitted = -1
 
     # ---- what is shown
-
-    @property
-    def wide(self) -> int:
-        """Columns that are drawn on: the scroll bar's place stays free, as a bar that comes or goes is no resize."""
-        return self.scrollable_content_region.width
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -133,15 +129,15 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
         self._rows = rows
         found = next((index for index, row in enumerate(rows) if self._key(row) == self._cursor_key), None)
         self._at = min(self._at, max(len(rows) - 1, 0)) if found is None else found
-        self.virtual_size = Size(self.wide, len(rows) + 1)
+        self.virtual_size = Size(self.wide, len(rows) + self.header)
         self._note_cursor()
-        self.refresh()
+        self.repaint()
 
     def say_when_empty(self, text: str) -> None:
         """What to say while there are no rows."""
         if text != self._empty:
             self._empty = text
-            self.refresh()
+            self.repaint()
 
     def go_to(self, key: Hashable) -> bool:
         """Put the cursor on the row of this key, if it is shown."""
@@ -183,12 +179,9 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
         if not self._rows:
             return
         self._at = min(max(index, 0), len(self._rows) - 1)
-        body = max(1, self.size.height - 1)
-        top = int(self.scroll_offset.y)
-        if not top <= self._at < top + body:
-            self.scroll_to(y=self._at if self._at < top else self._at - body + 1, animate=False)
+        self.bring_into_view(self._at)
         self._note_cursor()
-        self.refresh()
+        self.repaint()
 
     def _note_cursor(self) -> None:
         key = self._key(self._rows[self._at]) if self._rows else None
@@ -198,38 +191,43 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
 
     # ---- drawing
 
+    def on_focus(self) -> None:
+        """The cursor is lit."""
+        self.repaint()
+
+    def on_blur(self) -> None:
+        """The cursor is no longer lit."""
+        self.repaint()
+
     def on_resize(self, event: events.Resize) -> None:
         """Rows are as wide as the table."""
-        self.virtual_size = Size(self.wide, len(self._rows) + 1)
+        self.virtual_size = Size(self.wide, len(self._rows) + self.header)
+        self._shown = _fitting(self._columns, self.wide)
+        self.forget_lines()
 
-    def render_line(self, y: int) -> Strip:
-        """The header, or a row."""
-        width = self.wide
-        if width != self._fitted:
-            self._fitted, self._shown = width, _fitting(self._columns, width)
-        if y == 0:
-            return self._line([[(column.title, "header")] for column, _ in self._shown], width, self._style("header"))
-        index = y - 1 + int(self.scroll_offset.y)
-        if not self._rows and y == 2:
-            return Strip([Segment(set_cell_size(f"  {self._empty}", width), self._style("dim"))], width)
-        if index >= len(self._rows):
-            return Strip.blank(width, self.rich_style)
-        over = None
-        if index == self._at and self.has_focus:
-            over = self._style("cursor")
-        row = self._rows[index]
-        return self._line([column.cell(row, size) for column, size in self._shown], width, over)
+    def key_of(self, line: int) -> tuple[Any, ...]:
+        """Whether the line is lit, and its cells; but what is said in place of rows, and nothing where nothing is."""
+        if line < 0:
+            return False, [[(column.title, "header")] for column, _ in self._shown]
+        if line < len(self._rows):
+            row = self._rows[line]
+            return line == self._at and self.has_focus, [column.cell(row, size) for column, size in self._shown]
+        return (self._empty,) if line == 1 and not self._rows else ()
 
-    def _line(self, cells: Sequence[Cell], width: int, over: Style | None) -> Strip:
+    def draw(self, line: int, key: tuple[Any, ...]) -> Strip:
+        """The header, a row, or what is said where there is none."""
+        if len(key) < 2:
+            return Strip([Segment(f"  {text}", self._look("dim")) for text in key])
+        is_lit, cells = key
         segments = []
         for cell, (column, size) in zip(cells, self._shown, strict=True):
             segments += self._segments(cell, size, column.right)
-            segments.append(Segment(" ", self.rich_style))
-        strip = Strip(segments).adjust_cell_length(width, self.rich_style)
-        if over is None:
+            segments.append(Segment(" ", self.ground))
+        strip = Strip(segments).adjust_cell_length(self.wide, self.ground)
+        if not is_lit and line >= 0:
             return strip
-        lit = Style(bgcolor=over.bgcolor, bold=True)
-        return Strip(Segment.apply_style(strip, post_style=lit), width)
+        over = Style(bgcolor=self._look("cursor" if is_lit else "header").bgcolor, bold=True)
+        return Strip(Segment.apply_style(strip, post_style=over), self.wide)
 
     def _segments(self, cell: Cell, width: int, right: bool) -> list[Segment]:
         """The pieces of a cell, cut or filled up to its width."""
@@ -239,12 +237,12 @@ class RowTable(ScrollView, Generic[Row], can_focus=True):
                 break
             if cell_len(text) > left:
                 text = set_cell_size(text, left - 1) + "…"
-            segments.append(Segment(text, self._style(style)))
+            segments.append(Segment(text, self._look(style)))
             left -= cell_len(text)
-        filling = [Segment(" " * left, self.rich_style)] if left > 0 else []
+        filling = [Segment(" " * left, self.ground)] if left > 0 else []
         return [*filling, *segments] if right else [*segments, *filling]
 
-    def _style(self, name: str) -> Style:
+    def _look(self, name: str) -> Style:
         return self.get_component_rich_style(f"row-table--{name}")
 
 
