@@ -8,28 +8,36 @@ from __future__ import annotations
 import hmac
 from collections.abc import Hashable, Mapping
 from hashlib import sha256
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
 from radixkv.serve.errors import ApiError, bad_request
+from radixkv.serve.settings import is_loopback
 
 NAMESPACE_HEADER = "X-RadixKV-Namespace"
 LONGEST_NAME = 256
 
 
 class Auth:
-    """Tells tenants by their keys; without keys there is one tenant, None."""
+    """Tells tenants by their keys; without keys there is one tenant, None, and nobody may ask from elsewhere.
+
+    A server without keys listens to its own machine only, but a page from elsewhere that a browser shows there can send
+    requests, too, and with a DNS name of its own that leads to 127.0.0.1 it can read the answers. So the names that it
+    was asked by, and that it was asked from, must be this machine's.
+    """
 
     def __init__(self, api_keys: Mapping[str, str]) -> None:
         """`api_keys` maps names to keys; digests of equal length are kept, not the keys."""
         self._digests = {name: _digest(key) for name, key in api_keys.items()}
 
     def tenant(self, headers: Headers) -> str | None:
-        """The name of whoever sent these headers; raises ApiError 401.
+        """The name of whoever sent these headers; raises ApiError 401 or, without keys, 403.
 
         Compares with every key, each in a time that does not depend on where they differ.
         """
         if not self._digests:
+            _check_local(headers)
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip() if scheme.lower() == "bearer" else "")
@@ -55,6 +63,22 @@ def namespace(tenant: str | None, headers: Headers, cache_key: str | None) -> Ha
         raise bad_request(f"{param} is at most {LONGEST_NAME} characters long", param, "invalid_value")
     own = () if tenant is None else (tenant,)
     return (*own, name) if name else own or None
+
+
+def _check_local(headers: Headers) -> None:
+    """Raise ApiError 403 for a request that a page from elsewhere may have sent."""
+    origin = headers.get("origin")
+    for name in (f"//{headers.get('host', '')}", *([] if origin is None else [origin])):
+        if not is_loopback(_host(name)):
+            message = "this server has no API keys, so it answers to localhost only, and to no page from elsewhere"
+            raise ApiError(403, message, code="not_local")
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
 def _digest(key: str) -> bytes:

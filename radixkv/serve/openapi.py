@@ -216,7 +216,7 @@ def _post(about: str, body: JsonObject, answer: str, *, streams: bool = False) -
             "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
             "responses": {
                 "200": {"description": about, "content": found},
-                **_errors(400, 401, 404, 408, 413, 429, 503, 504),
+                **_errors(400, 401, 403, 404, 408, 413, 429, 503, 504),
             },
         }
     }
@@ -228,7 +228,7 @@ def _get(about: str, answer: str, *parameters: JsonObject) -> JsonObject:
         "get": {
             "summary": about,
             "parameters": list(parameters),
-            "responses": {"200": {"description": about, "content": found}, **_errors(401, 404, 503)},
+            "responses": {"200": {"description": about, "content": found}, **_errors(401, 403, 404, 503)},
         }
     }
 
@@ -241,7 +241,7 @@ def _open(path: JsonObject) -> JsonObject:
 def _metrics() -> JsonObject:
     found = {"text/plain": {"schema": {"type": "string"}}}
     answer = {"description": "Prometheus' text format", "content": found}
-    return {"get": {"summary": "Counters and gauges", "responses": {"200": answer, **_errors(401, 503)}}}
+    return {"get": {"summary": "Counters and gauges", "responses": {"200": answer, **_errors(401, 403, 503)}}}
 
 
 def _errors(*statuses: int) -> JsonObject:
@@ -297,6 +297,7 @@ _CACHE_KEY: dict[str, Any] = {
 _WHY = {
     400: "What was sent is wrong; the message says what, and how to put it right",
     401: "No API key that is known here",
+    403: "A server without API keys was asked by a name that is not this machine's",
     404: "No such path or model",
     408: "The body did not arrive in time",
     413: "The body is too large",

@@ -23,6 +23,7 @@ from radixkv.serve.server import Server, address, bind
 from radixkv.serve.service import Service
 from tests.engine.fakes import FakeModel, FakeRunner, check, make_engine
 
+LOCAL = "http://localhost"
 ASKED = [{"role": "user", "content": "Hello!"}]
 CHAT: dict[str, Any] = {"model": "fake", "messages": ASKED, "temperature": 0}
 
@@ -82,7 +83,7 @@ def served(settings: Settings | None = None, **options: Any) -> Iterator[Served]
     options.setdefault("model", fake_model())
     engine, runner = make_engine(**options)
     app = create_app(AsyncEngine(engine), settings)
-    with engine, TestClient(app) as client:
+    with engine, TestClient(app, LOCAL) as client:
         yield Served(client, engine, runner, app.state.service)
         if runner.gate is None and engine._worker._thread.is_alive():
             check(engine)

@@ -25,7 +25,7 @@ def send(host: Hosted, body: dict, receive_buffer: int | None = None) -> socket.
     client.settimeout(20)
     client.connect(("127.0.0.1", host.port))
     content = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
     client.sendall(head.encode() + content)
     return client
 
