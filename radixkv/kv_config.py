@@ -1,0 +1,268 @@
+"""From a model's config.json, or one of the usual names, to the shape of its KV, without loading or fetching anything.
+
+Knows what the fields are called, what goes unsaid, and which models keep something else than keys and values. Knows no
+transformers and no torch: whether radixkv runs a model is found out by loading it (`radixkv doctor`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from radixkv.errors import InvalidInput
+from radixkv.kv_size import ASSUMED_DTYPE, WIDTHS, KVShape, LayerKV
+
+_NAMED = {  # layers, KV heads, head dim, context: as their config.json says; weights of 16 bits
+    "llama-3.1-8b": (32, 8, 128, 131_072),
+    "llama-3.1-70b": (80, 8, 128, 131_072),
+    "llama-3.2-1b": (16, 8, 64, 131_072),
+    "llama-3.2-3b": (28, 8, 128, 131_072),
+    "mistral-7b": (32, 8, 128, 32_768),
+    "qwen2.5-0.5b": (24, 2, 64, 32_768),
+    "qwen2.5-7b": (28, 4, 128, 32_768),
+    "qwen3-0.6b": (28, 8, 128, 40_960),
+    "qwen3-8b": (36, 8, 128, 40_960),
+    "qwen3-14b": (40, 8, 128, 40_960),
+    "qwen3-32b": (64, 8, 128, 40_960),
+    "qwen3-30b-a3b": (48, 4, 128, 40_960),
+}
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_KV_HEADS = ("num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_heads", "kv_n_heads", "n_kv_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+
+# What transformers' own classes fill in, where the files of a family leave it out and it does not follow from the rest.
+_UNSAID: Mapping[str, Mapping[str, int]] = {
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256},
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    "gemma3n_text": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256},
+    "gemma4_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512},
+    "gpt_oss": {"head_dim": 64},
+    "qwen3": {"head_dim": 128},
+}
+_WINDOWED = {"sliding_attention": "a window of", "chunked_attention": "a chunk of"}
+_KINDS = {"full_attention", "attention", *_WINDOWED}
+_DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_ENCODERS = ("albert", "bert", "electra", "roformer", "xlnet", "ernie", "big_bird", "data2vec")
+# A field that begins so belongs to a state that is no KV of single tokens, or to an index beside the KV.
+_STATE = ("mamba_", "ssm_", "linear_num_", "linear_conv_", "linear_attn_", "conv_L_cache", "rwkv_", "index_topk")
+_STATEFUL = {"falcon_mamba", "hrm_text", "mamba", "mamba2", "recurrent_gemma", "reformer", "rwkv", "xlstm"}
+
+
+def kv_shape(model: str) -> KVShape:
+    """The KV of a model: "tiny" (bundled), a folder, a config.json, or a usual name. Reads one small file, or none.
+
+    Raises InvalidInput for what is none of these, and for a config of no decoder, or of one that keeps something else
+    than keys and values; it says what is wrong.
+
+    >>> kv_shape("llama-3.1-70b").bytes_per_token()
+    327680
+    """
+    path = _path_of(model)
+    if path is None:
+        return _named(model)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+        return _of_config(config, model)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"model {model!r}: {path} states no KV shape: {error}") from error
+
+
+def _path_of(model: str) -> Path | Traversable | None:
+    """The config.json that is meant; None if it can only be a name."""
+    if model == "tiny":
+        return resources.files("radixkv").joinpath("assets", "tiny", "config.json")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise InvalidInput(f"model {model!r}: the folder has no config.json")
+    return path if path.is_file() else None
+
+
+def _named(model: str) -> KVShape:
+    """One of the usual shapes; who made it, and "-Instruct" behind the name, change nothing."""
+    name = model.lower().rpartition("/")[2].removeprefix("meta-").removesuffix("-instruct")
+    if name not in _NAMED:
+        names = ", ".join(["tiny", *_NAMED])
+        raise InvalidInput(
+            f"model {model!r}: no such folder or config.json, and none of {names}; nothing is fetched: give the "
+            "path of its config.json"
+        )
+    layers, heads, dim, context = _NAMED[name]
+    return KVShape(name, (LayerKV(heads, dim, dim),) * layers, "bfloat16", context)
+
+
+# ---- a config; what is wrong with it is raised as ValueError
+
+
+def _of_config(whole: dict[str, Any], name: str) -> KVShape:
+    _check_decoder(whole)
+    config = whole.get("text_config") or whole
+    if not isinstance(config, dict):
+        raise ValueError(f"text_config is {config!r}")
+    _check_decoder(config)
+    config = {**_UNSAID.get(str(config.get("model_type")), {}), **{k: v for k, v in config.items() if v is not None}}
+    kinds = _kinds(config)
+    layers = [_layer(config, at, kind) for at, kind in enumerate(kinds)]
+    kept = tuple(layer for layer in layers if layer is not None)
+    if not kept:
+        raise ValueError("none of its layers keeps keys and values")
+    if config.get("model_type") == "longcat_flash":  # each of its layers attends twice
+        kept = tuple(layer for layer in kept for _ in range(2))
+    context = next((config[field] for field in _CONTEXT if type(config.get(field)) is int), None)
+    return KVShape(name, kept, _dtype(config, whole), context, tuple(_notes(config, kinds, kept)))
+
+
+def _check_decoder(config: Mapping[str, Any]) -> None:
+    """Refuse what attends to later tokens too, or keeps anything else than keys and values of each token."""
+    kind, made = str(config.get("model_type")), config.get("architectures") or ()
+    if config.get("is_encoder_decoder"):
+        raise ValueError("it is an encoder-decoder; radixkv runs decoders")
+    encodes = any(each in kind for each in _ENCODERS) and not kind.startswith("ernie4") and "decoder" not in kind
+    if (encodes and not config.get("is_decoder")) or (made and not any(str(each).endswith(_DECODERS) for each in made)):
+        raise ValueError(f"{', '.join(map(str, made)) or kind} is no decoder with a language model's head")
+    state = [field for field in config if field.startswith(_STATE) and config[field]]
+    if kind in _STATEFUL or state:
+        raise ValueError(f"{state[0] if state else kind}: it keeps something else than keys and values of each token")
+    if config.get("cross_attention_layers"):
+        raise ValueError("cross_attention_layers: some of its layers attend to another model's output")
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer, a name of `_KINDS`."""
+    count = _whole(config, _LAYERS)
+    if count > 10_000:
+        raise ValueError(f"{count} layers")
+    kinds = config.get("layer_types") or config.get("layers_block_type") or config.get("block_types")
+    if kinds is None:
+        return ["sliding_attention" if _slides(config) else "full_attention"] * count
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise ValueError(f"its list of layer types is not one of {count} layers")
+    if other := sorted({str(kind) for kind in kinds} - _KINDS):
+        raise ValueError(f"layers of type {', '.join(other)} keep something else than keys and values of each token")
+    return kinds
+
+
+def _slides(config: Mapping[str, Any]) -> bool:
+    """Whether all layers of a config without layer types have a window."""
+    mixed = any(config.get(field) for field in ("sliding_window_pattern", "max_window_layers"))
+    return bool(config.get("sliding_window")) and config.get("use_sliding_window", True) is not False and not mixed
+
+
+def _layer(config: Mapping[str, Any], at: int, kind: str) -> LayerKV | None:
+    """What one layer keeps; None if it has no attention."""
+    own = _own_fields(config, at, kind)
+    heads = _whole(own, _HEADS)
+    if own.get("no_op"):
+        return None
+    if own.get("kv_lora_rank"):  # latent attention, decompressed: every head has its key and its value
+        key = _whole(own, ("qk_nope_head_dim",)) + _whole(own, ("qk_rope_head_dim",))
+        return LayerKV(heads, key, _whole(own, ("v_head_dim",)))
+    dim = _whole(own, ("head_dim", "kv_channels"), default=0) or _whole(own, _HIDDEN) // heads
+    if dim < 1:
+        raise ValueError(f"{heads} heads share {_whole(own, _HIDDEN)} numbers")
+    return LayerKV(_kv_heads(own, heads), dim, _whole(own, ("v_head_dim",), default=dim))
+
+
+def _own_fields(config: Mapping[str, Any], at: int, kind: str) -> dict[str, Any]:
+    """The config as this layer sees it: families differ in how they say that layers differ."""
+    own = {
+        name: value[at] if name in _KV_HEADS and isinstance(value, list) else value for name, value in config.items()
+    }
+    own.update(_part(config, "attn_config"))
+    if kind in _WINDOWED:
+        own.update({name.removeprefix("swa_"): value for name, value in config.items() if name.startswith("swa_")})
+        if config.get("model_type") == "mimo_v2_flash" and "swa_num_key_value_heads" not in config:
+            own["num_key_value_heads"] = 2 * _whole(config, _KV_HEADS)  # as its class has it, whatever the file says
+    elif "per_layer_config" not in config:
+        own["head_dim"] = config.get("global_head_dim") or config.get("head_dim")
+        if config.get("attention_k_eq_v", True):
+            own["num_key_value_heads"] = config.get("num_global_key_value_heads") or own.get("num_key_value_heads")
+    overrides = _part(config, "per_layer_config")
+    own.update(next((fields for key, fields in overrides.items() if str(key).isdecimal() and int(key) == at), {}))
+    blocks = config.get("block_configs")
+    if isinstance(blocks, list) and at < len(blocks):
+        own.update(_grouped(_part(blocks[at], "attention"), _whole(own, _HEADS)))
+    return own
+
+
+def _grouped(attention: Mapping[str, Any], heads: int) -> dict[str, Any]:
+    """A block's own attention, which may be missing, or say how many query heads share a KV head."""
+    if attention.get("no_op") or attention.get("replace_with_linear"):
+        return {"no_op": True}
+    return {"num_key_value_heads": heads // _whole(attention, ("n_heads_in_group",), default=1)}
+
+
+def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    """KV heads of a layer; they are as many as its heads where nothing is said."""
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    kv_heads = _whole(config, _KV_HEADS, default=heads)
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads cannot share {kv_heads} KV heads evenly")
+    return kv_heads
+
+
+def _at(values: list[Any], at: int) -> Any:
+    """One layer's of a list that has something for each."""
+    if at >= len(values):
+        raise ValueError(f"a list for all layers ends before layer {at}")
+    return values[at]
+
+
+def _part(config: Any, field: str) -> Mapping[str, Any]:
+    """A part of a config that is a config itself; empty if it is missing."""
+    part = config.get(field) if isinstance(config, dict) else None
+    return part if isinstance(part, dict) else {}
+
+
+def _whole(config: Mapping[str, Any], fields: tuple[str, ...], default: int | None = None) -> int:
+    """The first of these fields that is there, a whole number above 0."""
+    for field in fields:
+        value = config.get(field)
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{field} is {value!r}, not a whole number above 0")
+        return value
+    if default is None:
+        raise ValueError(f"it has no {fields[0]}")
+    return default
+
+
+def _dtype(config: Mapping[str, Any], whole: Mapping[str, Any]) -> str | None:
+    """What the weights are saved in, if it says so."""
+    said = (each.get(field) for each in (config, whole) for field in ("dtype", "torch_dtype"))
+    dtype = next((str(each).removeprefix("torch.") for each in said if each), None)
+    if dtype is not None and dtype not in WIDTHS:
+        raise ValueError(f"dtype {dtype!r} is none of {', '.join(WIDTHS)}")
+    return dtype
+
+
+def _notes(config: Mapping[str, Any], kinds: list[str], layers: tuple[LayerKV, ...]) -> list[str]:
+    """What a reader of the numbers may not expect."""
+    notes = []
+    if rank := config.get("kv_lora_rank"):
+        latent = len(layers) * (_whole({"rank": rank}, ("rank",)) + _whole(config, ("qk_rope_head_dim",)))
+        times = sum(layer.numbers for layer in layers) / latent
+        notes.append(f"latent attention is stored decompressed, which takes {times:.1f} times what the latent would")
+    for kind, seen in _WINDOWED.items():
+        if (count := kinds.count(kind)) and count <= len(layers):
+            size = config.get("sliding_window" if kind == "sliding_attention" else "attention_chunk_size")
+            seen = f"{count} of {len(kinds)} layers see {seen} {size} tokens"
+            notes.append(f"{seen}, but keep all KV, so that prefixes can be shared")
+    if shared := config.get("num_kv_shared_layers"):
+        notes.append(f"the last {shared} layers reuse others' KV; each stores what it reads all the same")
+    if config.get("dtype") is None and config.get("torch_dtype") is None:
+        notes.append(f"the config names no dtype: {ASSUMED_DTYPE} is assumed unless you say one")
+    return notes

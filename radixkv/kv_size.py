@@ -1,0 +1,79 @@
+"""How many bytes the keys and values of a token take, and how many bytes "8GiB" are.
+
+Knows the shapes of layers, dtypes and units. Knows no model by name, no tensor, and no pool.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from radixkv.errors import InvalidInput
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+"""What stands before the "B" of bytes (or before "tok"), in lower case."""
+
+WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a number, by the name of its dtype."""
+
+ASSUMED_DTYPE = "bfloat16"
+"""What weights are taken to be saved in, where a config does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one attention layer keeps of a token: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a token takes in this layer."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+    def of_rank(self, ranks: int) -> LayerKV:
+        """What the fullest of `ranks` tensor-parallel ranks keeps: heads are dealt out whole, and each rank has one."""
+        return replace(self, kv_heads=-(-self.kv_heads // ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The KV of a model: every layer that keeps some, in order.
+
+    `dtype` is what the weights are saved in and `context` the longest sequence in tokens, None where nothing says so.
+    `notes` are sentences on what a reader of the numbers may not expect.
+    """
+
+    name: str
+    layers: tuple[LayerKV, ...]
+    dtype: str | None = None
+    context: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def bytes_per_token(self, dtype: str | None = None, ranks: int = 1) -> int:
+        """Bytes of a token in all layers, on one of `ranks`. Raises InvalidInput for another dtype, or no rank.
+
+        >>> KVShape("70B", (LayerKV(8, 128, 128),) * 80).bytes_per_token("float16")
+        327680
+        """
+        dtype = dtype or self.dtype or ASSUMED_DTYPE
+        if dtype not in WIDTHS:
+            raise InvalidInput(f"dtype {dtype!r}: KV is kept in one of {', '.join(WIDTHS)}")
+        if ranks < 1:
+            raise InvalidInput(f"{ranks} tensor-parallel ranks: there must be at least 1")
+        return sum(layer.of_rank(ranks).numbers for layer in self.layers) * WIDTHS[dtype]
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "8GiB", "512 MB" or "1.5g"; raises InvalidInput for anything else, and for less than a byte.
+
+    >>> parse_size("8GiB"), parse_size("512 MB")
+    (8589934592, 512000000)
+    """
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?|)b?\s*", text, re.IGNORECASE | re.ASCII)
+    size = int(float(match[1]) * UNITS[match[2].lower()]) if match else 0
+    if size < 1:
+        raise InvalidInput(f"memory {text!r}: give bytes, such as 8GiB or 512MB")
+    return size
