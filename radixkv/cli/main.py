@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands, common)
     _add_demo(commands, common)
     _add_ps(commands, common)
+    _add_plan(commands, common)
     _add_serve(commands, common)
     return parser
 
@@ -94,6 +95,24 @@ def _add_ps(commands: argparse._SubParsersAction[argparse.ArgumentParser], commo
     ps = commands.add_parser("ps", help=about, description=about.capitalize() + ".", parents=[common])
     ps.set_defaults(module="radixkv.cli.ps")
     ps.add_argument("--json", action="store_true", help="a list of objects, for scripts")
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    about = "what a model's KV takes, and how many sequences fit into a memory; loads and fetches nothing"
+    plan = commands.add_parser(
+        "plan", help=about, description=about.capitalize() + ".", parents=[common],
+        epilog="A named model is one of the usual shapes; an unknown name lists them. See docs/sizing.md.",
+    )  # fmt: skip
+    plan.set_defaults(module="radixkv.cli.plan")
+    plan.add_argument("model", metavar="MODEL", help="a config.json, a folder that has one, 'tiny', or a usual name")
+    plan.add_argument("--memory", metavar="SIZE", help="for KV, on each rank, such as 8GiB: what fits into it")
+    plan.add_argument(
+        "--context", type=int, metavar="N", help="tokens of a whole sequence (default: the model's longest)"
+    )
+    plan.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a block (default 16)")
+    plan.add_argument("--dtype", help="float32, bfloat16, float16, ... (default: what the weights are saved in)")
+    plan.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the KV heads")
+    plan.add_argument("--json", action="store_true", help="one object, for scripts; all bytes and layers")
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:

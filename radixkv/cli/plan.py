@@ -1,0 +1,213 @@
+"""`radixkv plan`: what a model's KV takes, and what fits into a memory.
+
+Knows blocks, slabs and columns. What a token takes is `radixkv.kv_config`'s to know; no torch is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from radixkv.errors import InvalidInput
+from radixkv.kv_config import kv_shape
+from radixkv.kv_size import ASSUMED_DTYPE, KVShape, parse_size
+
+_SHARES = (16, 4, 2, 1)  # a sequence that ends after one n-th of the context
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The arithmetic of one model on `ranks` tensor-parallel ranks; all bytes are those of one rank, the fullest."""
+
+    shape: KVShape
+    dtype: str
+    context: int
+    block_size: int
+    ranks: int
+    memory: int | None  # of a rank
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Of a token, in all layers."""
+        return self.shape.bytes_per_token(self.dtype, self.ranks)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Of a block of `block_size` tokens."""
+        return self.bytes_per_token * self.block_size
+
+    @property
+    def blocks(self) -> int:
+        """Whole blocks in the memory, which must have been given."""
+        assert self.memory is not None
+        return self.memory // self.bytes_per_block
+
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks of a sequence, its last one part-filled."""
+        return -(-tokens // self.block_size)
+
+    def lengths(self) -> list[Length]:
+        """Sequences of several lengths, in slabs of the whole context and in pages; the memory must have been given."""
+        assert self.memory is not None
+        slabs = self.memory // (self.context * self.bytes_per_token)
+        return [self._length(n, slabs) for n in sorted({max(1, self.context // share) for share in _SHARES})]
+
+    def _length(self, tokens: int, slabs: int) -> Length:
+        blocks = self.blocks_of(tokens)
+        mean = ((blocks - 1) * self.block_size + 1 + tokens) / 2  # of the lengths that end in the same block
+        return Length(
+            tokens, slabs, 1 - mean / self.context, self.blocks // blocks, 1 - mean / (blocks * self.block_size)
+        )
+
+
+@dataclass(frozen=True)
+class Length:
+    """Sequences of up to `tokens` that share nothing: how many fit, and the share of what each reserves that is empty.
+
+    Shares are means over the lengths that end in the same block as `tokens`.
+    """
+
+    tokens: int
+    contiguous_sequences: int
+    contiguous_empty: float
+    paged_sequences: int
+    paged_empty: float
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was asked for; returns 0. Raises InvalidInput for a model, a size or a number that is none."""
+    plan = _plan(arguments)
+    print(json.dumps(_plain(plan), indent=2) if arguments.json else _text(plan))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    shape = kv_shape(arguments.model)
+    context = arguments.context or shape.context
+    if context is None:
+        raise InvalidInput(f"model {arguments.model!r} names no longest sequence: give --context")
+    for option in ("context", "block_size", "tensor_parallel"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise InvalidInput(f"--{option.replace('_', '-')} {value}: it must be at least 1")
+    memory = None if arguments.memory is None else parse_size(arguments.memory)
+    dtype = arguments.dtype or shape.dtype or ASSUMED_DTYPE
+    plan = Plan(shape, dtype, context, arguments.block_size, arguments.tensor_parallel, memory)
+    if memory is not None and not plan.blocks:
+        raise InvalidInput(f"--memory {arguments.memory}: one block of this model takes {size(plan.bytes_per_block)}")
+    return plan
+
+
+def _notes(plan: Plan) -> list[str]:
+    """What a reader of the numbers may not expect."""
+    notes = list(plan.shape.notes)
+    heads = [layer.kv_heads for layer in plan.shape.layers]
+    if plan.ranks > 1:
+        notes.append("radixkv itself runs on one device; ranks are planned for engines that split KV heads")
+    if any(plan.ranks > each for each in heads):
+        notes.append(f"more ranks than KV heads ({min(heads)}): ranks keep copies of the same head")
+    elif any(each % plan.ranks for each in heads):
+        notes.append(f"{min(heads)} KV heads do not go evenly into {plan.ranks} ranks: the numbers are the fullest's")
+    if plan.shape.context is not None and plan.context > plan.shape.context:
+        notes.append(f"a context of {plan.context:,} tokens is more than the model's own {plan.shape.context:,}")
+    return notes
+
+
+# ---- how it looks
+
+
+def size(number: int) -> str:
+    """Bytes in the largest binary unit of which there is at least one.
+
+    >>> size(327680), size(8 * 2**30), size(1000)
+    ('320 KiB', '8 GiB', '1000 B')
+    """
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 2**power:
+            return f"{number / 2**power:.4g} {unit}" if number < 1000 * 2**power else f"{number // 2**power} {unit}"
+    return f"{number} B"
+
+
+def layers_text(shape: KVShape) -> list[str]:
+    """Layers in a row that are alike, a line each."""
+    lines = []
+    for layer, alike in groupby(shape.layers):
+        value = "" if layer.value_dim == layer.key_dim else f" (values {layer.value_dim})"
+        lines.append(f"{len(list(alike))} x {layer.kv_heads} KV heads x {layer.key_dim}{value}")
+    return lines
+
+
+def _text(plan: Plan) -> str:
+    of_rank = f", each of {plan.ranks} ranks" if plan.ranks > 1 else ""
+    slab = plan.context * plan.bytes_per_token
+    rows = [
+        ("layers", _shortened(layers_text(plan.shape))),
+        ("dtype", plan.dtype),
+        (f"a token{of_rank}", f"{plan.bytes_per_token:,} bytes ({size(plan.bytes_per_token)})"),
+        (f"a block of {plan.block_size} tokens{of_rank}", size(plan.bytes_per_block)),
+        (f"a sequence of {plan.context:,} tokens{of_rank}", size(slab)),
+    ]
+    if plan.ranks > 1:
+        rows.insert(2, ("a token, all layers and heads", f"{plan.shape.bytes_per_token(plan.dtype):,} bytes"))
+    if plan.memory is not None:
+        full = plan.blocks // plan.blocks_of(plan.context)
+        rows += [
+            (f"{size(plan.memory)}{of_rank}", f"{plan.blocks:,} blocks, {plan.blocks * plan.block_size:,} tokens"),
+            (f"sequences of {plan.context:,} tokens that fit", f"{full:,}"),
+        ]
+    width = max(len(name) for name, _ in rows)
+    lines = [plan.shape.name, *(f"  {name:<{width}}  {text}" for name, text in rows)]
+    if plan.memory is not None:
+        lines += ["", *_lengths_text(plan), ""]
+    return "\n".join([*lines, *(f"note: {note}" for note in _notes(plan))]).rstrip()
+
+
+def _shortened(lines: list[str], most: int = 4) -> str:
+    """The first of them; --json has them all."""
+    return ", ".join(lines[:most]) + (f", ... ({len(lines)} groups)" if len(lines) > most else "")
+
+
+def _lengths_text(plan: Plan) -> list[str]:
+    """A table: what fits, and what stays empty, by the length that sequences really reach."""
+    lines = [
+        f"  Sequences that share nothing: a slab of {plan.context:,} tokens each, or blocks as they grow",
+        f"  {'tokens':>10}  {'slabs':>8}  {'empty':>6}  {'paged':>8}  {'empty':>6}",
+    ]
+    for each in plan.lengths():
+        slabs = f"{each.contiguous_sequences:>8,}  {each.contiguous_empty:>6.1%}"
+        lines.append(f"  {each.tokens:>10,}  {slabs}  {each.paged_sequences:>8,}  {each.paged_empty:>6.1%}")
+    return lines
+
+
+def _plain(plan: Plan) -> Mapping[str, Any]:
+    fits = None
+    if plan.memory is not None:
+        fits = {
+            "memory": plan.memory,
+            "blocks": plan.blocks,
+            "tokens": plan.blocks * plan.block_size,
+            "sequences": plan.blocks // plan.blocks_of(plan.context),
+            "lengths": [asdict(each) for each in plan.lengths()],
+        }
+    return {
+        "model": plan.shape.name,
+        "layers": [{"count": len(list(same)), **asdict(layer)} for layer, same in groupby(plan.shape.layers)],
+        "dtype": plan.dtype,
+        "context": plan.context,
+        "block_size": plan.block_size,
+        "tensor_parallel": plan.ranks,
+        "bytes_per_token": plan.shape.bytes_per_token(plan.dtype),
+        "bytes_per_block": plan.shape.bytes_per_token(plan.dtype) * plan.block_size,
+        "rank": {
+            "bytes_per_token": plan.bytes_per_token,
+            "bytes_per_block": plan.bytes_per_block,
+            "bytes_per_sequence": plan.bytes_per_token * plan.context,
+            "fits": fits,
+        },
+        "notes": _notes(plan),
+    }
