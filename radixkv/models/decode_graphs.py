@@ -74,11 +74,14 @@ class DecodeGraphs:
         most: int,
         *,
         padded: bool = True,
+        failure: int = logging.WARNING,
     ) -> None:
         """`forward(bucket, present)` computes logits [bucket, vocab] from `inputs`, for steps of `most` rows at most.
 
         Unless `padded`, only steps that fill their bucket are recorded: a padded product may round its rows otherwise.
+        That a recording failed is logged at the level `failure`.
         """
+        self._failure = failure
         self._inputs, self._forward, self._recorder, self._padded = inputs, forward, recorder, padded
         self._buckets = buckets(most)
         self._replays: dict[tuple[int, Present], Replay] = {}
@@ -142,6 +145,7 @@ class DecodeGraphs:
                 self._replays[key] = self._recorder.record(lambda: self._forward(bucket, present))
             except Exception as error:
                 self.failed = True
-                _log.warning("decode steps run without CUDA graphs from now on: %s: %s", type(error).__name__, error)
+                told = "decode steps run without CUDA graphs from now on: %s: %s"
+                _log.log(self._failure, told, type(error).__name__, error)
                 return None
         return self._replays[key]

@@ -67,6 +67,7 @@ class Runner:
         self._previous: WorkList | None = None
         self._graphs: DecodeGraphs | None = None
         self._model: Any = loaded.model
+        self._uncompiled = False  # though it was to be compiled, which has been said
 
     def fuse(self, backend: str = "inductor") -> None:
         """From now on run a compiled model, if it computes the same; before `record_decodes`, and anything is cached.
@@ -85,12 +86,13 @@ class Runner:
             if fusion.compilations() > compiled:
                 _log.warning("the model runs uncompiled: it would be compiled anew in each step")
             elif all(agree(found, expected, self.loaded.dtype) for found in (first, again)):
+                self._uncompiled = self._model.failed
                 return
             else:
                 _log.warning("the model runs uncompiled: compiled, it does not compute the same")
         except Exception as error:  # compilers raise what they like
             fusion.warn(error)
-        self._model = self.loaded.model
+        self._model, self._uncompiled = self.loaded.model, True
 
     def _probed(self) -> Tensor:
         """Logits of a few tokens at the start of the pool: of a prompt, of one more, and of two sequences.
@@ -133,7 +135,13 @@ class Runner:
             return self._logits(step, tokens, positions, inputs.last_rows(bucket))
 
         return DecodeGraphs(
-            inputs, forward, recorder or CudaRecorder(self.store.device), most, padded=not self._deterministic
+            inputs,
+            forward,
+            recorder or CudaRecorder(self.store.device),
+            most,
+            padded=not self._deterministic,
+            # What cannot be compiled can often not be recorded either: one warning is enough.
+            failure=logging.INFO if self._uncompiled else logging.WARNING,
         )
 
     def _replays_what_it_computes(self, graphs: DecodeGraphs) -> bool:

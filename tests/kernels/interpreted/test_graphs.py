@@ -271,6 +271,18 @@ def test_a_model_that_depends_on_the_host_runs_as_before_with_one_warning(
     assert caplog.messages[0].startswith("decode steps run without CUDA graphs from now on: CaptureError: ")
 
 
+def test_a_model_that_can_neither_be_compiled_nor_recorded_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    def branching(hidden: torch.Tensor) -> int:
+        return 1 if hidden.sum() > 0 else 2
+
+    torch._dynamo.reset()
+    runner = Runner(load(change=lambda model: _reading(model, branching)), BLOCKS, SIZE)
+    runner.fuse("eager")
+    runner.record_decodes(6, TapeRecorder())
+    assert [message.partition(":")[0] for message in caplog.messages] == ["the model runs uncompiled from now on"]
+    torch._dynamo.reset()
+
+
 def test_a_model_whose_replay_computes_something_else_runs_as_before_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
