@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import triton
 from kernel_cases import CASES, PINNED, Case, launches
-from machine_code import Code, read
+from machine_code import UNNAMED, Code, read
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
@@ -130,7 +130,7 @@ def faults(code: Code, case: Case, name: str, kind: Kind | None, gpu: Gpu, threa
     if code.shared > gpu.most_shared << 10:
         found.append(f"{code.shared} bytes of shared memory")
     for load, bits in needed(case, name, kind, threads).items():
-        narrow = {width for width in code.loads.get(load, {0: 1}) if width < bits}
+        narrow = {width for width in widths(code, load) if width < bits}
         if narrow:
             found.append(f"{load} is loaded {min(narrow)} bits wide, not {bits}")
     if kind is not None:
@@ -138,6 +138,11 @@ def faults(code: Code, case: Case, name: str, kind: Kind | None, gpu: Gpu, threa
         if case.dtype.itemsize < 4 and not code.tensor_cores:
             found.append("no tensor cores")
     return found
+
+
+def widths(code: Code, load: str) -> set[int]:
+    """How wide something is loaded; before 3.9, Triton does not say what an inlined load is for: then the widest."""
+    return set(code.loads.get(load, ())) or {max(code.loads.get(UNNAMED, (0,)))}
 
 
 def needed(case: Case, name: str, kind: Kind | None, threads: int) -> dict[str, int]:
@@ -169,7 +174,7 @@ def unlike(kind: Kind, code: Code, gpu: Gpu, threads: int) -> list[str]:
         found += [
             f"{load} has {code.buffers.get(load, 0)} buffers for {kind.stages} stages"
             for load in ("key0", "value0")
-            if code.buffers.get(load, 0) < kind.stages - 1 or load not in code.asynchronous
+            if code.buffers.get(load, 0) < kind.stages - 1 or not {load, UNNAMED} & set(code.asynchronous)
         ]
     return found
 

@@ -18,6 +18,9 @@ from typing import Any
 
 import triton
 
+UNNAMED = "unnamed"
+"""What a load is for whose line of source is not known."""
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 TENSOR_CORES = re.compile(r"\b(HMMA|HGMMA|UTCHMMA|UTCQMMA|v_mfma_\w+)")
@@ -133,7 +136,7 @@ def _name(places: tuple[Place, ...]) -> str:
         found = re.match(r"\s*(\w+)(?:, \w+)* = ", lines[number - 1]) if 0 < number <= len(lines) else None
         if found:
             return found[1]
-    return "unnamed"
+    return UNNAMED
 
 
 @cache

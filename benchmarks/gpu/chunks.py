@@ -57,7 +57,7 @@ def best_peer(
     bench: Bench, pools: Pools, batch: Batch, query: Tensor
 ) -> tuple[tuple[str, Timing] | None, dict[str, str]]:
     """The fastest way of torch that computes the same, and what came of each way: its time, or why not."""
-    keys = [tuple(_contiguous(pool, batch) for pool in pools.of(copy)) for copy in range(min(4, len(pools)))]
+    keys = [tuple(_contiguous(pool, batch) for pool in pools.of(copy)) for copy in range(len(pools))]
     best, tried = None, {}
     for backends in (BACKENDS, OTHERS):
         for name, calls in _ways(query, keys, pools.shape, backends):

@@ -40,6 +40,14 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.fixture
+def named(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, if Triton says which line of source an inlined load comes from (3.9 does, 3.6 does not)."""
+    if any("unnamed" in row["code"]["loads"] for row in rows):
+        pytest.skip("this Triton does not say what an inlined load is for")
+    return rows
+
+
 def widths(row: dict[str, Any], name: str) -> set[int]:
     """How many bits at a time something is loaded from global memory; empty if nothing of that name is."""
     return {int(bits) for bits in row["code"]["loads"].get(name, ())}
@@ -57,8 +65,8 @@ def test_none_spills_or_takes_more_shared_memory_than_there_is(rows: list[dict[s
         assert row["code"]["shared"] <= (163 if row["target"] == "sm_80" else 227) << 10, row
 
 
-def test_queries_keys_and_values_are_loaded_in_128_bits(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
+def test_queries_keys_and_values_are_loaded_in_128_bits(named: list[dict[str, Any]]) -> None:
+    for row in named:
         if row["launch"] in ATTENTION:
             assert all(widths(row, name) == {128} for name in ("query0", "key0", "value0")), row
             for name in ("query1", "key1", "value1"):
@@ -75,9 +83,9 @@ def test_whatever_else_is_moved_is_loaded_in_128_bits(rows: list[dict[str, Any]]
         assert all(widths(row, name) == {128} for name in MOVED[row["launch"]]), row
 
 
-def test_keys_and_values_are_copied_ahead(rows: list[dict[str, Any]]) -> None:
+def test_keys_and_values_are_copied_ahead(named: list[dict[str, Any]]) -> None:
     """With block ids at hand one iteration earlier, n stages hold n - 1 tiles at least, which nothing waits for."""
-    for row in rows:
+    for row in named:
         if row["launch"] in ATTENTION:
             for name in ("key0", "value0"):
                 assert row["code"]["asynchronous"][name] > 0, row
