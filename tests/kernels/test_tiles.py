@@ -143,6 +143,11 @@ def test_a_window_is_masked_at_both_ends_and_clear_between() -> None:
     assert (clear_from, clear_to) == (1, 6)  # all rows see 100 to 196
 
 
+def test_each_row_tile_starts_where_the_first_of_its_rows_begins_to_see() -> None:
+    found = records(tiling.build(single(400, 64, 100), (Shape(16, 16),), 1), 0)
+    assert sorted(tile[1] + tile[2] for tile in found) == [336 - 99 + 16 * i for i in range(4)]
+
+
 def test_keys_are_cut_to_spread_a_step_and_merged_in_order() -> None:
     tiles = tiling.build(single(4096), (Shape(16, 64),), 4, spread=8)
     assert [tile[3] - tile[2] for tile in records(tiles, 0)] == [512] * 8
