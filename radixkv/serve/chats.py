@@ -27,6 +27,8 @@ from radixkv.serve.service import Service
 from radixkv.serve.shapes import streams, usage
 from radixkv.serve.stream import DONE, EventStream, data, whole
 
+_NO_CONTENT = b'"content":""'
+
 
 async def create(service: Service, request: Request) -> Response:
     """Answer one chat completion; raises ApiError, RadixKVError."""
@@ -55,6 +57,7 @@ class ChatAnswer:
         self._service, self._wanted, self._prompt, self._facts = service, wanted, prompt, facts
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._parts: dict[int, tuple[bytes, bytes]] = {}
         thinking = service.opens_thinking(prompt.ids)
         self._readers = [
             ReplyReader(reads_calls=wanted.reads_calls, thinking=thinking) for _ in range(wanted.asked.params.n)
@@ -119,6 +122,8 @@ class ChatAnswer:
         pieces = reader.push(self._service.shown(chunk))
         if chunk.finish_reason is not None:
             pieces += reader.finish()
+        if len(pieces) == 1 and pieces[0].content and chunk.logprobs is None and chunk.finish_reason is None:
+            return self._said(chunk.index, pieces[0].content)
         deltas = [_delta(piece) for piece in pieces]
         logprobs = None if chunk.logprobs is None else self._logprobs(chunk.token_ids, [chunk.logprobs])
         if logprobs is not None and not deltas:
@@ -127,6 +132,14 @@ class ChatAnswer:
         if chunk.finish_reason is not None:
             events.append(self._event(chunk.index, {}, reason=self._reason(chunk.index, chunk.finish_reason)))
         return b"".join(events)
+
+    def _said(self, index: int, text: str) -> bytes:
+        """What nearly every event is, put together from parts: `_event` with a content, and nothing else."""
+        if index not in self._parts:
+            front, _, back = self._event(index, {"content": ""}).partition(_NO_CONTENT)
+            self._parts[index] = front + _NO_CONTENT[:-2], back
+        front, back = self._parts[index]
+        return front + json.dumps(text).encode() + back
 
     def _event(self, index: int, delta: JsonObject, logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

@@ -20,6 +20,7 @@ from radixkv.serve.errors import ApiError, as_api_error
 
 Result = TypeVar("Result")
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class EventStream(Response):
@@ -91,7 +92,7 @@ async def whole(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
 
 def data(body: object) -> bytes:
     """One event with a JSON value."""
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(body).encode() + b"\n\n"
 
 
 async def _left(receive: Receive) -> None:
