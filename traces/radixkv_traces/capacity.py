@@ -13,6 +13,8 @@ from radixkv.kv_config import kv_shape
 from radixkv.kv_size import UNITS
 
 _FORMS = "a share of the trace's unique blocks (2.5%), blocks (4096), tokens (500ktok) or bytes (16GB, with --model)"
+MAX_BLOCKS = 1 << 26
+"""Of a simulated pool, which has a few bytes for each: petabytes of a large model's KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ def parse_capacity(text: str, unique_blocks: int, block_tokens: int, kv_bytes: i
         if kv_bytes is None:
             raise InvalidInput(f"capacity {text!r}: bytes say nothing without a model; give --model or --kv-bytes")
         blocks = int(float(number) * UNITS[unit[:-1]]) // (kv_bytes * block_tokens)
+    if blocks > MAX_BLOCKS:
+        raise InvalidInput(f"capacity {text!r}: {blocks:,} blocks; at most {MAX_BLOCKS:,} can be simulated")
     if blocks < 1 and unit != "%":
         raise InvalidInput(f"capacity {text!r}: not even one block of {block_tokens} tokens")
     return Capacity(text.strip(), max(1, blocks))

@@ -13,9 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from math import inf
+from typing import TypeVar
 
 from radixkv.errors import InvalidInput
+from radixkv_traces.chats import ChatRequest
 from radixkv_traces.records import TraceRequest
+
+R = TypeVar("R", bound=TraceRequest | ChatRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +100,13 @@ def block_tokens_of(requests: Sequence[TraceRequest]) -> int:
     return fitting[0]
 
 
-def interleave(requests: Iterable[TraceRequest], sessions: int) -> Iterator[TraceRequest]:
+def interleave(requests: Iterable[R], sessions: int) -> Iterator[R]:
     """Sessions in turn, `sessions` of them at a time: one request each, then a session that is over makes way.
 
     For traces that tell no times; what has no session is one of its own. The order within a session stays, and times
     are forgotten (0.0), because they say another order. O(requests).
     """
-    queues: dict[object, deque[TraceRequest]] = {}
+    queues: dict[object, deque[R]] = {}
     for number, request in enumerate(requests):
         queues.setdefault(number if request.session is None else request.session, deque()).append(request)
     waiting = iter(queues.values())

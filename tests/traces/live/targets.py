@@ -58,6 +58,9 @@ class Replies(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
+        if self.server.fault == "no models ever":
+            self.server.hanging.set()
+            self.server.go_on.wait()
         models = {"object": "list", "data": [{"id": "small"}, {"id": "large"}]}
         self._whole(200 if self.server.fault != "no models" else 404, models)
 
@@ -82,9 +85,12 @@ class Replies(BaseHTTPRequestHandler):
             self._event(self._piece(body))
         if fault == "garbage":
             self.wfile.write(b"data: {no json\n\n")
+        if fault == "odd event":
+            odd = self.server.event
+            self.wfile.write(b"data: " + (odd if isinstance(odd, str) else json.dumps(odd)).encode() + b"\n\n")
         if fault == "error in the stream":
             self._event({"error": {"message": "out of memory"}})
-        if fault != "tells nothing":
+        if fault not in ("tells nothing", "odd event"):
             length = len(body.get("prompt") or body["messages"])
             details = {"prompt_tokens_details": {"cached_tokens": length // 2}}
             usage = {"prompt_tokens": length, "completion_tokens": body["max_tokens"], **details}

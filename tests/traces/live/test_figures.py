@@ -50,6 +50,7 @@ def test_what_did_not_come_out_well_is_counted_apart():
     figures = found(*outcomes, whole=False)
     counts = ("requests", "finished", "failed", "too_long", "unfinished", "warmup_requests")
     assert [figures[name] for name in counts] == [4, 1, 1, 1, 1, 1]
+    assert figures["errors"] == {"RequestFailed: it broke": 1}
     assert figures["ttft_ms"]["p99"] == 100.0
     assert figures["prompt_tokens"] == 100
     assert not figures["whole"]

@@ -23,7 +23,7 @@ CHAT = ChatRequest(0.0, ({"role": "user", "content": "Hi"},), "a", 1, 2, tools=(
 
 def play(server, *requests, model=None, **options):
     async def run():
-        target = await asyncio.to_thread(HttpTarget.at, server.url, model, **options)
+        target = await HttpTarget.at(server.url, model, **options)
         try:
             return (await Player(target, SYNTHESIS, Pace()).play(asks(requests, SYNTHESIS))).outcomes
         finally:
@@ -93,7 +93,7 @@ def test_what_a_server_does_wrong_is_the_requests_error(fault, message):
 
 def test_a_server_that_dies_is_the_requests_error():
     with http_server() as server:
-        target = HttpTarget.at(server.url)
+        target = asyncio.run(HttpTarget.at(server.url))
     (outcome,) = asyncio.run(Player(target, SYNTHESIS, Pace()).play(asks([BLOCKS], SYNTHESIS))).outcomes
     assert "Connection refused" in outcome.error
 
@@ -102,7 +102,7 @@ def test_a_stopped_replay_hangs_up():
     with http_server("hangs") as server:
 
         async def stopped():
-            target = await asyncio.to_thread(HttpTarget.at, server.url)
+            target = await HttpTarget.at(server.url)
             task = asyncio.create_task(Player(target, SYNTHESIS, Pace()).play(asks([BLOCKS], SYNTHESIS)))
             await asyncio.to_thread(server.hanging.wait, 30)
             task.cancel()
@@ -135,10 +135,55 @@ def test_nobody_there_is_said_at_once():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         with pytest.raises(TargetError, match="does not answer"):
-            HttpTarget.at(f"http://127.0.0.1:{free.getsockname()[1]}")
+            asyncio.run(HttpTarget.at(f"http://127.0.0.1:{free.getsockname()[1]}"))
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://", ""])
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://", "", "http://127.0.0.1:abc"])
 def test_what_is_no_url_is_refused(url):
     with pytest.raises(InvalidInput, match="allowed is a URL"):
-        HttpTarget.at(url)
+        asyncio.run(HttpTarget.at(url))
+
+
+@pytest.mark.parametrize("key", ["secret\n", "geheimnüs", ""])
+def test_a_key_that_no_header_can_have_is_refused(key):
+    with pytest.raises(InvalidInput, match="API key"):
+        asyncio.run(HttpTarget.at("http://127.0.0.1:1", api_key=key))
+
+
+def test_who_stops_waiting_for_the_models_hangs_up():
+    with http_server("no models ever") as server:
+
+        async def stopped():
+            task = asyncio.create_task(HttpTarget.at(server.url))
+            await asyncio.to_thread(server.hanging.wait, 30)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        ended = threading.Thread(target=asyncio.run, args=(stopped(),), daemon=True)
+        ended.start()
+        ended.join(20)
+        assert not ended.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ({"choices": ["x"]}, "a choice is a JSON str"),
+        ({"choices": {"text": "x"}}, "choices is a JSON dict"),
+        ({"choices": [{"delta": "x"}]}, "delta is a JSON str"),
+        ({"usage": 5}, "usage is a JSON int"),
+        ({"usage": {"prompt_tokens": "10"}}, "prompt_tokens: '10'"),
+        ({"usage": {"completion_tokens": -5}}, "completion_tokens: '-5'"),
+        ({"usage": {"prompt_tokens_details": [1]}}, "prompt_tokens_details is a JSON list"),
+        ([1], "[1]"),
+        ("[" * 100_000, "no JSON in the stream"),
+    ],
+)
+def test_an_odd_event_is_the_requests_error_alone(event, message):
+    with http_server("odd event") as server:
+        server.event = event
+        (outcome,) = play(server, BLOCKS)
+    assert outcome.error.startswith("TargetError: ")
+    assert message in outcome.error
+    assert outcome.answer is None

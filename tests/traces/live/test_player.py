@@ -101,13 +101,16 @@ def test_a_failure_and_a_prompt_that_is_too_long_leave_the_others_alone():
     assert played.whole
 
 
-def test_what_is_no_failure_of_a_request_ends_the_replay():
+def test_a_fault_of_the_target_stays_with_its_request():
     class Faulty(FakeTarget):
         async def ask(self, ask, prompt, seen):
-            raise ZeroDivisionError
+            if ask.number == 0:
+                raise ZeroDivisionError("by zero")
+            return await super().ask(ask, prompt, seen)
 
-    with pytest.raises(ExceptionGroup):
-        play(Faulty(), recorded((None, 0)))
+    first, second = play(Faulty(), recorded((None, 0), (None, 1))).outcomes
+    assert first.error == "ZeroDivisionError: by zero"
+    assert second.error is None
 
 
 def test_warming_up_sends_in_order_and_marks():

@@ -83,6 +83,14 @@ def test_warm_up_is_kept_apart(trace, capsys):
     assert figures["cached_tokens"] == 64 + 60  # what the first turns left
 
 
+def test_sessions_take_turns_where_that_is_asked_for(trace, capsys):
+    with http_server() as server:
+        status, _, _ = replayed(capsys, trace, "--target", server.url, "--interleave", "1", "--loop", "open", "--asap",
+                                "--concurrency", "1")  # fmt: skip
+    assert status == 0
+    assert [len(body["prompt"]) for _, body, _ in server.bodies] == [64, 96, 60, 80]  # a's, then b's
+
+
 def test_a_server_is_driven_and_its_failures_are_the_exit_status(trace, capsys):
     with http_server() as server:
         status, found, _ = replayed(capsys, trace, "--target", server.url, "--asap", "--goodput", "ttft:60000")
@@ -93,6 +101,11 @@ def test_a_server_is_driven_and_its_failures_are_the_exit_status(trace, capsys):
         status, found, _ = replayed(capsys, trace, "--target", server.url, "--asap")
     assert status == 1
     assert found["runs"][server.url]["failed"] == 4
+    with http_server("refused") as server:
+        assert main(["run", trace, "--target", server.url, "--asap"]) == 1
+    said = capsys.readouterr().out
+    assert "4 x TargetError: HTTP 400: unknown field ignore_eos" in said
+    assert "TTFT" not in said
 
 
 def test_a_person_gets_tables(trace, capsys):

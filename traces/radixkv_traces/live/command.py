@@ -21,7 +21,7 @@ from radixkv_traces.live.figures import Figures, compared, parse_goodput, summar
 from radixkv_traces.live.player import Pace, Played, Player
 from radixkv_traces.live.shown import Progress, show
 from radixkv_traces.trace_options import name_of, source, window
-from radixkv_traces.workload import block_tokens_of
+from radixkv_traces.workload import block_tokens_of, interleave
 
 if TYPE_CHECKING:
     from radixkv_traces.live.engine_target import EngineTarget
@@ -108,8 +108,8 @@ class Replay:
 
         arguments = self.arguments
         extra, key = options.extra_body(arguments), options.api_key(arguments)
-        return await asyncio.to_thread(
-            HttpTarget.at, arguments.target, arguments.model, api_key=key, extra=extra, timeout=arguments.timeout
+        return await HttpTarget.at(
+            arguments.target, arguments.model, api_key=key, extra=extra, timeout=arguments.timeout
         )
 
     async def _play(self, target: EngineTarget | HttpTarget) -> None:
@@ -142,6 +142,8 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
     if arguments.compare is not None and arguments.target is not None:
         raise InvalidInput("--compare off needs an engine of this process: leave out --target")
     requests = list(window(open_trace(source(arguments.trace), arguments.format), arguments))
+    if arguments.interleave is not None:
+        requests = list(interleave(requests, arguments.interleave))
     if len(requests) <= arguments.warmup:
         raise InvalidInput(f"{arguments.trace}: no request is left to replay (see --start, --end, --limit, --warmup)")
     return requests

@@ -5,6 +5,7 @@ Knows outcomes. Knows neither engines nor how figures are shown. Latencies are m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from radixkv_traces.live.outcome import TOO_LONG, Outcome
 from radixkv_traces.live.player import Played
 
 Figures: TypeAlias = dict[str, Any]
+_ERRORS = 5  # of the messages, the most frequent
 GOODPUT = ("ttft", "tpot", "e2e")
 
 
@@ -36,6 +38,7 @@ def summary(played: Played, goodput: Mapping[str, float] | None = None) -> Figur
         "finished": len(good),
         "failed": sum(outcome.error not in (None, TOO_LONG) for outcome in outcomes),
         "too_long": sum(outcome.error == TOO_LONG for outcome in outcomes),
+        "errors": dict(Counter(o.error for o in outcomes if o.error not in (None, TOO_LONG)).most_common(_ERRORS)),
         "unfinished": sum(outcome.ended is None for outcome in outcomes),
         "warmup_requests": len(played.outcomes) - len(outcomes),
         "requests_per_s": _rate(len(good), seconds),

@@ -9,11 +9,12 @@ import asyncio
 import http.client
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -22,8 +23,13 @@ from radixkv.errors import InvalidInput, RadixKVError
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.live.asks import Ask, Messages, TokenIds
 from radixkv_traces.live.outcome import Answer, Moment, Seen
+from radixkv_traces.records import is_count
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MAX_CONNECTIONS = 1024
+_CONNECTING = 10.0  # seconds until a server must have taken a connection
 _SHOWN = 300  # characters of a server's complaint that are shown
 _MAX_EVENT = 1 << 22  # bytes of one line of a stream
 
@@ -44,7 +50,7 @@ class Server:
         """A connection that is not yet open."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        return kind(str(parts.hostname), parts.port, timeout=self.timeout)
+        return kind(str(parts.hostname), parts.port, timeout=_CONNECTING)
 
     def path(self, verb: str) -> str:
         """The path of a verb; the URL may end in /v1 or not."""
@@ -74,7 +80,7 @@ class HttpTarget:
         self.name = server.url
 
     @classmethod
-    def at(
+    async def at(
         cls,
         url: str,
         model: str | None = None,
@@ -87,11 +93,10 @@ class HttpTarget:
 
         Raises InvalidInput for what is no URL or no model of its, TargetError where nothing answers.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidInput(f"target {url!r}: allowed is a URL such as http://127.0.0.1:8000")
-        server = Server(url, api_key, timeout)
-        models = _models(server)
+        server = _checked(url, api_key, timeout)
+        call = _Call(server)
+        with ThreadPoolExecutor(1, "radixkv-replay") as thread:
+            models = await call.on(thread, _models, server, call)
         if model is None and not models:
             raise InvalidInput(f"{url} names no model: say which with --model")
         if model is not None and models and model not in models:
@@ -100,13 +105,8 @@ class HttpTarget:
 
     async def ask(self, ask: Ask, prompt: TokenIds | Messages, seen: Seen) -> Answer:
         """Stream one request."""
-        call = _Call(self._server.connect())
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads, self._stream, call, ask, prompt, seen)
-        except asyncio.CancelledError:
-            call.hang_up()
-            raise
+        call = _Call(self._server)
+        return await call.on(self._threads, self._stream, call, ask, prompt, seen)
 
     async def moment(self, at: float) -> Moment | None:
         """Nothing: a server does not tell."""
@@ -123,34 +123,46 @@ class HttpTarget:
     def _stream(self, call: _Call, ask: Ask, prompt: TokenIds | Messages, seen: Seen) -> Answer:
         verb, said = _said(ask, prompt)
         body = json.dumps({**self._body, **said, "max_tokens": ask.output_tokens})
-        connection = call.connection
         try:
-            call.connect()
-            connection.request("POST", self._server.path(verb), body, self._server.headers())
-            response = connection.getresponse()
+            response = call.send("POST", verb, body)
             if response.status != 200:
                 raise TargetError(f"HTTP {response.status}: {_complaint(response.read(1 << 16))}")
             return _answer(_events(response), seen)
         except http.client.HTTPException as error:
             raise TargetError(f"{type(error).__name__}: {error}") from error
         finally:
-            connection.close()
+            call.connection.close()
 
 
 @dataclass(slots=True)
 class _Call:
     """A request's connection. Its socket is kept apart: http.client forgets it while an answer is read."""
 
-    connection: http.client.HTTPConnection
+    server: Server
+    connection: http.client.HTTPConnection = field(init=False)
     sock: socket.socket | None = None
     over: bool = False
 
-    def connect(self) -> None:
-        """Reach the server, unless nobody waits for it any more."""
+    def __post_init__(self) -> None:
+        self.connection = self.server.connect()
+
+    async def on(self, threads: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """What `work` returns on another thread; who is cancelled meanwhile hangs up, so that the thread ends."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *args, **options))
+        except asyncio.CancelledError:
+            self.hang_up()
+            raise
+
+    def send(self, method: str, verb: str, body: str | None = None) -> http.client.HTTPResponse:
+        """Reach the server, unless nobody waits for it any more, and send; returns with the answer's head."""
         self.connection.connect()
         self.sock = self.connection.sock
+        self.sock.settimeout(self.server.timeout)
         if self.over:
             self.hang_up()
+        self.connection.request(method, self.server.path(verb), body, self.server.headers())
+        return self.connection.getresponse()
 
     def hang_up(self) -> None:
         """End a request that nobody waits for: its thread wakes with an error, and the server learns of it."""
@@ -160,11 +172,22 @@ class _Call:
                 self.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _models(server: Server) -> list[str]:
-    connection = server.connect()
+def _checked(url: str, api_key: str | None, timeout: float) -> Server:
     try:
-        connection.request("GET", server.path("models"), headers=server.headers())
-        response = connection.getresponse()
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        known = False
+    if not known:
+        raise InvalidInput(f"target {url!r}: allowed is a URL such as http://127.0.0.1:8000")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key):
+        raise InvalidInput("the API key has characters that no HTTP header can have (a line's end, perhaps), or none")
+    return Server(url, api_key, timeout)
+
+
+def _models(server: Server, call: _Call) -> list[str]:
+    try:
+        response = call.send("GET", "models")
         body = response.read(1 << 22)
         if response.status == 404:
             return []
@@ -173,10 +196,10 @@ def _models(server: Server) -> list[str]:
         return [str(model["id"]) for model in json.loads(body)["data"]]
     except (OSError, http.client.HTTPException) as error:
         raise TargetError(f"{server.url} does not answer: {error}") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise TargetError(f"{server.url}/v1/models is no list of models") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise TargetError(f"{server.url}: what it answers to /v1/models is no list of models") from error
     finally:
-        connection.close()
+        call.connection.close()
 
 
 def _said(ask: Ask, prompt: TokenIds | Messages) -> tuple[str, dict[str, Any]]:
@@ -197,7 +220,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             return
         try:
             event = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TargetError(f"no JSON in the stream: {data[:_SHOWN]!r}") from error
         if not isinstance(event, dict) or event.get("error"):
             raise TargetError(_complaint(data))
@@ -209,22 +232,41 @@ def _answer(events: Iterator[dict[str, Any]], seen: Seen) -> Answer:
     pieces = 0
     usage: dict[str, Any] = {}
     for event in events:
-        usage = event.get("usage") or usage
-        if any(map(_says_something, event.get("choices") or ())):
+        usage = _object(event.get("usage"), "usage") or usage
+        choices = event.get("choices") or []
+        if not isinstance(choices, list):
+            raise TargetError(f"choices is a JSON {type(choices).__name__}, not a list")
+        if any(_says_something(_object(choice, "a choice")) for choice in choices):
             pieces += 1
             seen()
     if not pieces:
         raise TargetError("the stream held no token")
-    details = usage.get("prompt_tokens_details") or {}
+    details = _object(usage.get("prompt_tokens_details"), "prompt_tokens_details")
     return Answer(
-        usage.get("completion_tokens") or pieces,
-        usage.get("prompt_tokens"),
-        details.get("cached_tokens"),
+        _count(usage, "completion_tokens") or pieces,
+        _count(usage, "prompt_tokens"),
+        _count(details, "cached_tokens"),
     )
 
 
+def _object(value: Any, name: str) -> dict[str, Any]:
+    """An object of an event, or an empty one where there is none."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise TargetError(f"{name} is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int | None:
+    value = fields.get(name)
+    if value is not None and not is_count(value):
+        raise TargetError(f"{name}: {str(value)[:_SHOWN]!r} is not an int >= 0")
+    return value
+
+
 def _says_something(choice: Mapping[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
+    delta = _object(choice.get("delta"), "delta")
     return bool(
         choice.get("text")
         or delta.get("content")
@@ -240,6 +282,6 @@ def _complaint(body: bytes) -> str:
         said = json.loads(body)
         error = said.get("error", said)
         text = error["message"] if isinstance(error, dict) and "message" in error else json.dumps(error)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         text = body.decode("utf-8", "replace")
     return " ".join(str(text).split())[:_SHOWN] or "no message"

@@ -89,7 +89,7 @@ class Target(Protocol):
     async def ask(self, ask: Ask, prompt: TokenIds | Messages, seen: Seen) -> Answer:
         """Send a request, call `seen` at each piece of the answer, and return at its end.
 
-        Raises RadixKVError or OSError for what becomes the outcome's error; PromptTooLong for what cannot be served.
+        What it raises becomes the outcome's error; PromptTooLong is for what cannot be served.
         """
 
     async def moment(self, at: float) -> Moment | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from radixkv.errors import InvalidInput, PromptTooLong, RadixKVError
+from radixkv.errors import InvalidInput, PromptTooLong
 from radixkv_traces.live.asks import Ask, Synthesis
 from radixkv_traces.live.outcome import TOO_LONG, Moment, Outcome, Target
 
@@ -125,7 +125,7 @@ class Player:
             outcome.answer = await self._target.ask(ask, prompt, lambda: outcome.arrivals.append(self._now()))
         except PromptTooLong:
             outcome.error = TOO_LONG
-        except (RadixKVError, OSError) as error:
+        except Exception as error:  # its own request's fault, whatever it is: the others go on
             outcome.error = f"{type(error).__name__}: {error}"
         outcome.ended = self._now()
         self._told(outcome)

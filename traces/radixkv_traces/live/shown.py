@@ -109,8 +109,11 @@ def show(found: Figures) -> None:
         if figures["requests"] and figures["too_long"] == figures["requests"]:
             console.print(f"Every request was too long for {name}: --shrink makes recorded blocks shorter.")
     console.print(_counts(runs))
-    console.print(_latencies(runs))
+    if any(figures[key] is not None for figures in runs.values() for key in _TIMES):
+        console.print(_latencies(runs))
     for name, figures in runs.items():
+        for error, count in figures["errors"].items():
+            console.print(f"{count:,} x {error}", markup=False)
         if figures["goodput"] is not None:
             console.print(_goodput(name, figures["goodput"]))
     if "cache_is_worth" in found:
