@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,6 +22,7 @@ from radixkv.chat import AsyncEngine
 from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
 
+ROOT = Path(__file__).parent.parent.parent
 KEYS = {"ada": "correct-horse", "bob": "battery-staple"}
 WEATHER = {
     "type": "function",
@@ -258,6 +264,18 @@ def test_models_and_errors_are_what_the_client_expects(served: Served) -> None:
     stranger = openai.OpenAI(base_url=served.url, api_key="wrong-key", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
+
+
+def test_the_example_of_an_agent_runs_and_hits(served: Served) -> None:
+    environment = {**os.environ, "OPENAI_BASE_URL": served.url, "OPENAI_API_KEY": KEYS["bob"]}
+    command = [sys.executable, str(ROOT / "examples" / "agent_http.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    costs = [tuple(map(int, found)) for found in re.findall(r"\((\d+) of (\d+) prompt", done.stdout)]
+    assert len(costs) == 8  # four questions: a call, and an answer from its result
+    assert all(cached > 0.6 * prompt for cached, prompt in costs[1:])
+    for stock in (4, 14, 7, 31):
+        assert f" {stock} " in done.stdout
 
 
 def test_whoever_leaves_a_stream_frees_what_it_held(served: Served) -> None:

@@ -1,0 +1,306 @@
+"""Hundreds of clients stream from one `radixkv serve` at once: is anything lost or wrong, and what does HTTP cost?
+
+    python benchmarks/http_load.py [--clients 200] [--turns 3] [--threads 1] [--save FILE]
+
+The server is a process of its own, `radixkv serve tiny --port 0`. Each client is one connection that holds a
+conversation behind a system prompt that all share, sends it whole at each turn, and reads the reply as a stream of
+events. Then as many clients begin a long reply and leave in the middle of it. All clients live in this process.
+
+First the same conversations run in this process on an `AsyncEngine`, all at once, without HTTP: `chat` sessions, whose
+replies are what every client must get, word for word, with the same number of prompt tokens.
+
+  tokens/s      output tokens over wall time, of all clients together. On few cores the clients take theirs from the
+                server's.
+  TTFT          from sending a request to its first text, and in process from submitting it.
+  loop us/token CPU time of the thread that runs the event loop (the server's main thread, from /proc), over output
+                tokens: with HTTP it reads bodies, counts, writes events. What it takes beyond the loop in process is
+                the overhead of HTTP. Templates and tokenizers run on another thread, the engine on a third.
+
+The last line is one JSON object; the exit code is 1 if a reply is missing or wrong, if not all were answered, or if the
+server has a request running or a block held once all clients have left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import httpx
+import torch
+from cpu_decode import cpu_name
+
+from radixkv import AsyncEngine, SamplingParams
+
+SYSTEM = """\
+You are Mira, the assistant of the Harbor Shop in Lisbon.
+Answer from this manual. Use a tool for the weather, for the stock, for orders and for large numbers.
+The shop opens at 9 and closes at 18.
+Delivery takes 3 days and costs 5 coins."""
+NAMES = ("Sam", "Nora", "Ben", "Ana", "Tom", "Eva", "Max", "Lea")
+CITIES = ("Oslo", "Paris", "Rome", "Lima", "Cairo")
+LINES = (
+    "My name is {name} and I live in {city}.",
+    "Where do I live?",
+    "What is my name?",
+    "What is the capital of France?",
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=200)
+CLOCK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Run:
+    """What some clients got, in their order, and what it took."""
+
+    answers: list[list[tuple[str, int]]] = field(default_factory=list)  # text and prompt tokens of each turn
+    ttfts: list[float] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    loop_seconds: float = 0.0
+
+    @property
+    def row(self) -> dict[str, float]:
+        cuts = statistics.quantiles(self.ttfts, n=100)
+        return {
+            "tokens_per_s": round(self.tokens / self.seconds, 1),
+            "ttft_p50_ms": round(cuts[49] * 1e3, 1),
+            "ttft_p99_ms": round(cuts[98] * 1e3, 1),
+            "loop_us_per_token": round(self.loop_seconds / self.tokens * 1e6, 1),
+        }
+
+
+def main() -> int:
+    options = _options()
+    torch.set_num_threads(options.threads)
+    print(f"{options.clients} clients, {options.turns} turns each; {options.threads} thread(s) a model, {cpu_name()}")
+    own = asyncio.run(in_process(options.clients, options.turns))
+    print(_line("in process", own))
+    with served(options.threads) as (pid, url):
+        served_run = asyncio.run(over_http(pid, url, options.clients, options.turns))
+        print(_line("over HTTP", served_run))
+        left = asyncio.run(leave_early(url, options.clients))
+    overhead = served_run.row["loop_us_per_token"] - own.row["loop_us_per_token"]
+    print(f"HTTP costs {overhead:.0f} us a token on the server's event loop")
+    missed = [*_wrong(own, served_run), *left]
+    for line in missed:
+        print(f"MISSED: {line}")
+    result = {"in_process": own.row, "http": served_run.row, "overhead_us_per_token": round(overhead, 1)}
+    machine = {"clients": options.clients, "turns": options.turns, "threads": options.threads, "cpu": cpu_name()}
+    summary = {"benchmark": "http_load", **result, "missed": missed, **machine, "torch": torch.__version__}
+    if options.save:
+        options.save.write_text(json.dumps(summary, indent=1) + "\n")
+    print(json.dumps(summary))
+    return 1 if missed else 0
+
+
+def said(client: int, turn: int) -> str:
+    return LINES[turn % len(LINES)].format(name=NAMES[client % len(NAMES)], city=CITIES[client % len(CITIES)])
+
+
+# ---- without HTTP
+
+
+async def in_process(clients: int, turns: int) -> Run:
+    """The same conversations as sessions of an engine in this process."""
+    run = Run()
+
+    async def one(engine: AsyncEngine, client: int) -> list[tuple[str, int]]:
+        answers = []
+        async with engine.chat(SYSTEM) as chat:
+            for turn in range(turns):
+                began, first = time.perf_counter(), None
+                stream = await chat.stream(said(client, turn), GREEDY)
+                async for chunk in stream:
+                    first = first or (time.perf_counter() if chunk.text else None)
+                reply = await stream.wait()
+                run.ttfts.append((first or time.perf_counter()) - began)
+                run.tokens += reply.usage.output_tokens
+                answers.append((reply.text, reply.usage.prompt_tokens))
+        return answers
+
+    async with await AsyncEngine.load("tiny", monitor=False) as engine:
+        await engine.generate([[1, 2, 3]], GREEDY.but(max_tokens=2))  # buffers are made with the first step
+        began, loop_began = time.perf_counter(), time.thread_time()
+        run.answers = await asyncio.gather(*(one(engine, client) for client in range(clients)))
+        run.seconds, run.loop_seconds = time.perf_counter() - began, time.thread_time() - loop_began
+    return run
+
+
+# ---- with HTTP
+
+
+@contextmanager
+def served(threads: int) -> Iterator[tuple[int, str]]:
+    """A server's process id, and its address; what it logged is shown if anything goes wrong."""
+    command = [sys.executable, "-m", "radixkv", "serve", "tiny", "--port", "0", "--quiet"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "RADIXKV_MONITOR": "0"}
+    with tempfile.TemporaryFile("a+") as log:
+        server = subprocess.Popen(command, stderr=log, env=environment)
+        try:
+            yield server.pid, _address(server, log)
+            server.send_signal(signal.SIGTERM)
+            if server.wait(60):
+                raise RuntimeError(f"the server ended with status {server.returncode}")
+        except BaseException:
+            print(f"the server logged:\n{_logged(log)}", file=sys.stderr)
+            raise
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _address(server: subprocess.Popen[bytes], log: TextIO) -> str:
+    while server.poll() is None:
+        if found := re.search(r"http://[^ ]+(?=/v1)", _logged(log)):
+            return found[0]
+        time.sleep(0.1)
+    raise RuntimeError(f"the server did not start: exit status {server.returncode}")
+
+
+def _logged(log: TextIO) -> str:
+    log.seek(0)
+    return log.read()
+
+
+async def over_http(pid: int, url: str, clients: int, turns: int) -> Run:
+    """All clients at once, each on a connection of its own."""
+    run = Run()
+
+    async def one(http: httpx.AsyncClient, client: int) -> list[tuple[str, int]]:
+        answers = []
+        messages = [{"role": "system", "content": SYSTEM}]
+        for turn in range(turns):
+            messages.append({"role": "user", "content": said(client, turn)})
+            began = time.perf_counter()
+            text, usage, first = await reply(http, messages)
+            run.ttfts.append(first - began)
+            run.tokens += usage["completion_tokens"]
+            answers.append((text, usage["prompt_tokens"]))
+            messages.append({"role": "assistant", "content": text})
+        return answers
+
+    async with client_of(url, clients) as http:
+        warm = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2}
+        (await http.post("/v1/completions", json=warm)).raise_for_status()
+        began, loop_began = time.perf_counter(), loop_seconds(pid)
+        run.answers = await asyncio.gather(*(one(http, client) for client in range(clients)))
+        run.seconds, run.loop_seconds = time.perf_counter() - began, loop_seconds(pid) - loop_began
+    return run
+
+
+async def reply(http: httpx.AsyncClient, messages: list[dict[str, str]]) -> tuple[str, dict[str, int], float]:
+    """The text of one streamed reply, its usage, and when its first text came; raises for an error in the stream."""
+    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 200, "stream": True}
+    text, usage, first = "", {}, None
+    async with http.stream(
+        "POST", "/v1/chat/completions", json=body | {"stream_options": {"include_usage": True}}
+    ) as got:
+        got.raise_for_status()
+        async for event in events(got):
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                text += choice["delta"].get("content") or ""
+                first = first or (time.perf_counter() if text else None)
+    return text, usage, first or time.perf_counter()
+
+
+async def leave_early(url: str, clients: int) -> list[str]:
+    """Begin a long reply, leave behind its third text, and see what is left on the server."""
+
+    async def one(http: httpx.AsyncClient, client: int) -> None:
+        messages = [{"role": "user", "content": said(client, 0)}]
+        body = {"model": "tiny", "messages": messages, "stream": True, "max_tokens": 2000, "ignore_eos": True}
+        async with http.stream("POST", "/v1/chat/completions", json=body) as got:
+            texts = 0
+            async for event in events(got):
+                texts += bool(event["choices"][0]["delta"].get("content"))
+                if texts == 3:
+                    return
+
+    async with client_of(url, clients) as http:
+        await asyncio.gather(*(one(http, client) for client in range(clients)))
+        for _ in range(200):
+            numbers = await metrics(http)
+            busy = numbers['radixkv:requests{state="running"}'] + numbers['radixkv:requests{state="waiting"}']
+            if not busy:
+                break
+            await asyncio.sleep(0.05)
+    held, failed = numbers['radixkv:blocks{state="held"}'], numbers['radixkv:requests_ended_total{outcome="failed"}']
+    gone = numbers['radixkv:requests_ended_total{outcome="cancelled"}']
+    print(f"{clients} clients left in the middle: {gone:.0f} cancelled, {held:.0f} blocks held, {busy:.0f} running")
+    checks = {f"{busy:.0f} requests run on": busy, f"{held:.0f} blocks are held": held, f"{failed:.0f} failed": failed}
+    return [
+        *(what for what, count in checks.items() if count),
+        *(["not all were cancelled"] if gone != clients else []),
+    ]
+
+
+async def events(got: httpx.Response) -> Any:
+    async for line in got.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise RuntimeError(f"the stream ended with an error: {event['error']}")
+            yield event
+
+
+async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
+    lines = (await http.get("/metrics")).raise_for_status().text.splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def client_of(url: str, clients: int) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=clients + 1, max_keepalive_connections=clients + 1)
+    return httpx.AsyncClient(base_url=url, limits=limits, timeout=300, trust_env=False)
+
+
+def loop_seconds(pid: int) -> float:
+    """CPU seconds of a process's main thread."""
+    fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK
+
+
+# ---- results
+
+
+def _wrong(own: Run, http: Run) -> list[str]:
+    """Which clients got something else than a session got."""
+    found = []
+    for client, pair in enumerate(zip(own.answers, http.answers, strict=True)):
+        for turn, (wanted, got) in enumerate(zip(*pair, strict=True)):
+            if wanted != got:
+                found.append(f"client {client}, turn {turn}: {got} instead of {wanted}")
+    return found[:10]
+
+
+def _line(name: str, run: Run) -> str:
+    row = run.row
+    times = f"TTFT {row['ttft_p50_ms']:.0f} ms, p99 {row['ttft_p99_ms']:.0f} ms"
+    return f"{name:12} {row['tokens_per_s']:8.0f} tokens/s  {times}  loop {row['loop_us_per_token']:.0f} us/token"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="for the model's forward")
+    parser.add_argument("--save", type=Path, help="write all figures to a JSON file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
