@@ -32,7 +32,7 @@ _NO_CONTENT = b'"content":""'
 
 async def create(service: Service, request: Request) -> Response:
     """Answer one chat completion; raises ApiError, RadixKVError."""
-    wanted = read_chat(await service.body(request))
+    wanted = await service.read(request, read_chat)
     asked = wanted.asked
     caller = service.caller(request, asked.cache_key)
     service.check_model(asked.model)

@@ -27,7 +27,7 @@ from radixkv.serve.stream import DONE, EventStream, data, whole
 
 async def create(service: Service, request: Request) -> Response:
     """Answer the completions of one body; raises ApiError, RadixKVError."""
-    wanted = read_completion(await service.body(request))
+    wanted = await service.read(request, read_completion)
     asked = wanted.asked
     caller = service.caller(request, asked.cache_key)
     service.check_model(asked.model)
@@ -43,7 +43,7 @@ async def create(service: Service, request: Request) -> Response:
 
 async def tokenize(service: Service, request: Request) -> Response:
     """The ids of a text, or of messages as a chat completion would encode them; raises ApiError, RadixKVError."""
-    wanted = read_tokenize(await service.body(request))
+    wanted = await service.read(request, read_tokenize)
     caller = service.caller(request, wanted.cache_key)
     if wanted.model is not None:
         service.check_model(wanted.model)

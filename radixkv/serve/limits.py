@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from starlette.requests import ClientDisconnect, Request
 
 from radixkv.serve.errors import ApiError
-from radixkv.serve.fields import JsonObject, parse_object
 from radixkv.serve.settings import Settings
 
 
@@ -56,14 +55,14 @@ class Gate:
         raise ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
 
 
-async def read_body(request: Request, settings: Settings) -> JsonObject:
-    """The JSON object that was sent; raises ApiError 413 (too large), 408 (too slow), 400 (no JSON object)."""
+async def read_body(request: Request, settings: Settings) -> bytes:
+    """What was sent; raises ApiError 413 (too large), 408 (too slow)."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > settings.max_body:
         raise _too_large(settings)
     try:
         async with asyncio.timeout(settings.body_timeout):
-            return parse_object(await _received(request, settings))
+            return await _received(request, settings)
     except TimeoutError as error:
         raise ApiError(408, f"the body did not arrive within {settings.body_timeout:g} s", code="timeout") from error
     except ClientDisconnect as error:

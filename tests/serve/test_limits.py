@@ -205,6 +205,15 @@ def test_what_is_no_json_object(body):
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
 
+def test_a_large_body_is_read_beside_the_others():
+    words = [{"role": "user", "content": "x"}] * 10_000
+    with served() as server:
+        wrong = server.post("/v1/chat/completions", {**CHAT, "messages": [*words, {"role": "user"}]})
+        long = server.post("/v1/chat/completions", {**CHAT, "messages": words})
+    assert wrong.json()["error"]["param"] == "messages[10000].content"
+    assert long.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_what_only_the_engine_or_the_template_can_tell():
     with served() as server:
         for path, body in [
