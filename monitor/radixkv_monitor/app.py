@@ -32,7 +32,8 @@ from radixkv_monitor.views import VIEWS, View
 from radixkv_monitor.widgets.lines import Banner, BottomLine, TopLine
 from radixkv_monitor.widgets.picture import picture
 
-FRAMES_PER_SECOND = 10
+FRAMES_PER_SECOND = 5
+"""Half of what a feed may tell: nobody reads numbers faster, and drawing is most of what a monitor costs."""
 STEP, LEAP = 5.0, 60.0
 """Seconds that the keys for the past go."""
 

@@ -64,8 +64,8 @@ class Segment:
 
     @property
     def due(self) -> bool:
-        """Whether its deltas have come to more than what a new snapshot costs, so that seeking stays cheap."""
-        return sum(self._sizes[self.head :]) > max(SHORT, sum(self._sizes[: self.head]))
+        """Whether its deltas have come to more than what two snapshots cost, so that seeking stays cheap."""
+        return sum(self._sizes[self.head :]) > max(SHORT, 2 * sum(self._sizes[: self.head]))
 
 
 class Timeline:

@@ -188,7 +188,7 @@ class TreeRows:
             branch.nodes = 1
         old, branch.record = branch.record, node
         before, tokens = branch.is_wanted, 0 if old is None else old.tokens
-        if old is None or old.blocks is not node.blocks:
+        if old is None or old.blocks != node.blocks:
             for each in (branch, *branch.children.values()):
                 self._recount(each)
         branch.is_wanted = self._wanted is None or self._wanted(branch)

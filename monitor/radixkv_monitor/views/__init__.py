@@ -12,15 +12,12 @@ from radixkv_monitor.export import Table
 from radixkv_monitor.messages import Selection
 from radixkv_monitor.state import State
 
-SOON = 0.19
-"""Seconds behind a state that is shown, in which the next one can wait where there is much to draw."""
-
 
 class View(Widget, can_focus=False):
     """One screen. A view fills the room that it is given and draws what `update` tells it, nothing else."""
 
     def update(self, state: State) -> None:
-        """Draw this state; told while the view is on screen, at most ten times a second, on the app's thread."""
+        """Draw this state; told while the view is on screen, at most five times a second, on the app's thread."""
         raise NotImplementedError
 
     def export(self) -> Table:
@@ -40,13 +37,6 @@ class View(Widget, can_focus=False):
     def sort_by(self, name: str) -> bool:
         """Sort by a column's or an order's name; False if this view has none of that name."""
         return False
-
-
-def is_too_soon(state: State, last: State | None) -> bool:
-    """Whether `state` can be let go by, as `last` is shown: while live there is another within a second."""
-    if last is None or last.line != state.line or state.frozen or state.stale or last.frozen or last.stale:
-        return False
-    return 0 <= state.now - last.now < SOON and state.tick != last.tick
 
 
 @dataclass(frozen=True, slots=True)

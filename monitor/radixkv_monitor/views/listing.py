@@ -19,12 +19,10 @@ from textual.widgets import Input, Static
 from radixkv_monitor.export import Table
 from radixkv_monitor.messages import Selection
 from radixkv_monitor.state import State
-from radixkv_monitor.views import View, is_too_soon
+from radixkv_monitor.views import View
 from radixkv_monitor.widgets.table import Column, RowTable
 
 Row = TypeVar("Row")
-MANY = 100
-"""Rows from which on states are let go by that come soon behind the one that is shown."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +119,7 @@ class Listing(View, Generic[Row]):
         self.table.focus()
 
     def update(self, state: State) -> None:
-        """Show another state; of many rows, no more than five a second."""
-        if len(self._all) >= MANY and is_too_soon(state, self._state):
-            return
+        """Show another state."""
         self._state = state
         self._all = self.rows_of(state)
         if self.is_mounted:

@@ -23,12 +23,10 @@ from radixkv_monitor.runs import block_at, count_blocks
 from radixkv_monitor.sessions_seen import SessionsSeen
 from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
-from radixkv_monitor.views import View, is_too_soon
+from radixkv_monitor.views import View
 from radixkv_monitor.widgets.detail import Detail
 from radixkv_monitor.widgets.flat_tree import FlatTree, Terms
 
-MANY = 1000
-"""Nodes from which on states are let go by that come soon behind the one that is shown."""
 WIDE = 120
 """Columns from which on the account stands beside the tree, not below it."""
 LOW = 14
@@ -101,9 +99,7 @@ class TreeView(View):
     # ---- states
 
     def update(self, state: State) -> None:
-        """Show another state; of a large tree, no more than five a second."""
-        if len(state.nodes) >= MANY and is_too_soon(state, self._state):
-            return
+        """Show another state."""
         last, self._state = self._state, state
         before = self.rows.rows
         if last is not None and last.facts.engine != state.facts.engine:

@@ -33,6 +33,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
         super().__init__(id=id)
         self._strips: dict[int, tuple[Key, Strip]] = {}
         self._ground: Style | None = None
+        self._wide = 0
         self._styles: dict[tuple[Shade | None, Shade | None, str], Style] = {}
 
     # ---- what a widget says of its lines
@@ -50,7 +51,8 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
     @property
     def wide(self) -> int:
         """Columns that are drawn on: the scroll bar's place stays free, as a bar that comes or goes is no resize."""
-        return self.scrollable_content_region.width
+        self._wide = self._wide or self.scrollable_content_region.width
+        return self._wide
 
     @property
     def top(self) -> int:
@@ -72,7 +74,8 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
                 self.refresh(Region(0, y, width, 1))
 
     def forget_lines(self) -> None:
-        """Draw all anew: the look of lines changed in a way that no key knows."""
+        """Draw all anew: the width, or the look of lines, changed in a way that no key knows."""
+        self._wide = 0
         self._strips.clear()
         self.refresh()
 

@@ -241,8 +241,8 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
 
     def on_resize(self, event: events.Resize) -> None:
         """Other columns."""
-        self.virtual_size = Size(self.wide, len(self.rows.rows) + self.header)
         self.forget_lines()
+        self.virtual_size = Size(self.wide, len(self.rows.rows) + self.header)
 
     def _pin_cursor(self) -> None:
         if self._node is None and self.cursor is not None:

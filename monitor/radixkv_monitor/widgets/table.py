@@ -201,9 +201,9 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
 
     def on_resize(self, event: events.Resize) -> None:
         """Rows are as wide as the table."""
+        self.forget_lines()
         self.virtual_size = Size(self.wide, len(self._rows) + self.header)
         self._shown = _fitting(self._columns, self.wide)
-        self.forget_lines()
 
     def key_of(self, line: int) -> tuple[Any, ...]:
         """Whether the line is lit, and its cells; but what is said in place of rows, and nothing where nothing is."""
