@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands, common)
     _add_ps(commands, common)
     _add_plan(commands, common)
+    _add_doctor(commands, common)
     _add_serve(commands, common)
     return parser
 
@@ -113,6 +114,27 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     plan.add_argument("--dtype", help="float32, bfloat16, float16, ... (default: what the weights are saved in)")
     plan.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the KV heads")
     plan.add_argument("--json", action="store_true", help="one object, for scripts; all bytes and layers")
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    about = "whether radixkv works here with a model, line by line, and what would make it faster"
+    doctor = commands.add_parser(
+        "doctor", help=about, description=about.capitalize() + ".", parents=[common],
+        epilog="Loads the model as an engine would, which fetches one from the hub that is not here yet. "
+        "'+ ok' is well, '~ note' works, '! problem' does not: with one of those the exit status is 1.",
+    )  # fmt: skip
+    doctor.set_defaults(module="radixkv.cli.doctor")
+    doctor.add_argument(
+        "model", metavar="MODEL", nargs="?", default="tiny", help="as for chat (default: the bundled one)"
+    )
+    doctor.add_argument("--kv-memory", default="auto", metavar="SIZE", help="memory of the KV pool, such as 512MB")
+    doctor.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a block (default 16)")
+    doctor.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
+    doctor.add_argument("--dtype", default="auto", help="float32, bfloat16, ... (default: auto)")
+    doctor.add_argument("--attention", default="auto", help="torch, triton, or auto (the default)")
+    doctor.add_argument("--revision", help="of a model on the hub")
+    doctor.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    doctor.add_argument("--json", action="store_true", help="one object with all findings, for scripts")
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 from radixkv.errors import InvalidInput
@@ -134,11 +134,11 @@ def size(number: int) -> str:
 
 
 def layers_text(shape: KVShape) -> list[str]:
-    """Layers in a row that are alike, a line each."""
+    """What kinds of layers there are, a line each."""
     lines = []
-    for layer, alike in groupby(shape.layers):
+    for layer, count in Counter(shape.layers).items():
         value = "" if layer.value_dim == layer.key_dim else f" (values {layer.value_dim})"
-        lines.append(f"{len(list(alike))} x {layer.kv_heads} KV heads x {layer.key_dim}{value}")
+        lines.append(f"{count} x {layer.kv_heads} KV heads x {layer.key_dim}{value}")
     return lines
 
 
@@ -169,7 +169,7 @@ def _text(plan: Plan) -> str:
 
 def _shortened(lines: list[str], most: int = 4) -> str:
     """The first of them; --json has them all."""
-    return ", ".join(lines[:most]) + (f", ... ({len(lines)} groups)" if len(lines) > most else "")
+    return ", ".join(lines[:most]) + (f", ... ({len(lines)} kinds)" if len(lines) > most else "")
 
 
 def _lengths_text(plan: Plan) -> list[str]:
@@ -196,7 +196,7 @@ def _plain(plan: Plan) -> Mapping[str, Any]:
         }
     return {
         "model": plan.shape.name,
-        "layers": [{"count": len(list(same)), **asdict(layer)} for layer, same in groupby(plan.shape.layers)],
+        "layers": [{"count": count, **asdict(layer)} for layer, count in Counter(plan.shape.layers).items()],
         "dtype": plan.dtype,
         "context": plan.context,
         "block_size": plan.block_size,

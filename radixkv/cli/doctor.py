@@ -1,0 +1,268 @@
+"""`radixkv doctor`: does radixkv work here, with this model, and what would make it faster?
+
+Knows what to look at, and how to say what was seen. Does what `Engine.load` does, short of a pool and a thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from radixkv.cli.finding import Finding, note, ok, problem
+from radixkv.cli.installed import versions
+from radixkv.cli.plan import size
+from radixkv.errors import ChatError, InvalidInput, RadixKVError, UnsafeFolder
+
+if TYPE_CHECKING:
+    import torch
+
+    from radixkv.models.loaded import LayerSpec, LoadedModel
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a line for each finding as it is made; returns 1 if one of them is a problem, else 0."""
+    findings = []
+    for finding in _findings(arguments):
+        findings.append(finding)
+        if not arguments.json:
+            print(finding.line(width=13), flush=True)
+    problems = sum(finding.status == "problem" for finding in findings)
+    if arguments.json:
+        print(json.dumps({"problems": problems, "findings": [asdict(each) for each in findings]}, indent=2))
+    return 1 if problems else 0
+
+
+def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
+    yield from versions()
+    yield _telemetry()
+    try:
+        import torch
+        import transformers  # noqa: F401 - only whether it can be
+    except ImportError as error:
+        yield problem("model", f"nothing can be loaded: {error}")
+        return
+    yield from _machine(torch.cuda.is_available())
+    said: list[str] = []
+    try:
+        with _listening(said):
+            loaded = _load(arguments)
+    except Exception as error:  # whatever it is, it is what somebody wants to read here
+        if "debug" in arguments:
+            raise
+        kind = "" if isinstance(error, RadixKVError) else f"{type(error).__name__}: "
+        yield problem("model", f"{arguments.model}: {kind}{error}")
+        return
+    yield from _model(loaded, said)
+    yield _pool(loaded, arguments)
+    yield _self_test(loaded)
+    yield from _chat(loaded)
+    yield from _faster(loaded)
+
+
+def _load(arguments: argparse.Namespace) -> LoadedModel:
+    from radixkv.models.adapter import load
+
+    return load(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        attention=arguments.attention,
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+
+
+@contextmanager
+def _listening(said: list[str]) -> Iterator[None]:
+    """Warnings of radixkv's are kept while this is open."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # a class for one line
+    log = logging.getLogger("radixkv")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+# ---- the machine
+
+
+def _telemetry() -> Finding:
+    """Whether radixkv-monitor could see an engine of this user."""
+    from radixkv.telemetry.places import own_folder
+
+    if os.environ.get("RADIXKV_MONITOR", "1") == "0":
+        return note("telemetry", "switched off by RADIXKV_MONITOR=0: radixkv-monitor and ps see no engine")
+    try:
+        return ok("telemetry", f"sockets for radixkv-monitor lie in {own_folder()}")
+    except UnsafeFolder as error:
+        return problem("telemetry", str(error))
+
+
+def _machine(has_cuda: bool) -> Iterator[Finding]:
+    """The devices, and their memory."""
+    import torch
+
+    from radixkv.engine.sizing import free_memory
+
+    for index in range(torch.cuda.device_count() if has_cuda else 0):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        kind = f"{properties.name}, sm_{properties.major}{properties.minor}"
+        yield ok(f"cuda:{index}", f"{kind}, {size(free)} of {size(total)} free")
+    if not has_cuda and _DRIVER.exists():
+        built = f"torch {torch.__version__} sees no CUDA device"
+        yield note("cuda", f"an NVIDIA driver is loaded, but {built}: install the build of torch that fits the driver")
+    yield ok("cpu", f"{_cores()} cores, {torch.get_num_threads()} threads, {size(free_memory())} of memory free")
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ---- the model
+
+
+def _model(loaded: LoadedModel, said: list[str]) -> Iterator[Finding]:
+    """What was loaded, what was said meanwhile, and the layers that are alike, a line each."""
+    kind, dtype = type(loaded.model).__name__, str(loaded.dtype).removeprefix("torch.")
+    limits = f"context {loaded.max_length:,}, {loaded.vocab_size:,} token ids"
+    yield ok("model", f"{loaded.name}: {kind}, {dtype} on {loaded.device}, {limits}")
+    for warning in dict.fromkeys(said):
+        yield note("model", warning)
+    for spec, count in Counter(loaded.layers).items():
+        yield ok("layers", f"{count} x {_spec(spec)}")
+    yield ok("attention", f"{loaded.attention}{_why(loaded)}")
+
+
+def _spec(spec: LayerSpec) -> str:
+    parts = [f"{spec.heads} heads over {spec.kv_heads} KV heads, keys {spec.key_dim}, values {spec.value_dim}"]
+    if spec.window is not None:
+        parts.append(f"window {spec.window:,} (all KV is kept)")
+    if spec.softcap is not None:
+        parts.append(f"softcap {spec.softcap:g}")
+    if spec.sinks:
+        parts.append("sinks")
+    return ", ".join(parts)
+
+
+def _why(loaded: LoadedModel) -> str:
+    """Why attention runs where it does."""
+    if loaded.attention == "triton":
+        return ": the kernels serve every layer"
+    reason = _obstacle(loaded)
+    return f": {reason}" if reason else ", although the Triton kernels could serve every layer"
+
+
+def _obstacle(loaded: LoadedModel) -> str | None:
+    """Why the kernels cannot serve this model here; None if they can."""
+    from radixkv.attention.triton_backend import obstacle
+
+    reasons = (obstacle(spec.shape, spec.heads, loaded.dtype, loaded.device) for spec in loaded.layers)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
+    """The pool that `Engine.load` would make."""
+    from radixkv.engine.sizing import blocks_for, check_free
+
+    numbers = sum(spec.kv_heads * (spec.key_dim + spec.value_dim) for spec in loaded.layers)
+    block = numbers * loaded.dtype.itemsize * arguments.block_size
+    try:
+        blocks = blocks_for(arguments.kv_memory, block, str(loaded.device))
+        check_free(blocks * block, loaded.device.type)
+    except InvalidInput as error:
+        return problem("pool", str(error))
+    tokens = blocks * arguments.block_size
+    text = f"{blocks:,} blocks of {arguments.block_size} tokens, {size(block)} each: {size(blocks * block)}"
+    if tokens < loaded.max_length:
+        return note("pool", f"{text}; its {tokens:,} tokens are fewer than the context of {loaded.max_length:,}")
+    return ok("pool", f"{text}, {tokens // loaded.max_length:,} whole contexts")
+
+
+def _self_test(loaded: LoadedModel) -> Finding:
+    """Once more, as loading has passed it without saying how well."""
+    from radixkv.models.rounding import TOLERANCE
+    from radixkv.models.selftest import self_test
+
+    try:
+        error = self_test(loaded)
+    except RadixKVError as failed:
+        return problem("self-test", str(failed))
+    allowed = f"{TOLERANCE.get(loaded.dtype, 1e-1):.0e} is allowed"
+    return ok("self-test", f"paged, chunked and shared logits are the model's own, but for {error:.1e} ({allowed})")
+
+
+# ---- conversations
+
+
+def _chat(loaded: LoadedModel) -> Iterator[Finding]:
+    """Whether it can hold conversations, and what they do to the cached prefix."""
+    from radixkv.cli.histories import histories
+
+    if loaded.tokenizer is None:
+        yield note("tokenizer", "none came with the model: prompts are token ids, and there are no conversations")
+        return
+    if not getattr(loaded.tokenizer, "chat_template", None):
+        yield note("chat template", "none: generate() and submit() work, chat() does not")
+        return
+    try:
+        found = histories(loaded.tokenizer, loaded.stop_token_ids)
+    except ChatError as error:
+        yield problem("chat template", str(error))
+        return
+    if found.difference:
+        yield note("chat template", f"an appended history is not what the template renders: {found.difference}")
+    else:
+        yield ok("chat template", "appended histories read exactly as the template renders them")
+    if found.strips_thinking:
+        drops = "drops the thinking of earlier turns, so chat() renders histories anew (history='template')"
+        yield note("chat template", f"it {drops}: a turn's prefix is cached up to the last reply that thought")
+    missing = [
+        what for what, shown in (("system prompts", found.shows_system), ("tools", found.shows_tools)) if not shown
+    ]
+    if missing:
+        yield note("chat template", f"{' and '.join(missing)} do not reach the model: it has no place for them")
+
+
+# ---- what would be faster
+
+
+def _faster(loaded: LoadedModel) -> Iterator[Finding]:
+    """What keeps it slower than it could be, with the reason."""
+    if loaded.device.type == "cpu":
+        yield from _faster_on_cpu(loaded.dtype)
+    elif loaded.dtype.itemsize > 2:
+        yield note("faster", f"dtype='bfloat16': {loaded.dtype} takes twice the memory and bandwidth, or more")
+    if loaded.device.type == "cuda" and loaded.attention == "torch":
+        yield note("faster", f"attention='triton': {_obstacle(loaded) or 'it was not asked for'}")
+
+
+def _faster_on_cpu(dtype: torch.dtype) -> Iterator[Finding]:
+    import torch
+
+    yield note("faster", "a CUDA device: all runs on the CPU, with attention in torch")
+    cores, threads = _cores(), torch.get_num_threads()
+    if threads < cores:
+        limit = "; OMP_NUM_THREADS says so" if os.environ.get("OMP_NUM_THREADS") else ""
+        yield note("faster", f"more threads: torch uses {threads} of {cores} cores{limit}")
+    elif threads > cores:
+        yield note("faster", f"fewer threads: torch uses {threads}, but the process has {cores} cores")
+    if dtype.itemsize < 4:
+        yield note(
+            "faster", f"dtype='float32': KV in {dtype} is widened at each step, as attention computes in float32"
+        )
+    elif dtype.itemsize > 4:
+        yield note("faster", "dtype='float32': float64 takes twice the memory and time")
