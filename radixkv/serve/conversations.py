@@ -8,9 +8,10 @@ from __future__ import annotations
 import datetime
 from array import array
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import count
 from json import dumps, loads
 from typing import Any, Literal
 
@@ -30,11 +31,12 @@ class ChatPrompt:
     """A conversation as token ids, up to where the assistant's turn begins.
 
     `known` of its messages end with a reply whose ids are the engine's own; 0 where the template encoded everything.
-    The rest is what `remember` needs.
+    `session` is a number that the requests of one conversation share. The rest is what `remember` needs.
     """
 
     ids: array[int]
     known: int
+    session: int
     namespace: Hashable
     messages: tuple[Message, ...]
     tools: Tools
@@ -47,15 +49,23 @@ class Conversations:
     `mode` says where new messages go, as in `Engine.chat`: "append" puts them behind the ids that are known,
     "template" renders everything anew around the ids of the replies, "auto" appends unless the template leaves the
     thinking of earlier replies out. `capacity` bounds the bytes that are remembered; with 0 the template encodes
-    everything.
+    everything. `new_session` numbers the conversations that begin.
     """
 
-    def __init__(self, tokenizer: Any | None, stop_ids: frozenset[int], capacity: int, mode: Mode = "auto") -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        stop_ids: frozenset[int],
+        capacity: int,
+        mode: Mode = "auto",
+        new_session: Callable[[], int] | None = None,
+    ) -> None:
         """For one model's tokenizer, which may have no chat template: then `prompt` raises ChatError."""
         if mode not in MODES:
             raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {mode!r}")
         self._index = HistoryIndex(capacity)
         self._mode = mode
+        self._new_session = new_session or count(1).__next__
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
         # Reading a tokenizer's control tokens takes longer than a short prompt does.
         self._template = lru_cache(_TEMPLATES)(self._make_template)
@@ -73,7 +83,8 @@ class Conversations:
             ids, covered = self._from_known(template, known, messages), known.messages
         if ids is None:
             ids, covered = template.opening(messages), 0
-        return ChatPrompt(ids, covered, namespace, tuple(messages), tools, date)
+        session = self._new_session() if known.session is None else known.session
+        return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date)
 
     def remember(self, prompt: ChatPrompt, reply: Message, emitted_ids: Sequence[int]) -> None:
         """Note that `prompt` was answered by `emitted_ids`, and that its client was told `reply`, a message."""
@@ -81,7 +92,14 @@ class Conversations:
         ids = self._as_told(template, reply, emitted_ids)
         if ids is not None:
             self._index.remember(
-                prompt.namespace, prompt.messages, reply, prompt.ids, ids, tools=prompt.tools, date=prompt.date
+                prompt.namespace,
+                prompt.messages,
+                reply,
+                prompt.ids,
+                ids,
+                tools=prompt.tools,
+                date=prompt.date,
+                session=prompt.session,
             )
 
     @property

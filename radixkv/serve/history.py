@@ -35,13 +35,14 @@ class Known:
 
     The first `messages` messages end with a reply; `ids` are the prompt it was given and its own, a stop token
     included. `said` has the ids of each known reply among them, by its position. `date` is the one that the prompt was
-    rendered with. All are empty, and `date` None, where nothing is known.
+    rendered with, `session` the number of the conversation. All are empty or None where nothing is known.
     """
 
     messages: int
     ids: array[int]
     said: Mapping[int, array[int]]
     date: str | None
+    session: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class _Node:
     The ids of prompt and reply are the first `kept` of `base`'s, and `ids`; the last `said` of them are the reply's.
     """
 
-    __slots__ = ("base", "children", "date", "ids", "kept", "key", "parent", "said", "thinking")
+    __slots__ = ("base", "children", "date", "ids", "kept", "key", "parent", "said", "session", "thinking")
 
     def __init__(self, parent: _Node | None, key: Any) -> None:
         self.parent, self.key = parent, key
@@ -73,6 +74,7 @@ class _Node:
         self.kept = self.said = 0
         self.thinking: str | None = None
         self.date: str | None = None
+        self.session: int | None = None
 
     @property
     def size(self) -> int:
@@ -118,10 +120,11 @@ class HistoryIndex:
             self._lookups += any(message.get("role") == "assistant" for message in messages)
             self._found += bool(replies)
             if not replies:
-                return Known(0, array("i"), {}, None)
+                return Known(0, array("i"), {}, None, None)
             last = path[replies[-1]]
             self._touch(last)
-            return Known(replies[-1] + 1, last.whole(), {at: _reply(path[at]) for at in replies}, last.date)
+            said = {at: _reply(path[at]) for at in replies}
+            return Known(replies[-1] + 1, last.whole(), said, last.date, last.session)
 
     def remember(
         self,
@@ -133,6 +136,7 @@ class HistoryIndex:
         *,
         tools: Tools = None,
         date: str | None = None,
+        session: int | None = None,
     ) -> None:
         """Note that `messages`, encoded as `prompt_ids`, were answered by `reply`, which was sampled as `emitted_ids`.
 
@@ -150,7 +154,7 @@ class HistoryIndex:
                 shared = 0 if node.base is None else _common(node.base.whole(), ids)
                 node.kept = min(shared, len(prompt_ids))
                 node.ids, node.said = ids[node.kept :], len(emitted_ids)
-                node.thinking, node.date = _thinking(reply), date
+                node.thinking, node.date, node.session = _thinking(reply), date, session
                 self._weigh(node)
             self._touch(node)
             self._trim()

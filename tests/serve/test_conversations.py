@@ -168,6 +168,18 @@ def test_nothing_is_known_in_another_namespace_or_with_other_tools():
         assert (prompt.known, list(prompt.ids)) == (0, encoded(rendered("ChatML", messages, tools)))
 
 
+def test_the_requests_of_a_conversation_share_a_number():
+    numbers = iter(range(10, 20))
+    told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, new_session=numbers.__next__)
+    first, other = told.prompt("x", [user("hello")]), told.prompt("x", [user("hello you")])
+    told.remember(first, assistant("hello"), [*spelled("hello", 1), END])
+    again = told.prompt("x", [user("hello"), assistant("hello"), user("more")])
+    told.remember(again, assistant("hello"), [*spelled("hello", 2), END])
+    third = told.prompt("x", [*again.messages, assistant("hello"), user("more")])
+    stranger = told.prompt("y", again.messages)
+    assert [each.session for each in (first, other, again, third, stranger)] == [10, 11, 10, 10, 12]
+
+
 @pytest.mark.parametrize("style", ["ChatML", "Mistral"])
 def test_tool_calls_and_their_results_stand_behind_the_call_as_it_was_sampled(style: str):
     told, asked = conversations(style), [user("hello")]
