@@ -143,6 +143,14 @@ def test_a_window_is_masked_at_both_ends_and_clear_between() -> None:
     assert (clear_from, clear_to) == (1, 6)  # all rows see 100 to 196
 
 
+def test_items_of_other_rows_are_not_one_tile_though_their_first_and_last_are_the_same() -> None:
+    ids = [np.array(numbers, dtype=np.int32) for numbers in ([0, 1], [0, 4], [4, 4], [0, 3], [3, 3])]
+    rows, positions = np.array([0, 1, 3, 0, 2, 3], np.int32), np.array([7, 7, 7, 7], np.int32)
+    merges = np.array([0, 2, 3, 4, 6], np.int32), np.array([0, 3, 1, 4, 2, 5], np.int32)
+    work = WorkList(4, None, *ids, np.array([True, True]), np.array([5, 6], np.int32), rows, positions, *merges)
+    check(tiling.build(work, SHAPES, 1), work, SHAPES, 1)
+
+
 def test_each_row_tile_starts_where_the_first_of_its_rows_begins_to_see() -> None:
     found = records(tiling.build(single(400, 64, 100), (Shape(16, 16),), 1), 0)
     assert sorted(tile[1] + tile[2] for tile in found) == [336 - 99 + 16 * i for i in range(4)]

@@ -75,10 +75,10 @@ def long(lengths: list[int], seed: int = 0) -> Batch:
 
 
 def test_a_fixed_split_gives_a_row_the_same_bits_in_any_batch_on_any_device() -> None:
-    options = {"worth": worklist.NEVER, "split": 64, "scale": 0.3}
-    alone = attend(long([300]), **options)  # type: ignore[arg-type]
+    options = {"worth": worklist.NEVER, "split": 32, "scale": 0.3}
+    alone = attend(long([130]), **options)  # type: ignore[arg-type]
     for processors in (1, 5):
-        among = attend(long([300, 17, 500]), processors=processors, **options)  # type: ignore[arg-type]
+        among = attend(long([130, 17, 200]), processors=processors, **options)  # type: ignore[arg-type]
         assert torch.equal(alone[0], among[0])
 
 
@@ -99,9 +99,9 @@ def test_a_row_with_nothing_to_read_gets_zeros() -> None:
     close(output[:1], truth(batch, scale=0.3), torch.float32)
 
 
-@pytest.mark.parametrize("split", [None, 64])
+@pytest.mark.parametrize("split", [None, 32])
 def test_scores_and_sinks_of_any_size_stay_finite(split: int | None) -> None:
-    batch = long([200])
+    batch = long([90])
     for sink in (-1e4, 1e4):
         sinks = torch.full((6,), sink)
         output = attend(batch, split=split, scale=300.0, sinks=sinks)
