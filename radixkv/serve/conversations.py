@@ -23,7 +23,8 @@ from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
 
 Mode = Literal["auto", "append", "template"]
 MODES = ("auto", "append", "template")
-_TEMPLATES = 64  # how many lists of tools are kept ready
+_TEMPLATES = 64  # how many lists of tools are kept ready ...
+_LARGE = 1 << 16  # ... none of more characters than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class Conversations:
     `mode` says where new messages go, as in `Engine.chat`: "append" puts them behind the ids that are known,
     "template" renders everything anew around the ids of the replies, "auto" appends unless the template leaves the
     thinking of earlier replies out. `capacity` bounds the bytes that are remembered; with 0 the template encodes
-    everything. `new_session` numbers the conversations that begin.
+    everything. `new_session` numbers the conversations that begin. `limit` is how many tokens a prompt may have: one
+    that grew beyond it by appending is rendered anew, if that makes it shorter.
     """
 
     def __init__(
@@ -58,13 +60,15 @@ class Conversations:
         stop_ids: frozenset[int],
         capacity: int,
         mode: Mode = "auto",
+        *,
         new_session: Callable[[], int] | None = None,
+        limit: int | None = None,
     ) -> None:
         """For one model's tokenizer, which may have no chat template: then `prompt` raises ChatError."""
         if mode not in MODES:
             raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {mode!r}")
         self._index = HistoryIndex(capacity)
-        self._mode = mode
+        self._mode, self._limit = mode, limit
         self._new_session = new_session or count(1).__next__
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
         # Reading a tokenizer's control tokens takes longer than a short prompt does.
@@ -77,18 +81,18 @@ class Conversations:
         """
         known = self._index.ids_for(namespace, messages, tools)
         date = known.date or datetime.date.today().strftime("%d %b %Y")
-        template = self._template(dumps(tools) if tools else "", date)
-        ids, covered = None, 0
-        if known.messages:
-            ids, covered = self._from_known(template, known, messages), known.messages
-        if ids is None:
-            ids, covered = template.opening(messages), 0
+        template = self._template_of(tools, date)
+        ids, covered = self._from_known(template, known, messages), known.messages
+        if ids is None or (self._limit is not None and len(ids) > self._limit):
+            whole = template.opening(messages)
+            if ids is None or len(whole) < len(ids):
+                ids, covered = whole, 0
         session = self._new_session() if known.session is None else known.session
         return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date)
 
     def remember(self, prompt: ChatPrompt, reply: Message, emitted_ids: Sequence[int]) -> None:
         """Note that `prompt` was answered by `emitted_ids`, and that its client was told `reply`, a message."""
-        template = self._template(dumps(prompt.tools) if prompt.tools else "", prompt.date)
+        template = self._template_of(prompt.tools, prompt.date)
         ids = self._as_told(template, reply, emitted_ids)
         if ids is not None:
             self._index.remember(
@@ -109,6 +113,10 @@ class Conversations:
 
     # ---- inside
 
+    def _template_of(self, tools: Tools, date: str) -> ChatTemplate:
+        text = dumps(tools) if tools else ""
+        return self._template(text, date) if len(text) <= _LARGE else self._make_template(text, date)
+
     def _make_template(self, tools: str, date: str) -> ChatTemplate:
         return ChatTemplate(self._tokenizer, self._stop_ids, loads(tools) if tools else None, date)
 
@@ -119,7 +127,9 @@ class Conversations:
         return self._mode == "append"
 
     def _from_known(self, template: ChatTemplate, known: Known, messages: Sequence[Message]) -> array[int] | None:
-        """Ids with those that are known in their places; None if the template cannot be used so."""
+        """Ids with those that are known in their places; None if there are none, or the template cannot be used so."""
+        if not known.messages:
+            return None
         try:
             if not self._appends:
                 return template.spliced(messages, known.said, keep_thinking=False)

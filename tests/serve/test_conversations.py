@@ -220,6 +220,31 @@ def test_a_new_message_that_only_the_whole_conversation_makes_sense_of():
     assert (prompt.known, list(prompt.ids)) == (0, encoded(rendered("ChatML", messages)))
 
 
+def test_a_prompt_that_appending_makes_too_long_is_rendered_anew_if_that_is_shorter():
+    """A template that wants the tools in the last user's turn gets them in each by appending."""
+    messages: list[dict[str, Any]] = [user("a")]
+    limits = {}
+    for limit in (None, 10_000, 260):
+        told = Conversations(TOKENIZERS["Mistral"], STOPS, 1 << 20, limit=limit)
+        told.remember(told.prompt("x", messages, TOOLS), assistant("hello"), [*spelled("hello", 1), END])
+        prompt = told.prompt("x", [*messages, assistant("hello"), user("b")], TOOLS)
+        limits[limit] = (prompt.known, len(prompt.ids))
+    whole = len(encoded(rendered("Mistral", [*messages, assistant("hello"), user("b")], TOOLS)))
+    assert limits[None] == limits[10_000] == (2, limits[None][1])
+    assert limits[260] == (0, whole)
+    assert whole < 260 < limits[None][1]
+
+
+def test_a_list_of_tools_of_any_length_is_rendered():
+    told = conversations()
+    tools = [{**TOOLS[0], "description": "long " * 20_000}]
+    messages = [user("hello")]
+    first = told.prompt("x", messages, tools)
+    assert decoded(first) == rendered("ChatML", messages, tools)
+    told.remember(first, assistant("hello"), [*spelled("hello", 1), END])
+    assert told.prompt("x", [*messages, assistant("hello"), user("you")], tools).known == 2
+
+
 def test_without_bytes_to_remember_with_the_template_encodes_everything():
     told, messages = conversations(capacity=0), [user("hello")]
     told.remember(told.prompt("x", messages), assistant("hello"), [*spelled("hello", 1), END])
