@@ -29,7 +29,7 @@ async def begin(service: Service, caller: Caller, asked: Asked, ids: Ids, inside
     if most is not None and len(ids) > most:
         raise PromptTooLong(f"the prompt has {len(ids)} tokens, and this server takes at most {most}")
     params = asked.params if asked.bounded else unbounded(asked.params, service.engine.context_limit - len(ids))
-    timeout = service.settings.timeout or None
+    timeout = service.settings.timeout
     handle = await service.engine.submit(ids, params, namespace=caller.namespace, timeout=timeout)
     inside.callback(handle.cancel)
     return handle

@@ -30,6 +30,7 @@ from radixkv.serve.shapes import TokenTexts, usage
 
 Result = TypeVar("Result")
 _LARGE = 1 << 17  # bytes of JSON that take some milliseconds
+_TAIL = 16  # tokens that a tag and the white space behind it take at most, spelt letter by letter
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Service:
 
     def opens_thinking(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with an open tag, so that its reply begins with thinking."""
-        return "".join(self.token_texts[token] for token in ids[-4:]).rstrip().endswith(THINK_START)
+        return "".join(self.token_texts[token] for token in ids[-_TAIL:]).rstrip().endswith(THINK_START)
 
     def shown(self, chunk: Chunk) -> str:
         """A chunk's text with the tags that texts leave out."""

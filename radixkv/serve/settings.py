@@ -55,10 +55,11 @@ class Settings:
             _at_least(name, getattr(self, name), 0)
         if self.port > 65535:
             raise InvalidInput(f"a port is a number from 0 (any that is free) to 65535, not {self.port}")
-        for name in ("body_timeout", "send_timeout", "drain_timeout"):
-            _at_least(name, getattr(self, name), 0)
+        for name in ("body_timeout", "send_timeout"):
+            _at_least(name, getattr(self, name), 0.001)
+        _at_least("drain_timeout", self.drain_timeout, 0)
         if self.timeout is not None:
-            _at_least("timeout", self.timeout, 0)
+            _at_least("timeout", self.timeout, 0.001)
         self._check_keys()
 
     @property
@@ -93,7 +94,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _at_least(name: str, value: object, low: int) -> None:
+def _at_least(name: str, value: object, low: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and low <= value < float("inf")
     if not number:
-        raise InvalidInput(f"{name} must be a number, at least {low}, got {value!r}")
+        raise InvalidInput(f"{name} must be a number, at least {low:g}, got {value!r}")

@@ -45,12 +45,15 @@ class EventStream(Response):
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; raises TimeoutError if the client stopped reading."""
+        """Answer."""
+        facts = scope["state"]["facts"]
         with self._inside:
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 if await until_left(receive, self._sent(send)) is None:
-                    scope["state"]["facts"]["client"] = "left"
+                    facts["client"] = "left"
+            except TimeoutError:
+                facts["client"] = "stopped reading"
             finally:
                 await self._events.aclose()
 

@@ -123,6 +123,20 @@ def test_thinking_stands_beside_the_text():
     assert texts(streamed) == {0: "Yes."} and texts(streamed, "reasoning_content") == {0: "Hm."}
 
 
+def test_a_template_may_open_the_thinking():
+    opens = type(tokenizer()).from_pretrained(tokenizer().name_or_path)
+    opens.chat_template = opens.chat_template.replace("assistant\n{%", "assistant\n<think>\n{%")
+    shown = opens.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
+    assert shown.endswith("<think>\n")
+    spoken = [*opens.encode("Hm.\n</think>\n\nYes.", add_special_tokens=False), 2]
+    begin = len(opens.encode(shown, add_special_tokens=False))
+    with served(model=fake_model(tokenizer=opens), brain=lambda tokens: spoken[len(tokens) - begin]) as server:
+        message = server.chat()["choices"][0]["message"]
+        streamed = server.events("/v1/chat/completions", CHAT)
+    assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
+    assert texts(streamed) == {0: "Yes."} and texts(streamed, "reasoning_content") == {0: "Hm."}
+
+
 def test_tags_that_are_control_tokens_are_read_all_the_same():
     """Some tokenizers make <tool_call> a special token, which decoded texts leave out."""
     special = type(tokenizer()).from_pretrained(tokenizer().name_or_path)

@@ -133,7 +133,8 @@ def test_a_slow_reader_slows_nobody_else():
         check(host.engine)
 
 
-def test_who_never_reads_is_left():
+def test_who_never_reads_is_left(caplog):
+    caplog.set_level("INFO", "radixkv.serve")
     wordy = {**ENDLESS, "logprobs": True, "top_logprobs": 20}
     with hosted(Settings(send_timeout=0.2)) as host:
         dawdler = send(host, wordy, receive_buffer=4096)
@@ -141,6 +142,7 @@ def test_who_never_reads_is_left():
         until(lambda: host.service.gate.inside == 0)
         leave(dawdler)
         check(host.engine)
+    assert "client=stopped reading" in caplog.text
 
 
 def test_an_error_in_the_middle_is_an_event():
