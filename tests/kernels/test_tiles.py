@@ -151,6 +151,15 @@ def test_items_of_other_rows_are_not_one_tile_though_their_first_and_last_are_th
     check(tiling.build(work, SHAPES, 1), work, SHAPES, 1)
 
 
+def test_items_with_a_gap_between_their_keys_are_not_one_tile() -> None:
+    ids = [np.array(numbers, dtype=np.int32) for numbers in ([0, 2], [0, 8], [4, 4], [0, 1], [1, 1])]
+    rows, merges = np.zeros(2, np.int32), np.array([0, 2], np.int32)
+    blocks = np.array([5, 6, 7], np.int32)
+    visible = np.array([True, True])
+    work = WorkList(4, None, *ids, visible, blocks, rows, np.array([11], np.int32), merges, np.array([0, 1], np.int32))
+    check(tiling.build(work, SHAPES, 1), work, SHAPES, 1)
+
+
 def test_each_row_tile_starts_where_the_first_of_its_rows_begins_to_see() -> None:
     found = records(tiling.build(single(400, 64, 100), (Shape(16, 16),), 1), 0)
     assert sorted(tile[1] + tile[2] for tile in found) == [336 - 99 + 16 * i for i in range(4)]

@@ -108,6 +108,16 @@ def test_blocks_beyond_two_gigabytes_are_reached() -> None:
     assert same(big[:, last], big[:, 0])
 
 
+def test_blocks_are_read_16_bytes_at_a_time_only_if_all_of_them_may_be() -> None:
+    """A GPU traps on a read that is not aligned; the interpreter does not."""
+    aligned, shifted = torch.zeros(1, 3, 2, 8), torch.zeros(1 + 3 * 2 * 8)[1:].view(1, 3, 2, 8)
+    narrow = torch.zeros(1, 3, 1, 6)
+    found = {name: [place.alignment for place in blocks.regions(pools)] for name, pools in {
+        "aligned": [aligned], "an address": [aligned, shifted], "words": [narrow],
+    }.items()}  # fmt: skip
+    assert found == {"aligned": [4], "an address": [1], "words": [1]}
+
+
 def test_blocks_that_are_no_whole_words_are_refused() -> None:
     with pytest.raises(ValueError, match="whole words"):
         blocks.regions([torch.zeros(1, 4, 1, 1, dtype=torch.float16)])
