@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,6 +167,18 @@ def test_nothing_is_known_in_another_namespace_or_with_other_tools():
     for namespace, tools in (("y", TOOLS), (None, TOOLS), (("x",), TOOLS), ("x", None)):
         prompt = told.prompt(namespace, messages, tools)
         assert (prompt.known, list(prompt.ids)) == (0, encoded(rendered("ChatML", messages, tools)))
+
+
+@pytest.mark.parametrize("mode", ["append", "template"])
+def test_a_conversation_keeps_the_date_on_which_it_began(mode: Mode):
+    dated = "<|im_start|>system\nToday is {{ date_string }}.<|im_end|>\n" + CHATML
+    told = Conversations(byte_tokenizer(dated), STOPS, 1 << 20, mode)
+    first = replace(told.prompt("x", [user("hello")]), date="31 Dec 1999")
+    told.remember(first, assistant("hello"), [*spelled("hello", 1), END])
+    again = told.prompt("x", [user("hello"), assistant("hello"), user("more")])
+    assert again.date == "31 Dec 1999"
+    assert ("31 Dec 1999" in decoded(again)) == (mode == "template")  # appending, the beginning is what it was
+    assert told.prompt("y", again.messages).date != "31 Dec 1999"
 
 
 def test_the_requests_of_a_conversation_share_a_number():
