@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import threading
 
@@ -174,3 +175,40 @@ def test_many_streams_at_once_lose_nothing():
             each.join(30)
         check(host.engine)
     assert [texts(events(answer)) for answer in answers] == [{0: "One two three four five six seven."}] * 20
+
+
+def test_clients_of_all_kinds_leave_nothing_behind():
+    """Some read to the end, some leave at once, in the middle or before they have asked, some send nonsense."""
+    said = "One two three four five six seven."
+    whole: list[str] = []
+
+    def client(host: Hosted, seed: int) -> None:
+        draw = random.Random(seed)
+        kind = draw.choice(["reads", "leaves", "whole", "nonsense", "half"])
+        body = {**CHAT, "stream": kind != "whole", "n": draw.choice([1, 2]), "seed": seed}
+        if kind in ("reads", "whole"):
+            answer = ask(host, body)
+            found = texts(events(answer.text)) if kind == "reads" else answer.json()["choices"][0]["message"]["content"]
+            whole.append(found[0] if isinstance(found, dict) else found)
+        elif kind == "nonsense":
+            assert ask(host, {**body, "nonsense": seed}).status_code == 400
+        else:
+            connection = send(host, body) if kind == "leaves" else socket.create_connection(("127.0.0.1", host.port))
+            if kind == "half":
+                connection.sendall(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+                )
+            else:
+                connection.recv(draw.choice([1, 200, 2000]))
+            leave(connection)
+
+    with hosted(brain=says(said), max_sequences=4) as host:
+        clients = [threading.Thread(target=client, args=(host, seed)) for seed in range(40)]
+        for each in clients:
+            each.start()
+        for each in clients:
+            each.join(30)
+        until(lambda: host.service.gate.inside == 0)
+        until(lambda: host.engine.stats().running + host.engine.stats().waiting == 0)
+        check(host.engine)
+    assert len(whole) > 10 and set(whole) == {said}
