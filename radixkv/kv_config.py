@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.errors import InvalidInput
-from radixkv.kv_size import ASSUMED_DTYPE, WIDTHS, KVShape, LayerKV
+from radixkv.kv_size import WIDTHS, KVShape, LayerKV
 
 _NAMED = {  # layers, KV heads, head dim, context: as their config.json says; weights of 16 bits
     "llama-3.1-8b": (32, 8, 128, 131_072),
@@ -176,10 +176,8 @@ def _layer(config: Mapping[str, Any], at: int, kind: str) -> LayerKV | None:
 
 def _own_fields(config: Mapping[str, Any], at: int, kind: str) -> dict[str, Any]:
     """The config as this layer sees it: families differ in how they say that layers differ."""
-    own = {
-        name: value[at] if name in _KV_HEADS and isinstance(value, list) else value for name, value in config.items()
-    }
-    own.update(_part(config, "attn_config"))
+    own = {**config, **_part(config, "attn_config")}
+    own.update({name: _at(own[name], at) for name in _KV_HEADS if isinstance(own.get(name), list)})
     if kind in _WINDOWED:
         own.update({name.removeprefix("swa_"): value for name, value in config.items() if name.startswith("swa_")})
         if config.get("model_type") == "mimo_v2_flash" and "swa_num_key_value_heads" not in config:
@@ -263,6 +261,4 @@ def _notes(config: Mapping[str, Any], kinds: list[str], layers: tuple[LayerKV, .
             notes.append(f"{seen}, but keep all KV, so that prefixes can be shared")
     if shared := config.get("num_kv_shared_layers"):
         notes.append(f"the last {shared} layers reuse others' KV; each stores what it reads all the same")
-    if config.get("dtype") is None and config.get("torch_dtype") is None:
-        notes.append(f"the config names no dtype: {ASSUMED_DTYPE} is assumed unless you say one")
     return notes

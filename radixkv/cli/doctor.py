@@ -30,7 +30,12 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a line for each finding as it is made; returns 1 if one of them is a problem, else 0."""
+    """Print a line for each finding as it is made; returns 1 if one of them is a problem, else 0.
+
+    Raises InvalidInput for a block size that is none.
+    """
+    if arguments.block_size < 1:
+        raise InvalidInput(f"--block-size {arguments.block_size}: it must be at least 1")
     findings = []
     for finding in _findings(arguments):
         findings.append(finding)

@@ -106,6 +106,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _notes(plan: Plan) -> list[str]:
     """What a reader of the numbers may not expect."""
     notes = list(plan.shape.notes)
+    if plan.shape.dtype is None and plan.dtype == ASSUMED_DTYPE:
+        notes.append(f"the config names no dtype; {ASSUMED_DTYPE} is what most weights are saved in")
     heads = [layer.kv_heads for layer in plan.shape.layers]
     if plan.ranks > 1:
         notes.append("radixkv itself runs on one device; ranks are planned for engines that split KV heads")

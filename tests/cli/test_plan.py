@@ -1,0 +1,366 @@
+"""The bytes of a token are those that a model's attention really writes; what fits follows from them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.cli import main
+from radixkv.cli.plan import Plan, size
+from radixkv.errors import InvalidInput
+from radixkv.kv_config import _UNSAID, kv_shape
+from radixkv.kv_size import KVShape, LayerKV, parse_size
+from radixkv.models.hook import IMPLEMENTATION
+from radixkv.models.probe import probe
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 3,
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 21}
+GEMMA4: dict[str, Any] = {  # its full layers have heads of their own
+    **SMALL,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 21,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 40,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "llama, grouped": lambda: transformers.LlamaConfig(**SMALL, num_key_value_heads=2, head_dim=24),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=21),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_key_value_heads=1, **EXPERTS),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16),
+    "gemma2": lambda: transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16, **MIXED),
+    "gemma4": lambda: transformers.Gemma4TextConfig(**GEMMA4),
+    "gpt-oss": lambda: transformers.GptOssConfig(**SMALL, num_key_value_heads=2, head_dim=16, **MIXED, **EXPERTS),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(**SMALL, num_key_value_heads=4, **LATENT),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97, n_positions=128),
+    "gpt-bigcode": lambda: transformers.GPTBigCodeConfig(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=97, n_positions=128
+    ),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**SMALL),
+    "opt": lambda: transformers.OPTConfig(
+        hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=97, word_embed_proj_dim=32
+    ),
+    "phi3": lambda: transformers.Phi3Config(**SMALL, num_key_value_heads=2),
+    "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, num_key_value_heads=1),
+}
+
+
+def written(folder: Path, **fields: Any) -> str:
+    """A config.json with a decoder's four fields, and these."""
+    decoder = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 64, "max_position_embeddings": 512}
+    path = folder / "config.json"
+    path.write_text(json.dumps({**decoder, "dtype": "bfloat16", **fields}))
+    return str(path)
+
+
+def kinds(shape: KVShape) -> list[tuple[int, int, int]]:
+    return [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in shape.layers]
+
+
+# ---- shapes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_file_says_what_the_model_writes(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]()
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.set_attn_implementation(IMPLEMENTATION)
+    layers, _ = probe(model)
+    config.save_pretrained(tmp_path)
+    assert kinds(kv_shape(str(tmp_path))) == [(each.kv_heads, each.key_dim, each.value_dim) for each in layers]
+
+
+def test_the_bundled_model_takes_what_its_pool_takes() -> None:
+    from radixkv.models.adapter import load
+
+    layers = load("tiny").layers
+    assert kinds(kv_shape("tiny")) == [(each.kv_heads, each.key_dim, each.value_dim) for each in layers]
+
+
+@pytest.mark.parametrize("family", _UNSAID)
+def test_what_goes_unsaid_is_what_transformers_fills_in(family: str) -> None:
+    kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
+    said = {name: value for name, value in _UNSAID[family].items() if name != "global_head_dim"}
+    assert said == {name: getattr(kind, name) for name in said}
+
+
+def test_a_file_that_leaves_out_heads_is_filled_in(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "text_config": text}))
+    shape = kv_shape(str(tmp_path))
+    assert kinds(shape) == [(4, 256, 256)] * 34
+    assert shape.dtype == "float16"
+
+
+def test_older_files_say_per_layer_heads_in_other_words(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA4, "model_type": "gemma4_text"}))
+    assert kinds(kv_shape(str(tmp_path))) == [(2, 16, 16), (1, 40, 40)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"num_key_value_heads": [8, 4, 2, 1]}, [(8, 8, 8), (4, 8, 8), (2, 8, 8), (1, 8, 8)]),
+        ({"per_layer_config": {"01": {"head_dim": 32}}}, [(8, 8, 8), (8, 32, 32), (8, 8, 8), (8, 8, 8)]),
+        ({"head_dim": 24, "v_head_dim": 16}, [(8, 24, 16)] * 4),
+        ({"attn_config": {"kv_n_heads": 2}}, [(2, 8, 8)] * 4),
+        ({"multi_query": True, "num_kv_heads": 8}, [(1, 8, 8)] * 4),
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, [(2, 8, 8)] * 4),
+        ({"model_type": "longcat_flash"}, [(8, 8, 8)] * 8),
+        (
+            {
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+                "swa_num_key_value_heads": 4,
+                "swa_head_dim": 6,
+            },
+            [(8, 8, 8), (4, 6, 6)] * 2,
+        ),
+        (
+            {
+                "block_configs": [
+                    {"attention": {"n_heads_in_group": 4}},
+                    {"attention": {"no_op": True}},
+                    {"attention": {"n_heads_in_group": 8}},
+                    {"attention": {"replace_with_linear": True}},
+                ]
+            },
+            [(2, 8, 8), (1, 8, 8)],
+        ),
+    ],
+)
+def test_layers_may_differ(fields: dict[str, Any], layers: list[tuple[int, int, int]], tmp_path: Path) -> None:
+    assert kinds(kv_shape(written(tmp_path, **fields))) == layers
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        ({"sliding_window": 128}, "4 of 4 layers see a window of 128 tokens, but keep all KV"),
+        ({"sliding_window": 128, "use_sliding_window": False}, None),
+        ({"sliding_window": None}, None),
+        (
+            {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attention_chunk_size": 64},
+            "3 of 4 layers see a",
+        ),
+        ({"kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}, "takes 8.0 times"),
+        ({"num_kv_shared_layers": 2}, "the last 2 layers reuse"),
+    ],
+)
+def test_what_a_reader_may_not_expect_is_said(fields: dict[str, Any], note: str | None, tmp_path: Path) -> None:
+    notes = kv_shape(written(tmp_path, **fields)).notes
+    assert (len(notes), note is None or note in notes[0]) == (note is not None, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"num_hidden_layers": None}, "no num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"num_hidden_layers": 10**9}, "1000000000 layers"),
+        ({"num_attention_heads": "many"}, "num_attention_heads is 'many'"),
+        ({"num_attention_heads": 65}, "65 heads share 64 numbers"),
+        ({"num_key_value_heads": 3}, "8 heads cannot share 3"),
+        ({"num_key_value_heads": [8]}, "ends before layer 1"),
+        ({"hidden_size": None}, "no hidden_size"),
+        ({"kv_lora_rank": 16}, "no qk_nope_head_dim"),
+        ({"dtype": "int3"}, "int3"),
+        ({"text_config": 5}, "text_config is 5"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"architectures": ["ViTForImageClassification"]}, "ViTForImageClassification is no decoder"),
+        ({"model_type": "roberta"}, "roberta is no decoder"),
+        ({"model_type": "rwkv"}, "rwkv: it keeps something else"),
+        ({"mamba_d_state": 16}, "mamba_d_state: it keeps something else"),
+        ({"text_config": {"linear_num_key_heads": 4}}, "linear_num_key_heads"),
+        ({"cross_attention_layers": [1]}, "another model's output"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "type linear_attention"),
+        ({"layer_types": ["full_attention"]}, "not one of 4 layers"),
+        ({"layer_types": "full"}, "not one of 4 layers"),
+        ({"block_configs": [{"attention": {"no_op": True}}] * 4}, "none of its layers"),
+    ],
+)
+def test_what_is_no_decoder_is_refused_with_the_reason(fields: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="states no KV shape") as refused:
+        kv_shape(written(tmp_path, **fields))
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "", "{", '"llama"', "[" * 100_000, "\udcff"])
+def test_what_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(InvalidInput, match="states no KV shape"):
+        kv_shape(str(tmp_path))
+
+
+def test_names_and_folders_without_a_config(tmp_path: Path) -> None:
+    assert kv_shape("meta-llama/Meta-Llama-3.1-8B-Instruct") == kv_shape("llama-3.1-8b")
+    with pytest.raises(InvalidInput, match=r"none of tiny, llama-3\.1-8b"):
+        kv_shape("llama-9")
+    with pytest.raises(InvalidInput, match=r"no config\.json"):
+        kv_shape(str(tmp_path))
+
+
+# ---- arithmetic
+
+LAYERS = st.lists(
+    st.builds(LayerKV, st.integers(1, 16), st.integers(1, 64), st.integers(1, 64)), min_size=1, max_size=4
+).map(tuple)
+
+
+@given(LAYERS, st.integers(1, 20), st.sampled_from(["float32", "bfloat16"]))
+def test_ranks_hold_everything_between_them(layers: tuple[LayerKV, ...], ranks: int, dtype: str) -> None:
+    shape = KVShape("any", layers)
+    whole, rank = shape.bytes_per_token(dtype), shape.bytes_per_token(dtype, ranks)
+    assert whole <= rank * ranks
+    even = all(layer.kv_heads % ranks == 0 for layer in layers)
+    assert (rank * ranks == whole) == even
+    assert rank >= sum(layer.key_dim + layer.value_dim for layer in layers) * (4 if dtype == "float32" else 2)
+
+
+@given(st.integers(1, 3000), st.integers(1, 40), st.integers(1, 2000))
+def test_what_fits_and_what_is_empty_by_counting(context: int, block_size: int, blocks: int) -> None:
+    shape = KVShape("any", (LayerKV(1, 3, 4),))
+    plan = Plan(shape, "bfloat16", context, block_size, 1, memory=blocks * block_size * 14 + 13)
+    assert plan.blocks == blocks
+    for each in plan.lengths():
+        tables = 0
+        while (tables + 1) * len(range(0, each.tokens, block_size)) <= blocks:
+            tables += 1
+        assert each.paged_sequences == tables
+        assert each.contiguous_sequences * context * 14 <= plan.memory < (each.contiguous_sequences + 1) * context * 14
+        same = [n for n in range(1, each.tokens + 1) if -(-n // block_size) == -(-each.tokens // block_size)]
+        reserved = -(-each.tokens // block_size) * block_size
+        assert each.paged_empty == pytest.approx(float(sum(Fraction(reserved - n, reserved) for n in same) / len(same)))
+        assert each.contiguous_empty == pytest.approx(
+            float(sum(Fraction(context - n, context) for n in same) / len(same))
+        )
+
+
+@given(st.integers(1, 2**50))
+def test_sizes_are_bytes_and_units(number: int) -> None:
+    assert parse_size(str(number)) == number
+    for unit, bytes_ in (("kB", 10**3), ("MiB", 2**20), (" gib", 2**30), ("T", 10**12)):
+        assert parse_size(f"{number % 1000 + 1}{unit}") == (number % 1000 + 1) * bytes_
+    value, unit = size(number).split()
+    assert float(value) * parse_size(f"1{unit}") == pytest.approx(number, rel=1e-3)
+
+
+@pytest.mark.parametrize("text", ["", "8 apples", "-1GB", "0", "0.1B", "1e9", "inf", "nan", "8GiBB", "٣GB", "9" * 400])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="memory"):
+        parse_size(text)
+
+
+# ---- the command
+
+SEVENTY = ["plan", "llama-3.1-70b", "--dtype", "float16", "--context", "8192", "--tensor-parallel", "2"]
+
+
+def test_seventy_billion_weights_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """80 layers x 8 KV heads x 128 numbers of 2 bytes, twice."""
+    assert main([*SEVENTY, "--memory", "8GiB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["bytes_per_token"], plan["bytes_per_block"]) == (327_680, 5 * 2**20)
+    assert plan["rank"]["bytes_per_token"] == 163_840
+    assert plan["rank"]["fits"]["sequences"] == 6
+    assert plan["layers"] == [{"count": 80, "kv_heads": 8, "key_dim": 128, "value_dim": 128}]
+
+
+def test_the_text_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SEVENTY, "--memory", "8GiB"]) == 0
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "a token, all layers and heads 327,680 bytes" in lines
+    assert "8 GiB, each of 2 ranks 3,276 blocks, 52,416 tokens" in lines
+    assert "sequences of 8,192 tokens that fit 6" in lines
+    assert "512 6 93.8% 102 1.5%" in lines
+    assert main(SEVENTY) == 0
+    assert "fit" not in capsys.readouterr().out.partition("note:")[0]
+
+
+def test_notes_on_ranks_and_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, num_key_value_heads=4)
+
+    def notes(*options: str) -> str:
+        assert main(["plan", path, *options]) == 0
+        return capsys.readouterr().out.partition("note:")[2]
+
+    assert notes() == ""
+    assert "copies of the same head" in notes("--tensor-parallel", "8")
+    assert "do not go evenly into 3" in notes("--tensor-parallel", "3")
+    assert "more than the model's own 512" in notes("--context", "513")
+    path = written(tmp_path, dtype=None)
+    assert "names no dtype" in notes()
+    assert "names no dtype" not in notes("--dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--context", "0"], "--context 0"),
+        (["--block-size", "-1"], "--block-size -1"),
+        (["--tensor-parallel", "0"], "--tensor-parallel 0"),
+        (["--dtype", "int8"], "int8"),
+        (["--memory", "lots"], "lots"),
+        (["--memory", "1kB"], "one block of this model takes 48 KiB"),
+    ],
+)
+def test_wrong_numbers_are_one_line_and_status_2(
+    options: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "tiny", *options]) == 2
+    said = capsys.readouterr()
+    assert why in said.err
+    assert (said.err.count("\n"), said.out) == (1, "")
+
+
+def test_a_model_without_a_longest_sequence_needs_a_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, max_position_embeddings=None)
+    assert main(["plan", path]) == 2
+    assert "--context" in capsys.readouterr().err
+    assert main(["plan", path, "--context", "100"]) == 0
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys\nfrom radixkv.cli import main\nassert main(['plan', 'tiny', '--memory', '1GB']) == 0\n"
+        "assert not {'torch', 'transformers', 'numpy', 'rich', 'socket'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
