@@ -33,7 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0 success, 1 a failure that was told, 2 wrong usage, 130 Ctrl-C."""
     arguments = _parser().parse_args(argv)
     _log_to(arguments.log)
-    gc.set_threshold(GARBAGE)
     try:
         return _run(arguments)
     except KeyboardInterrupt:
@@ -92,10 +91,24 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.once and not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         print("radixkv-monitor: this is no terminal to draw on; --once prints a summary", file=sys.stderr)
         return MISUSED
+    if arguments.sort is not None and (complaint := _no_order(arguments.sort)):
+        print(f"radixkv-monitor: {complaint}", file=sys.stderr)
+        return MISUSED
     feed = _feed(arguments)
     if feed is None:
         return 0
     return _once(feed, as_json=arguments.json) if arguments.once else _draw(feed, arguments)
+
+
+def _no_order(name: str) -> str:
+    """What is wrong with the name of an order; nothing, if a view has it."""
+    from radixkv_monitor.views import sorts
+
+    known = sorts()
+    if any(name.replace(" ", "-") in names for names in known.values()):
+        return ""
+    lines = (f"  {view:<10} {', '.join(names)}" for view, names in known.items())
+    return "\n".join((f"nothing can be sorted by {name!r}; there are", *lines))
 
 
 def _feed(arguments: argparse.Namespace) -> Any:
@@ -126,6 +139,7 @@ def _feed(arguments: argparse.Namespace) -> Any:
 
 
 def _draw(feed: Any, arguments: argparse.Namespace) -> int:
+    gc.set_threshold(GARBAGE)
     from radixkv_monitor.app import MonitorApp
     from radixkv_monitor.meter import Meter
 

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Protocol
 
 from radixkv.errors import RadixKVError
-from radixkv.telemetry.frames import Delta, Frame, Hello, Snapshot
+from radixkv.telemetry.frames import WRONG_TOKEN, Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.protocol import Decoder
 from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.feed import Link, Status, ThreadFeed, Traffic
@@ -63,6 +63,9 @@ class SocketFeed(ThreadFeed):
     def _run(self) -> None:
         while not self._closing.is_set():
             reason = self._attend()
+            if reason.startswith(WRONG_TOKEN):  # knocking again with the same one would change nothing
+                self._status = Status("ended", self._clock(), f"{self.title}: {reason}")
+                return
             if not self._closing.is_set():
                 self._wait(reason)
 

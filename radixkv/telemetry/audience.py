@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from radixkv.errors import ProtocolError
-from radixkv.telemetry.frames import Attach
+from radixkv.telemetry.frames import WRONG_TOKEN, Attach
 from radixkv.telemetry.protocol import Decoder
 
 _CHUNK = 4096
@@ -100,7 +100,7 @@ class Client:
             raise ProtocolError("a monitor sends one attach frame, and nothing else")
         # Bytes, as compare_digest takes no other texts than ASCII.
         if self._token is not None and not hmac.compare_digest(frame.token.encode(), self._token.encode()):
-            raise ProtocolError("wrong token: it stands in the json file beside the engine's socket")
+            raise ProtocolError(f"{WRONG_TOKEN}: it stands in the json file beside the engine's socket")
         self.hz = min(frame.hz, self._limits.hz)
         return True
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from radixkv.telemetry.records import Changes, EngineFacts
 
+WRONG_TOKEN = "wrong token"
+"""How the reason of a Bye begins that no further attempt will change."""
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:

@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from tempfile import gettempdir
@@ -23,7 +24,7 @@ LONGEST_PATH = 103
 """Bytes of a socket's path: what macOS allows, which is less than Linux."""
 _WIDEST = "4194304-999.sock"
 _PATIENCE = 0.5  # seconds in which a socket that somebody listens on takes a connection
-_taken: set[str] = set()  # names of this process's own engines
+_taken: dict[str, tuple[int, int]] = {}  # names of this process's own engines, and which file each socket is
 _lock = threading.Lock()
 
 
@@ -98,19 +99,41 @@ def claim() -> tuple[Path, socket.socket]:
                 continue
             listener = _bound(path)
             if listener is not None:
-                _taken.add(stem)
+                _taken[stem] = _identity(path)
                 return path, listener
     raise AssertionError("the numbers do not end")
 
 
-def release(path: Path) -> None:
-    """Remove a claimed socket and the description beside it; not in a child, which has forgotten whose they were."""
+def is_claimed(path: Path) -> bool:
+    """Whether the socket that was claimed is still there: whoever cleans runtime folders asks no engine."""
     with _lock:
-        if path.stem not in _taken:
-            return
-        _taken.discard(path.stem)
-    for each in (path.with_suffix(".json"), path):
-        each.unlink(missing_ok=True)
+        return _is_ours(path)
+
+
+def release(path: Path) -> None:
+    """Remove a claimed socket and the description beside it, unless others did; what others put there stays.
+
+    Not in a child, which has forgotten whose they were.
+    """
+    with _lock:
+        mine = _is_ours(path)
+        _taken.pop(path.stem, None)
+    for each in (path.with_suffix(".json"), path) if mine else ():
+        with suppress(OSError):  # the end of an engine is no time to complain
+            each.unlink(missing_ok=True)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.stem in _taken and _taken[path.stem] == _identity(path)
+    except OSError:
+        return False
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Which file it is; no other has that number while somebody listens on it."""
+    there = path.lstat()
+    return there.st_dev, there.st_ino
 
 
 def _stems() -> Iterator[str]:

@@ -21,6 +21,7 @@ from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.picker import PickerApp
 from radixkv_monitor.replay import FileFeed
 from tests.monitor.still import FACTS
+from tests.telemetry.served import serving
 
 STATS = {"prompt_tokens": 200.0, "cached_tokens": 150.0, "finished": 4.0, "cache.cached_blocks": 16.0}
 
@@ -226,3 +227,27 @@ def test_whoever_has_read_enough_is_not_shouted_at(recording: Path) -> None:
     script = f"set -o pipefail; {command} --once --json | true; echo status $?"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=_environment())
     assert done.stdout == "status 0\n" and done.stderr == ""
+
+
+def test_an_order_that_no_view_has_is_wrong_usage_and_those_that_are_there_are_named(
+    recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([str(recording), "--once", "--sort", "nonsense"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "nothing can be sorted by 'nonsense'" in said.err
+    assert "tree       recency, size, hits" in said.err and "sessions   last-use, length" in said.err
+    for name in ("size", "regret", "last-use", "last use"):
+        assert cli.main([str(recording), "--once", "--sort", name]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wrong_token_is_told_once_and_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving("tcp://127.0.0.1:0") as (publisher, _):
+        address = f"tcp://{publisher.tcp}"
+        assert cli.main([address, "--token", "wrong", "--once"]) == 1
+        assert "wrong token: it stands in the json file" in capsys.readouterr().err
+        feed = targets.feed_of(address, "wrong")
+        feed.start()
+        feed._thread.join(20.0)
+        assert not feed._thread.is_alive() and feed.status.link == "ended" and "wrong token" in feed.status.sentence
+        feed.close()

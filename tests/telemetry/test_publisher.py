@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -15,7 +16,8 @@ import time
 import msgpack
 import pytest
 
-from radixkv.errors import EngineClosed, InvalidInput
+from radixkv.errors import EngineClosed, InvalidInput, UnsafeFolder
+from radixkv.telemetry import door
 from radixkv.telemetry import publisher as module
 from radixkv.telemetry.audience import Client, Limits
 from radixkv.telemetry.discovery import connect, engines
@@ -492,14 +494,100 @@ def test_engines_of_one_process_have_names_of_their_own():
 
 def test_a_publisher_that_cannot_start_leaves_nothing():
     before = threads_and_files()
-    with serving("tcp://127.0.0.1:0") as (first, engine):
-        folder = first.path.parent
-        second = Publisher(FACTS, engine.collect, engine.pending, f"tcp://{first.tcp}")
-        with pytest.raises(OSError):
-            second.start()
-        second.close()
-        assert len(list(folder.iterdir())) == 2
+    with runtime_folder() as folder:
+        folder.touch()  # neither here nor in the temporary folder, which others can write to
+        (folder.parent / f"radixkv-{os.geteuid()}").touch()
+        engine = Engine()
+        publisher = Publisher(FACTS, engine.collect, engine.pending, "tcp://127.0.0.1:0")
+        with pytest.raises(UnsafeFolder):
+            publisher.start()
+        publisher.close()
     assert threads_and_files() == before
+
+
+def test_a_port_that_is_taken_is_one_warning_and_the_socket_is_there(caplog, tmp_path):
+    with serving("tcp://127.0.0.1:0") as (first, engine):
+        second = Publisher(FACTS, engine.collect, engine.pending, f"tcp://{first.tcp}")
+        second.start()
+        try:
+            assert [first.tcp in record.getMessage() for record in caplog.records] == [True]
+            assert (second.tcp, second.token) == (None, None)
+            reader = Reader(second.path)
+            reader.until(lambda: reader.frames)
+            reader.close()
+            assert second.flight(tmp_path / "a.rec") > 0
+        finally:
+            second.close()
+
+
+# ---- whoever cleans up
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """The door looks after itself at every turn."""
+    monkeypatch.setattr(door, "_ROUND", 0.0)
+
+
+def turned(publisher, true):
+    wait_until(lambda: publisher._wake() or true())
+
+
+def obstruct(folder):
+    """A file in the place of a folder, however fast that is made again."""
+    while not folder.is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.touch()
+
+
+def found_at(publisher):
+    return publisher.path is not None and [each.socket for each in engines()] == [str(publisher.path)]
+
+
+def test_a_folder_that_is_removed_is_made_again_and_who_was_attached_stays(rounds):
+    with serving() as (publisher, engine):
+        engine.change(node(1))
+        old = Reader(publisher.path)
+        old.until_it_knows(engine)
+        shutil.rmtree(publisher.path.parent)
+        turned(publisher, lambda: found_at(publisher))
+        fresh = Reader(publisher.path)
+        engine.change(node(2))
+        for reader in (fresh, old):
+            reader.until_it_knows(engine)
+            reader.close()
+
+
+@pytest.mark.parametrize("kind", [".sock", ".json"])
+def test_a_file_that_is_removed_comes_back(rounds, kind):
+    with serving() as (publisher, _):
+        publisher.path.with_suffix(kind).unlink()
+        turned(publisher, lambda: publisher.path and publisher.path.with_suffix(kind).exists() and found_at(publisher))
+
+
+def test_no_place_is_one_warning_and_a_place_that_comes_is_taken(rounds, caplog):
+    before = threads_and_files()
+    with serving() as (publisher, _):
+        folder = publisher.path.parent
+        (folder.parent / f"radixkv-{os.geteuid()}").touch()
+        obstruct(folder)
+        turned(publisher, lambda: caplog.records)
+        turned(publisher, lambda: publisher.path is None)
+        folder.unlink()
+        turned(publisher, lambda: found_at(publisher))
+        obstruct(folder)
+        turned(publisher, lambda: len(caplog.records) == 2)
+    assert ["there is no place for another" in record.getMessage() for record in caplog.records] == [True, True]
+    assert threads_and_files() == before
+
+
+def test_what_others_put_in_the_place_of_a_socket_stays():
+    with serving() as (publisher, _):
+        path = publisher.path
+        path.unlink()
+        path.write_text("somebody else's")
+        publisher.close()
+        assert path.read_text() == "somebody else's"
 
 
 def test_a_child_process_neither_serves_nor_removes_the_parents_socket():
@@ -617,17 +705,17 @@ def test_no_file_descriptors_left_is_a_rest_and_not_the_end(caplog):
         def unregister(self, listener):
             self.registered.remove(listener)
 
-    door, listener, selector = Door(None, lambda connection, token: None), Exhausted(), Selector()
-    door._listeners, door._selector = [listener], selector
-    door._resume()
+    tired, listener, selector = Door(None, lambda connection, token: None), Exhausted(), Selector()
+    tired._selector, tired._look_at = selector, float("inf")
+    tired._listen(listener)
     with caplog.at_level(logging.WARNING):
-        door._accept(listener)
-        door._accept(listener)  # both were ready in the same turn
+        tired._accept(listener)
+        tired._accept(listener)  # both were ready in the same turn
     assert selector.registered == []
     assert caplog.text.count("Too many open files") == 1
-    door.look(time.monotonic())
+    tired.look(time.monotonic())
     assert selector.registered == []
-    door.look(time.monotonic() + 2.0)
+    tired.look(time.monotonic() + 2.0)
     assert selector.registered == [listener]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import cast
@@ -34,6 +35,11 @@ class View(Widget, can_focus=False):
                 widget.focus(scroll_visible=False)
                 return
 
+    @classmethod
+    def sorts(cls) -> Sequence[str]:
+        """What `sort_by` takes."""
+        return ()
+
     def sort_by(self, name: str) -> bool:
         """Sort by a column's or an order's name; False if this view has none of that name."""
         return False
@@ -65,3 +71,8 @@ VIEWS = (
     Entry("Requests", "requests in time, and why a prompt was not found"),
 )
 """In the order of the keys 1 to 6."""
+
+
+def sorts() -> Mapping[str, Sequence[str]]:
+    """By view, what it can be sorted by. Imports them all."""
+    return {entry.name: names for entry in VIEWS if (names := entry.load().sorts())}

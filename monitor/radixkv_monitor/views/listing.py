@@ -139,12 +139,17 @@ class Listing(View, Generic[Row]):
         if key is not None and self.is_mounted:
             self.table.go_to(key)
 
+    @classmethod
+    def sorts(cls) -> Sequence[str]:
+        """Its orders, with dashes for blanks."""
+        return [order.name.replace(" ", "-") for order in cls.orders]
+
     def sort_by(self, name: str) -> bool:
         """Sort by the order of this name, whose blanks may be dashes."""
-        names = [order.name for order in self.orders]
-        if name.replace("-", " ") not in names:
+        names = self.sorts()
+        if name.replace(" ", "-") not in names:
             return False
-        self._order = names.index(name.replace("-", " "))
+        self._order = names.index(name.replace(" ", "-"))
         if self.is_mounted:
             self._refresh()
         return True

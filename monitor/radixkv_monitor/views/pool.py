@@ -5,6 +5,7 @@ Knows states, blocks and the widgets that it is made of. Knows no other view: it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -177,6 +178,11 @@ class PoolView(View):
         block, node = selection.block, selection.node
         own = [] if node is None else self.blocks.map.blocks_of(node).tolist()
         return own[0] if own and block not in own else block
+
+    @classmethod
+    def sorts(cls) -> Sequence[str]:
+        """What blocks are coloured by."""
+        return [mode.name for mode in MODES]
 
     def sort_by(self, name: str) -> bool:
         """Colour by the mode of this name."""

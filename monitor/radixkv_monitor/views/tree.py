@@ -148,6 +148,11 @@ class TreeView(View):
             if branch is None or branch.node.id != selection.node:
                 self.lines.go_to(selection.node)
 
+    @classmethod
+    def sorts(cls) -> Sequence[str]:
+        """The orders of rows."""
+        return tuple(SORTS)
+
     def sort_by(self, name: str) -> bool:
         """Sort by one of the orders of rows."""
         if name not in SORTS:
