@@ -6,6 +6,7 @@ Knows: one thread, its inbox, and the two ways to end. Knows nothing of what it 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -38,6 +39,7 @@ class Worker:
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # Nothing is posted behind the end. Reentrant: garbage that is collected in here may post, too.
         self._gate = threading.RLock()
+        self._pid = os.getpid()
         self._closed = False
         self._broken: BaseException | None = None  # what a step raised, which it must not
         self.on_broken: Callable[[BaseException], None] | None = None  # told of that, on the thread, first of all
@@ -50,8 +52,11 @@ class Worker:
     def post(self, call: Callable[[], None], *, begins: bool = False) -> None:
         """Have `call` run at the next step boundary; it must not raise.
 
-        Raises EngineClosed behind the end; if it `begins` something new, also while the worker finishes what is there.
+        Raises EngineClosed behind the end and in a forked child; if it `begins` something new, also while the worker
+        finishes what is there.
         """
+        if self._is_forked:  # asked before the gate: the parent's thread may have held it
+            raise EngineClosed(f"this engine belongs to process {self._pid}: load another one after the fork")
         with self._gate:
             if self._closed or (begins and self._draining):
                 raise self._why("the engine was closed: load a new one")
@@ -59,6 +64,8 @@ class Worker:
 
     def wake(self) -> None:
         """Have the thread look again whether there is something to do; behind the end there is not."""
+        if self._is_forked:
+            return
         with self._gate:
             if not self._closed:
                 self._inbox.put(_nothing)
@@ -73,6 +80,10 @@ class Worker:
         """Run `call` at the next step boundary and wait for what it returns or raises."""
         return self.call(call).result()
 
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
     # ---- the end
 
     def close(self, drain: bool = False, timeout: float | None = None, hurry: Callable[[], None] | None = None) -> None:
@@ -82,6 +93,8 @@ class Worker:
         `hurry` is called on the thread.
         Whatever interrupts that wait (Ctrl-C) makes it an immediate end, and is passed on.
         """
+        if self._is_forked:
+            return
         try:
             if drain and threading.current_thread() is not self._thread:
                 self._drain(timeout, hurry or _nothing)
@@ -92,6 +105,8 @@ class Worker:
 
     def stop(self) -> None:
         """As `close`, without waiting for the thread; ends somebody else's draining, too."""
+        if self._is_forked:
+            return
         with self._gate:
             if not self._closed:
                 self._closed = True

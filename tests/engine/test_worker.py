@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -224,3 +226,55 @@ def test_a_waiting_worker_keeps_nothing_of_its_last_call_alive():
     del engine
     assert gone.wait(timeout=10)
     worker.close()
+
+
+FORKED = """
+import os, sys, threading
+from radixkv import SamplingParams
+from tests.engine.fakes import make_engine
+
+engine, _ = make_engine()
+params = SamplingParams(max_tokens=2)
+engine.generate([[1, 2, 3]], params)
+held, done = threading.Event(), threading.Event()
+
+def hold():
+    with engine._worker._gate:
+        held.set()
+        done.wait()
+
+threading.Thread(target=hold).start()  # another thread is about to post
+held.wait()
+child = os.fork()
+if child == 0:
+    ends = []
+    for verb in (
+        lambda: engine.generate([[1, 2, 3]], params),
+        lambda: engine.submit([1, 2, 3], params),
+        engine.stats,
+        engine.tree,
+        lambda: engine.warm([1, 2, 3]),
+    ):
+        try:
+            verb()
+        except Exception as error:
+            ends.append(f"{type(error).__name__}: {error}")
+    engine.close(drain=True)
+    engine.close()
+    said = f"EngineClosed: this engine belongs to process {os.getppid()}: load another one after the fork"
+    fresh, _ = make_engine()
+    fresh.generate([[1, 2, 3]], params)
+    fresh.close()
+    print(ends, flush=True)
+    os._exit(0 if ends == [said] * 5 else 1)
+done.set()
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+engine.generate([[1, 2, 3]], params)
+engine.close()
+sys.exit(status)
+"""
+
+
+def test_in_a_forked_child_an_engine_says_whose_it_is_and_the_parents_goes_on():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
