@@ -32,7 +32,9 @@ def test_every_unit_comes_out_in_blocks(text: str, blocks: int) -> None:
     assert (found.blocks, found.text) == (blocks, text.strip())
 
 
-@pytest.mark.parametrize("text", ["", "%", "-1%", "1.5", "0", "63tok", "65535B", "10 apples", "1e3", "inf", "2%%", "9" * 20])
+@pytest.mark.parametrize(
+    "text", ["", "%", "-1%", "1.5", "0", "63tok", "65535B", "10 apples", "1e3", "inf", "2%%", "9" * 20]
+)
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="capacity"):
         parse_capacity(text, unique_blocks=200, block_tokens=64, kv_bytes=1024)

@@ -2,8 +2,8 @@
 
 Knows the whole trace, the future included. Knows no PrefixCache, but keeps its rules: only blocks without cached
 children go, one at a time; a request's own path is held while victims are chosen; of a chain longer than the pool the
-head stays. Under these rules no choice of victims hits more blocks (Belady's argument: of a path, the block nearest to its end
-is never used earlier than those before it; the tests compare with exhaustive search).
+head stays. Under these rules no choice of victims hits more blocks (Belady's argument: of a path, the block nearest to
+its end is never used earlier than those before it; the tests compare with exhaustive search).
 """
 
 from __future__ import annotations
