@@ -266,8 +266,7 @@ def _faster_on_cpu(dtype: torch.dtype) -> Iterator[Finding]:
     elif threads > cores:
         yield note("faster", f"fewer threads: torch uses {threads}, but the process has {cores} cores")
     if dtype.itemsize < 4:
-        yield note(
-            "faster", f"dtype='float32': KV in {dtype} is widened at each step, as attention computes in float32"
-        )
+        widened = f"attention widens KV in {str(dtype).removeprefix('torch.')} at each step"
+        yield note("faster", f"dtype='float32', perhaps: {widened}, and only some CPUs multiply 16 bits fast")
     elif dtype.itemsize > 4:
         yield note("faster", "dtype='float32': float64 takes twice the memory and time")

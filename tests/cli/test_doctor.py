@@ -1,0 +1,358 @@
+"""Each finding is made where there is something to find, and only there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from radixkv.chat.template import ChatTemplate
+from radixkv.cli import doctor, installed, main
+from radixkv.cli.finding import Finding
+from radixkv.cli.histories import histories
+from radixkv.errors import ChatError, UnsupportedModel
+from radixkv.models.adapter import load
+from radixkv.models.loaded import LoadedModel
+from tests.chat.worlds import CHATML, THINKING, byte_tokenizer
+from tests.serve.styles import MISTRAL
+
+STOPS = frozenset(byte_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load("tiny")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def examine(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, list[tuple[str, str]]]]]:
+    """Run the command; its exit status, and (status, seen) of each finding by what it is about."""
+
+    def run(*arguments: str) -> tuple[int, dict[str, list[tuple[str, str]]]]:
+        status = main(["doctor", *arguments, "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert told["problems"] == sum(each["status"] == "problem" for each in told["findings"])
+        assert (status == 1) == (told["problems"] > 0)
+        found: dict[str, list[tuple[str, str]]] = {}
+        for each in told["findings"]:
+            found.setdefault(each["about"], []).append((each["status"], each["seen"]))
+        return status, found
+
+    return run
+
+
+def of(findings: Iterator[Finding]) -> list[tuple[str, str]]:
+    return [(each.status, each.seen) for each in findings]
+
+
+# ---- the whole
+
+
+def test_the_bundled_model_is_well(examine: Any, tiny: LoadedModel) -> None:
+    status, found = examine("--kv-memory", "96MiB", "--device", "cpu")
+    assert status == 0
+    assert {about for about, seen in found.items() if seen[0][0] != "ok"} <= {"faster", "telemetry", "cuda"}
+    assert found["layers"] == [("ok", "4 x 3 heads over 3 KV heads, keys 64, values 64")]
+    assert found["pool"] == [("ok", "1,024 blocks of 16 tokens, 96 KiB each: 96 MiB, 4 whole contexts")]
+    assert found["attention"] == [("ok", "torch: Triton does not run on cpu")]
+    assert "float32 on cpu, context 4,096, 1,536 token ids" in found["model"][0][1]
+    assert found["chat template"] == [("ok", "appended histories read exactly as the template renders them")]
+    (status, said), *_ = found["self-test"]
+    assert status == "ok"
+    assert 0 < float(said.partition("but for ")[2].partition(" ")[0]) < 1e-4
+
+
+def test_a_line_for_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10
+    assert all(line.startswith(("+ ok       ", "~ note     ")) for line in lines)
+
+
+def test_a_model_that_is_not_there_is_a_problem(examine: Any) -> None:
+    status, found = examine("/no/such/folder")
+    assert (status, found["model"]) == (1, [("problem", "/no/such/folder: there is no model folder /no/such/folder")])
+    assert "torch" in found
+    assert "pool" not in found
+    with pytest.raises(ValueError, match="no model folder"):
+        main(["doctor", "/no/such/folder", "--debug"])
+
+
+def test_what_nobody_expected_is_a_problem_too(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("weight")
+
+    monkeypatch.setattr("radixkv.models.adapter.load", fail)
+    assert examine()[1]["model"] == [("problem", "tiny: KeyError: 'weight'")]
+
+
+def test_a_block_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--block-size", "0"]) == 2
+    assert capsys.readouterr().err == "radixkv: --block-size 0: it must be at least 1\n"
+
+
+def test_a_model_with_windows_and_without_a_tokenizer(examine: Any, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = transformers.Gemma2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=97, max_position_embeddings=256, sliding_window=21, attn_logit_softcapping=3.0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], bos_token_id=1, eos_token_id=2,
+        pad_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    status, found = examine(str(tmp_path), "--device", "cpu", "--dtype", "bfloat16", "--kv-memory", "80kB")
+    assert status == 0
+    heads = "4 heads over 2 KV heads, keys 16, values 16"
+    assert [seen for _, seen in found["layers"]] == [
+        f"2 x {heads}, window 21 (all KV is kept), softcap 3",
+        f"1 x {heads}, softcap 3",
+    ]
+    assert found["pool"][0] == (
+        "note",
+        "13 blocks of 16 tokens, 6 KiB each: 78 KiB; its 208 tokens are fewer than the context of 256",
+    )
+    assert found["tokenizer"][0][0] == "note"
+    assert "chat template" not in found
+    assert any("dtype='float32'" in seen for _, seen in found["faster"])
+
+
+def test_what_is_warned_of_while_loading_is_a_note(
+    examine: Any, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from radixkv.models import adapter
+
+    def warn(*_: object, **__: object) -> LoadedModel:
+        adapter._log.info("quiet")
+        for _each in range(2):
+            adapter._log.warning("%s: the rotary frequencies are fixed", "tiny")
+        return tiny
+
+    monkeypatch.setattr("radixkv.models.adapter.load", warn)
+    assert examine()[1]["model"][1:] == [("note", "tiny: the rotary frequencies are fixed")]
+
+
+def test_a_self_test_that_fails_is_a_problem(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> float:
+        raise UnsupportedModel("a decode differs by 3.0e-01")
+
+    monkeypatch.setattr("radixkv.models.selftest.self_test", fail)  # loading has its own name for it
+    status, found = examine()
+    assert (status, found["self-test"]) == (1, [("problem", "a decode differs by 3.0e-01")])
+
+
+def test_a_pool_that_does_not_fit_is_a_problem(examine: Any) -> None:
+    status, found = examine("--kv-memory", "1kB")
+    assert (status, found["pool"][0][0]) == (1, "problem")
+    assert "holds no block" in found["pool"][0][1]
+
+
+# ---- versions
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What is installed, to be changed, under requirements of our own."""
+    here = {"torch": "2.12.1+cu128", "triton": "3.7.0", "transformers": "5.20.0", "numpy": "2.1", "rich": "14.1"}
+    stated = [
+        "torch<2.14,>=2.11",
+        "triton<3.10,>=3.6; sys_platform != 'none'",
+        "transformers>=5.10,<6",
+        "numpy>=1.26,<3",
+    ]
+
+    def version(name: str) -> str:
+        if name not in here:
+            raise installed.PackageNotFoundError(name)
+        return here[name]
+
+    monkeypatch.setattr(installed, "version", version)
+    extras = ["pytest>=99; extra == 'dev'", "pywin32>=1; sys_platform == 'none'"]
+    monkeypatch.setattr(installed, "requires", lambda _: [*stated, *extras])
+    return here
+
+
+def judged() -> dict[str, str]:
+    return {each.about: each.status for each in installed.versions()}
+
+
+def test_versions_within_their_ranges_are_well(packages: dict[str, str]) -> None:
+    assert judged() == dict.fromkeys(["radixkv", "python", "torch", "triton", "transformers"], "ok")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "status"),
+    [
+        ("torch", "2.10.0", "problem"),
+        ("torch", "2.14.0+cpu", "note"),
+        ("torch", "2.13.0.dev20260901", "ok"),
+        ("torch", None, "problem"),
+        ("triton", None, "note"),
+        ("transformers", "6.0.0", "note"),
+        ("numpy", "1.25", "problem"),
+        ("numpy", None, "problem"),
+    ],
+)
+def test_versions_outside_their_ranges(packages: dict[str, str], name: str, version: str | None, status: str) -> None:
+    del packages[name]
+    if version is not None:
+        packages[name] = version
+    assert judged()[name] == status
+
+
+def test_an_old_python_is_a_problem(packages: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.python_version", lambda: "3.10.4")
+    assert judged()["python"] == "problem"
+
+
+def test_a_folder_states_no_ranges(packages: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise installed.PackageNotFoundError(name)
+
+    monkeypatch.setattr(installed, "requires", missing)
+    assert judged() == {"radixkv": "ok", "python": "ok", "packages": "note", "torch": "ok", "triton": "ok"} | {
+        "transformers": "ok"
+    }
+
+
+# ---- the machine
+
+
+def test_telemetry_may_be_off_or_impossible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.telemetry.places.folders", lambda: [tmp_path / "own"])
+    monkeypatch.delenv("RADIXKV_MONITOR", raising=False)
+    assert doctor._telemetry().status == "ok"
+    (tmp_path / "own").chmod(0o755)
+    assert (doctor._telemetry().status, "others can enter it" in doctor._telemetry().seen) == ("problem", True)
+    monkeypatch.setenv("RADIXKV_MONITOR", "0")
+    assert doctor._telemetry().status == "note"
+
+
+def test_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    card = SimpleNamespace(name="Big GPU", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * 2**30, 80 * 2**30))
+    assert of(doctor._machine(True))[0] == ("ok", "Big GPU, sm_90, 10 GiB of 80 GiB free")
+    monkeypatch.setattr(doctor, "_DRIVER", tmp_path / "version")
+    assert len(of(doctor._machine(False))) == 1
+    (tmp_path / "version").touch()
+    (status, said), _ = of(doctor._machine(False))
+    assert (status, "sees no CUDA device" in said) == ("note", True)
+
+
+def test_threads_and_widths_that_slow_a_cpu_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(cores: int, dtype: torch.dtype = torch.float32) -> str:
+        monkeypatch.setattr(doctor, "_cores", lambda: cores)
+        return " ".join(seen for _, seen in of(doctor._faster_on_cpu(dtype))[1:])
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert notes(1) == ""
+    assert notes(4) == "more threads: torch uses 1 of 4 cores"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert notes(4).endswith("; OMP_NUM_THREADS says so")
+    assert "widens KV in bfloat16" in notes(1, torch.bfloat16)
+    assert "float64 takes twice" in notes(1, torch.float64)
+    torch.set_num_threads(2)
+    assert notes(1) == "fewer threads: torch uses 2, but the process has 1 cores"
+
+
+def test_what_slows_a_gpu_down(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_obstacle", lambda _: "heads of 512 numbers do not fit")
+    slow = replace(tiny, device=torch.device("cuda"))
+    assert [said.partition(":")[0] for _, said in of(doctor._faster(slow))] == [
+        "dtype='bfloat16'",
+        "attention='triton'",
+    ]
+    fast = replace(slow, dtype=torch.bfloat16, attention="triton")
+    assert of(doctor._faster(fast)) == []
+    assert doctor._why(fast) == ": the kernels serve every layer"
+    assert doctor._why(slow) == ": heads of 512 numbers do not fit"
+
+
+# ---- conversations
+
+
+@pytest.mark.parametrize(
+    ("template", "strips", "exact"),
+    [
+        (CHATML, False, True),
+        (THINKING, True, True),
+        (MISTRAL, False, False),  # the system prompt moves to the last turn
+        (CHATML.replace("{{ m.content }}", "{{ '> ' if m.role == 'assistant' }}{{ m.content }}"), False, False),
+        (CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"), False, False),
+        (CHATML.replace("{%- for m", "{{ messages | length }}{%- for m"), False, False),
+    ],
+    ids=["ChatML", "thinking", "Mistral", "quotes", "opens thinking", "counts"],
+)  # fmt: skip
+def test_appended_histories_are_compared_with_the_template(template: str, strips: bool, exact: bool) -> None:
+    found = histories(byte_tokenizer(template), STOPS)
+    assert (found.strips_thinking, found.difference is None) == (strips, exact)
+
+
+def test_a_difference_says_where() -> None:
+    template = CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif")
+    found = histories(byte_tokenizer(template), STOPS)
+    assert found.difference is not None
+    assert found.difference.startswith("appended '<think>\\nIt is 4.<|im_end|>")
+    assert "rendered 'It is 4.<|im_end|>" in found.difference
+
+
+def test_what_a_template_has_no_place_for() -> None:
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}assistant: "
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    assert histories(byte_tokenizer(CHATML), STOPS).shows_tools
+    assert histories(byte_tokenizer(CHATML), STOPS).shows_system
+    assert not histories(byte_tokenizer(plain), STOPS).shows_tools
+    found = histories(byte_tokenizer(refuses + plain), STOPS)
+    assert (found.shows_system, found.difference) == (False, None)
+
+
+def test_findings_about_conversations(tiny: LoadedModel) -> None:
+    def about(template: str | None) -> list[str]:
+        model = replace(tiny, tokenizer=byte_tokenizer(template), stop_token_ids=STOPS)
+        return [f"{status}: {seen}"[:28] for status, seen in of(doctor._chat(model))]
+
+    assert about(CHATML) == ["ok: appended histories read e"[:28]]
+    assert about(None) == ["note: none: generate() and su"[:28]]
+    assert [each.partition(":")[0] for each in about(THINKING)] == ["ok", "note", "note"]  # no place for tools either
+    assert about(MISTRAL)[0] == "note: an appended history is "[:28]
+    drops = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
+    assert about(drops)[0].startswith("problem")
+
+
+def test_a_session_meets_what_was_found(tiny: LoadedModel) -> None:
+    """Where appending is exact, a second turn's prompt is the template's text, whole."""
+    tokenizer = byte_tokenizer()
+    template = ChatTemplate(tokenizer, STOPS)
+    ask: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+    reply = [{"role": "assistant", "content": "you"}]
+    ids = template.opening(ask)
+    ids.extend(tokenizer.encode("you<|im_end|>", add_special_tokens=False))
+    assert template.said_text(template.continued(ids, ask)) == template.said_text(
+        template.opening([*ask, *reply, *ask])
+    )
+
+
+def test_chat_needs_a_template() -> None:
+    with pytest.raises(ChatError):
+        histories(byte_tokenizer(None), STOPS)
+
+
+def test_findings_stay_on_their_line() -> None:
+    line = Finding("problem", "model", "two\nlines \x1b[31m").line(8)
+    assert line == "! problem  model     two lines  [31m"
