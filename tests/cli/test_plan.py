@@ -364,3 +364,9 @@ def test_nothing_heavy_is_imported() -> None:
         "assert not {'torch', 'transformers', 'numpy', 'rich', 'socket'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
+    assert main([*SEVENTY, "--memory", "8GiB"]) == 0
+    assert f"```text\n{capsys.readouterr().out}```" in page
