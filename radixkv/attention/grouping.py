@@ -52,12 +52,15 @@ class Grouping:
     def _is_prefix(self, block_ids: Table, offset: Int) -> bool:
         """Does each of the new tables begin with the old one?"""
         more = np.diff(offset) - np.diff(self.table_offset)
-        if not more.any():
-            return np.array_equal(block_ids, self.block_ids)
-        old = np.ones(len(block_ids), dtype=np.bool_)
-        for index in np.flatnonzero(more).tolist():
-            old[offset[index + 1] - more[index] : offset[index + 1]] = False
-        return np.array_equal(block_ids[old], self.block_ids)
+        if (more < 0).any():
+            return False
+        new, old = 0, 0
+        for index in np.flatnonzero(more).tolist():  # few grow in one step: what lies between them is one run
+            end = int(self.table_offset[index + 1])
+            if not np.array_equal(block_ids[new : new + end - old], self.block_ids[old:end]):
+                return False
+            new, old = int(offset[index + 1]), end
+        return np.array_equal(block_ids[new:], self.block_ids[old:])
 
 
 def group(tables: list[Table], kv_lengths: Int, query_lengths: Int, block_size: int, worth: int) -> Grouping:
