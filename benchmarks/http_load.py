@@ -33,13 +33,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-import httpx
 import torch
 from cpu_decode import cpu_name
 
@@ -176,69 +175,105 @@ def _logged(log: TextIO) -> str:
     return log.read()
 
 
+class Connection:
+    """One client's connection, kept for all its requests: bytes in and out, and no more, since the clients share a core
+    with what they measure."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def to(cls, url: str) -> Connection:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        return cls(*await asyncio.open_connection(host, int(port)))
+
+    async def ask(self, method: str, path: str, body: Any = None) -> AsyncIterator[bytes]:
+        """The body of the response, as it comes; raises RuntimeError unless the status is 200."""
+        sent = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n"
+        self._writer.write(head.encode() + sent)
+        status, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+        parts = self._parts(headers)
+        if " 200 " not in f"{status} ":
+            raise RuntimeError(f"{status}: {b''.join([part async for part in parts])!r}")
+        async for part in parts:
+            yield part
+
+    async def _parts(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
+        if "content-length" in headers:
+            yield await self._reader.readexactly(int(headers["content-length"]))
+            return
+        while size := int(await self._reader.readuntil(b"\r\n"), 16):
+            yield (await self._reader.readexactly(size + 2))[:-2]
+        await self._reader.readexactly(2)
+
+    async def close(self) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+
 async def over_http(pid: int, url: str, clients: int, turns: int) -> Run:
     """All clients at once, each on a connection of its own."""
     run = Run()
 
-    async def one(http: httpx.AsyncClient, client: int) -> list[tuple[str, int]]:
+    async def one(client: int) -> list[tuple[str, int]]:
         answers = []
+        connection = await Connection.to(url)
         messages = [{"role": "system", "content": SYSTEM}]
         for turn in range(turns):
             messages.append({"role": "user", "content": said(client, turn)})
             began = time.perf_counter()
-            text, usage, first = await reply(http, messages)
+            text, usage, first = await reply(connection, messages)
             run.ttfts.append(first - began)
             run.tokens += usage["completion_tokens"]
             answers.append((text, usage["prompt_tokens"]))
             messages.append({"role": "assistant", "content": text})
+        await connection.close()
         return answers
 
-    async with client_of(url, clients) as http:
-        warm = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2}
-        (await http.post("/v1/completions", json=warm)).raise_for_status()
-        began, loop_began = time.perf_counter(), loop_seconds(pid)
-        run.answers = await asyncio.gather(*(one(http, client) for client in range(clients)))
-        run.seconds, run.loop_seconds = time.perf_counter() - began, loop_seconds(pid) - loop_began
+    warm = await Connection.to(url)
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2}
+    assert [part async for part in warm.ask("POST", "/v1/completions", body)]
+    began, loop_began = time.perf_counter(), loop_seconds(pid)
+    run.answers = await asyncio.gather(*(one(client) for client in range(clients)))
+    run.seconds, run.loop_seconds = time.perf_counter() - began, loop_seconds(pid) - loop_began
+    await warm.close()
     return run
 
 
-async def reply(http: httpx.AsyncClient, messages: list[dict[str, str]]) -> tuple[str, dict[str, int], float]:
+async def reply(connection: Connection, messages: list[dict[str, str]]) -> tuple[str, dict[str, int], float]:
     """The text of one streamed reply, its usage, and when its first text came; raises for an error in the stream."""
     body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 200, "stream": True}
     text, usage, first = "", {}, None
-    async with http.stream(
-        "POST", "/v1/chat/completions", json=body | {"stream_options": {"include_usage": True}}
-    ) as got:
-        got.raise_for_status()
-        async for event in events(got):
-            usage = event.get("usage") or usage
-            for choice in event["choices"]:
-                text += choice["delta"].get("content") or ""
-                first = first or (time.perf_counter() if text else None)
+    async for event in events(connection, body | {"stream_options": {"include_usage": True}}):
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            text += choice["delta"].get("content") or ""
+            first = first or (time.perf_counter() if text else None)
     return text, usage, first or time.perf_counter()
 
 
 async def leave_early(url: str, clients: int) -> list[str]:
     """Begin a long reply, leave behind its third text, and see what is left on the server."""
 
-    async def one(http: httpx.AsyncClient, client: int) -> None:
+    async def one(client: int) -> None:
         messages = [{"role": "user", "content": said(client, 0)}]
         body = {"model": "tiny", "messages": messages, "stream": True, "max_tokens": 2000, "ignore_eos": True}
-        async with http.stream("POST", "/v1/chat/completions", json=body) as got:
-            texts = 0
-            async for event in events(got):
-                texts += bool(event["choices"][0]["delta"].get("content"))
-                if texts == 3:
-                    return
-
-    async with client_of(url, clients) as http:
-        await asyncio.gather(*(one(http, client) for client in range(clients)))
-        for _ in range(200):
-            numbers = await metrics(http)
-            busy = numbers['radixkv:requests{state="running"}'] + numbers['radixkv:requests{state="waiting"}']
-            if not busy:
+        connection, texts = await Connection.to(url), 0
+        async for event in events(connection, body):
+            texts += bool(event["choices"][0]["delta"].get("content"))
+            if texts == 3:
                 break
-            await asyncio.sleep(0.05)
+        await connection.close()
+
+    await asyncio.gather(*(one(client) for client in range(clients)))
+    for _ in range(200):
+        numbers = await metrics(url)
+        busy = numbers['radixkv:requests{state="running"}'] + numbers['radixkv:requests{state="waiting"}']
+        if not busy:
+            break
+        await asyncio.sleep(0.05)
     held, failed = numbers['radixkv:blocks{state="held"}'], numbers['radixkv:requests_ended_total{outcome="failed"}']
     gone = numbers['radixkv:requests_ended_total{outcome="cancelled"}']
     print(f"{clients} clients left in the middle: {gone:.0f} cancelled, {held:.0f} blocks held, {busy:.0f} running")
@@ -249,23 +284,27 @@ async def leave_early(url: str, clients: int) -> list[str]:
     ]
 
 
-async def events(got: httpx.Response) -> Any:
-    async for line in got.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise RuntimeError(f"the stream ended with an error: {event['error']}")
-            yield event
+async def events(connection: Connection, body: Any) -> AsyncIterator[Any]:
+    """What a stream of events says; a server may put several into one part, never one into two."""
+    ended = False
+    async for part in connection.ask("POST", "/v1/chat/completions", body):
+        for line in part.decode().splitlines():
+            if line == "data: [DONE]":
+                ended = True
+            elif line:
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise RuntimeError(f"the stream ended with an error: {event['error']}")
+                yield event
+    if not ended:
+        raise RuntimeError("a stream ended without [DONE]")
 
 
-async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
-    lines = (await http.get("/metrics")).raise_for_status().text.splitlines()
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
-
-
-def client_of(url: str, clients: int) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=clients + 1, max_keepalive_connections=clients + 1)
-    return httpx.AsyncClient(base_url=url, limits=limits, timeout=300, trust_env=False)
+async def metrics(url: str) -> dict[str, float]:
+    connection = await Connection.to(url)
+    body = b"".join([part async for part in connection.ask("GET", "/metrics")]).decode()
+    await connection.close()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in body.splitlines() if line[0] != "#"}
 
 
 def loop_seconds(pid: int) -> float:

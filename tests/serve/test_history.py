@@ -89,6 +89,19 @@ def test_what_conversations_share_is_stored_once() -> None:
     index.check()
 
 
+def test_a_reply_that_is_sampled_again_keeps_the_ids_that_later_ones_build_on() -> None:
+    index, opening, first, second = HistoryIndex(1 << 20), said("user", "q"), said("assistant", "a"), said("user", "r")
+    index.remember("x", [opening], first, [1, 2], [3, 4])
+    index.remember("x", [opening], first, [1, 2], [5])  # nothing builds on it yet: the newer ids are more likely cached
+    assert list(index.ids_for("x", [opening, first]).ids) == [1, 2, 5]
+    index.remember("x", [opening, first, second], first, [1, 2, 5, 6], [7])
+    index.remember("x", [opening], first, [1, 2], [8, 9])
+    index.check()
+    known = index.ids_for("x", [opening, first, second, first])
+    assert list(known.ids) == [1, 2, 5, 6, 7]
+    assert {at: list(ids) for at, ids in known.said.items()} == {1: [5], 3: [7]}
+
+
 def test_the_oldest_conversation_goes_first_and_looking_one_up_keeps_it() -> None:
     index = HistoryIndex(14_000)
     opening, reply = said("user", "q" * 2000), said("assistant", "a")
