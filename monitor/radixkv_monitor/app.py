@@ -16,6 +16,7 @@ from textual import on
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
+from textual.theme import Theme
 from textual.widgets import ContentSwitcher
 from textual.widgets._toast import Toast
 
@@ -26,7 +27,7 @@ from radixkv_monitor.leaving import has_shell, heed
 from radixkv_monitor.messages import Selected, Selection
 from radixkv_monitor.meter import Meter
 from radixkv_monitor.state import State
-from radixkv_monitor.theme import DARK, THEMES
+from radixkv_monitor.theme import DARK, LIGHT, THEMES
 from radixkv_monitor.viewing import Viewing
 from radixkv_monitor.views import VIEWS, View
 from radixkv_monitor.widgets.lines import Banner, BottomLine, TopLine
@@ -54,6 +55,7 @@ KEYS: tuple[Binding, ...] = (
     Binding("r", "record", "Record", tooltip="record to a file in the current folder, or stop that"),
     Binding("e", "export", "Export", tooltip="write what you see to a file: JSON, CSV or SVG"),
     Binding("m", "maximise", "Maximise", show=False, tooltip="only the view, without the lines around it"),
+    Binding("t", "theme", "Theme", show=False, tooltip="the dark theme, or the light one"),
     Binding("ctrl+z", "suspend_process", "Suspend", show=False, tooltip="back to the shell for a while; fg returns"),
     Binding("q", "quit", "Quit", tooltip="quit"),
     Binding("ctrl+c", "quit", "Quit", show=False, priority=True, tooltip="quit, wherever you are"),
@@ -75,6 +77,7 @@ class MonitorApp(App[None]):
         sort: str | None = None,
         record_to: Path | None = None,
         meter: Meter | None = None,
+        theme: Theme = DARK,
     ) -> None:
         super().__init__()
         self.feed = feed
@@ -89,9 +92,9 @@ class MonitorApp(App[None]):
         self._top = TopLine([(entry.name, entry.title) for entry in VIEWS])
         self._banner = Banner()
         self._bottom = BottomLine()
-        for theme in THEMES:
-            self.register_theme(theme)
-        self.theme = DARK.name
+        for each in THEMES:
+            self.register_theme(each)
+        self.theme = theme.name
 
     def compose(self) -> ComposeResult:
         """The parts from top to bottom."""
@@ -132,7 +135,7 @@ class MonitorApp(App[None]):
         if self._record_to is not None:
             path, self._record_to = self._record_to, None
             self._write(path, self.feed.record)
-        key = (state.line, state.tick, state.stale, state.frozen, state.baseline, int(state.now))
+        key = (state.line, state.tick, state.stale, state.frozen, state.baseline, state.farewell, int(state.now))
         if key != self._drawn:
             self._drawn, self.shown = key, state
             if self.view is not None:
@@ -242,6 +245,10 @@ class MonitorApp(App[None]):
         """Hide the lines around the view, or show them again."""
         self.screen_stack[0].toggle_class("-bare")
 
+    def action_theme(self) -> None:
+        """The dark theme, or the light one."""
+        self.theme = LIGHT.name if self.current_theme.dark else DARK.name
+
     def action_help(self) -> None:
         """All keys of this view and of all views."""
         view = self.view
@@ -268,6 +275,7 @@ class MonitorApp(App[None]):
         yield SystemCommand("Save the past", "Write the last ten minutes to a file", self.action_save)
         yield SystemCommand("Export", "Write what you see to a file", self.action_export)
         yield SystemCommand("Baseline", "Count from now on, or from the beginning", self.action_baseline)
+        yield SystemCommand("Dark or light", "The light theme, or the dark one again", self.action_theme)
         yield SystemCommand("Bare", "Only the view, without the lines around it", self.action_maximise)
 
     # ---- files

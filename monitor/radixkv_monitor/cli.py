@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--record", metavar="FILE", type=Path, help="record to a new file from the first state on")
     parser.add_argument("--view", choices=VIEW_NAMES, default="overview", help="the screen to begin with")
     parser.add_argument("--sort", metavar="NAME", help="sort the views that can be by this column or order")
+    parser.add_argument("--theme", choices=("dark", "light"), default="dark", help="the colours to begin with")
     parser.add_argument("--once", action="store_true", help="print a summary of now, and exit")
     parser.add_argument("--json", action="store_true", help="with --once: as JSON")
     parser.add_argument("--token", default="", help="of an engine behind tcp://; looked up if it runs here")
@@ -142,8 +143,10 @@ def _draw(feed: Any, arguments: argparse.Namespace) -> int:
     gc.set_threshold(GARBAGE)
     from radixkv_monitor.app import MonitorApp
     from radixkv_monitor.meter import Meter
+    from radixkv_monitor.theme import DARK, LIGHT
 
-    app = MonitorApp(feed, arguments.view, sort=arguments.sort, record_to=arguments.record, meter=Meter())
+    theme = LIGHT if arguments.theme == "light" else DARK
+    app = MonitorApp(feed, arguments.view, sort=arguments.sort, record_to=arguments.record, meter=Meter(), theme=theme)
     app.run()
     return app.return_code or 0
 

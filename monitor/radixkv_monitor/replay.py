@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from threading import Event, Lock
@@ -128,8 +129,10 @@ class FileFeed(ThreadFeed):
                 self._head = min(self._head + (now - self._at) * self.speed, span[1])
             self._at = now
             head = self._head
-        self._shown = self._player.at(head)
+        state = self._player.at(head)
         at_end = head >= span[1] and sentence != "reading the recording"
+        said = self.intake.farewell or "" if at_end else ""
+        self._shown = state if state is None else replace(state, farewell=said)
         self._status = Status("ended" if at_end else "replay", span[0], sentence if at_end else "")
         if at_end:
             self.playing = False

@@ -53,7 +53,8 @@ class State:
     `history` holds about one sample a second of the ten minutes before, oldest first, the last one of this state.
     `now` is what ages are counted to: the clock's time while live, the state's own `time` where it is a past one.
     `stale`: the engine cannot be reached. `frozen`: the person stopped the picture, or looks at the past.
-    `baseline` is what deltas are counted from, if the person set one.
+    `baseline` is what deltas are counted from, if the person set one. `farewell`: the last one of a recording, and what
+    the engine said of its end.
     """
 
     line: int
@@ -73,6 +74,7 @@ class State:
     stale: bool = False
     frozen: bool = False
     baseline: Sample | None = None
+    farewell: str = ""
 
     def __repr__(self) -> str:
         """Short: a state may hold a hundred thousand records, and a traceback shows them all."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, Literal
 
+from radixkv.telemetry.frames import CRASHED
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import history as counters
 from radixkv_monitor.lately import MINUTE, a_second, evicted_a_second, known, last_minute
@@ -220,11 +221,13 @@ def verdict(state: State, summary: Summary) -> Verdict:
     bad, warnings, facts = list(_bad(state, summary)), list(_warnings(summary)), list(_facts(summary))
     if bad or warnings:
         return Verdict("bad" if bad else "warn", _capital("; ".join((*bad, *warnings, *facts))))
-    level, opening = _mood(summary)
+    level, opening = _mood(summary) if not state.farewell else ("idle", f"Ended ({state.farewell})")
     return Verdict(level, f"{opening}: {'; '.join(facts)}")
 
 
 def _bad(state: State, summary: Summary) -> Iterable[str]:
+    if state.farewell.startswith(CRASHED):
+        yield state.farewell
     if summary.differing_blocks:
         yield f"{summary.differing_blocks:,} of {some(summary.audited_blocks, 'audited block')} not what it should be"
     if state.stale:

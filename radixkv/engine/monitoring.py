@@ -88,9 +88,10 @@ def begin(monitor: bool | str, facts: EngineFacts, worker: Worker, telemetry: En
 
 def _leave_behind(publisher: Publisher, telemetry: EngineTelemetry, error: BaseException) -> None:
     """The engine's thread breaks: write what the last minutes were like, and say where."""
+    from radixkv.telemetry.frames import CRASHED
     from radixkv.telemetry.places import own_folder
 
-    why = f"the engine's thread stopped: {error!r}"
+    why = f"{CRASHED}: {error!r}"
     try:
         folder = own_folder()
         path = folder / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.rec"

@@ -12,6 +12,9 @@ from radixkv.telemetry.records import Changes, EngineFacts
 WRONG_TOKEN = "wrong token"
 """How the reason of a Bye begins that no further attempt will change."""
 
+CRASHED = "the engine's thread stopped"
+"""How it begins where an engine did not end as it should."""
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:

@@ -23,6 +23,7 @@ from radixkv_monitor.intake import Intake
 from radixkv_monitor.messages import BlockSelected, NodeSelected, RequestSelected
 from radixkv_monitor.meter import Meter
 from radixkv_monitor.replay import FileFeed
+from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS
 from radixkv_monitor.widgets.picture import picture
 from tests.monitor.still import FACTS
@@ -394,6 +395,23 @@ def test_both_themes(theme: str) -> None:
             app.tick()
 
     played(steps)
+
+
+def test_t_and_the_palette_change_the_theme() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        assert app.theme == "radixkv-dark"
+        await pilot.press("t")
+        assert app.theme == "radixkv-light"
+        for command in app.get_system_commands(app.screen):
+            if "dark" in command.title.lower():
+                command.callback()
+        assert app.theme == "radixkv-dark"
+
+    played(steps)
+
+
+def test_a_theme_can_be_asked_for() -> None:
+    assert MonitorApp(HandFeed(), theme=LIGHT).theme == "radixkv-light"
 
 
 def test_the_foot_tells_the_cost_and_the_keys() -> None:

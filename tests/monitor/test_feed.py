@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.errors import EngineNotFound
-from radixkv.telemetry.frames import Bye, Delta, Frame, Gap, Hello, Snapshot
+from radixkv.telemetry.frames import CRASHED, Bye, Delta, Frame, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import encode, snapshot_frames
 from radixkv.telemetry.recording import MAGIC, read_recording
@@ -23,8 +23,10 @@ from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord
 from radixkv_monitor.history import rate
 from radixkv_monitor.intake import Intake, Past
 from radixkv_monitor.live import DemoFeed, SocketFeed
+from radixkv_monitor.once import first_state
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
+from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.timeline import Timeline
 from tests.monitor.still import FACTS
 
@@ -432,6 +434,33 @@ def test_a_damaged_recording_shows_what_is_whole(recording: Path) -> None:
         feed.seek(9999.0)
         until(lambda: feed.status.link == "ended")
         assert "ends inside a frame" in feed.status.sentence
+    finally:
+        feed.close()
+
+
+@pytest.mark.parametrize(
+    ("reason", "level", "opening"),
+    [
+        ("the engine's thread stopped: ValueError('boom')", "bad", "The engine's thread stopped: ValueError('boom'); "),
+        ("the engine was closed", "idle", "Ended (the engine was closed): "),
+    ],
+)
+def test_the_end_of_a_recording_says_how_the_engine_ended(
+    recording: Path, reason: str, level: str, opening: str
+) -> None:
+    with recording.open("ab") as file:
+        file.write(encode(Bye(reason, seq=99, ts=1100.0)))
+    assert reason.startswith(CRASHED) == (level == "bad")
+    state = first_state(FileFeed(recording), 20.0)
+    said = verdict(state, summarise(state))
+    assert said.level == level and said.sentence.startswith(opening)
+    feed = FileFeed(recording)
+    feed.start()
+    try:
+        until(lambda: feed.intake.farewell)
+        feed.seek(1050.0)
+        until(lambda: feed.latest and 1049.0 < feed.latest.time < 1060.0)
+        assert feed.latest is not None and feed.latest.farewell == ""  # it had not crashed yet
     finally:
         feed.close()
 

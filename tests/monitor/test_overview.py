@@ -38,7 +38,7 @@ STATS = {
 
 
 def text_of(view: OverviewView) -> str:
-    return "\n".join(line.plain for panel in view.query(Panel) for line in panel._lines)
+    return "\n".join(line.plain for panel in view.query(Panel) if panel.display for line in panel._lines)
 
 
 def drawn(changes: Changes, size: tuple[int, int], history: tuple[Sample, ...] = ()) -> tuple[str, int]:
@@ -58,7 +58,7 @@ def drawn(changes: Changes, size: tuple[int, int], history: tuple[Sample, ...] =
             said.append(text_of(app.view))
             for panel in app.view.query(Panel):
                 assert panel.region.bottom <= size[1] - 1, "nothing hides behind the foot"
-                assert len(panel._lines) <= max(1, panel.size.height)
+                assert not panel.display or len(panel._lines) <= max(1, panel.size.height)
 
     asyncio.run(run())
     return said[0], max(map(len, said[0].splitlines()))
@@ -108,6 +108,23 @@ def test_huge_numbers_fit(size: tuple[int, int]) -> None:
     stats = dict.fromkeys(STATS, 9e15)
     history = (Sample(400.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, stats))
     drawn(Changes(time=1000.0, reset=True, stats=stats), size, history)
+
+
+@pytest.mark.parametrize("size", [(40, 10), (60, 12), (160, 14)])
+def test_where_there_is_no_room_for_cards_their_numbers_stay(size: tuple[int, int]) -> None:
+    ended = (request(number=1), request(number=2, cached_tokens=0, first_token=1001.2))
+    history = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, STATS))
+    text, _ = drawn(Changes(time=1000.0, reset=True, stats=STATS, requests=ended), size, history)
+    for words in (
+        "Healthy: 93% of prompt tokens served from cache",
+        "hits 93% 1 min  93% run  93% lifetime",
+        "TTFT    1 hits    300 ms p50",
+        "42 output",
+        "3 running  1 waiting  41 done",
+        "evicted 8 tokens/s",
+        "0 preemptions in 1 min  0 ever",
+    ):
+        assert words in text, words
 
 
 def test_the_export_has_every_number() -> None:

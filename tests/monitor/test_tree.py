@@ -216,6 +216,19 @@ def test_the_view_stays_with_its_node_while_others_come_and_go() -> None:
     run(script, many())
 
 
+def test_of_a_large_tree_states_that_come_too_soon_are_let_go_by_but_none_that_stays() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        shown = replace(many(1200), now=50.0)
+        view.update(shown)
+        later = {**shown.nodes, 5000: node(5000, 1, used=5000.0)}
+        for now, frozen, there in ((50.3, False, False), (50.4, False, True), (50.5, False, True), (50.5, True, False)):
+            nodes = shown.nodes if frozen else later
+            view.update(replace(shown, line=1, tick=2 + frozen, now=now, nodes=nodes, frozen=frozen))
+            assert (5000 in view.rows.index) is there, (now, frozen)
+
+    run(script, many())
+
+
 def test_untouched_the_view_stays_at_the_top() -> None:
     async def script(pilot: Pilot[None], view: TreeView) -> None:
         shown = many()

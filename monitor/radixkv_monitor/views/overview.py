@@ -31,6 +31,10 @@ SPANS = ((60.0, "1 min"), (120.0, "2 min"), (300.0, "5 min"), (600.0, "10 min"))
 """How long the sparklines are: as short as shows all that was seen."""
 TALLEST = 12
 """Lines of a sparkline."""
+LOW = 14
+"""Lines below which each card is a line of its numbers."""
+BRIEF = {"hit-rate": "hits", "first-token": "TTFT", "evictions": "evicted"}
+"""What stands before the numbers of such a card, where they do not speak for themselves."""
 
 
 class Panel(Widget):
@@ -91,6 +95,12 @@ class OverviewView(View):
         #verdict { margin: 1 0; }
         #pool-bar { height: 5; margin: 1 0; }
     }
+    OverviewView.-low {
+        #cards { grid-size: 1 6; grid-gutter: 0 0; }
+        #verdict { margin: 0; max-height: 1; }
+        #facts { display: none; }
+        #pool-bar { display: none; }
+    }
     Panel { height: 1fr; }
     Panel > .panel--title { color: $primary; text-style: bold; }
     Panel > .panel--dim { color: $text-muted; }
@@ -112,8 +122,9 @@ class OverviewView(View):
                 yield Panel(f"card-{name}")
 
     def on_resize(self, event: events.Resize) -> None:
-        """Two columns of cards, or three."""
-        self.set_class(event.size.width >= 120, "-wide")
+        """Two columns of cards, or three; lines, where there is no room for cards."""
+        self.set_class(event.size.height < LOW, "-low")
+        self.set_class(event.size.width >= 120 and event.size.height >= LOW, "-wide")
         self.call_after_refresh(self._draw)
 
     def update(self, state: State) -> None:
@@ -140,6 +151,8 @@ class OverviewView(View):
         for name, card in CARDS.items():
             panel = self._panel(f"card-{name}")
             lines = card(panel, self._state, self._summary, history)
+            if self.has_class("-low"):
+                lines = [_brief(panel, BRIEF.get(name, ""), lines[1])]
             panel.show(lines[: max(1, panel.size.height)])
 
     def _panel(self, name: str) -> Panel:
@@ -167,6 +180,13 @@ class OverviewView(View):
         )
         bar = stacked(parts, panel.size.width)
         return [panel.title("Pool", aside), *([bar] * max(1, panel.size.height - 2)), legend]
+
+
+def _brief(panel: Panel, name: str, numbers: Text) -> Text:
+    """A card in one line."""
+    if not name:
+        return numbers
+    return Text.assemble((f"{name} ", panel.style_of("title")), numbers, no_wrap=True, overflow="ellipsis")
 
 
 def facts_line(state: State) -> str:

@@ -27,6 +27,8 @@ from radixkv_monitor.views import View
 from radixkv_monitor.widgets.detail import Detail
 from radixkv_monitor.widgets.flat_tree import FlatTree, Terms
 
+MANY, SOON = 1000, 0.39
+"""Nodes from which on states are let go by that come so soon, in seconds, behind the one that is shown."""
 WIDE = 120
 """Columns from which on the account stands beside the tree, not below it."""
 LOW = 14
@@ -99,7 +101,9 @@ class TreeView(View):
     # ---- states
 
     def update(self, state: State) -> None:
-        """Show another state."""
+        """Show another state; of a large tree, every second one."""
+        if self._is_too_soon(state):
+            return
         last, self._state = self._state, state
         before = self.rows.rows
         if last is not None and last.facts.engine != state.facts.engine:
@@ -111,6 +115,13 @@ class TreeView(View):
         self.rows.update(state.nodes, None if touched is None else touched.nodes)
         if self.is_mounted:
             self._draw(state, None if self.rows.rows is before else before)
+
+    def _is_too_soon(self, state: State) -> bool:
+        """Whether it can wait for the next one: while live there is one within a second, as time goes on."""
+        last = self._state
+        if last is None or last.line != state.line or state.frozen or state.stale or len(state.nodes) < MANY:
+            return False
+        return 0 <= state.now - last.now < SOON
 
     def _draw(self, state: State, before: Sequence[Row] | None) -> None:
         top = self.rows.branches[0]
