@@ -65,7 +65,8 @@ def test_hit_rate_is_drawn_against_the_share_of_unique_blocks(simulation):
     assert drawn["lru"] == [(1.0, 0.1), (10.0, 0.3)]
     assert drawn["clairvoyant"] == [(1.0, 0.2), (10.0, 0.4)]
     assert drawn["a pool without end"][0][1] == 0.45
-    assert "%" in axis.xaxis.get_major_formatter()(10)
+    assert axis.xaxis.get_major_formatter()(10) == "10%"
+    assert set(axis.xaxis.get_minor_formatter().format_ticks([2, 3])) == {""}
 
 
 def test_series_have_a_panel_for_each_capacity(simulation):
@@ -73,6 +74,21 @@ def test_series_have_a_panel_for_each_capacity(simulation):
     assert [axis.get_title(loc="left") for axis in figure.axes] == ["10 blocks", "100 blocks"]
     assert lines(figure.axes[1])["lru"] == [(1.0, 50.0), (2.0, 100.0)]
     assert over_time(read(simulation), "nothing of the kind", "") is None
+    assert figure.axes[-1].get_xlabel() == "seconds of the trace"
+
+
+def test_a_trace_without_times_is_drawn_over_its_requests(tmp_path):
+    path = tmp_path / "sim.json"
+    path.write_text(json.dumps({**SIMULATION, "requests": 2}))
+    assert over_time(read(str(path)), "occupancy", "").axes[-1].get_xlabel() == "requests"
+
+
+def test_rows_that_were_cut_short_are_not_drawn(tmp_path):
+    path = tmp_path / "sim.json"
+    rows = [*ROWS[:-1], {**ROWS[-1], "finished": False}]
+    path.write_text(json.dumps({**SIMULATION, "rows": rows}))
+    (axis,) = hit_rate(read(str(path))).axes
+    assert lines(axis)["clairvoyant"] == [(1.0, 0.2)]
 
 
 def test_a_runs_pictures_leave_out_warm_up_and_failures(run):
@@ -80,7 +96,8 @@ def test_a_runs_pictures_leave_out_warm_up_and_failures(run):
     (axis,) = ttft(found).axes
     labels = [line.get_label() for line in axis.get_lines()]
     assert labels == ["hit (2)", "miss (1)"]
-    assert sorted(axis.get_lines()[0].get_xdata().tolist()) == [20.0, 40.0]
+    assert lines(axis)["hit (2)"] == [(20.0, 0.0), (20.0, 0.5), (40.0, 1.0)]
+    assert lines(axis)["miss (1)"] == [(100.0, 0.0), (100.0, 1.0)]
     (axis,) = hits(found).axes
     assert lines(axis)["ours"] == [(0.0, 0.0), (1.0, 0.45), (3.0, pytest.approx(140 / 300))]
     (axis,) = occupancy(found).axes

@@ -56,6 +56,9 @@ def test_an_engine_hits_what_the_blocks_share_and_all_of_it_is_on_disk(trace, tm
     assert found["cache_is_worth"].keys() >= {"ttft_ms", "output_tokens_per_s"}
     assert found["facts"]["model"] == "tiny"
     assert json.loads((out / "summary.json").read_text()) == found
+    status, again, said = replayed(capsys, trace, "--out", str(out))
+    assert (status, again) == (2, None)
+    assert "results already" in said
     requests = rows(out / "requests.csv")
     assert [row["run"] for row in requests] == ["radixkv"] * 4 + ["radixkv, no cache"] * 4
     assert [row["cached_tokens"] for row in requests[:4]] == ["0", "64", "32", "60"]

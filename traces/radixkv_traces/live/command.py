@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         _requests(arguments),
         options.pace(arguments),
         parse_goodput(arguments.goodput),
-        None if arguments.out is None else results.folder(arguments.out),
+        None if arguments.out is None else results.folder(arguments.out, fresh=True),
     )
     status = 0
     try:
@@ -86,7 +86,7 @@ class Replay:
         runs = {played.target: summary(played, self.goodput) for played in self.runs}
         trace = name_of(self.arguments.trace)
         found: Figures = {"trace": trace, "options": self._options(), "facts": self.facts, "runs": runs}
-        if len(runs) == 2:
+        if len(runs) == 2 and all(played.whole for played in self.runs):
             found["cache_is_worth"] = compared(*runs.values())
         if self.out is not None and self.runs:
             results.write(self.out, found, self.runs)

@@ -26,8 +26,11 @@ COLUMNS = [
 ]
 
 
-def folder(path: str) -> Path:
-    """The folder, made if it is missing, before anything is measured. Raises InvalidInput where it cannot be."""
+def folder(path: str, *, fresh: bool = False) -> Path:
+    """The folder, made if it is missing, before anything is measured; `fresh` wants one without results.
+
+    Raises InvalidInput where it cannot be.
+    """
     made = Path(path)
     try:
         made.mkdir(parents=True, exist_ok=True)
@@ -35,6 +38,8 @@ def folder(path: str) -> Path:
         raise InvalidInput(f"--out {path}: {error.strerror or error}") from error
     if not os.access(made, os.W_OK):
         raise InvalidInput(f"--out {path}: no permission to write there")
+    if fresh and (made / SUMMARY).exists():
+        raise InvalidInput(f"--out {path}: there are results already; name another folder")
     return made
 
 

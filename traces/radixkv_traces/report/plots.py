@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from radixkv_traces.report.found import Row, Run, Simulation
 
@@ -53,13 +53,15 @@ def _of_run(found: Run) -> Iterator[tuple[str, Figure | None]]:
 
 
 def hit_rate(found: Simulation) -> Figure:
-    """Token hit rate against capacity, a line for each policy, with the clairvoyant optimum and the infinite cache."""
+    """Token hit rate against capacity, a line for each policy, with the clairvoyant optimum and the infinite cache.
+
+    Rows that Ctrl-C cut short are left out: they are rates of another trace.
+    """
     unique = found.summary.get("unique_blocks")
     figure, axis = _one(f"{found.summary.get('trace', found.name)}: what a pool of this size hits")
     for policy, colour, dashes, mark in _styled([str(row["policy"]) for row in found.rows]):
-        points = sorted(
-            (row["capacity_blocks"], row["token_hit_rate"]) for row in found.rows if row["policy"] == policy
-        )
+        mine = [row for row in found.rows if row["policy"] == policy and row.get("finished", True)]
+        points = sorted((row["capacity_blocks"], row["token_hit_rate"]) for row in mine)
         capacities = [blocks / unique * 100 if unique else blocks for blocks, _ in points]
         rates = [rate for _, rate in points]
         axis.plot(capacities, rates, color=colour, ls=dashes, marker=mark, ms=4, lw=1.5, label=policy)
@@ -67,7 +69,7 @@ def hit_rate(found: Simulation) -> Figure:
     if infinite is not None:
         axis.axhline(infinite, color=_BOUNDS["infinite"], lw=1, ls=(0, (1, 3)), label="a pool without end")
     axis.set_xscale("log")
-    axis.xaxis.set_major_formatter(PercentFormatter(decimals=None) if unique else "{x:g}")
+    _label(axis, "{x:g}%" if unique else "{x:g}")
     axis.set_xlabel("capacity, of the trace's unique blocks" if unique else "capacity, blocks")
     axis.set_ylabel("token hit rate")
     axis.set_ylim(bottom=0)
@@ -88,7 +90,9 @@ def over_time(found: Simulation, series: str, label: str) -> Figure | None:
         _panel(axis, [row for row in rows if row["capacity_blocks"] == capacity], series, styles)
         axis.set_title(f"{capacity:,} blocks", loc="left")
         axis.set_ylabel(label)
-    axes[-1].set_xlabel("seconds of the trace" if found.summary.get("timed", True) else "requests")
+    ends = {row[series][-1][0] for row in rows}
+    timed = ends != {float(found.summary.get("requests", -1))}  # what tells no times is counted in requests
+    axes[-1].set_xlabel("seconds of the trace" if timed else "requests")
     figure.legend(*_unique_labels(list(axes)), loc="outside lower center", ncols=4)
     return figure
 
@@ -101,9 +105,12 @@ def ttft(found: Run) -> Figure | None:
         return None
     for (label, times), colour, dashes in zip(groups, _COLOURS * 2, _DASHES * 2, strict=False):
         share = np.arange(1, len(times) + 1) / len(times)
-        axis.step(np.sort(times), share, where="post", color=colour, ls=dashes, lw=1.5, label=f"{label} ({len(times)})")
+        # From zero up, so that a single request is a line, too.
+        steps = np.concatenate([np.sort(times)[:1], np.sort(times)])
+        shares = np.concatenate([[0.0], share])
+        axis.step(steps, shares, where="post", color=colour, ls=dashes, lw=1.5, label=f"{label} ({len(times)})")
     axis.set(xscale="log", xlabel="time to first token, ms", ylabel="share of the requests", ylim=(0, 1.02))
-    axis.xaxis.set_major_formatter("{x:g}")
+    _label(axis, "{x:g}")
     axis.legend()
     return figure
 
@@ -198,6 +205,13 @@ def _one(title: str) -> tuple[Figure, Any]:
     axis = figure.subplots()
     axis.set_title(title, loc="left")
     return figure, axis
+
+
+def _label(axis: Any, text: str) -> None:
+    """Plain numbers on a logarithmic axis, at 1, 2 and 5 of each decade."""
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(text)
+    axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _unique_labels(axes: Sequence[Any]) -> tuple[list[Any], list[str]]:
