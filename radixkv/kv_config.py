@@ -47,7 +47,10 @@ _UNSAID: Mapping[str, Mapping[str, int]] = {
     "gpt_oss": {"head_dim": 64},
     "qwen3": {"head_dim": 128},
 }
-_WINDOWED = {"sliding_attention": "a window of", "chunked_attention": "a chunk of"}
+_WINDOWED = {
+    "sliding_attention": ("a window", "sliding_window"),
+    "chunked_attention": ("a chunk", "attention_chunk_size"),
+}
 _KINDS = {"full_attention", "attention", *_WINDOWED}
 _DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _ENCODERS = ("albert", "bert", "electra", "roformer", "xlnet", "ernie", "big_bird", "data2vec")
@@ -125,7 +128,9 @@ def _of_config(whole: dict[str, Any], name: str) -> KVShape:
 
 def _check_decoder(config: Mapping[str, Any]) -> None:
     """Refuse what attends to later tokens too, or keeps anything else than keys and values of each token."""
-    kind, made = str(config.get("model_type")), config.get("architectures") or ()
+    kind, made = str(config.get("model_type")), config.get("architectures") or []
+    if not isinstance(made, list):
+        raise ValueError(f"architectures is {made!r}")
     if config.get("is_encoder_decoder"):
         raise ValueError("it is an encoder-decoder; radixkv runs decoders")
     encodes = any(each in kind for each in _ENCODERS) and not kind.startswith("ernie4") and "decoder" not in kind
@@ -187,7 +192,7 @@ def _own_fields(config: Mapping[str, Any], at: int, kind: str) -> dict[str, Any]
         if config.get("attention_k_eq_v", True):
             own["num_key_value_heads"] = config.get("num_global_key_value_heads") or own.get("num_key_value_heads")
     overrides = _part(config, "per_layer_config")
-    own.update(next((fields for key, fields in overrides.items() if str(key).isdecimal() and int(key) == at), {}))
+    own.update(_part(overrides, next((key for key in overrides if key.isdecimal() and int(key) == at), "")))
     blocks = config.get("block_configs")
     if isinstance(blocks, list) and at < len(blocks):
         own.update(_grouped(_part(blocks[at], "attention"), _whole(own, _HEADS)))
@@ -230,8 +235,8 @@ def _whole(config: Mapping[str, Any], fields: tuple[str, ...], default: int | No
         value = config.get(field)
         if value is None:
             continue
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{field} is {value!r}, not a whole number above 0")
+        if type(value) is not int or not 0 < value < 2**31:
+            raise ValueError(f"{field} is {value!r}, not a whole number above 0 and below 2**31")
         return value
     if default is None:
         raise ValueError(f"it has no {fields[0]}")
@@ -254,11 +259,12 @@ def _notes(config: Mapping[str, Any], kinds: list[str], layers: tuple[LayerKV, .
         latent = len(layers) * (_whole({"rank": rank}, ("rank",)) + _whole(config, ("qk_rope_head_dim",)))
         times = sum(layer.numbers for layer in layers) / latent
         notes.append(f"latent attention is stored decompressed, which takes {times:.1f} times what the latent would")
-    for kind, seen in _WINDOWED.items():
-        if (count := kinds.count(kind)) and count <= len(layers):
-            size = config.get("sliding_window" if kind == "sliding_attention" else "attention_chunk_size")
-            seen = f"{count} of {len(kinds)} layers see {seen} {size} tokens"
-            notes.append(f"{seen}, but keep all KV, so that prefixes can be shared")
+    for kind, (seen, field) in _WINDOWED.items():
+        if count := kinds.count(kind):
+            size = f" of {config[field]} tokens" if config.get(field) else ""
+            notes.append(
+                f"{count} of {len(kinds)} layers see {seen}{size}, but keep all KV, so that prefixes can be shared"
+            )
     if shared := config.get("num_kv_shared_layers"):
         notes.append(f"the last {shared} layers reuse others' KV; each stores what it reads all the same")
     return notes

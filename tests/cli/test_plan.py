@@ -195,6 +195,8 @@ def test_what_a_reader_may_not_expect_is_said(fields: dict[str, Any], note: str 
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"num_hidden_layers": 10**9}, "1000000000 layers"),
+        ({"hidden_size": 10**400}, "below 2**31"),
+        ({"architectures": 5}, "architectures is 5"),
         ({"num_attention_heads": "many"}, "num_attention_heads is 'many'"),
         ({"num_attention_heads": 65}, "65 heads share 64 numbers"),
         ({"num_key_value_heads": 3}, "8 heads cannot share 3"),
@@ -227,6 +229,52 @@ def test_what_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(InvalidInput, match="states no KV shape"):
         kv_shape(str(tmp_path))
+
+
+FIELDS = st.sampled_from(
+    [
+        "text_config",
+        "architectures",
+        "model_type",
+        "layer_types",
+        "per_layer_config",
+        "block_configs",
+        "attn_config",
+        "num_key_value_heads",
+        "head_dim",
+        "v_head_dim",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "sliding_window",
+        "multi_query",
+        "dtype",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_kv_shared_layers",
+        "swa_head_dim",
+        "max_position_embeddings",
+        "attention_k_eq_v",
+        "global_head_dim",
+    ]
+)
+LEAVES = (
+    st.none() | st.booleans() | st.integers(-1, 9) | st.floats() | st.sampled_from(["0", "full_attention", "gemma2"])
+)
+PARTS = st.dictionaries(FIELDS | st.sampled_from(["0", "attention"]), LEAVES, max_size=3)
+VALUES = LEAVES | PARTS | st.lists(LEAVES | PARTS, max_size=4) | st.dictionaries(st.sampled_from(["0", "01"]), PARTS)
+
+
+@given(st.dictionaries(FIELDS, VALUES, max_size=6))
+def test_whatever_a_file_holds_it_is_a_shape_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, fields: dict[str, Any]
+) -> None:
+    path = written(tmp_path_factory.getbasetemp(), **fields)
+    try:
+        shape = kv_shape(path)
+    except InvalidInput:
+        return
+    assert shape.bytes_per_token() > 0
 
 
 def test_names_and_folders_without_a_config(tmp_path: Path) -> None:
