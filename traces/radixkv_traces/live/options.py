@@ -112,7 +112,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 def _add_target(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--target", metavar="URL", help="drive this OpenAI-compatible server in place of an engine here")
-    group.add_argument("--vocab-size", type=int, default=30000, metavar="N", help="token ids are below N (30000)")
+    group.add_argument("--vocab-size", type=positive, default=30000, metavar="N", help="token ids are below N (30000)")
     group.add_argument("--extra", default="{}", metavar="JSON", help='more of each body; {"ignore_eos": null} drops it')
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="how long it may be silent (600)")
     group.add_argument("--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="the variable with its key")
