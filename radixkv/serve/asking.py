@@ -23,14 +23,19 @@ _SPARE = 32  # tokens a stream: a block that a fork copies, and one that is fill
 _AHEAD = 64  # chunks of several requests that wait to be sent
 
 
-async def begin(service: Service, caller: Caller, asked: Asked, ids: Ids, inside: ExitStack) -> AsyncHandle:
-    """Start one request, which ends when `inside` is left; raises PromptTooLong, or as `AsyncEngine.submit`."""
+async def begin(
+    service: Service, caller: Caller, asked: Asked, ids: Ids, inside: ExitStack, session: int | None = None
+) -> AsyncHandle:
+    """Start one request, which ends when `inside` is left; raises PromptTooLong, or as `AsyncEngine.submit`.
+
+    `session` is a number that the requests of a conversation share, for the monitor.
+    """
     most = service.settings.max_prompt_tokens
     if most is not None and len(ids) > most:
         raise PromptTooLong(f"the prompt has {len(ids)} tokens, and this server takes at most {most}")
     params = asked.params if asked.bounded else unbounded(asked.params, service.engine.context_limit - len(ids))
     timeout = service.settings.timeout
-    handle = await service.engine.submit(ids, params, namespace=caller.namespace, timeout=timeout)
+    handle = await service.engine.submit(ids, params, namespace=caller.namespace, timeout=timeout, session=session)
     inside.callback(handle.cancel)
     return handle
 

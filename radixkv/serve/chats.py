@@ -42,7 +42,7 @@ async def create(service: Service, request: Request) -> Response:
         prompt = await service.aside(
             lambda: service.conversations.prompt(caller.namespace, wanted.messages, wanted.tools)
         )
-        handle = await asking.begin(service, caller, asked, prompt.ids, inside)
+        handle = await asking.begin(service, caller, asked, prompt.ids, inside, prompt.session)
         answer = ChatAnswer(service, wanted, prompt, request.state.facts)
         if asked.stream:
             return EventStream(answer.events(handle), service.settings.send_timeout, inside.pop_all())

@@ -20,6 +20,9 @@ from radixkv.serve.service import Service
 from radixkv.serve.settings import Settings
 
 _GRACE = 5  # seconds for what is left to be sent once the engine has closed
+# Seconds that an idle connection is kept. httpx, and so the openai package, keeps its for 5, which is uvicorn's default,
+# too: a request would now and then be written into a connection that is just being closed.
+_KEEP_ALIVE = 75
 
 
 class Server(uvicorn.Server):
@@ -41,6 +44,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=int(settings.drain_timeout) + _GRACE,
         )
         super().__init__(config)

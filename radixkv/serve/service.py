@@ -56,7 +56,13 @@ class Service:
         self.model_name = settings.model_name or engine.model.name
         self.created = int(time.time())
         tokenizer = engine.model.tokenizer
-        self.conversations = Conversations(tokenizer, engine.model.stop_token_ids, settings.history_bytes)
+        self.conversations = Conversations(
+            tokenizer,
+            engine.model.stop_token_ids,
+            settings.history_bytes,
+            new_session=engine._engine._new_session,
+            limit=min(engine.context_limit - 1, settings.max_prompt_tokens or engine.context_limit),
+        )
         self.metrics = ServerMetrics(
             engine,
             self.model_name,

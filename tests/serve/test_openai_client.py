@@ -21,6 +21,7 @@ from radixkv import Engine, SamplingParams, ToolResult
 from radixkv.chat import AsyncEngine
 from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
+from radixkv.telemetry.node_records import label
 
 ROOT = Path(__file__).parent.parent.parent
 KEYS = {"ada": "correct-horse", "bob": "battery-staple"}
@@ -127,6 +128,28 @@ def test_a_conversation_that_is_sent_again_hits_all_but_the_last_token(served: S
             assert reply.usage.prompt_tokens_details.cached_tokens == max(computed - 1, 0)
             computed = reply.usage.total_tokens
             messages.append(reply.choices[0].message)  # as the client's own class, with all its empty fields
+
+
+def test_the_monitor_sees_conversations_and_whose_they_are(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int | None, str | None]] = []
+    start = served.engine._start
+
+    def noted(request: Any) -> Any:
+        seen.append((request.session, label(request.namespace)))
+        return start(request)
+
+    monkeypatch.setattr(served.engine, "_start", noted)
+    for name in ("ada", "bob"):
+        messages: list[Any] = list(HELLO)
+        with served.client(name) as client:
+            for _ in range(3):
+                reply = chat(client, messages, prompt_cache_key="seen")
+                messages += [reply.choices[0].message, {"role": "user", "content": "What is my name?"}]
+            client.completions.create(model="tiny", prompt="Hello!", max_tokens=1)
+    ada, *rest = (session for session, _ in seen)
+    assert ada is not None and rest[3] not in (None, ada)
+    assert rest == [ada, ada, None, rest[3], rest[3], rest[3], None]
+    assert [name for _, name in seen] == ["(ada, seen)"] * 3 + ["(ada)"] + ["(bob, seen)"] * 3 + ["(bob)"]
 
 
 def test_the_tools_loop(served: Served) -> None:
