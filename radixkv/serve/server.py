@@ -20,8 +20,8 @@ from radixkv.serve.service import Service
 from radixkv.serve.settings import Settings
 
 _GRACE = 5  # seconds for what is left to be sent once the engine has closed
-# Seconds that an idle connection is kept. httpx, and so the openai package, keeps its for 5, which is uvicorn's default,
-# too: a request would now and then be written into a connection that is just being closed.
+# Seconds that an idle connection is kept. httpx, and so the openai package, keeps its for 5, as uvicorn would: now and
+# then a request would be written into a connection that is just being closed.
 _KEEP_ALIVE = 75
 
 
