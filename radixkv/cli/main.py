@@ -99,9 +99,9 @@ def _add_ps(commands: argparse._SubParsersAction[argparse.ArgumentParser], commo
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
-    about = "what a model's KV takes, and how many sequences fit into a memory; loads and fetches nothing"
+    about = "what the KV of a model takes, and how many sequences fit into a memory; loads and fetches nothing"
     plan = commands.add_parser(
-        "plan", help=about, description=about.capitalize() + ".", parents=[common],
+        "plan", help=about, description=about[0].upper() + about[1:] + ".", parents=[common],
         epilog="A named model is one of the usual shapes; an unknown name lists them. See docs/sizing.md.",
     )  # fmt: skip
     plan.set_defaults(module="radixkv.cli.plan")
