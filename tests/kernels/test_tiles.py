@@ -151,8 +151,9 @@ def test_items_of_other_rows_are_not_one_tile_though_their_first_and_last_are_th
     check(tiling.build(work, SHAPES, 1), work, SHAPES, 1)
 
 
-def test_items_with_a_gap_between_their_keys_are_not_one_tile() -> None:
-    ids = [np.array(numbers, dtype=np.int32) for numbers in ([0, 2], [0, 8], [4, 4], [0, 1], [1, 1])]
+@pytest.mark.parametrize("start", [8, 4], ids=["their keys", "their blocks"])
+def test_items_with_a_gap_are_not_one_tile(start: int) -> None:
+    ids = [np.array(numbers, dtype=np.int32) for numbers in ([0, 2], [0, start], [4, 4], [0, 1], [1, 1])]
     rows, merges = np.zeros(2, np.int32), np.array([0, 2], np.int32)
     blocks = np.array([5, 6, 7], np.int32)
     visible = np.array([True, True])
