@@ -363,6 +363,21 @@ def test_what_does_not_fit_is_noticed_whatever_it_is() -> None:
         assert not dataclasses.replace(room, **{name: size - 1}).holds(tiles)
 
 
+def test_each_kind_of_tile_has_to_fit() -> None:
+    """Three kinds, of which the last two have no tile."""
+    tiles = tiling.build(single(4096), SHIPPED, 4, spread=8)
+    assert [tiles.num_tiles(kind) for kind in range(3)] == [8, 0, 0]
+    assert not Capacity(rows=1, tiles=7, row_ids=1, partials=8, block_ids=len(tiles.block_ids)).holds(tiles)
+
+
+def test_behind_the_last_block_id_there_are_some_that_may_be_loaded() -> None:
+    """Block ids are loaded one iteration ahead, beyond the last key."""
+    work = single(4096)
+    tiles = tiling.build(work, SHIPPED, 4)
+    assert len(tiles.block_ids) == len(work.block_ids) + tiling.OVERREAD
+    assert max(shape.keys for shape in SHIPPED) <= tiling.OVERREAD
+
+
 def test_a_group_that_fits_no_tile_is_an_error_of_ours() -> None:
     with pytest.raises(AssertionError, match="do not fit"):
         tiling.build(single(20), SHAPES, 17)
