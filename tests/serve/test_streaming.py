@@ -18,7 +18,9 @@ from tests.serve.served import CHAT, Hosted, ask, events, hosted, says, served, 
 ENDLESS = {**CHAT, "stream": True, "ignore_eos": True, "max_tokens": 600}
 
 
-def send(host: Hosted, body: dict, receive_buffer: int | None = None) -> socket.socket:
+def send(
+    host: Hosted, body: dict, receive_buffer: int | None = None, path: str = "/v1/chat/completions"
+) -> socket.socket:
     """A client that has asked, and has read nothing yet."""
     client = socket.socket()
     if receive_buffer is not None:
@@ -26,7 +28,7 @@ def send(host: Hosted, body: dict, receive_buffer: int | None = None) -> socket.
     client.settimeout(20)
     client.connect(("127.0.0.1", host.port))
     content = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
     client.sendall(head.encode() + content)
     return client
 
@@ -96,6 +98,32 @@ def test_who_leaves_frees_his_request_within_a_step():
             check(host.engine)
             assert host.engine.stats().cancelled == 1
             assert ask(host, {**CHAT, "max_tokens": 2}).status_code == 200
+
+
+def test_who_leaves_frees_the_requests_of_all_his_prompts():
+    body = {"model": "fake", "prompt": [[5, 6], [7, 8], [9]], "max_tokens": 500, "ignore_eos": True}
+    for stream in (True, False):
+        with hosted() as host:
+            host.runner.gate = threading.Semaphore(3)
+            client = send(host, {**body, "stream": stream}, path="/v1/completions")
+            for _ in range(4):
+                assert host.runner.began.acquire(timeout=20)
+            leave(client)
+            until(lambda host=host: host.service.gate.inside == 0)
+            host.runner.gate.release(100)
+            until(lambda host=host: host.engine.stats().cancelled == 3)
+            check(host.engine)
+
+
+def test_if_one_of_several_prompts_cannot_begin_none_goes_on():
+    with hosted(Settings(max_prompt_tokens=5)) as host:
+        host.runner.gate = threading.Semaphore(0)
+        body = {"model": "fake", "prompt": [[5, 6], [7] * 9], "max_tokens": 500, "ignore_eos": True}
+        answer = httpx.post(f"{host.url}/v1/completions", json=body, timeout=20)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+        host.runner.gate.release(100)
+        until(lambda: host.engine.stats().cancelled == 1)
+        check(host.engine)
 
 
 def test_who_leaves_before_his_request_began_frees_it_too():
