@@ -1,60 +1,26 @@
-"""Arguments to a command, and errors to one line and an exit status.
+"""Every command and every option.
 
-Knows every option. Does not know what the commands do.
+Does not know what the commands do.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
-from importlib import import_module
 
-from radixkv import __version__
-from radixkv.errors import RadixKVError
+from radixkv.cli import exits
 
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+_PROGRAM = "radixkv"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: the process's arguments) names; returns the exit status.
-
-    0 is success, 1 a failure that was reported, 2 wrong usage, 130 Ctrl-C. Errors are one line on stderr; with --debug
-    they are raised.
-    """
-    arguments = _parser().parse_args(argv)
-    debug = "debug" in arguments  # suppressed unless given, so that it may stand before the command or behind it
-    try:
-        return int(import_module(arguments.module).run(arguments))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) left. Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except (RadixKVError, OSError) as error:
-        if debug:
-            raise
-        print(f"radixkv: {error}", file=sys.stderr)
-        return MISUSED if isinstance(error, ValueError) else FAILED
-    except Exception as error:
-        if debug:
-            raise
-        print(f"radixkv: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
-        return FAILED
+    """Run the command that `argv` (default: the process's arguments) names; returns its status, see `exits.run`."""
+    return exits.run(_PROGRAM, _parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
-    parser = argparse.ArgumentParser(
-        prog="radixkv",
-        description="A prefix-caching inference engine that lives inside your Python process.",
-        parents=[common],
-    )
-    parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    about = "A prefix-caching inference engine that lives inside your Python process."
+    parser, commands, common = exits.parsers(_PROGRAM, about)
     _add_chat(commands, common)
     _add_demo(commands, common)
     _add_ps(commands, common)
@@ -182,6 +148,13 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         default="64MiB",
         metavar="SIZE",
         help="for what was said, so that clients that send it again hit the cache; 0 for none (default 64MiB)",
+    )
+    group.add_argument(
+        "--history",
+        choices=("auto", "append", "template"),
+        default="auto",
+        help="where new messages go: behind what is known (append), or through the template, around the replies that "
+        "are known; auto (the default) appends unless the template leaves the thinking of earlier replies out",
     )
 
 

@@ -68,6 +68,7 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
         timeout=arguments.timeout,
         drain_timeout=arguments.drain,
         history_bytes=_bytes("--history-memory", arguments.history_memory),
+        history=arguments.history,
         vllm_metrics=arguments.vllm_metrics,
     )
 

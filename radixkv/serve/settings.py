@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from radixkv.errors import InvalidInput
+from radixkv.serve.conversations import MODES, Mode
 
 MIB = 1 << 20
 
@@ -24,7 +25,9 @@ class Settings:
     `max_prompt_tokens` (None: what fits the context). A request ends `timeout` seconds after it came (None: never), and
     so does one whose reader has taken nothing for `send_timeout`. At the end, streams have `drain_timeout` to finish.
     `history_bytes` bounds what is remembered of conversations, so that a client that sends them again hits the cache;
-    0 remembers nothing. `vllm_metrics` adds vLLM's names to /metrics.
+    0 remembers nothing. `history` says where new messages go: "append" puts them behind the ids that are known,
+    "template" renders everything around those of the replies, "auto" appends unless the template leaves the thinking of
+    earlier replies out. `vllm_metrics` adds vLLM's names to /metrics.
     """
 
     host: str = "127.0.0.1"
@@ -42,6 +45,7 @@ class Settings:
     drain_timeout: float = 30.0
     retry_after: int = 1
     history_bytes: int = 64 * MIB
+    history: Mode = "auto"
     vllm_metrics: bool = False
 
     def __post_init__(self) -> None:
@@ -60,6 +64,8 @@ class Settings:
         _at_least("drain_timeout", self.drain_timeout, 0)
         if self.timeout is not None:
             _at_least("timeout", self.timeout, 0.001)
+        if self.history not in MODES:
+            raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {self.history!r}")
         self._check_keys()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from radixkv.chat.messages import split_thinking
 from radixkv.errors import ChatError, InvalidInput
 from radixkv.serve.conversations import ChatPrompt, Conversations, Mode
+from radixkv.serve.settings import Settings
 from tests.chat.worlds import CHATML, THINKING, byte_tokenizer
-from tests.serve.styles import MISTRAL, STYLES
+from tests.serve.served import ASKED, fake_model, says, served, tokenizer
+from tests.serve.styles import MISTRAL, QWEN, STYLES
 
 TOKENIZERS = {name: byte_tokenizer(template) for name, template in STYLES.items()}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
@@ -266,7 +269,26 @@ def test_without_bytes_to_remember_with_the_template_encodes_everything():
     assert (prompt.known, list(prompt.ids)) == (0, encoded(rendered("ChatML", messages)))
 
 
+def test_a_server_is_told_what_becomes_of_thinking() -> None:
+    """Appending keeps the thinking that this template would leave out, and so all that was computed."""
+    lost = {}
+    for history in ("auto", "append"):
+        model = fake_model(tokenizer=copy.deepcopy(tokenizer()))
+        model.tokenizer.chat_template = QWEN
+        thoughtful = says("<think>\nLet me see.\n</think>\n\nYes.")
+        with served(Settings(history=history), model=model, brain=thoughtful) as server:  # type: ignore[arg-type]
+            first = server.chat()
+            message = first["choices"][0]["message"]
+            assert (message["content"], message["reasoning_content"]) == ("Yes.", "Let me see.")
+            second = server.chat(messages=[*ASKED, message, user("More?")])
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        lost[history] = first["usage"]["total_tokens"] - 1 - cached
+    assert lost["append"] == 0 < lost["auto"]
+
+
 def test_what_cannot_hold_a_conversation_says_so():
+    with pytest.raises(InvalidInput, match="history must be one of"):
+        Settings(history="always")  # type: ignore[arg-type]
     with pytest.raises(ChatError, match="no chat template"):
         Conversations(byte_tokenizer(None), STOPS, 1 << 20).prompt("x", [user("a")])
     with pytest.raises(ChatError, match="no chat template"):
