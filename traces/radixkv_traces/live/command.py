@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from radixkv.cli.exits import INTERRUPTED
 from radixkv.errors import InvalidInput
 from radixkv_traces.formats import Request, TraceRequest, open_trace
 from radixkv_traces.live import options, results
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from radixkv_traces.live.engine_target import EngineTarget
     from radixkv_traces.live.http_target import HttpTarget
 
-INTERRUPTED = 130
+
 _ABOUT = "replay a trace against a live engine, or any server that speaks OpenAI's HTTP"
 
 

@@ -1,0 +1,57 @@
+"""How a command line begins and ends: the options that all commands have, errors in one line, and the exit status.
+
+Knows no command. Shared by `radixkv` and `radixkv-replay`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import version
+
+from radixkv.errors import RadixKVError
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+
+def parsers(
+    program: str, about: str
+) -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser], argparse.ArgumentParser]:
+    """The program's parser, where its commands are to be added, and the parent that each of them gets."""
+    common = argparse.ArgumentParser(add_help=False)
+    # Suppressed unless given, so that it may stand before the command or behind it.
+    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
+    parser = argparse.ArgumentParser(prog=program, description=about, parents=[common])
+    parser.add_argument("--version", action="version", version=f"radixkv {version('radixkv')}")
+    return parser, parser.add_subparsers(title="commands", metavar="COMMAND", required=True), common
+
+
+def run(program: str, arguments: argparse.Namespace) -> int:
+    """Run `arguments.module`'s command; returns the exit status.
+
+    0 is success, 1 a failure that was reported, 2 wrong usage or input that cannot be read, 130 Ctrl-C. Errors are one
+    line on stderr; with --debug they are raised.
+    """
+    debug = "debug" in arguments
+    try:
+        status = int(import_module(arguments.module).run(arguments))
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) left. Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (RadixKVError, OSError) as error:
+        if debug:
+            raise
+        print(f"{program}: {error}", file=sys.stderr)
+        return MISUSED if isinstance(error, ValueError) else FAILED
+    except Exception as error:
+        if debug:
+            raise
+        print(f"{program}: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        return FAILED
