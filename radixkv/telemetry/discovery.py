@@ -24,6 +24,7 @@ from radixkv.telemetry.records import EngineFacts
 
 _LARGEST = 64 * 1024  # bytes of a description; ours have some hundreds
 _AGAIN = 0.02  # seconds
+_GRACE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def advertise(facts: EngineFacts, path: Path, tcp: str | None = None, token: str
 def engines(*, dead: bool = False) -> list[Found]:
     """The engines of this user that run on this machine, the oldest first.
 
-    Files of dead ones are removed; with `dead` they are left, and listed too, with `alive` False.
+    Files of dead ones are removed, and sockets that nobody listens on; with `dead` they are left, and dead ones are
+    listed too, with `alive` False.
     """
     every: list[Found] = []
     for folder in filter(is_private, folders()):
@@ -83,7 +85,21 @@ def engines(*, dead: bool = False) -> list[Found]:
                 with suppress(OSError):  # what cannot be removed is in nobody's way
                     path.unlink(missing_ok=True)
                     path.with_suffix(".sock").unlink(missing_ok=True)
+        for path in () if dead else folder.glob("*.sock"):
+            _forget_unsaid(path)
     return sorted(every, key=lambda found: (found.started, found.socket))
+
+
+def _forget_unsaid(path: Path) -> None:
+    """Remove a socket that has no description, if nobody listens: its process was killed before it could say more."""
+    with suppress(OSError):
+        there = path.lstat()
+        is_old = (
+            time.time() - there.st_mtime > _GRACE
+        )  # an engine that begins listens a moment after its socket is there
+        unsaid = stat.S_ISSOCK(there.st_mode) and not path.with_suffix(".json").exists()
+        if is_old and unsaid and not answers(path):
+            path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> Found | None:

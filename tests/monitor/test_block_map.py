@@ -24,6 +24,7 @@ from radixkv_monitor.block_modes import MODES, Blocks, reduce
 from radixkv_monitor.runs import block_at, count_blocks, place_of, without_last
 from radixkv_monitor.sessions_seen import SHARED, UNKNOWN
 from tests.monitor.cache_lives import STEPS, Life
+from tests.monitor.hosting import state
 
 RUNS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), max_size=5).map(lambda runs: sum(runs, ()))
 
@@ -193,3 +194,12 @@ def test_an_engine_with_nothing_cached_has_free_blocks_only(mode: block_modes.Mo
     blocks.update(Life().state())
     assert mode.levels(blocks).tolist() == [0] * 24
     assert mode.legend(blocks)[0].name == "free"
+
+
+def test_more_pins_than_there_can_be_are_many_and_no_overflow() -> None:
+    flood = replace(node(2, (0, 4), tokens=64, locks=1), pins=2**63 - 1, holders=2**63 - 1)
+    blocks = Blocks()
+    blocks.update(state(nodes=[flood, replace(flood, id=3, parent=2, start=64, tokens=64, blocks=(4, 4))]))
+    for mode in MODES:
+        assert len(mode.levels(blocks)) == 64 and mode.legend(blocks)
+    assert int(blocks.references()[0]) == 2 * block_modes.MOST_PINS

@@ -164,7 +164,7 @@ def test_the_help(looks: Looks, size: tuple[int, int]) -> None:
 @SIZES
 def test_the_palette(looks: Looks, size: tuple[int, int]) -> None:
     async def listed(pilot: Pilot[Any]) -> None:
-        await until(pilot, lambda: pilot.app.screen.query_one(CommandList).option_count == 16)
+        await until(pilot, lambda: pilot.app.screen.query_one(CommandList).option_count == 17)
         pilot.app.screen.query_one(Input).cursor_blink = False
 
     looks(watching("overview"), size, "ctrl+p", more=listed)

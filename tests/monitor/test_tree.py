@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -225,6 +226,20 @@ def test_of_a_large_tree_states_that_come_too_soon_are_let_go_by_but_none_that_s
             nodes = shown.nodes if frozen else later
             view.update(replace(shown, line=1, tick=2 + frozen, now=now, nodes=nodes, frozen=frozen))
             assert (5000 in view.rows.index) is there, (now, frozen)
+
+    run(script, many())
+
+
+def test_one_node_is_not_one_nodes() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        shown = many()
+        root = next(each for each in shown.nodes.values() if not each.parent)
+        for children, said in ((1, "1 node"), (2, "2 nodes")):
+            nodes = {root.id: root, **{100 + n: node(100 + n, root.id, used=1.0) for n in range(children)}}
+            view.update(replace(shown, line=5 + children, nodes=nodes))
+            await pilot.pause()
+            text = "\n".join(screen(pilot.app))
+            assert re.search(rf"default +{said}\b", text) and f"{said} in 1 namespace " in text
 
     run(script, many())
 

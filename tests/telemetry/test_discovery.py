@@ -311,3 +311,21 @@ def test_what_lies_about_in_the_folder_holds_nobody_up(claimed):
     assert [found.socket for found in engines()] == [str(path)]
     for name in ("98.json", "97.sock"):
         (path.parent / name).rmdir()
+
+
+def test_a_socket_that_nobody_has_described_goes_once_nobody_listens(claimed):
+    path, _ = claimed
+    begun, killed, other = (path.with_name(name) for name in ("96.sock", "95.sock", "94.sock"))
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as gone:
+        listener.bind(str(begun))
+        listener.listen()  # its engine is about to say whose it is
+        gone.bind(str(killed))
+        other.write_text("no socket at all")
+        assert [found.socket for found in engines()] == [str(path)] and killed.exists()  # it may be about to listen
+        for each in (begun, killed, other):
+            os.utime(each, (1.0, 1.0))
+        assert [found.socket for found in engines(dead=True)] == [str(path)] and killed.exists()
+        assert [found.socket for found in engines()] == [str(path)]
+        assert (begun.exists(), killed.exists(), other.exists()) == (True, False, True)
+    begun.unlink()
+    other.unlink()
