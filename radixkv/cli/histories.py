@@ -67,24 +67,21 @@ def _shows(template: ChatTemplate, words: str, dialogue: Sequence[Message]) -> b
 
 
 def _difference(template: ChatTemplate, tokenizer: Any, dialogue: list[Message]) -> str | None:
-    """Where the two histories of a dialogue differ; None if they read the same, however its replies ended."""
+    """Where the two histories of a dialogue differ; None if they read the same."""
     rendered = template.said_text(template.opening(dialogue))
-    for stop in (None, *sorted(template.stop_ids)):
-        appended = template.said_text(_appended(template, tokenizer, dialogue, stop))
-        if appended != rendered:
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(appended, rendered, strict=False)))
-            ours, its = (text[same : same + _SHOWN] for text in (appended, rendered))
-            return f"appended {ours!r}, rendered {its!r}, behind {rendered[max(0, same - _SHOWN) : same]!r}"
-    return None
+    appended = template.said_text(_appended(template, tokenizer, dialogue))
+    if appended == rendered:
+        return None
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(appended, rendered, strict=False)))
+    ours, its = (text[same : same + _SHOWN] for text in (appended, rendered))
+    return f"appended {ours!r}, rendered {its!r}, behind {rendered[max(0, same - _SHOWN) : same]!r}"
 
 
-def _appended(template: ChatTemplate, tokenizer: Any, dialogue: Sequence[Message], stop: int | None) -> Sequence[int]:
-    """Ids of a dialogue as a session makes them, when each reply ended with `stop`, or was cut short."""
+def _appended(template: ChatTemplate, tokenizer: Any, dialogue: Sequence[Message]) -> Sequence[int]:
+    """Ids of a dialogue as a session makes them; whether a reply brought its stop token makes no difference there."""
     first = next(at for at, message in enumerate(dialogue) if message["role"] == "assistant")
     ids = template.opening(dialogue[:first])
     for reply, question in zip(dialogue[first::2], dialogue[first + 1 :: 2], strict=True):
         ids.extend(tokenizer.encode(reply["content"], add_special_tokens=False))
-        if stop is not None:
-            ids.append(stop)
         ids = template.continued(ids, [question])
     return ids

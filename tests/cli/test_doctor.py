@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -132,9 +133,11 @@ def test_a_model_with_windows_and_without_a_tokenizer(examine: Any, tmp_path: Pa
 
 
 def test_what_is_warned_of_while_loading_is_a_note(
-    examine: Any, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    examine: Any, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from radixkv.models import adapter
+
+    caplog.set_level(logging.INFO, logger="radixkv")
 
     def warn(*_: object, **__: object) -> LoadedModel:
         adapter._log.info("quiet")
