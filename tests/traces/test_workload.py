@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 from collections import defaultdict
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from radixkv.errors import InvalidInput
 from radixkv_traces.formats import TraceRequest, read, sample
 from radixkv_traces.simulate import replay
-from radixkv_traces.workload import block_tokens_of, interleave, prepare
+from radixkv_traces.workload import block_tokens_of, by_time, interleave, prepare
 
 BLOCKS = st.lists(st.lists(st.sampled_from([0, 1, 7, 2**63 - 1]), max_size=4), max_size=10)
 
@@ -54,6 +55,29 @@ def test_times_never_go_back_and_count_requests_where_there_are_none() -> None:
     timed = [request([1], timestamp=each) for each in (1000.0, 5000.0, 2000.0)]
     assert list(prepare(timed, 10).times) == [1.0, 5.0, 5.0]
     assert list(prepare([request([1])] * 3, 10).times) == [0.0, 1.0, 2.0]
+
+
+@given(BLOCKS, st.lists(st.integers(0, 3), min_size=10, max_size=10))
+def test_by_time_is_as_if_they_had_come_in_that_order(chains: list[list[int]], times: list[int]) -> None:
+    requests = [request(chain, timestamp=float(time)) for chain, time in zip(chains, times, strict=False)]
+    turned = by_time(prepare(requests, 10))
+    assert turned == prepare(sorted(requests, key=lambda each: each.timestamp), 10)
+
+
+@pytest.mark.parametrize("shared", [0, 900])
+def test_a_trace_is_not_held_as_objects(shared: int) -> None:
+    """A list of ids alone would take 40 bytes for each, and a table of prefixes more than 100."""
+    requests, blocks = 200, 1000
+    made = (request([*range(shared), *range(n * blocks, (n + 1) * blocks - shared)]) for n in range(1, requests + 1))
+    tracemalloc.start()
+    try:
+        workload = prepare(made, 10)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert workload.unique_blocks == shared + requests * (blocks - shared)
+    assert peak < 45 * requests * blocks
+    assert kept < 15 * requests * blocks
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 1.5])

@@ -24,7 +24,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: a
     about = "how much memory one slab per request, buddy blocks and pages would waste on a trace; loads no model"
     parser = commands.add_parser(
         "fragmentation", help=about, description=about.capitalize() + ".", parents=[common],
-        epilog="Requests run in file order, as many at a time as fit; nothing is shared between them.",
+        epilog="Requests run in the order of their times, as many at a time as fit; nothing is shared between them.",
     )  # fmt: skip
     parser.set_defaults(module="radixkv_traces.fragmentation_command")
     add_trace(parser)

@@ -1,6 +1,6 @@
 """What hit rate would a pool of this size have had? A recorded trace, replayed against the real prefix cache.
 
-Knows block numbers, the cache and one model of serving: requests run one at a time in file order, and only prompts
+Knows block numbers, the cache and one model of serving: requests run one at a time in the order given, and only prompts
 enter. A recorded block is one token in a block of size 1, so that what is measured is the eviction and nothing else.
 The cache hears what a live engine would tell it: the time, and when a request closes its output length and why it
 stopped. Beside the cache's own policies there are "clairvoyant", the best that any could do, and "infinite".

@@ -29,8 +29,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: a
     about = "what hit rate a cache of some size and policy would have had on a trace; loads no model"
     parser = commands.add_parser(
         "simulate", help=about, description=about.capitalize() + ".", parents=[common],
-        epilog="Requests run one at a time in file order through the real prefix cache; only prompts enter. "
-        "Ctrl-C prints what is known by then.",
+        epilog="Requests run one at a time, in the order of their times, through the real prefix cache; only prompts "
+        "enter. Ctrl-C prints what is known by then.",
     )  # fmt: skip
     parser.set_defaults(module="radixkv_traces.simulate_command")
     add_trace(parser)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, islice
-from operator import attrgetter
 from pathlib import Path
 
 from radixkv.errors import InvalidInput
 from radixkv_traces.formats import FORMATS, SAMPLES, ChatRequest, Request, Source, TraceRequest, open_trace, sample
 from radixkv_traces.progress import Progress
 from radixkv_traces.text_blocks import estimate, text_blocks, tokenizer
-from radixkv_traces.workload import Workload, block_tokens_of, interleave, prepare
+from radixkv_traces.workload import Workload, block_tokens_of, by_time, interleave, prepare
 
 TEXT_BLOCK_TOKENS = 16
 """Of a text trace, if nobody says another number."""
@@ -47,14 +47,19 @@ def add_trace(parser: argparse.ArgumentParser, *, tokenizer: bool = True) -> Non
 
 
 def load(arguments: argparse.Namespace) -> Workload:
-    """The part of the trace that the options name, all of it. InvalidInput if nothing is left, or at a bad line."""
+    """The part of the trace that the options name, in the order of its times. InvalidInput if nothing is left of it,
+    or at a bad line. The ids of one line are in memory as they were read, those of the others as numbers.
+    """
     with Progress("reading") as progress:
         chosen = window(open_trace(source(arguments.trace), arguments.format), arguments)
-        requests = list(_blocks(progress.counted(chosen), arguments))
-    if not requests:
+        workload = prepare(_blocks(progress.counted(chosen), arguments), 1)
+    if not workload.requests:
         raise InvalidInput(f"{arguments.trace}: no request, or none between --start and --end")
-    block_tokens = arguments.block_tokens or block_tokens_of(requests)
-    return prepare(interleave(requests, arguments.interleave) if arguments.interleave else requests, block_tokens)
+    block_tokens = arguments.block_tokens or block_tokens_of(workload.requests)
+    workload = by_time(replace(workload, block_tokens=block_tokens))
+    return (
+        prepare(interleave(workload.requests, arguments.interleave), block_tokens) if arguments.interleave else workload
+    )
 
 
 def source(name: str) -> Source:
@@ -96,8 +101,7 @@ def _blocks(requests: Iterator[Request], arguments: argparse.Namespace) -> Itera
     if isinstance(first, ChatRequest):
         encode = estimate if arguments.tokenizer is None else tokenizer(arguments.tokenizer)
         texts = (each for each in chain([first], requests) if isinstance(each, ChatRequest))
-        blocks = text_blocks(texts, arguments.block_tokens or TEXT_BLOCK_TOKENS, encode)
-        yield from sorted(blocks, key=attrgetter("timestamp"))  # a line is a whole conversation: they overlap
+        yield from text_blocks(texts, arguments.block_tokens or TEXT_BLOCK_TOKENS, encode)
     elif first is not None:
         if arguments.tokenizer is not None:
             raise InvalidInput("--tokenizer: this trace has block ids, no text")
