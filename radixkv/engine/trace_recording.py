@@ -7,7 +7,8 @@ A block id stands for the tokens of a block and all that came before them in its
 prefixes. It is a keyed hash (BLAKE2b), and the key is drawn for each file and never written: who has the file can tell
 what was shared, but not what it was, nor try whether it was a text that he guesses.
 
-Lines are in the Mooncake format, in the order in which requests came.
+Lines are in the Mooncake format. Each is written when its request ends, so that a process that is killed loses none of
+those that had ended; `timestamp` says when a request came, and readers sort by it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 BEHIND = 10_000
 """So many requests may wait to be written: beyond that the disk hangs, and recording ends."""
-HELD = 1024
-"""So many lines wait for a request that came before them and still runs; beyond that its own line comes late."""
 PATIENCE = 10.0
 """Seconds for which a closing engine waits for what is still to be written."""
 NAMESPACES = 65_536
@@ -63,8 +62,6 @@ def check_path(path: Any) -> Path | None:
 class _Ended:
     """What is known of a request at its end. `namespace` counts them from 1; 0 is the one without a name."""
 
-    number: int  # of its arrival, from 1, none missing
-    opened: bool  # whether it ever came in: what was not looked up in the cache is not in the trace
     submitted: float
     prompt: TokenIds
     root: bytes
@@ -80,7 +77,7 @@ class TraceRecording:
     def __init__(self, path: Path, block_size: int) -> None:
         """Begin the file, in blocks of `block_size` tokens. Raises OSError."""
         self._path, self._file = path, _Whole(path)
-        self._lines = _Lines(block_size, time.perf_counter())
+        self._block_size, self._started = block_size, time.perf_counter()
         self._key = secrets.token_bytes(32)
         self._roots: OrderedDict[Hashable, tuple[int, bytes]] = OrderedDict()
         self._namespaces = 0
@@ -94,6 +91,8 @@ class TraceRecording:
         if self._stopped:
             return
         try:
+            if not request.streams:
+                return  # it never came in: what was not looked up in the cache is not in the trace
             if self._inbox.qsize() >= BEHIND:
                 raise OSError(f"{BEHIND} requests wait to be written: the disk does not keep up")
             self._inbox.put(self._facts(request, error))
@@ -109,11 +108,8 @@ class TraceRecording:
     # ---- on the engine's thread
 
     def _facts(self, request: Request, error: Exception | None) -> _Ended:
-        opened = bool(request.streams)
-        namespace, root = self._root(request.namespace if opened else None)
+        namespace, root = self._root(request.namespace)
         return _Ended(
-            number=request.number,
-            opened=opened,
             submitted=request.submitted,
             prompt=request.prompt,
             root=root,
@@ -139,26 +135,12 @@ class TraceRecording:
 
     def _write_all(self) -> None:
         """Write until the end, or until something goes wrong, which is said once."""
-        going = True
         try:
             with self._file:
-                while going:
-                    going = self._take()
-                    for line in self._lines.due(all=not going):
-                        self._file.write(line.encode())
+                while (ended := self._inbox.get()) is not None:
+                    self._file.write(_line(ended, self._block_size, self._started).encode())
         except Exception as problem:
             self._give_up(problem)
-
-    def _take(self) -> bool:
-        """Wait for a request, and take those behind it, too; False at the end."""
-        ended = self._inbox.get()
-        while ended is not None:
-            self._lines.add(ended)
-            try:
-                ended = self._inbox.get_nowait()
-            except Empty:
-                return True
-        return False
 
     def _give_up(self, problem: Exception) -> None:
         if not self._stopped:
@@ -169,44 +151,21 @@ class TraceRecording:
             )
 
 
-class _Lines:
-    """Makes lines of requests, and holds them back until all that came before them have ended."""
-
-    def __init__(self, block_size: int, started: float) -> None:
-        self._block_size, self._started = block_size, started
-        self._held: dict[int, str] = {}
-        self._next = 1
-
-    def add(self, ended: _Ended) -> None:
-        """One more; it may be an early one that the others did not wait for."""
-        self._held[ended.number] = self._line(ended) if ended.opened else ""
-
-    def due(self, *, all: bool) -> list[str]:
-        """The lines that wait for nobody any more; in the end all of them are."""
-        lines = [self._held.pop(number) for number in sorted(self._held) if number < self._next]
-        while self._held:
-            if self._next not in self._held:
-                if not all and len(self._held) <= HELD:
-                    break
-                self._next = min(self._held)
-            lines.append(self._held.pop(self._next))
-            self._next += 1
-        return lines
-
-    def _line(self, ended: _Ended) -> str:
-        fields: dict[str, Any] = {
-            "timestamp": max(round((ended.submitted - self._started) * 1e3), 0),
-            "input_length": len(ended.prompt),
-            "output_length": ended.output_length,
-            "hash_ids": block_ids(ended.prompt, self._block_size, ended.root),
-            "stop": ended.stop,
-            "block_size": self._block_size,
-        }
-        if ended.session is not None:
-            fields["session"] = str(ended.session)
-        if ended.namespace:
-            fields["namespace"] = str(ended.namespace)
-        return json.dumps(fields, separators=(",", ":")) + "\n"
+def _line(ended: _Ended, block_size: int, started: float) -> str:
+    """A request's line; `started` is when the recording began. O(tokens of its prompt)."""
+    fields: dict[str, Any] = {
+        "timestamp": max(round((ended.submitted - started) * 1e3), 0),
+        "input_length": len(ended.prompt),
+        "output_length": ended.output_length,
+        "hash_ids": block_ids(ended.prompt, block_size, ended.root),
+        "stop": ended.stop,
+        "block_size": block_size,
+    }
+    if ended.session is not None:
+        fields["session"] = str(ended.session)
+    if ended.namespace:
+        fields["namespace"] = str(ended.namespace)
+    return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
 class _Whole:

@@ -1,7 +1,8 @@
-"""What an engine that records leaves behind: a trace that is true, in order, readable, and silent about every text."""
+"""What an engine that records leaves behind: a trace that is true, there at once, readable, and silent about texts."""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import gc
 import io
@@ -10,7 +11,8 @@ import logging
 import random
 import stat
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,12 @@ from hypothesis import strategies as st
 from radixkv import Engine, SamplingParams
 from radixkv.cli.main import main
 from radixkv.engine import trace_recording
-from radixkv.engine.trace_recording import TraceRecording, _Ended, _Lines, block_ids
+from radixkv.engine.trace_recording import TraceRecording, block_ids
 from radixkv.errors import InvalidInput
 from radixkv_traces.formats import read
+from radixkv_traces.live.asks import Synthesis, asks
 from radixkv_traces.simulate import replay
+from radixkv_traces.trace_options import add_trace, load
 from tests.engine.fakes import make_engine
 from tests.engine.test_scheduler import World, tokens
 
@@ -141,52 +145,59 @@ def test_how_requests_ended_and_what_never_came_in(tmp_path: Path) -> None:
     world.finish()
     world.core.recording.close()
     assert stopped.number == 1
-    recorded = [(r.input_length, r.output_length, r.stop, r.session) for r in read(tmp_path / "t")]
+    recorded = sorted((r.input_length, r.output_length, r.stop, r.session) for r in read(tmp_path / "t"))
     expected = [(5, 1, "stop", None), (6, 6, "length", None), (7, 2, "cancelled", "4"), (8, 0, "length", "12")]
     assert recorded == expected
     assert many.width == 2
     assert only.outlet.ended
 
 
-# ---- in which order
+# ---- when
 
 
-def ended(number: int, *, opened: bool = True) -> _Ended:
-    return _Ended(number, opened, float(number), np.array([number], np.int32), KEY, 0, 1, None, "length")
+def test_a_request_is_written_when_it_ends_whoever_still_runs(tmp_path: Path) -> None:
+    """What a killed process leaves: nothing is closed, and the first request has not ended."""
+    path, world = tmp_path / "t", World(64)
+    world.core.recording = recording = TraceRecording(path, 4)
+    story = world.submit(tokens(20), ONE.but(max_tokens=60))
+    for seed in range(1, 4):
+        world.submit(tokens(10 + seed, seed), ONE)
+    for _ in range(10):
+        world.step()
+    until(lambda: len(lines(path)) == 3)
+    assert not story.outlet.ended
+    assert sorted(line["input_length"] for line in lines(path)) == [11, 12, 13]
+    world.finish()
+    recording.close()
+    assert [line["input_length"] for line in lines(path)][3:] == [20]
 
 
-def numbers(text: Sequence[str]) -> list[int]:
-    return [json.loads(line)["timestamp"] // 1000 for line in text]
+def test_what_came_first_is_replayed_first_though_its_line_is_last(tmp_path: Path) -> None:
+    path, world = tmp_path / "t", World(64)
+    world.core.recording = TraceRecording(path, 4)
+    world.submit(tokens(20), ONE.but(max_tokens=12), session=1)
+    begun = time.perf_counter()
+    until(lambda: time.perf_counter() > begun + 0.002)
+    world.submit(tokens(20), ONE, session=2)
+    world.finish()
+    world.core.recording.close()
+    assert [request.session for request in read(path)] == ["2", "1"]
+    arguments = argparse.ArgumentParser()
+    add_trace(arguments)
+    workload = load(arguments.parse_args([str(path)]))
+    assert [request.session for request in workload.requests] == ["1", "2"]
+    assert list(workload.known) == [0, 5]
+    played = asks(read(path), Synthesis(100, 4))
+    assert [ask.session for ask in played] == ["1", "2"]
+    assert played[1].due >= 0.001
 
 
-@given(st.permutations(range(1, 30)), st.sets(st.integers(1, 29)), st.integers(0, 40))
-def test_lines_come_in_the_order_of_arrivals_and_all_of_them(order: list[int], dropped: set[int], held: int) -> None:
-    made, out = _Lines(4, 0.0), []
-    before, trace_recording.HELD = trace_recording.HELD, held
-    try:
-        for number in order:
-            made.add(ended(number, opened=number not in dropped))
-            out += [line for line in made.due(all=False) if line]
-        out += [line for line in made.due(all=True) if line]
-    finally:
-        trace_recording.HELD = before
-    there = [number for number in range(1, 30) if number not in dropped]
-    assert sorted(numbers(out)) == there
-    if held >= 29:
-        assert numbers(out) == there
-
-
-def test_who_is_waited_for_too_long_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_recording, "HELD", 3)
-    made = _Lines(4, 0.0)
-    for number in (2, 3, 4):
-        made.add(ended(number))
-        assert made.due(all=False) == []
-    made.add(ended(6))
-    assert numbers(made.due(all=False)) == [2, 3, 4]
-    made.add(ended(1))
-    made.add(ended(5))
-    assert numbers(made.due(all=False)) == [1, 5, 6]
+def until(there: Callable[[], bool]) -> None:
+    """Wait for another thread, but not for ever."""
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
 
 
 # ---- what goes wrong
