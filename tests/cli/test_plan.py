@@ -409,7 +409,7 @@ def test_a_model_without_a_longest_sequence_needs_a_context(tmp_path: Path, caps
 def test_nothing_heavy_is_imported() -> None:
     code = (
         "import sys\nfrom radixkv.cli import main\nassert main(['plan', 'tiny', '--memory', '1GB']) == 0\n"
-        "assert not {'torch', 'transformers', 'numpy', 'rich', 'socket'} & sys.modules.keys()"
+        "assert not {'torch', 'transformers', 'numpy', 'rich'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
