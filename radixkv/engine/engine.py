@@ -120,13 +120,14 @@ class RequestEngine:
         """Load a model ("tiny", a local folder, a hub name, or a transformers model) and give it a KV pool.
 
         `kv_memory` is "auto" (on a CPU a quarter of the free memory, at most 4 GiB; on a GPU what is left at 90% of the
-        card), bytes, or a size such as "512MB"; `num_blocks` overrides it. `eviction` is one of lru, fifo, lfu, slru.
-        A step runs at most `max_batch_tokens` tokens of at most `max_sequences` sequences, and at most `prefill_chunk`
-        of one prompt. `order` says who comes in first: "fcfs", or "longest-prefix", whose cached prefix is longest,
-        until `max_overtakes` have passed somebody. `victim` says who gives way when blocks run out, to come back
-        later: who is "cheapest" to bring back, or who came in "last". `attention` is "torch", "triton", or "auto":
-        Triton on CUDA where it serves the model, torch elsewhere. `compile` fuses the model around its attention while
-        it is loaded, which takes a minute: True, False, or "auto", on CUDA unless `deterministic`.
+        card), bytes, or a size such as "512MB"; `num_blocks` overrides it. `eviction` is one of lru, fifo, lfu, slru
+        and predictive, which learns what is wanted again. A step runs at most `max_batch_tokens` tokens of at most
+        `max_sequences` sequences, and at most `prefill_chunk` of one prompt. `order` says who comes in first: "fcfs",
+        or "longest-prefix", whose cached prefix is longest, until `max_overtakes` have passed somebody. `victim` says
+        who gives way when blocks run out, to come back later: who is "cheapest" to bring back, or who came in "last".
+        `attention` is "torch", "triton", or "auto": Triton on CUDA where it serves the model, torch elsewhere.
+        `compile` fuses the model around its attention while it is loaded, which takes a minute: True, False, or "auto",
+        on CUDA unless `deterministic`.
         `prefix_cache=False` computes every prompt in full and shares nothing, for comparisons.
         `deterministic` answers requests that run one at a time with the same bits whether they hit or not; hits then
         end on multiples of `prefill_chunk`, which must be whole blocks (see docs/determinism.md). `scrub` computes

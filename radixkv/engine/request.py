@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from radixkv.cache import Explanation, Sequence
+from radixkv.cache import Explanation, Hint, Sequence
 from radixkv.engine.handle import Outlet
 from radixkv.engine.outputs import Chunk, Completion, FinishReason, Usage
 from radixkv.engine.prompts import TokenIds
@@ -228,10 +228,11 @@ class Stream:
         return hits
 
     def close(self) -> None:
-        """Let go of the blocks; what is published stays cached. May be called twice."""
+        """Let go of the blocks, and say how it ended; what is published stays cached. May be called twice."""
         if self.finished_at is None:
             self.finished_at = time.perf_counter()
-        self.sequence.close()
+        produced = len(self.tokens) - len(self.request.prompt)
+        self.sequence.close(Hint(kind=self.finish_reason, output_length=produced))
 
     def completion(self) -> Completion:
         """What this stream produced; it has finished and is closed."""
