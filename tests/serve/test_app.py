@@ -42,6 +42,22 @@ def test_a_conversation_that_is_sent_again_is_found_in_the_cache():
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == spent - 1  # the last one was never run
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_reply_is_remembered_before_its_end_is_told(stream):
+    """Random words, which a tokenizer would spell anew."""
+    with served() as server:
+        body = {**CHAT, "max_tokens": 20, "n": 3, "temperature": 1, "ignore_eos": True}
+        if stream:
+            said = list(texts(server.events("/v1/chat/completions", body)).values())
+        else:
+            said = [choice["message"]["content"] for choice in server.chat(**body)["choices"]]
+        assert server.service.conversations.stats.remembered == 3
+        for text in said:
+            more = [{"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
+            server.chat(messages=[*ASKED, *more], max_tokens=1)
+        assert server.service.conversations.stats.found == 3
+
+
 def test_sampling_parameters_reach_the_engine():
     body = {**CHAT, "temperature": 1.0, "seed": 7, "top_p": 0.9, "max_tokens": 12, "ignore_eos": True, "n": 3}
     with served() as server:
