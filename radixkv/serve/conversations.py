@@ -150,8 +150,9 @@ class Conversations:
         if len(content) >= len(said) or not said.startswith(content):
             return array("i", ids)
         kept = bisect_right(range(len(ids)), len(content), key=lambda n: len(template.said_text(ids[: n + 1])))
-        while not content.startswith(before := template.said_text(ids[:kept])):
-            kept -= 1  # part of a character decodes to a mark that the text does not have
+        before = template.said_text(ids[:kept])
+        if not content.startswith(before):  # a tokenizer for which a text's beginning is not that of its ids
+            return None
         rest = Guard(self._tokenizer).encode(content.removeprefix(before))
         return array("i", ids[:kept]) + array("i", rest)
 

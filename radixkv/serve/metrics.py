@@ -216,8 +216,7 @@ def _vllms(moment: _Moment) -> Iterator[Metric]:
     gauges = {
         "num_requests_running": stats.running,
         "num_requests_waiting": stats.waiting,
-        "kv_cache_usage_perc": cache.held_blocks
-        / cache.num_blocks,  # cached blocks that nobody holds count as free there
+        "kv_cache_usage_perc": cache.held_blocks / cache.num_blocks,  # cached and held by nobody counts as free there
     }
     counters = {
         "prefix_cache_queries": stats.prompt_tokens,

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from radixkv import SamplingParams
 from radixkv.chat import AsyncEngine
-from radixkv.errors import EngineClosed
+from radixkv.errors import EngineClosed, RequestTimedOut
 from radixkv.serve.history import HistoryIndex
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.request_watch import Histogram
@@ -69,6 +69,32 @@ def test_why_prompts_missed_is_counted_once_a_request(monitor: bool, monkeypatch
         assert missed["full"] == 1 and missed["never_seen"] == 112
 
     watched(test, num_blocks=28, monitor=monitor)
+
+
+def test_who_gives_way_and_comes_back_is_counted_as_it_first_came() -> None:
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        await engine.generate([[1, 2, 3, 4], [5, 6, 7, 8]], greedy(30))
+        assert (await engine.stats()).preemptions
+        numbers = read(await metrics.scrape())
+        assert numbers["radixkv:lookups_total", (("reason", "never_seen"),)] == 2
+        assert sum(value for (name, _), value in numbers.items() if name == "radixkv:lookups_total") == 2
+        assert numbers["radixkv:missed_tokens_total", (("reason", "never_seen"),)] == 8
+
+    watched(test, num_blocks=12)
+
+
+def test_who_is_looked_up_twice_before_he_comes_in_counts_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        scheduler = engine._engine._core.scheduler
+        hears = scheduler.on_opened
+        assert hears is not None
+        scheduler.on_opened = lambda *facts: (hears(*facts), hears(*facts))[0]
+        await engine.generate([[1, 2, 3, 4]], greedy(3))
+        numbers = read(await metrics.scrape())
+        assert numbers["radixkv:lookups_total", (("reason", "never_seen"),)] == 1
+        assert not caplog.records
+
+    watched(test)
 
 
 def test_counters_and_gauges_are_the_engines() -> None:
@@ -174,13 +200,15 @@ def test_what_ends_badly_has_no_times_and_costs_nobody_else() -> None:
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
         with pytest.raises(Exception, match="thirteen"):
             await engine.generate([[1, 13, 2]], greedy(3))
+        with pytest.raises(RequestTimedOut):
+            await engine.generate([[7, 8, 9]], greedy(200), timeout=1e-9)
         handle = await engine.submit([1, 2, 3], greedy(200))
         handle.cancel()
         await engine.generate([[4, 5, 6]], greedy(3))
         numbers = read(await metrics.scrape())
         assert numbers["radixkv:request_seconds_count", ()] == 1
         ends = {dict(labels)["outcome"]: value for (name, labels), value in numbers.items() if "ended_total" in name}
-        assert (ends["finished"], ends["cancelled"], ends["failed"]) == (1, 1, 1)
+        assert ends == {"finished": 1, "cancelled": 1, "timed_out": 1, "failed": 1, "refused": 3}
 
     watched(test, fault=fault)
 
