@@ -33,6 +33,19 @@ def test_what_is_optional_may_be_left_out_and_what_is_unknown_is_ignored() -> No
     assert request == TraceRequest(5.0, 1100, 7, request.blocks)
 
 
+def test_a_session_may_be_a_number_and_aiperf_calls_it_session_id() -> None:
+    sessions = [parse(line(**fields)).session for fields in ({"session": 7}, {"session_id": "s"}, {"session_id": 8})]
+    assert sessions == ["7", "s", "8"]
+    assert parse(line(session="mine", session_id="theirs", tenant=3)).session == "mine"
+    assert parse(line(tenant=3)).namespace == "3"
+
+
+def test_a_delay_without_a_time_is_refused_with_the_reason() -> None:
+    with pytest.raises(TraceError, match="delay is counted from the answer before"):
+        parse(line(timestamp=..., session_id="s", delay=500))
+    assert parse(line(delay=500)).timestamp == 5.0
+
+
 def test_ranges_expand_in_order() -> None:
     ranges = [[3, 4], [100, 1], [8, 0], [5, 2]]
     request = parse(line(hash_ids=..., hash_ranges=ranges))
@@ -64,7 +77,10 @@ def test_ids_may_be_64_bit_hashes() -> None:
         ("hash_ranges", line(hash_ids=..., hash_ranges=[[1, -1]])),
         ("hash_ranges", line(hash_ids=..., hash_ranges=[[0, MAX_BLOCKS + 1]])),
         ("hash_ranges", line(hash_ids=..., hash_ranges=[[2**63 - 1, 2]])),
-        ("session", line(session=7)),
+        ("session", line(session=[7])),
+        ("session", line(session=True)),
+        ("session_id", line(session_id=1.5)),
+        ("timestamp", line(timestamp=..., delay=500)),
         ("turn", line(turn="1")),
         ("block_size", line(block_size=0)),
         ("block_size", line(block_size="16")),

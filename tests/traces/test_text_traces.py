@@ -95,12 +95,35 @@ def parse_line(number: int) -> str:
 def test_each_assistant_turn_is_a_request(tmp_path: Path) -> None:
     line = {
         "session": "s", "timestamp": 5, "tenant": "t", "tools": [{"type": "function"}],
-        "messages": [USER, CALLS, {"role": "tool", "content": "x"}, {**SAYS, "timestamp": 90}, USER],
+        "messages": [USER, CALLS, {"role": "tool", "content": "x"}, {**SAYS, "timestamp": 90}],
     }  # fmt: skip
     first, second = requests(json.dumps(line), path=tmp_path)
     tools = ({"type": "function"},)
     assert first == ChatRequest(5.0, (USER,), "s", 1, None, CALLS, "tool_use", "t", tools)
     assert (second.timestamp, second.turn, second.stop, len(second.messages)) == (90.0, 2, "end_turn", 3)
+
+
+def test_what_nobody_answered_is_a_request_too(tmp_path: Path) -> None:
+    """A log of requests has the messages that were sent, and no reply."""
+    logged = [{"id": 1, "messages": [USER]}, {"id": 2, "messages": [USER, SAYS, {**USER, "timestamp": 70}]}]
+    found = requests("\n".join(map(json.dumps, logged)), path=tmp_path)
+    assert [(each.session, each.turn, each.timestamp, len(each.messages)) for each in found] == [
+        ("1", 1, 0.0, 1), ("2", 1, 0.0, 1), ("2", 2, 70.0, 3),
+    ]  # fmt: skip
+    assert [(each.reply, each.stop) for each in found] == [(None, None), (SAYS, "end_turn"), (None, None)]
+    assert [each.output_length for each in text_blocks(found, 4)] == [0, 2, 0]
+    assert len(requests(json.dumps({**TRAJECTORY, "traj": [USER, SAYS, USER]}), path=tmp_path)) == 1
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_conversations_may_be_an_array(tmp_path: Path, indent: int | None) -> None:
+    text = json.dumps([{"messages": [USER, SAYS]}, json.loads(CHAT), {"messages": [USER]}], indent=indent)
+    found = requests(text, path=tmp_path)
+    assert [each.session for each in found] == ["conversation 1", "s", "conversation 3"]
+    assert found == requests(text, "chat", path=tmp_path)
+    assert len(requests(f"[{BLOCKS}, {BLOCKS}]", path=tmp_path)) == 2
+    with pytest.raises(TraceError, match=r"trace:1: this begins with a message: .*\{\"messages\""):
+        requests(json.dumps([USER, SAYS]), path=tmp_path)
 
 
 def test_a_conversation_without_a_name_is_named_by_its_line(tmp_path: Path) -> None:
@@ -123,7 +146,8 @@ def test_a_conversation_without_a_name_is_named_by_its_line(tmp_path: Path) -> N
         ("messages[1].timestamp", {"messages": [USER, {**SAYS, "timestamp": -1}]}),
         ("messages[1].timestamp", {"messages": [USER, {**SAYS, "timestamp": None}]}),
         ("tools", {"tools": [1]}),
-        ("session", {"session": 7}),
+        ("session", {"session": 7.5}),
+        ("id", {"id": False}),
         ("timestamp", {"timestamp": "now"}),
         ("tenant", {"tenant": "a", "namespace": "b"}),
     ],
@@ -198,7 +222,7 @@ def test_an_array_read_in_pieces_is_the_array(values: list[dict[str, Any]], inde
 
 def test_an_array_is_not_read_to_its_end_to_give_its_first_session() -> None:
     endless = io.StringIO("[" + f"{json.dumps(TRAJECTORY)}," * 5000)
-    assert next(taubench.sessions(endless, "file")).session == "3.1"
+    assert next(taubench.session(next(taubench.elements(endless, "file")))).session == "3.1"
     assert endless.tell() < 200_000
 
 
@@ -305,6 +329,20 @@ def test_another_conversation_of_the_same_length_shares_what_is_equal_and_no_mor
     a, b, again = (list(each.blocks) for each in text_blocks(texts, 4))
     assert a == again != b
     assert a[:6] == b[:6] and len(a) == 7
+
+
+def test_of_turns_that_follow_each_other_only_new_text_is_encoded() -> None:
+    encoded: list[str] = []
+
+    def encode(text: str) -> array[int]:
+        encoded.append(text)
+        return estimate(text)
+
+    said = tuple({"role": role, "content": f"{role} {turn}"} for turn in range(50) for role in ("user", "assistant"))
+    texts = [ChatRequest(0.0, said[: 2 * turn + 1], "s", turn + 1, 5) for turn in range(50)]
+    blocks = list(text_blocks(texts, 4, encode))
+    assert encoded == [rendered(message) for message in said[:-1]]
+    assert blocks[-1] == next(text_blocks(texts[-1:], 4))
 
 
 def test_the_bundled_tokenizer_counts_what_it_encodes() -> None:

@@ -1,12 +1,13 @@
-"""Conversations as text: OpenAI-style messages, one conversation a line; each assistant turn is a request.
+"""Conversations as text: OpenAI-style messages, one conversation a line; each assistant turn is a request, and so is
+what is left open at the end.
 
 Knows messages and where they are allowed to be wrong. Knows no template and no model: what a message is in tokens, a
 tokenizer says (`text_blocks`).
 
     {"session": "a", "messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello!"}]}
 
-`session` (or `id`) may be left out, and so may `timestamp` (ms) of the conversation and of each assistant message,
-`namespace` (or `tenant`) and `tools`.
+`session` (or `session_id`, or `id`) may be left out, and so may `timestamp` (ms) of the conversation and of each
+message that is asked for, `namespace` (or `tenant`) and `tools`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One assistant turn: the messages before it are the prompt."""
+    """One assistant turn: the messages before it are the prompt. An open prompt has no `reply` and no `stop`."""
 
     timestamp: float  # milliseconds since the trace began; 0.0 throughout if the trace does not say
     messages: tuple[Message, ...]
@@ -32,20 +33,23 @@ class ChatRequest:
     turn: int  # from 1
     output_length: int | None = None  # tokens of the reply; None: count those of `reply`
     reply: Message | None = None  # the assistant message as recorded
-    stop: str = "end_turn"  # or "tool_use", if the reply calls tools
+    stop: str | None = "end_turn"  # or "tool_use", if the reply calls tools
     namespace: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
 
 
-def conversation(line: Line) -> Iterator[ChatRequest]:
-    """The requests of one line of a chat trace."""
-    session = line.text("session") or line.text("id") or f"line {line.line}"
+def conversation(line: Line, name: str) -> Iterator[ChatRequest]:
+    """The requests of one conversation of a chat trace, which is called `name` if it does not say how."""
+    session = line.name("session", "session_id", "id") or name
     start = line.time() if line.fields.get("timestamp") is not None else 0.0
-    return turns(line, "messages", session, start)
+    return turns(line, "messages", session, start, open_end=True)
 
 
-def turns(line: Line, field: str, session: str, start: float) -> Iterator[ChatRequest]:
-    """One request for each assistant message of the list in `field`. All of them are checked first."""
+def turns(line: Line, field: str, session: str, start: float, *, open_end: bool = False) -> Iterator[ChatRequest]:
+    """One request for each assistant message of the list in `field`. All of them are checked first.
+
+    With `open_end`, messages that nobody answered are one more: logs of requests end so.
+    """
     messages = _messages(line, field)
     tools = line.fields.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -61,6 +65,9 @@ def turns(line: Line, field: str, session: str, start: float) -> Iterator[ChatRe
         now = max(now, message.get("timestamp", now))
         stop = "tool_use" if message.get("tool_calls") else "end_turn"
         yield ChatRequest(now, messages[:at], session, turn, None, message, stop, namespace, tuple(tools))
+    if open_end and messages and messages[-1]["role"] != "assistant":
+        now = max(now, messages[-1].get("timestamp", now))
+        yield ChatRequest(now, messages, session, turn + 1, 0, None, None, namespace, tuple(tools))
 
 
 def _messages(line: Line, field: str) -> tuple[Message, ...]:

@@ -77,38 +77,39 @@ def _requests(trace: Source, format: str) -> Iterator[Request]:
     with _opened(trace) as file:
         lines = _Lines(file, name)
         head = lines.head()
-        if format in ("auto", "taubench") and head.lstrip().startswith(b"["):
-            yield from taubench.sessions(_Pieces(head, lines), name, lines.number)
+        if head.lstrip().startswith(b"["):
+            array = enumerate(taubench.elements(_Pieces(head, lines), name, lines.number), 1)
+            yield from _by_object(((f"conversation {number}", line) for number, line in array), format)
         elif head:
-            first = lines.whole(head)
-            yield from _by_line(first, lines, _detect(first, name, lines.number) if format == "auto" else format)
+            texts = (text for text in chain([lines.whole(head)], lines) if text.strip())
+            objects = (decoded(text, name, lines.number) for text in texts)
+            yield from _by_object(((f"line {line.line}", line) for line in objects), format)
 
 
-def _by_line(first: str, lines: _Lines, format: str) -> Iterator[Request]:
-    for text in chain([first], lines):
-        if text.strip():
-            line = decoded(text, lines.name, lines.number)
-            if format == "mooncake":
-                yield mooncake.request(line)
-            else:
-                yield from _CONVERSATIONS[format](line)
+def _by_object(objects: Iterator[tuple[str, Line]], format: str) -> Iterator[Request]:
+    """What a file's objects say, each with the name of a session that has none."""
+    for name, line in objects:
+        format = _detect(line) if format == "auto" else format
+        if format == "mooncake":
+            yield mooncake.request(line)
+        elif format == "chat":
+            yield from chats.conversation(line, name)
+        else:
+            yield from taubench.session(line)
 
 
-_CONVERSATIONS: dict[str, Callable[[Line], Iterator[ChatRequest]]] = {
-    "chat": chats.conversation,
-    "taubench": taubench.session,
-}
 _SIGNS = {"hash_ids": "mooncake", "hash_ranges": "mooncake", "messages": "chat", "traj": "taubench"}
 
 
-def _detect(first: str, name: str, number: int) -> str:
-    """The format of a file of lines whose first one this is."""
-    fields = decoded(first, name, number).fields
+def _detect(first: Line) -> str:
+    """The format of a file whose first object this is."""
     for field, format in _SIGNS.items():
-        if field in fields:
+        if field in first.fields:
             return format
+    if "role" in first.fields:
+        raise first.wrong(None, 'this begins with a message: a conversation is an object, {"messages": [...]}')
     known = ", ".join(_SIGNS)
-    raise TraceError(name, number, None, f"this begins like no trace: there is none of {known}; --format names one")
+    raise first.wrong(None, f"this begins like no trace: there is none of {known}; --format names one")
 
 
 @contextmanager

@@ -9,8 +9,8 @@ says it where there is one.
     {"timestamp": 9, "input_length": 1700, "output_length": 10, "hash_ranges": [[0, 2], [7, 1]], "session": "a"}
 
 The format is Mooncake's (Qin et al., FAST 2025); `hash_ranges` ([first, count], ...) says the same in fewer bytes.
-`session`, `turn` and `stop` are extra fields of agent traces; `namespace` (or `tenant`) and `block_size` of radixkv's
-own recordings.
+`session` (or AIPerf's `session_id`), `turn` and `stop` are extra fields of agent traces; `namespace` (or `tenant`) and
+`block_size` of radixkv's own recordings.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ def request(line: Line) -> TraceRequest:
     block_tokens = line.count("block_size") if line.fields.get("block_size") is not None else None
     if block_tokens == 0:
         raise line.wrong("block_size", "0 is not an int >= 1")
+    if "timestamp" not in line.fields and line.fields.get("delay") is not None:
+        raise line.wrong("timestamp", "missing: a delay is counted from the answer before, which has no time")
     return TraceRequest(
         timestamp=line.time(),
         input_length=line.count("input_length"),
         output_length=line.count("output_length"),
         blocks=_ids(line) if "hash_ids" in line.fields else _ranges(line),
-        session=line.text("session"),
+        session=line.name("session", "session_id"),
         turn=line.count("turn") if line.fields.get("turn") is not None else None,
         stop=line.text("stop"),
         namespace=line.namespace(),

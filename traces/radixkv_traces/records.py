@@ -73,9 +73,21 @@ class Line:
             raise self.wrong(field, f"{shown(value)} is not a string")
         return value
 
+    def name(self, *fields: str) -> str | None:
+        """Whose it is: the first of these fields that is there, a string, or an int as text."""
+        for field in fields:
+            value = self.fields.get(field)
+            if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 64:
+                return str(value)
+            if value is not None and not isinstance(value, str):
+                raise self.wrong(field, f"{shown(value)} is no string and no int of 64 bits")
+            if value is not None:
+                return str(value)
+        return None
+
     def namespace(self) -> str | None:
         """The field "namespace", or "tenant", which means the same."""
-        names = [self.text(field) for field in ("namespace", "tenant")]
+        names = [self.name(field) for field in ("namespace", "tenant")]
         if None not in names and names[0] != names[1]:
             raise self.wrong("tenant", f"{shown(names[1])} beside another namespace")
         return names[0] if names[0] is not None else names[1]

@@ -26,14 +26,8 @@ class Text(Protocol):
         """The next characters, at most `size`; "" at the end."""
 
 
-def sessions(text: Text, file: str, line: int = 1) -> Iterator[ChatRequest]:
-    """The requests of a trajectory file, session by session; the text begins in `line`."""
-    for each in elements(text, file, line):
-        yield from session(each)
-
-
 def session(line: Line) -> Iterator[ChatRequest]:
-    """The requests of one trajectory."""
+    """The requests of one trajectory. Its last message is the user's goodbye, which no model was asked to answer."""
     task = line.required("task_id")
     if isinstance(task, bool) or not isinstance(task, int | str):
         raise line.wrong("task_id", f"a JSON {type(task).__name__} is no int and no string")
