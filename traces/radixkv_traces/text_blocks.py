@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib import resources
 from importlib.resources.abc import Traversable
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,10 @@ def tokenizer(name: str) -> Encode:
 def text_blocks(
     requests: Iterable[ChatRequest], block_tokens: int, encode: Encode = estimate
 ) -> Iterator[TraceRequest]:
-    """Each request's prompt as block ids, the last block maybe part-filled. O(new text), if turns follow each other.
+    """Each request's prompt as block ids, the last block maybe part-filled.
 
-    An id is a hash of its tokens and of the id before it, 63 bits wide.
+    An id is a hash of its tokens and of the id before it, 63 bits wide. Where turns follow each other only new text is
+    encoded and hashed; what was said before is compared by identity, O(messages), and its ids are copied, O(blocks).
     """
     history = _History(block_tokens, encode)
     for request in requests:
@@ -116,7 +118,7 @@ class _History:
 
     def become(self, messages: tuple[Message, ...]) -> None:
         known = len(self.messages)
-        if known > len(messages) or any(a is not b for a, b in zip(self.messages, messages, strict=False)):
+        if known > len(messages) or not all(map(is_, self.messages, messages)):
             known, self.tokens, self.full = 0, array("I"), array("q")
         for message in messages[known:]:
             self.tokens += self.encode(rendered(message))
@@ -126,7 +128,7 @@ class _History:
 
     def blocks(self) -> array[int]:
         rest = len(self.tokens) % self.block_tokens
-        return array("q", [*self.full, self._id(len(self.full))]) if rest else self.full[:]
+        return self.full + array("q", [self._id(len(self.full))] if rest else [])
 
     def _id(self, index: int) -> int:
         """Of block `index`; those before it have theirs."""
