@@ -206,6 +206,7 @@ def test_ctrl_c_before_a_replay_has_begun_keeps_what_others_found(say: Say, monk
         (("fragmentation", "sample:chat", "--memory", "10%"), "memory '10%'"),
         (("fragmentation", "sample:chat", "--memory", "9"), "slab"),
         (("fragmentation", "sample:chat", "--block-sizes", "8,x"), "--block-sizes"),
+        (("fragmentation", "sample:chat", "--block-sizes", "999999999"), "block size 999999999: allowed is 1 to"),
         (("generate", "poems"), "poems"),
         (("generate", "chat", "--rate", "0"), "rate"),
         ((), "COMMAND"),
@@ -230,7 +231,22 @@ def test_fragmentation_as_a_table_and_as_json(say: Say) -> None:
     assert said["memory_tokens"] == 32 * said["max_length"]
     by_bytes = rows(say("fragmentation", "sample:cc_agent", "--memory", "64GiB", "--model", "llama-3.1-8b", "--json"))
     assert by_bytes["memory_tokens"] == 64 * 2**30 // 131072
-    assert "smaller --memory" in say("fragmentation", "sample:chat", "--memory", "1Mtok")[1]
+    roomy = say("fragmentation", "sample:chat", "--memory", "1Mtok")[1]
+    assert "smaller --memory" in roomy and "in no row" not in roomy
+
+
+def test_what_one_row_refuses_is_in_none_and_the_text_says_so(say: Say) -> None:
+    out = say("fragmentation", "sample:conversation", "--max-length", "10")[1]
+    assert "570 requests of at most 97,546 tokens" in out and "with slabs of 10\n" in out
+    assert "570 of 570 requests are in no row" in out and "No request is left" in out and "fitted" not in out
+    short = ("fragmentation", "sample:conversation", "--max-length", "8192", "--memory", "60000", "--block-sizes", "16")
+    said = rows(say(*short, "--json"))
+    longer = sum(each.input_length + max(1, each.output_length) > 8192 for each in read(sample("conversation")))
+    assert 0 < longer < 570 == said["requests"]
+    assert said["rows"][0]["refused"] == longer == said["left_out"]
+    assert said["rows"][1]["refused"] > said["rows"][2]["refused"] > 0
+    assert {row["left_out"] for row in said["rows"]} == {longer}
+    assert f"{longer} of 570 requests are in no row" in say(*short)[1]
 
 
 def test_generated_lines_are_read_from_standard_input(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:

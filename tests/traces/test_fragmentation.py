@@ -19,20 +19,16 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=2
 
 
 def naive(lengths: list[tuple[int, int]], memory: int, need: str, size: int) -> tuple[float, ...]:
-    """(used, reserved, sequences, preemptions, refused, steps), sums over single steps while somebody waits."""
+    """(used, reserved, sequences, preemptions, steps), sums over single steps while somebody waits."""
 
     def reserved(length: int, final: int) -> int:
         return size if need == "slab" else -(-length // size) * size
-
-    def could(final: int) -> bool:
-        return final <= size if need == "slab" else reserved(final, final) <= memory // size * size
 
     def room(sequences: list[list[int]]) -> bool:
         ahead = [reserved(length + 1, final) for length, final in sequences]
         return sum(ahead) <= memory // size * size
 
-    all_ = [(prompt, prompt + max(1, output)) for prompt, output in lengths]
-    waiting = deque([list(each) for each in all_ if could(each[1])])
+    waiting = deque([[prompt, prompt + max(1, output)] for prompt, output in lengths])
     running: list[list[int]] = []
     used = held = sequences = preemptions = steps = 0
     admitting = True
@@ -53,7 +49,15 @@ def naive(lengths: list[tuple[int, int]], memory: int, need: str, size: int) -> 
             held += reserved(*each)
         admitting = any(length == final for length, final in running)
         running = [each for each in running if each[0] < each[1]]
-    return used, held, sequences, preemptions, len(all_) - sum(could(final) for _, final in all_), steps
+    return used, held, sequences, preemptions, steps
+
+
+def refusing(lengths: list[tuple[int, int]], memory: int, size: int, slab: int) -> dict[str, set[int]]:
+    """Which requests would never fit: in a slab, in the largest power of two, in the pages that there are."""
+    finals = dict(enumerate(prompt + max(1, output) for prompt, output in lengths))
+    largest = max(1 << power for power in range(8) if 1 << power <= memory)
+    most = {"contiguous": slab, "buddy": largest, "paged": memory // size * size}
+    return {scheme: {index for index, final in finals.items() if final > room} for scheme, room in most.items()}
 
 
 @given(LENGTHS, st.integers(20, 90), st.integers(1, 8), st.integers(10, 20))
@@ -61,15 +65,20 @@ def naive(lengths: list[tuple[int, int]], memory: int, need: str, size: int) -> 
 def test_sums_equal_those_of_a_replay_step_by_step(
     lengths: list[tuple[int, int]], memory: int, size: int, slab: int
 ) -> None:
-    contiguous, _, paged = fragmentation(lengths, memory, slab, [size])
+    refused = refusing(lengths, memory, size, slab)
+    left_out = set().union(*refused.values())
+    rows = contiguous, _, paged = fragmentation(lengths, memory, slab, [size])
+    assert [each.refused for each in rows] == [len(refused[each.scheme]) for each in rows]
+    assert {each.left_out for each in rows} == {len(left_out)}
+    served = [each for index, each in enumerate(lengths) if index not in left_out]
     for found, expected in (
-        (contiguous, naive(lengths, memory, "slab", slab)),
-        (paged, naive(lengths, memory, "pages", size)),
+        (contiguous, naive(served, memory, "slab", slab)),
+        (paged, naive(served, memory, "pages", size)),
     ):
         total = max(1, found.steps) * memory
         sums = (found.used * total, (found.used + found.reserved_unused) * total, found.sequences * max(1, found.steps))
         assert sums == pytest.approx(expected[:3])
-        assert (found.preemptions, found.refused, found.steps) == expected[3:]
+        assert (found.preemptions, found.steps) == expected[3:]
         if found.steps:
             assert found.used + found.reserved_unused + found.unreserved == pytest.approx(1.0)
 
@@ -124,7 +133,7 @@ def test_orders_of_the_literature_on_chats() -> None:
 
 
 def test_wrong_sizes_are_refused_and_nothing_waits_in_an_empty_trace() -> None:
-    for memory, slab, sizes in ((10, 11, [1]), (10, 0, [1]), (10, 5, [0])):
+    for memory, slab, sizes in ((10, 11, [1]), (10, 0, [1]), (10, 5, [0]), (10, 5, [11])):
         with pytest.raises(InvalidInput):
             fragmentation([], memory, slab, sizes)
-    assert all(each.steps == 0 == each.used_of_reserved for each in fragmentation([], 10, 5))
+    assert all(each.steps == 0 == each.used_of_reserved for each in fragmentation([], 200, 5))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -34,7 +34,8 @@ class Fragmentation:
     sequences: float  # that ran at a time
     most_sequences: int
     preemptions: int
-    refused: int  # requests that would not fit alone
+    refused: int  # requests that would not fit alone here
+    left_out: int  # requests that would not fit alone here or in another row: no row has them
     steps: int
 
     @property
@@ -68,21 +69,35 @@ def fragmentation(
 ) -> list[Fragmentation]:
     """Slabs of `slab` tokens, buddy blocks, and pages of each size, for sequences of (prompt, output) tokens.
 
-    O(requests x sequences at a time) for each.
+    All do the same work: what one of them could never hold is left out of all. O(requests x sequences at a time) for
+    each.
     """
-    if slab < 1 or memory_tokens < slab or any(size < 1 for size in block_sizes):
-        raise InvalidInput(f"{memory_tokens} tokens of memory hold no slab of {slab}, or a block size is below 1")
-    each = [(prompt, prompt + max(1, output)) for prompt, output in lengths]
+    if slab < 1 or memory_tokens < slab:
+        raise InvalidInput(f"{memory_tokens} tokens of memory hold no slab of {slab}")
+    for size in block_sizes:
+        if not 1 <= size <= memory_tokens:
+            raise InvalidInput(f"block size {size}: allowed is 1 to the {memory_tokens} tokens of memory")
+    schemes: list[tuple[str, int | None, Scheme]] = [
+        ("contiguous", None, Slabs(memory_tokens, slab)),
+        ("buddy", None, Buddy(memory_tokens)),
+        *(("paged", size, Paged(memory_tokens, size)) for size in block_sizes),
+    ]
+    asked = [(prompt, prompt + max(1, output)) for prompt, output in lengths]
+    served = [each for each in asked if all(scheme.could(each[1]) for _, _, scheme in schemes)]
     return [
-        _run("contiguous", None, Slabs(memory_tokens, slab), each, memory_tokens),
-        _run("buddy", None, Buddy(memory_tokens), each, memory_tokens),
-        *(_run("paged", size, Paged(memory_tokens, size), each, memory_tokens) for size in block_sizes),
+        replace(
+            _run(name, size, scheme, served, memory_tokens),
+            refused=sum(not scheme.could(final) for _, final in asked),
+            left_out=len(asked) - len(served),
+        )
+        for name, size, scheme in schemes
     ]
 
 
 def _run(
     name: str, block_size: int | None, scheme: Scheme, lengths: Sequence[tuple[int, int]], memory: int
 ) -> Fragmentation:
+    """Sequences each of which would fit alone."""
     replay = _Replay(scheme, lengths)
     replay.run()
     total = max(1, replay.steps) * memory
@@ -96,7 +111,8 @@ def _run(
         replay.sequences / max(1, replay.steps),
         replay.most,
         replay.preemptions,
-        replay.refused,
+        0,
+        0,
         replay.steps,
     )
 
@@ -106,9 +122,7 @@ class _Replay:
 
     def __init__(self, scheme: Scheme, lengths: Sequence[tuple[int, int]]) -> None:
         self._scheme = scheme
-        fitting = [each for each in lengths if scheme.could(each[1])]
-        self.refused = len(lengths) - len(fitting)
-        self._waiting = deque(fitting)
+        self._waiting = deque(lengths)
         self._lengths = np.zeros(0, np.int64)
         self._finals = np.zeros(0, np.int64)
         self.steps = self.used = self.reserved = self.sequences = self.most = self.preemptions = 0

@@ -54,7 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
     lengths = [(request.input_length, request.output_length) for request in workload.requests]
     slab = arguments.max_length or max(prompt + max(1, output) for prompt, output in lengths)
     rows = fragmentation(lengths, _memory(arguments, slab), slab, arguments.block_sizes)
-    summary = {"trace": name_of(arguments.trace), "requests": len(lengths), "max_length": slab}
+    summary = {
+        "trace": name_of(arguments.trace),
+        "requests": len(lengths),
+        "left_out": rows[0].left_out,
+        "max_length": slab,
+        "longest": max(prompt + max(1, output) for prompt, output in lengths),
+    }
     if arguments.json:
         each = [{**asdict(row), "used_of_reserved": row.used_of_reserved} for row in rows]
         print(json.dumps({**summary, "memory_tokens": rows[0].memory_tokens, "rows": each}))
@@ -74,14 +80,22 @@ def _memory(arguments: argparse.Namespace, slab: int) -> int:
 
 def _text(summary: dict[str, Any], rows: list[Fragmentation]) -> str:
     head = (
-        f"{summary['trace']}: {summary['requests']:,} requests of at most {summary['max_length']:,} tokens, "
-        f"in a memory of {rows[0].memory_tokens:,} tokens"
+        f"{summary['trace']}: {summary['requests']:,} requests of at most {summary['longest']:,} tokens, "
+        f"in a memory of {rows[0].memory_tokens:,} tokens, with slabs of {summary['max_length']:,}"
     )
     columns = ("reserved as", "used", "reserved, empty", "unreserved", "sequences", "most", "preemptions", "refused")
     lines = [_cells(row) for row in rows]
     parts = [head, table(columns, lines)]
-    if not all(row.steps for row in rows):
-        parts.append("Where nothing is said all requests fitted at once: give a smaller --memory.")
+    left_out, served = summary["left_out"], summary["requests"] - summary["left_out"]
+    if left_out:
+        parts.append(
+            f"{left_out:,} of {summary['requests']:,} requests are in no row: "
+            "at least one of them refuses each, which would not fit there even alone."
+        )
+    if not served:
+        parts.append("No request is left: give a larger --max-length or --memory.")
+    elif not all(row.steps for row in rows):
+        parts.append("Where nothing is said all requests that are left fitted at once: give a smaller --memory.")
     return "\n\n".join(parts)
 
 
