@@ -9,6 +9,8 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from radixkv.version import __version__
+
 if TYPE_CHECKING:
     from radixkv.cache import CacheStats, Explanation, PrefixCache
     from radixkv.chat import (
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from radixkv.engine import AsyncHandle, AuditReport, Chunk, Completion, EngineStats, Handle, Usage, Warmed
     from radixkv.errors import RadixKVError
     from radixkv.models.sampling_params import SamplingParams
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AsyncChatSession",

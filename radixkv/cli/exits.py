@@ -9,9 +9,9 @@ import argparse
 import os
 import sys
 from importlib import import_module
-from importlib.metadata import version
 
 from radixkv.errors import RadixKVError
+from radixkv.version import __version__
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
@@ -24,7 +24,7 @@ def parsers(
     # Suppressed unless given, so that it may stand before the command or behind it.
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
     parser = argparse.ArgumentParser(prog=program, description=about, parents=[common])
-    parser.add_argument("--version", action="version", version=f"radixkv {version('radixkv')}")
+    parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
     return parser, parser.add_subparsers(title="commands", metavar="COMMAND", required=True), common
 
 
