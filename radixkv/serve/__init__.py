@@ -6,6 +6,8 @@ settings.py   what a server is told when it starts
 schemas.py    bodies, checked; fields.py and messages.py do the reading
 auth.py       API keys to tenants, tenants to namespaces
 limits.py     how much may be asked at once
+conversations.py  whole conversations to prompts that begin as the last one ended; history.py keeps what was said
+metrics.py    what Prometheus reads; request_watch.py counts requests as they end
 frame.py      request ids, the log, an answer whatever goes wrong
 errors.py     errors in OpenAI's shape
 """
