@@ -196,6 +196,8 @@ def _check_leaves_worth(index: PredictiveIndex) -> None:
 
 def _check_uses(index: PredictiveIndex, nodes: list[Node]) -> None:
     for node in nodes:
+        use = node.use
+        assert use is None or not use.runs or node.end <= use.gone_from, f"node {node.id} counts as evicted"
         assert node.place is not None or node.seat is None, f"node {node.id} is listed by worth, and no unlocked leaf"
     for bucket, ages in enumerate(index._ages):
         times = [use.time for use in ages]
@@ -209,6 +211,8 @@ def _check_uses(index: PredictiveIndex, nodes: list[Node]) -> None:
 def _check_lru_shadow(shadow: LruShadow) -> None:
     held = sum(use.kept_to - use.start for use in shadow._uses)
     assert shadow._held == held, f"LRU's shadow holds {shadow._held} tokens, recounted {held}"
+    gone = sum(use.gone_within(use.start, use.kept_to) for use in shadow._uses)
+    assert shadow._gone == gone, f"{shadow._gone} tokens of LRU's shadow are evicted, recounted {gone}"
     assert 0 <= held <= shadow._capacity, f"LRU's shadow holds {held} tokens of {shadow._capacity}"
     assert all(use.kept_to > use.start for use in shadow._uses), "LRU's shadow keeps a use of which it holds nothing"
 

@@ -8,6 +8,8 @@ has the product of what its traits say, damped as the traits overlap.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,25 +19,27 @@ BUCKETS = 24
 SHORTEST = 0.25  # seconds; the last bucket is for all above 12 days
 DAMP = 0.6  # how much of what one trait says counts, as others say some of it again
 PRIOR = 8.0  # blocks that are assumed to behave as all blocks do, for each trait
-REFRESH = 32  # uses, or
-GROWTH = 1.03  # growth of what was learnt, after which it is looked at anew
+REFRESH = 64  # uses, or
+GROWTH = 1.1  # growth of what was learnt, after which it is looked at anew
 CLASSES = 4096  # that are kept at once, used or not
 
 EDGES = [0.0] + [SHORTEST * 2.0**i for i in range(BUCKETS - 1)]
 _EVERY = (-1, 0)  # what all have
-_WIDTHS = np.diff(np.array([*EDGES, EDGES[-1] * 2.0]))
+_WIDTHS = [end - start for start, end in pairwise([*EDGES, EDGES[-1] * 2.0])]
 
-Counts = list[float]
+Counts = npt.NDArray[np.float64]  # [wanted or reached, age bucket], in blocks
 
 
 class ReuseClass:
-    """What has the same traits."""
+    """What has the same traits: what was counted of it since all was looked at, and what it was worth then."""
 
-    __slots__ = ("as_of", "reached", "traits", "wanted", "worths")
+    __slots__ = ("as_of", "by_trait", "reached", "traits", "wanted", "worths")
 
-    def __init__(self, traits: Traits, wanted: tuple[Counts, ...], reached: tuple[Counts, ...]) -> None:
+    def __init__(self, traits: Traits, by_trait: tuple[Counts, ...]) -> None:
         self.traits = traits
-        self.wanted, self.reached = wanted, reached  # the counts of each trait, shared with all that have it
+        self.by_trait = by_trait  # the counts of each trait, shared with all that have it
+        self.wanted = [0.0] * BUCKETS
+        self.reached = [0.0] * BUCKETS
         self.worths: list[float] = []  # by bucket
         self.as_of = -1
 
@@ -43,11 +47,12 @@ class ReuseClass:
 class Hazards:
     """Blocks wanted and blocks that reached an age, by trait and age bucket, and the worth that they say."""
 
-    __slots__ = ("_as_of", "_by_trait", "_classes", "_leans", "_next", "_uses")
+    __slots__ = ("_as_of", "_by_trait", "_classes", "_counted", "_leans", "_next", "_uses")
 
     def __init__(self) -> None:
-        self._by_trait: dict[tuple[int, int], tuple[Counts, Counts]] = {_EVERY: _none()}  # (field, value) -> counts
+        self._by_trait: dict[tuple[int, int], Counts] = {_EVERY: _none()}  # (field, value) -> counts
         self._classes: dict[Traits, ReuseClass] = {}
+        self._counted: dict[ReuseClass, None] = {}  # classes with counts that their traits do not have yet
         self._leans: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
         self._uses = self._as_of = 0
         self._next = float(REFRESH)
@@ -62,18 +67,37 @@ class Hazards:
         if known is None:
             if len(self._classes) >= CLASSES:
                 self._classes.clear()  # who is in use stays with its users
-            counts = [self._by_trait.setdefault(trait, _none()) for trait in (_EVERY, *enumerate(traits))]
-            wanted, reached = zip(*counts, strict=True)
-            known = self._classes[traits] = ReuseClass(traits, wanted, reached)
+            counts = tuple(self._by_trait.setdefault(trait, _none()) for trait in (_EVERY, *enumerate(traits)))
+            known = self._classes[traits] = ReuseClass(traits, counts)
         return known
+
+    def reach(self, kin: ReuseClass, bucket: int, blocks: float) -> None:
+        """So many blocks of a class came to an age. O(1)."""
+        kin.reached[bucket] += blocks
+        self._counted[kin] = None
+
+    def want(self, kin: ReuseClass, bucket: int, blocks: float) -> None:
+        """So many blocks of a class were wanted at an age. O(1)."""
+        kin.wanted[bucket] += blocks
+        self._counted[kin] = None
+
+    def look(self) -> None:
+        """What was counted so far is what worths are derived from, from now on. O(classes counted)."""
+        for kin in self._counted:
+            counts = np.array((kin.wanted, kin.reached))
+            for trait in kin.by_trait:
+                trait += counts
+            kin.wanted, kin.reached = [0.0] * BUCKETS, [0.0] * BUCKETS
+        self._counted.clear()
+        self._leans.clear()
+        self._as_of += 1
 
     def used(self) -> None:
         """A use ended: every so often what was derived from the counts is derived anew."""
         self._uses += 1
         if self._uses >= self._next:
             self._next = max(self._uses + REFRESH, self._uses * GROWTH)
-            self._as_of += 1
-            self._leans.clear()
+            self.look()
 
     def worth(self, kin: ReuseClass, bucket: int) -> float:
         """Uses per second that a block earns at its best from this age on: the higher, the later it goes.
@@ -82,7 +106,7 @@ class Hazards:
         takes room: Gittins' index of a job that pays once. O(1) amortised.
         """
         if kin.as_of != self._as_of:
-            kin.worths = _best_rates(self._hazards(kin.traits))
+            kin.worths = _best_rates(self._hazards(kin.traits).tolist())
             kin.as_of = self._as_of
         return kin.worths[bucket]
 
@@ -98,7 +122,7 @@ class Hazards:
             if lean is None:
                 lean = leans[trait] = self._lean(trait, base)
             total += lean
-        hazards: npt.NDArray[np.float64] = np.minimum(np.exp(total), 0.99)
+        hazards: npt.NDArray[np.float64] = np.minimum(np.exp(total, out=total), 0.99, out=total)
         return hazards
 
     def _lean(self, trait: tuple[int, int], base: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -109,27 +133,32 @@ class Hazards:
         return lean
 
 
-def count(rows: tuple[Counts, ...], bucket: int, blocks: float) -> None:
-    """So many blocks more, for each trait of a class."""
-    for row in rows:
-        row[bucket] += blocks
+def _none() -> Counts:
+    return np.zeros((2, BUCKETS))
 
 
-def _none() -> tuple[Counts, Counts]:
-    return [0.0] * BUCKETS, [0.0] * BUCKETS
+def _best_rates(hazards: list[float]) -> list[float]:
+    """For each bucket, the best ratio of wants to time over the ends of this and all later buckets. O(buckets).
+
+    Each end is a point (time spent so far, chance that it was wanted by then); the best ratio from one of them is the
+    slope to the next corner of the upper hull of all that follow.
+    """
+    alive, time = 1.0, 0.0
+    points, rates = [(0.0, 0.0)], []
+    for hazard, width in zip(hazards, _WIDTHS, strict=True):
+        time += width * alive * (1.0 - hazard / 2)
+        alive *= 1.0 - hazard
+        points.append((time, 1.0 - alive))
+    hull = [(*points.pop(), -1.0)]  # time, chance, slope to the next corner; the first point comes last
+    while points:
+        time, chance = points.pop()
+        while (rate := _slope(hull[-1], time, chance)) <= hull[-1][2]:
+            hull.pop()
+        hull.append((time, chance, rate))
+        rates.append(rate)
+    return rates[::-1]
 
 
-def _best_rates(hazards: npt.NDArray[np.float64]) -> list[float]:
-    """For each bucket, the best ratio of wants to time over the ends of this and all later buckets. O(buckets^2)."""
-    alive = np.ones(BUCKETS + 1)
-    np.cumprod(1.0 - hazards, out=alive[1:])
-    spent = np.zeros(BUCKETS + 1)
-    np.cumsum(_WIDTHS * (alive[:-1] + alive[1:]) / 2, out=spent[1:])
-    gain = alive[:-1, None] - alive[None, 1:]
-    time = spent[None, 1:] - spent[:-1, None]
-    rates = np.where(_LATER, gain / np.where(_LATER, time, 1.0), 0.0)
-    best: list[float] = rates.max(axis=1).tolist()
-    return best
-
-
-_LATER = np.triu(np.ones((BUCKETS, BUCKETS), bool))
+def _slope(corner: tuple[float, float, float], time: float, chance: float) -> float:
+    ahead = corner[0] - time
+    return (corner[1] - chance) / ahead if ahead > 0.0 else 0.0

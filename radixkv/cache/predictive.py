@@ -3,19 +3,20 @@
 Knows leaves, their last uses and the clock. Knows no token and no block. Each use of a text is classed by what an open,
 a close and its hint tell; how often each class was wanted at each age, also after it was evicted, makes its hazard. A
 leaf's worth changes when its use reaches the next age bucket, which each does at most BUCKETS times, so that every
-operation is O(log leaves) amortised. Plain LRU keeps its say: where two leaves' worths are close, and wherever
-the one that learns did worse than LRU would have.
+operation is O(log leaves) amortised. Plain LRU keeps its say: where two leaves' worths are close, where there is little
+to gain, and wherever the one that learns did worse than LRU would have, or risks to.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from sortedcontainers import SortedList
 
 from radixkv.cache.eviction import Entry, EvictionIndex
-from radixkv.cache.hazards import BUCKETS, EDGES, Hazards, count
+from radixkv.cache.hazards import BUCKETS, EDGES, Hazards
 from radixkv.cache.lru_shadow import LruShadow
 from radixkv.cache.use import KINDS, Traits, Use, next_bounds, size_class
 
@@ -64,7 +65,7 @@ class PredictiveIndex(EvictionIndex):
             self.shadow.takes(use)
             self._enter(use, 0)
         node.use.leaf = node
-        self._seat(node)
+        self._seat(node, self._worth(node))
 
     def removed(self, node: Entry) -> None:
         """It is no unlocked leaf any more."""
@@ -77,17 +78,28 @@ class PredictiveIndex(EvictionIndex):
         """The leaf that goes next; the index must not be empty."""
         oldest = super().victim()
         if self.shadow.leads:
-            return oldest
+            return oldest if self.shadow.overdrawn else self._oldest_not_awaited(oldest)
         least: Entry = self._seats[0][4]
         for _ in range(LOOKS):
             least = self._seats[0][4]
             if least is oldest or self._reseat(least):
                 break
-        worth = self._worth(oldest)
-        if least is oldest or not self._worth(least) < MARGIN * worth:
+        if least is oldest or not self._worth(least) < MARGIN * self._worth(oldest):
             return oldest
         self._coldest = None
         return least
+
+    def _oldest_not_awaited(self, oldest: Entry) -> Entry:
+        """LRU's choice, but for a few of whom their users said that they return."""
+        for place in islice(self._order, LOOKS):
+            node: Entry = place[4]
+            if (node.priority, node.demoted) != (oldest.priority, oldest.demoted):
+                break
+            if not self._awaited(node):
+                if node is not oldest:
+                    self._coldest = None
+                return node
+        return oldest
 
     def room(self, node: Entry) -> int:
         """Blocks at its tail that are of one worth."""
@@ -98,6 +110,8 @@ class PredictiveIndex(EvictionIndex):
 
     def trimmed(self, node: Entry) -> None:
         """Its tail went: what is left may be of another worth."""
+        if node.use is not None:
+            self.shadow.evicted(node.use, node.start if node.place is None else node.end)
         if node.place is not None:
             self._reseat(node)
 
@@ -109,7 +123,8 @@ class PredictiveIndex(EvictionIndex):
         parts = ghosts[::-1]
         parts += [(node.start, node.end, node.use) for node in reversed(path) if node.use]
         if learn:
-            self.shadow.compare(asked, hit, min(asked, self.shadow.hit(parts, asked)))
+            known = min(asked, parts[0][1]) if parts else 0
+            self.shadow.compare(asked, hit, min(asked, self.shadow.hit(parts, asked)), known)
         gap = 0
         if parts:
             last = parts[0][2]
@@ -169,7 +184,7 @@ class PredictiveIndex(EvictionIndex):
             return
         if learn and old.bucket >= 0:
             for kin, tokens in old.split(old.start, end):
-                count(kin.wanted, old.bucket, tokens / self._block)
+                self.hazards.want(kin, old.bucket, tokens / self._block)
         self.shadow.loses_head(old, end)
         old.start = end
         if old.start >= old.end:
@@ -198,8 +213,13 @@ class PredictiveIndex(EvictionIndex):
             return
         use.bucket = bucket
         self._ages[bucket][use] = None
-        for kin, tokens in use.split(use.start, use.end):
-            count(kin.reached, bucket, tokens / self._block)
+        at, end, reach = use.start, use.end, self.hazards.reach
+        for cut, kin in use.runs:  # as `split` does; this is the busiest loop of all
+            if cut > at:
+                reach(kin, bucket, (min(cut, end) - at) / self._block)
+                at = cut
+                if cut >= end:
+                    break
         if use.leaf is not None:
             self._reseat(use.leaf)  # type: ignore[arg-type]
 
@@ -216,18 +236,22 @@ class PredictiveIndex(EvictionIndex):
 
     # ---- worths
 
+    def _awaited(self, node: Entry) -> bool:
+        """Whether its user said that it returns, and may still come."""
+        return node.use is not None and node.use.until is not None and node.use.until > self._now
+
     def _worth(self, node: Entry) -> float:
         use = node.use
         assert use is not None
         tail = use.tail(node.end)
         kin = self._unknown if tail is None else tail[1]
-        worth = self.hazards.worth(kin, max(0, use.bucket))
+        worth = self.hazards.worth(kin, use.bucket if use.bucket > 0 else 0)
         if use.until is not None and use.until > self._now:
             return max(worth, 1.0 / (use.until - self._now))
         return worth
 
-    def _seat(self, node: Entry) -> None:
-        node.seat = (node.priority, not node.demoted, self._worth(node), node.tick, node)
+    def _seat(self, node: Entry, worth: float) -> None:
+        node.seat = (node.priority, not node.demoted, worth, node.tick, node)
         self._seats.add(node.seat)
 
     def _unseat(self, node: Entry) -> None:
@@ -237,10 +261,11 @@ class PredictiveIndex(EvictionIndex):
     def _reseat(self, node: Entry) -> bool:
         """Look at its worth anew; whether it was the same."""
         assert node.seat is not None
-        if node.seat[2] == self._worth(node):
+        worth = self._worth(node)
+        if node.seat[2] == worth:
             return True
         self._unseat(node)
-        self._seat(node)
+        self._seat(node, worth)
         return False
 
 

@@ -34,7 +34,20 @@ class Traits(NamedTuple):
 class Use:
     """The claim of one request to the path that it used last."""
 
-    __slots__ = ("bounds", "bucket", "end", "fresh", "gap", "kept_to", "leaf", "runs", "start", "time", "until")
+    __slots__ = (
+        "bounds",
+        "bucket",
+        "end",
+        "fresh",
+        "gap",
+        "gone_from",
+        "kept_to",
+        "leaf",
+        "runs",
+        "start",
+        "time",
+        "until",
+    )
 
     def __init__(self, time: float, bounds: tuple[int, ...] = (0,) * MOST_USES, fresh: int = 0, gap: int = 0) -> None:
         self.time = time  # when it ended
@@ -42,6 +55,7 @@ class Use:
         self.fresh, self.gap = fresh, gap
         self.start = self.end = 0  # what it still claims
         self.kept_to = 0  # up to where plain LRU would hold it
+        self.gone_from = 0  # from where on the cache has evicted it
         self.runs: tuple[tuple[int, ReuseClass], ...] = ()  # (where it ends, class), in order; none while it is open
         self.bucket = -1  # of its age; -1 while it is open or of no account any more
         self.until: float | None = None  # when its user said that it returns
@@ -61,7 +75,8 @@ class Use:
         classed: Callable[[Traits], ReuseClass],
     ) -> None:
         """It ended at `time` with `length` tokens published; all of them are its claim."""
-        self.time, self.start, self.end, self.kept_to = time, 0, length, length
+        self.time, self.start = time, 0
+        self.end = self.kept_to = self.gone_from = length
         last = max(0, (length - 1) // block * block)
         cuts = sorted({cut for cut in (*self.bounds, last, length) if 0 < cut <= length})
         runs, start = [], 0
@@ -70,6 +85,10 @@ class Use:
             runs.append((cut, classed(Traits(uses, self.fresh, self.gap, output, kind, start >= last))))
             start = cut
         self.runs = tuple(runs)
+
+    def gone_within(self, start: int, end: int) -> int:
+        """Tokens of [start, end) that the cache has evicted since."""
+        return max(0, end - max(start, self.gone_from))
 
     def split(self, start: int, end: int) -> Iterator[tuple[ReuseClass, int]]:
         """Class and tokens of the runs within what it claims of [start, end)."""

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from radixkv.cache import Hint, PrefixCache
 from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
-from radixkv.cache.hazards import BUCKETS, EDGES, Hazards, count
-from radixkv.cache.lru_shadow import LruShadow
+from radixkv.cache.hazards import BUCKETS, EDGES, Hazards, _best_rates
+from radixkv.cache.lru_shadow import HEADROOM, LruShadow
 from radixkv.cache.predictive import PredictiveIndex
 from radixkv.cache.use import KINDS, MOST_USES, Traits, Use, next_bounds, size_class
 from tests.cache.workloads import WORKLOADS, Fresh, Request, hits, replay
@@ -64,7 +64,7 @@ class TestHits:
 def test_the_shadow_hits_exactly_what_lru_hits(workload: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the other one evicts, as long as its ghosts suffice, which a tiny pool's may not."""
     shadowed: list[int] = []
-    monkeypatch.setattr(LruShadow, "compare", lambda shadow, asked, hit, lru_hit: shadowed.append(lru_hit))
+    monkeypatch.setattr(LruShadow, "compare", lambda shadow, asked, hit, lru_hit, known: shadowed.append(lru_hit))
     requests = WORKLOADS[workload](random.Random(6), 800)
     now = [0.0]
     lru = PrefixCache(blocks, 1, "lru", clock=lambda: now[0])
@@ -76,6 +76,48 @@ def test_the_shadow_hits_exactly_what_lru_hits(workload: str, blocks: int, monke
     assert all(told <= true for told, true in zip(shadowed, expected, strict=True))  # what nobody remembers is missed
     assert sum(shadowed) >= 0.99 * sum(expected)
     assert own != expected or sum(own) == 0
+
+
+class TestWhoDecides:
+    def settled(self, shadow: LruShadow, length: int) -> Use:
+        use = Use(0.0)
+        use.settle(0.0, length, 1, 0, 0, Hazards().classed)
+        shadow.takes(use)
+        return use
+
+    def test_lru_unless_it_misses_what_is_remembered(self) -> None:
+        shadow = LruShadow(1000)
+        assert not shadow.leads  # nothing was asked for, and nothing can be lost
+        shadow.compare(1000, 500, 500, 500 + int(1000 * HEADROOM) - 1)
+        assert shadow.leads
+        shadow.compare(1000, 500, 500, 600)
+        assert not shadow.leads
+
+    def test_lru_while_it_is_ahead(self) -> None:
+        shadow = LruShadow(1000)
+        shadow.compare(1000, 490, 500, 700)
+        assert shadow.leads
+        shadow.compare(1000, 600, 500, 700)
+        assert not shadow.leads
+
+    def test_lru_while_too_much_is_gone_that_it_would_hold(self) -> None:
+        shadow = LruShadow(1000)
+        use = self.settled(shadow, 900)
+        shadow.compare(1000, 0, 0, 500)
+        assert not shadow.leads
+        shadow.evicted(use, 500)
+        assert shadow.leads
+        self.settled(shadow, 600)  # LRU lets go of it, too
+        assert use.kept_to == 400
+        assert not shadow.leads
+
+    @pytest.mark.parametrize("workload", ["scan", "documents", "turns"])
+    def test_a_pool_in_which_next_to_nothing_is_missed_is_left_to_lru(self, workload: str) -> None:
+        requests = WORKLOADS[workload](random.Random(9), 600)
+        blocks = len({block for request in requests for block in request.chain}) * 9 // 10
+        lru, learnt = hits(requests, blocks, "lru"), hits(requests, blocks, "predictive")
+        assert learnt[0] == lru[0]
+        assert learnt[1].stats().evicted_blocks > 0
 
 
 class TestHints:
@@ -203,8 +245,9 @@ class TestHazards:
         kin = hazards.classed(PLAIN)
         rng = random.Random(8)
         for bucket in range(BUCKETS):
-            count(kin.reached, bucket, 100.0)
-            count(kin.wanted, bucket, rng.uniform(0, 60))
+            hazards.reach(kin, bucket, 100.0)
+            hazards.want(kin, bucket, rng.uniform(0, 60))
+        hazards.look()
         chances = hazards._hazards(PLAIN).tolist()
         for bucket in range(BUCKETS):
             alive, wanted, time, best = 1.0, 0.0, 0.0, 0.0
@@ -216,19 +259,26 @@ class TestHazards:
                 best = max(best, wanted / time)
             assert math.isclose(hazards.worth(kin, bucket), best, rel_tol=1e-9)
 
+    def test_a_rate_is_finite_where_nothing_is_left_to_wait_for(self) -> None:
+        rates = _best_rates([0.99] * BUCKETS)
+        assert all(math.isfinite(rate) and rate >= 0.0 for rate in rates)
+        assert _best_rates([0.0] * BUCKETS) == [0.0] * BUCKETS
+
     def test_what_was_wanted_more_often_is_worth_more(self) -> None:
         hazards = Hazards()
         dear, cheap = hazards.classed(PLAIN), hazards.classed(PLAIN._replace(kind=1))
         for kin, wanted in ((dear, 50.0), (cheap, 1.0)):
-            count(kin.reached, 3, 100.0)
-            count(kin.wanted, 3, wanted)
+            hazards.reach(kin, 3, 100.0)
+            hazards.want(kin, 3, wanted)
+        hazards.look()
         assert hazards.worth(dear, 3) > 3 * hazards.worth(cheap, 3)
 
     def test_what_is_unknown_is_worth_what_all_are(self) -> None:
         hazards = Hazards()
         known = hazards.classed(PLAIN)
-        count(known.reached, 0, 1000.0)
-        count(known.wanted, 0, 100.0)
+        hazards.reach(known, 0, 1000.0)
+        hazards.want(known, 0, 100.0)
+        hazards.look()
         other = hazards.classed(Traits(1, 2, 3, 4, 5, True))
         everybody = (100.0 + 0.5) / (1000.0 + 5.0)
         assert math.isclose(hazards._hazards(other.traits)[0], everybody)
