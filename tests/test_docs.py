@@ -70,7 +70,8 @@ def test_commands_exist(page: str, line: str) -> None:
             for option in (word for word in rest if word.startswith("--")):
                 assert option in done.stdout, line
         elif first == "radixkv-replay":
-            done = python("-c", "import sys; from radixkv_traces.cli import main; main(sys.argv[1:])", rest[0], "--help")
+            code = "import sys; from radixkv_traces.cli import main; main(sys.argv[1:])"
+            done = python("-c", code, *rest[:1], "--help")
             assert done.returncode == 0, done.stderr[-2000:]
             for option in (word for word in rest if word.startswith("--")):
                 assert option in done.stdout, line
