@@ -345,6 +345,13 @@ def test_of_turns_that_follow_each_other_only_new_text_is_encoded() -> None:
     assert blocks[-1] == next(text_blocks(texts[-1:], 4))
 
 
+def test_a_conversation_with_the_same_system_message_is_another_one() -> None:
+    system = {"role": "system", "content": "Be kind."}
+    texts = [ChatRequest(0.0, (system, {"role": "user", "content": text}), text, 1) for text in ("one way", "another")]
+    for request, made in zip(texts, text_blocks(texts, 4), strict=True):
+        assert made == next(text_blocks([request], 4))
+
+
 def test_the_bundled_tokenizer_counts_what_it_encodes() -> None:
     encode = tokenizer("tiny")
     texts = [ChatRequest(0.0, (USER,), "s", 1, None, SAYS), ChatRequest(0.0, (USER, SAYS, USER), "s", 2, 9)]
