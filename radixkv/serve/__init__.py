@@ -1,15 +1,15 @@
 """An OpenAI-compatible server over one engine; `radixkv serve MODEL` runs it. Needs the extra `radixkv[serve]`.
 
-app.py        which path leads to which endpoint
-service.py    what all endpoints share
-settings.py   what a server is told when it starts
-schemas.py    bodies, checked; fields.py and messages.py do the reading
-auth.py       API keys to tenants, tenants to namespaces
-limits.py     how much may be asked at once
-conversations.py  whole conversations to prompts that begin as the last one ended; history.py keeps what was said
-metrics.py    what Prometheus reads; request_watch.py counts requests as they end
-frame.py      request ids, the log, an answer whatever goes wrong
-errors.py     errors in OpenAI's shape
+command.py        arguments to settings; server.py runs it on a socket, and ends it
+app.py            which path leads to which endpoint; openapi.py describes them
+service.py        what all endpoints share; settings.py what it is told, asking.py its requests
+chats.py          conversations; completions.py  texts and token ids
+schemas.py        bodies, checked; fields.py and messages.py do the reading
+reply.py          a reply taken apart; shapes.py  usage and log probabilities; stream.py  events
+conversations.py  what was said before, found again; history.py remembers it
+auth.py           API keys to tenants, tenants to namespaces; limits.py  how much at once
+metrics.py        what Prometheus reads; request_watch.py counts it
+frame.py          request ids, the log, an answer whatever goes wrong; errors.py  in OpenAI's shape
 """
 
 try:
