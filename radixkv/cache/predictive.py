@@ -2,13 +2,15 @@
 
 Knows leaves, their last uses and the clock. Knows no token and no block. Each use of a text is classed by what an open,
 a close and its hint tell; how often each class was wanted at each age, also after it was evicted, makes its hazard. A
-leaf's worth changes when its use reaches the next age bucket, which each does at most BUCKETS times, so that every
-operation is O(log leaves) amortised. Plain LRU keeps its say: where two leaves' worths are close, where there is little
-to gain, and wherever the one that learns did worse than LRU would have, or risks to.
+leaf's worth changes when its use reaches the next age bucket, which each does at most BUCKETS times, a few hundred uses
+at one call: every operation is O(log leaves) amortised, and none waits for all of them. Plain LRU keeps its say: where
+two leaves' worths are close, where there is little to gain, and wherever the one that learns did worse than LRU would
+have, or risks to.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -21,6 +23,7 @@ from radixkv.cache.lru_shadow import LruShadow
 from radixkv.cache.use import KINDS, Traits, Use, next_bounds, size_class
 
 MARGIN = 0.7  # another leaf must be worth less than this part of what LRU's choice is worth
+MOVES = 256  # uses that come of age at one call
 LOOKS = 4  # leaves whose worth is looked at anew for one victim
 
 Parts = list[tuple[int, int, Use]]  # of a path, deepest first: start, end, last use
@@ -119,7 +122,7 @@ class PredictiveIndex(EvictionIndex):
 
     def opened(self, path: Sequence[Entry], ghosts: Parts, asked: int, hit: int, now: float, *, learn: bool) -> Use:
         """A request was opened at the end of `path` and found evicted parts behind. O(depth)."""
-        self._advance(now)
+        now = self._advance(now)
         parts = ghosts[::-1]
         parts += [(node.start, node.end, node.use) for node in reversed(path) if node.use]
         if learn:
@@ -141,7 +144,7 @@ class PredictiveIndex(EvictionIndex):
         self, use: Use, path: Sequence[Entry], output: int, kind: str | None, returns_in: float | None, now: float
     ) -> None:
         """A sequence was closed at the end of `path`, which it used last. O(depth)."""
-        self._advance(now)
+        now = self._advance(now)
         if not path:
             return
         for node in reversed(path):
@@ -193,30 +196,37 @@ class PredictiveIndex(EvictionIndex):
 
     # ---- ages
 
-    def _advance(self, now: float) -> None:
-        """Move the clock: uses enter the next bucket as they come of its age."""
-        if now <= self._now:
-            return
-        self._now = now
-        for bucket in range(BUCKETS - 1):
-            ages, born = self._ages[bucket], now - EDGES[bucket + 1]
-            while ages:
-                use = next(iter(ages))
-                if use.time > born:
-                    break
-                del ages[use]
-                self._enter(use, bucket + 1)
+    def _advance(self, now: float) -> float:
+        """Move the clock, which never goes back; returns its time. Uses go on to the bucket of their age, oldest first.
 
-    def _enter(self, use: Use, bucket: int) -> None:
+        At most `MOVES` of them: after an idle hour all of them are due, and nobody should wait for that.
+        """
+        self._now = now = max(now, self._now)
+        moves = MOVES
+        for bucket in range(BUCKETS - 2, -1, -1):  # from old to young, so that each bucket stays in the order of age
+            ages, born = self._ages[bucket], now - EDGES[bucket + 1]
+            while ages and (use := next(iter(ages))).time <= born:
+                if not moves:
+                    return now
+                moves -= 1
+                del ages[use]
+                self._enter(use, max(bucket + 1, bisect_right(EDGES, now - use.time) - 1), bucket + 1)
+        return now
+
+    def _enter(self, use: Use, bucket: int, first: int | None = None) -> None:
+        """Put a use into a bucket, after it went through those from `first` on."""
         if use.start >= use.end:
             use.bucket = -1
             return
         use.bucket = bucket
         self._ages[bucket][use] = None
+        passed = (bucket,) if first is None else range(first, bucket + 1)
         at, end, reach = use.start, use.end, self.hazards.reach
         for cut, kin in use.runs:  # as `split` does; this is the busiest loop of all
             if cut > at:
-                reach(kin, bucket, (min(cut, end) - at) / self._block)
+                blocks = (min(cut, end) - at) / self._block
+                for age in passed:
+                    reach(kin, age, blocks)
                 at = cut
                 if cut >= end:
                     break

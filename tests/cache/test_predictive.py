@@ -2,6 +2,7 @@
 
 import math
 import random
+from bisect import bisect_right
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from radixkv.cache import Hint, PrefixCache
 from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
 from radixkv.cache.hazards import BUCKETS, EDGES, Hazards, _best_rates
 from radixkv.cache.lru_shadow import HEADROOM, LruShadow
-from radixkv.cache.predictive import PredictiveIndex
+from radixkv.cache.predictive import MOVES, PredictiveIndex
 from radixkv.cache.use import KINDS, MOST_USES, Traits, Use, next_bounds, size_class
 from tests.cache.workloads import WORKLOADS, Fresh, Request, hits, replay
 
@@ -316,3 +317,55 @@ class TestFading:
         for number in range(3):
             ghosts.add("root", number, self.ghost(b"aaaabbbb", number))
         assert (len(ghosts), ghosts.tokens) == (1, 2)
+
+
+def served(cache: PrefixCache, tokens: list[int]) -> None:
+    """One request from arrival to end."""
+    with cache.open(tokens) as sequence:
+        if sequence.length < len(tokens):
+            sequence.extend(tokens[sequence.length :])
+            sequence.commit()
+
+
+def test_nobody_waits_for_all_that_come_of_age_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, entered = [0.0], []
+    cache = PrefixCache(1200, 1, "predictive", clock=lambda: now[0])
+    for text in range(1000):
+        served(cache, [text])
+    enter = PredictiveIndex._enter
+
+    def counted(index: PredictiveIndex, use: Use, bucket: int, first: int | None = None) -> None:
+        entered.append(use)
+        enter(index, use, bucket, first)
+
+    monkeypatch.setattr(PredictiveIndex, "_enter", counted)
+    now[0] = 3600.0  # an idle hour
+    served(cache, [5000])
+    assert MOVES <= len(entered) <= 2 * MOVES + 4  # once at its open, once at its close
+    for text in range(5001, 5006):
+        served(cache, [text])
+    cache.check()
+    youngest = sum(map(len, learner(cache)._ages[: bisect_right(EDGES, 3000.0) - 1]))
+    assert youngest == 6  # all that is old is in the bucket of its age by now
+
+
+def test_an_age_that_was_passed_over_counts_as_reached() -> None:
+    now = [0.0]
+    cache = PrefixCache(8, 1, "predictive", clock=lambda: now[0])
+    served(cache, [1])
+    (use,) = learner(cache)._ages[0]
+    now[0] = 100.0
+    served(cache, [2])
+    ((_, kin),) = use.runs
+    at = bisect_right(EDGES, 100.0) - 1
+    assert use.bucket == at
+    assert kin.reached[: at + 2] == [2.0, *[1.0] * at, 0.0]  # the second use is of the same class, and young
+
+
+def test_a_clock_that_goes_back_stands_still() -> None:
+    now = [50.0]
+    cache = PrefixCache(6, 1, "predictive", clock=lambda: now[0])
+    for step, time in enumerate([50.0, 10.0, 60.0, -5.0, 61.0, 0.0, 300.0]):
+        now[0] = time
+        served(cache, [step, step + 1])
+        cache.check()
