@@ -20,7 +20,6 @@ from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.serve import asking
 from radixkv.serve.conversations import ChatPrompt
 from radixkv.serve.fields import JsonObject
-from radixkv.serve.messages import texts
 from radixkv.serve.reply import Piece, ReplyReader
 from radixkv.serve.schemas import ChatRequest, read_chat
 from radixkv.serve.service import Service
@@ -38,10 +37,7 @@ async def create(service: Service, request: Request) -> Response:
     service.check_model(asked.model)
     with ExitStack() as inside:
         inside.enter_context(service.gate.enter(caller.tenant, asked.params.n))
-        service.check_length(texts(wanted.messages))
-        prompt = await service.aside(
-            lambda: service.conversations.prompt(caller.namespace, wanted.messages, wanted.tools)
-        )
+        prompt = await service.chat_prompt(caller, wanted.messages, wanted.tools)
         handle = await asking.begin(service, caller, asked, prompt.ids, inside, prompt.session)
         answer = ChatAnswer(service, wanted, prompt, request.state.facts)
         if asked.stream:

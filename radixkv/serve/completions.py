@@ -18,7 +18,6 @@ from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.engine.prompts import TokenIds, encode
 from radixkv.serve import asking
 from radixkv.serve.fields import JsonObject
-from radixkv.serve.messages import texts
 from radixkv.serve.schemas import CompletionRequest, TextOrIds, read_completion, read_tokenize
 from radixkv.serve.service import Service
 from radixkv.serve.shapes import streams, usage
@@ -50,10 +49,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     if wanted.prompt is not None:
         ids = [int(token) for token in await _encoded(service, wanted.prompt)] if wanted.prompt else []
     else:
-        messages = wanted.messages or []
-        service.check_length(texts(messages))
-        prompt = await service.aside(lambda: service.conversations.prompt(caller.namespace, messages, wanted.tools))
-        ids = list(prompt.ids)
+        ids = list((await service.chat_prompt(caller, wanted.messages or [], wanted.tools)).ids)
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.context_limit, "tokens": ids})
 
 

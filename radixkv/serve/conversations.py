@@ -107,6 +107,14 @@ class Conversations:
             )
 
     @property
+    def keeps_thinking(self) -> bool:
+        """Whether the template is known to write the thinking of earlier replies, too."""
+        try:
+            return not self._template("", "").strips_thinking
+        except ChatError:
+            return False
+
+    @property
     def stats(self) -> HistoryStats:
         """What is remembered, and how often it was found."""
         return self._index.stats

@@ -136,6 +136,20 @@ def _numbered(fields: Fields, name: str) -> list[tuple[int, Any]]:
     return list(enumerate(fields.list(name) or ()))
 
 
-def texts(messages: Sequence[Message]) -> list[str]:
-    """What messages say, for a first look at how long they are."""
-    return [message["content"] for message in messages if message.get("content")]
+def written(messages: Sequence[Message], tools: Sequence[JsonObject] | None, *, thinking: bool) -> list[str]:
+    """What a template writes of a conversation, for a first look at how long it is; JSON without its white space.
+
+    Without `thinking` only that behind the last message of a user counts. O(bytes).
+    """
+    asked = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=0)
+    texts = [_compact(tools)] if tools else []
+    for at, message in enumerate(messages):
+        texts += [message.get("content") or "", message.get("name") or ""]
+        texts += [_compact(call["function"]) for call in message.get("tool_calls") or ()]
+        if thinking or at > asked:
+            texts.append(message.get("reasoning_content") or "")
+    return texts
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -89,7 +89,8 @@ def _tokenize(model: JsonObject) -> JsonObject:
 def _asked(model: JsonObject) -> JsonObject:
     """What chat and text completions share."""
     options = _object({"include_usage": _BOOLEAN, "include_obfuscation": _BOOLEAN})
-    stops = _list({"type": "string", "minLength": 1}, most=schemas.MOST_STOPS)
+    stop = {"type": "string", "minLength": 1, "maxLength": schemas.LONGEST_STOP}
+    stops = _list(stop, most=schemas.MOST_STOPS)
     bias = {"type": "object", "patternProperties": {"^[0-9]{1,10}$": _number(-100, 100)}, "additionalProperties": False}
     return {
         "model": model,
@@ -105,7 +106,7 @@ def _asked(model: JsonObject) -> JsonObject:
         "frequency_penalty": _maybe(_number(-2, 2)),
         "logit_bias": _maybe(bias),
         "seed": _integer(-schemas.BIGGEST - 1),
-        "stop": _maybe({"anyOf": [{"type": "string", "minLength": 1}, stops]}),
+        "stop": _maybe({"anyOf": [stop, stops]}),
         "stop_token_ids": _maybe(_list({"type": "integer", "minimum": 0, "maximum": 2**31 - 1})),
         "min_tokens": _integer(0),
         "ignore_eos": _BOOLEAN,

@@ -19,6 +19,7 @@ from radixkv.serve.messages import read_messages, read_tools
 
 MOST_N = 128
 MOST_STOPS = 16
+LONGEST_STOP = 4096  # characters; text is held back for as long as a stop string may be coming
 MOST_PROMPTS = 1024
 MOST_TOP_LOGPROBS = 20
 MOST_COMPLETION_LOGPROBS = 20
@@ -212,6 +213,8 @@ def _stops(fields: Fields) -> list[str] | None:
         fields.refuse("stop", "must be a string or an array of strings, none of them empty")
     if len(stops) > MOST_STOPS:
         fields.refuse("stop", f"must be at most {MOST_STOPS} strings")
+    if any(len(stop) > LONGEST_STOP for stop in stops):
+        fields.refuse("stop", f"must be strings of at most {LONGEST_STOP} characters")
     return stops
 
 

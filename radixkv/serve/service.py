@@ -15,14 +15,15 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from radixkv.chat import AsyncEngine
-from radixkv.chat.messages import THINK_START
+from radixkv.chat.messages import THINK_START, Message
 from radixkv.engine import Chunk, Completion
 from radixkv.errors import PromptTooLong
 from radixkv.serve.auth import Auth, namespace
-from radixkv.serve.conversations import Conversations
+from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject, parse_object
 from radixkv.serve.limits import Gate, read_body
+from radixkv.serve.messages import written
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.reply import TAGS
 from radixkv.serve.settings import Settings
@@ -101,9 +102,24 @@ class Service:
 
     # ---- prompts and texts
 
-    def check_length(self, texts: Iterable[str]) -> None:
-        """Raise PromptTooLong for what cannot fit whatever its tokens are, without encoding it."""
-        tokens = -(-sum(map(len, texts)) // self._longest_token)
+    async def chat_prompt(
+        self, caller: Caller, messages: Sequence[Message], tools: Sequence[JsonObject] | None
+    ) -> ChatPrompt:
+        """A conversation as the caller's prompt; raises PromptTooLong, ChatError."""
+
+        def encoded() -> ChatPrompt:
+            texts = written(messages, tools, thinking=self.conversations.keeps_thinking)
+            self.check_length(texts, len(messages))
+            return self.conversations.prompt(caller.namespace, messages, tools)
+
+        return await self.aside(encoded)
+
+    def check_length(self, texts: Iterable[str], more: int = 0) -> None:
+        """Raise PromptTooLong for what cannot fit whatever its tokens are, without encoding it.
+
+        `more` tokens stand around the texts: a template marks each message with at least one.
+        """
+        tokens = more - (-sum(map(len, texts)) // self._longest_token)
         if tokens > self.engine.context_limit:
             raise PromptTooLong(
                 f"the prompt has at least {tokens} tokens, and the context {self.engine.context_limit}: shorten it"

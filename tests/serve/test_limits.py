@@ -11,6 +11,7 @@ import pytest
 from radixkv.serve import Settings
 from radixkv.serve.errors import ApiError
 from radixkv.serve.limits import Gate
+from radixkv.serve.messages import written
 from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, until
 
 SMALL = Settings(max_running=2, max_waiting=1)
@@ -93,6 +94,39 @@ def test_prompts_that_are_too_long():
         assert "leaves no room" in refused("/v1/completions", prompt=list(range(5, 30)))
 
 
+LONG = "x" * 100_000
+CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": LONG})}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [0] * 50_000}}}]},
+        {"messages": [*ASKED, {"role": "assistant", "tool_calls": [CALLED]}]},
+        {"messages": [*ASKED, {"role": "assistant", "content": "", "reasoning_content": LONG}]},
+        {"messages": [{"role": "user", "content": "", "name": LONG}]},
+        {"messages": [{"role": "user", "content": ""}] * 101},
+    ],
+    ids=["a description", "numbers", "arguments", "thinking", "a name", "messages"],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_nothing_that_cannot_fit_is_encoded(path, fields, monkeypatch):
+    with served(model=fake_model(max_length=100)) as server:
+        monkeypatch.setattr(server.service.conversations, "prompt", lambda *_: pytest.fail("it was encoded"))
+        answer = server.post(path, {"model": "fake", "messages": ASKED, **fields})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded", answer.text
+    assert "at least" in answer.json()["error"]["message"]
+
+
+def test_thinking_that_a_template_leaves_out_counts_for_nothing():
+    said = {"role": "assistant", "content": "Yes.", "reasoning_content": LONG}
+    conversation = [*ASKED, said, *ASKED]
+    assert LONG not in written(conversation, None, thinking=False)
+    assert LONG in written(conversation, None, thinking=True)
+    assert LONG in written(conversation[:-1], None, thinking=False)
+
+
 def test_a_request_may_not_take_for_ever():
     with hosted(Settings(timeout=0.05)) as host:
         host.runner.gate = threading.Semaphore(0)
@@ -139,6 +173,7 @@ WRONG = [
     ({"stop": [""]}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": 5}, "stop"),
+    ({"stop": ["x", "x" * 4097]}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logit_bias": {"five": 1}}, "logit_bias"),
