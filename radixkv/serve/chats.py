@@ -31,12 +31,13 @@ _NO_CONTENT = b'"content":""'
 
 async def create(service: Service, request: Request) -> Response:
     """Answer one chat completion; raises ApiError, RadixKVError."""
-    wanted = await service.read(request, read_chat)
-    asked = wanted.asked
-    caller = service.caller(request, asked.cache_key)
-    service.check_model(asked.model)
     with ExitStack() as inside:
-        inside.enter_context(service.gate.enter(caller.tenant, asked.params.n))
+        place = service.enter(request, inside)
+        wanted = await service.read(request, read_chat)
+        asked = wanted.asked
+        caller = service.caller(request, asked.cache_key)
+        service.check_model(asked.model)
+        place.widen(asked.params.n)
         prompt = await service.chat_prompt(caller, wanted.messages, wanted.tools)
         handle = await asking.begin(service, caller, asked, prompt.ids, inside, prompt.session)
         answer = ChatAnswer(service, wanted, prompt, request.state.facts)

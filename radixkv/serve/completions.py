@@ -26,12 +26,13 @@ from radixkv.serve.stream import DONE, EventStream, data, whole
 
 async def create(service: Service, request: Request) -> Response:
     """Answer the completions of one body; raises ApiError, RadixKVError."""
-    wanted = await service.read(request, read_completion)
-    asked = wanted.asked
-    caller = service.caller(request, asked.cache_key)
-    service.check_model(asked.model)
     with ExitStack() as inside:
-        inside.enter_context(service.gate.enter(caller.tenant, asked.params.n * len(wanted.prompts)))
+        place = service.enter(request, inside)
+        wanted = await service.read(request, read_completion)
+        asked = wanted.asked
+        caller = service.caller(request, asked.cache_key)
+        service.check_model(asked.model)
+        place.widen(asked.params.n * len(wanted.prompts))
         prompts = [await _encoded(service, prompt) for prompt in wanted.prompts]
         handles = [await asking.begin(service, caller, asked, ids, inside) for ids in prompts]
         answer = CompletionAnswer(service, wanted, prompts, request.state.facts)
@@ -42,14 +43,16 @@ async def create(service: Service, request: Request) -> Response:
 
 async def tokenize(service: Service, request: Request) -> Response:
     """The ids of a text, or of messages as a chat completion would encode them; raises ApiError, RadixKVError."""
-    wanted = await service.read(request, read_tokenize)
-    caller = service.caller(request, wanted.cache_key)
-    if wanted.model is not None:
-        service.check_model(wanted.model)
-    if wanted.prompt is not None:
-        ids = [int(token) for token in await _encoded(service, wanted.prompt)] if wanted.prompt else []
-    else:
-        ids = list((await service.chat_prompt(caller, wanted.messages or [], wanted.tools)).ids)
+    with ExitStack() as inside:
+        service.enter(request, inside)
+        wanted = await service.read(request, read_tokenize)
+        caller = service.caller(request, wanted.cache_key)
+        if wanted.model is not None:
+            service.check_model(wanted.model)
+        if wanted.prompt is not None:
+            ids = [int(token) for token in await _encoded(service, wanted.prompt)] if wanted.prompt else []
+        else:
+            ids = list((await service.chat_prompt(caller, wanted.messages or [], wanted.tools)).ids)
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.context_limit, "tokens": ids})
 
 

@@ -32,27 +32,49 @@ class Gate:
         return self._inside.total()
 
     @contextmanager
-    def enter(self, tenant: str | None, streams: int) -> Iterator[None]:
-        """Be counted while the block runs; raises ApiError 429, or 400 for what can never fit."""
+    def enter(self, tenant: str | None) -> Iterator[Place]:
+        """Be counted as one stream while the block runs; raises ApiError 429."""
+        place = Place(self, tenant)
+        place.widen(1)
+        try:
+            yield place
+        finally:
+            self._inside[tenant] -= place.streams
+
+    def _admit(self, tenant: str | None, streams: int, more: int) -> None:
+        """Count `more` streams of a request that will have `streams`; raises as `Place.widen`."""
         if streams > min(self._most, self._most_per_key or self._most):
             raise ApiError(
-                400, f"{streams} streams at once are more than this server takes: lower n, or send fewer prompts"
+                400,
+                f"{streams} streams at once are more than this server takes: lower n, or send fewer prompts",
+                param="n",
+                code="invalid_value",
             )
-        if self.inside + streams > self._most:
+        if self.inside + more > self._most:
             self._refuse("the server is busy")
-        if self._most_per_key is not None and self._inside[tenant] + streams > self._most_per_key:
+        if self._most_per_key is not None and self._inside[tenant] + more > self._most_per_key:
             self._refuse("too many requests of this API key are being answered")
-        self._inside[tenant] += streams
-        try:
-            yield
-        finally:
-            self._inside[tenant] -= streams
+        self._inside[tenant] += more
 
     def _refuse(self, why: str) -> None:
         self.refused += 1
         headers = {"Retry-After": str(self._retry_after)}
         message = f"{why}: try again in {self._retry_after} s"
         raise ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
+
+
+class Place:
+    """One request inside the gate, as how many `streams` it counts."""
+
+    def __init__(self, gate: Gate, tenant: str | None) -> None:
+        """Not counted yet."""
+        self._gate, self._tenant = gate, tenant
+        self.streams = 0
+
+    def widen(self, streams: int) -> None:
+        """Count as `streams` from now on; raises ApiError 429, or 400 for what can never fit."""
+        self._gate._admit(self._tenant, streams, streams - self.streams)
+        self.streams = streams
 
 
 async def read_body(request: Request, settings: Settings) -> bytes:

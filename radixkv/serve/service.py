@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from radixkv.serve.auth import Auth, namespace
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject, parse_object
-from radixkv.serve.limits import Gate, read_body
+from radixkv.serve.limits import Gate, Place, read_body
 from radixkv.serve.messages import written
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.reply import TAGS
@@ -78,12 +79,15 @@ class Service:
         # One thread, since a tokenizer is not for two at once; it goes with the last reference to this.
         self._thinking = ThreadPoolExecutor(1, "radixkv-serve")
 
+    def enter(self, request: Request, inside: ExitStack) -> Place:
+        """Let a request in until `inside` is left, before any of its body is read; raises ApiError 401, 403, 429."""
+        return inside.enter_context(self.gate.enter(self.auth.tenant(request.headers)))
+
     async def read(self, request: Request, check: Callable[[JsonObject], Result]) -> Result:
-        """What was sent, checked, once it is known who sent it. Raises ApiError.
+        """What was sent, checked; raises ApiError.
 
         A large body has the time of the thread for templates, rather than everybody's.
         """
-        self.auth.tenant(request.headers)
         body = await read_body(request, self.settings)
         if len(body) > _LARGE:
             return await self.aside(lambda: check(parse_object(body)))

@@ -20,7 +20,8 @@ class Settings:
     `model_name` is what clients call the model (default: the engine's own name for it).
     At most `max_running + max_waiting` streams are being answered at once (a request has one for each prompt and each
     of `n`), of one tenant at most `max_per_key`; whoever comes on top of that gets 429 and is told to wait
-    `retry_after` seconds.
+    `retry_after` seconds. A request counts from before its body is read, so at most `max_running + max_waiting` bodies
+    are held.
     A body has at most `max_body` bytes and arrives within `body_timeout` seconds, a prompt has at most
     `max_prompt_tokens` (None: what fits the context). A request ends `timeout` seconds after it came (None: never), and
     so does one whose reader has taken nothing for `send_timeout`. At the end, streams have `drain_timeout` to finish.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from contextlib import suppress
 
+import httpx
 import pytest
 
 from radixkv.serve import Settings
@@ -19,18 +21,23 @@ SMALL = Settings(max_running=2, max_waiting=1)
 
 def test_the_gate_counts_streams():
     gate = Gate(Settings(max_running=3, max_waiting=1, max_per_key=2, retry_after=7))
-    with gate.enter("a", 2):
-        with pytest.raises(ApiError) as refused, gate.enter("a", 1):
+    with gate.enter("a") as place:
+        place.widen(2)
+        with pytest.raises(ApiError) as refused, gate.enter("a"):
             pass
         assert refused.value.status == 429 and refused.value.headers == {"Retry-After": "7"}
-        with gate.enter("b", 1), gate.enter("b", 1):
+        with gate.enter("b"), gate.enter("b") as another:
             assert gate.inside == 4
-            with pytest.raises(ApiError, match="busy"), gate.enter("c", 1):
+            with pytest.raises(ApiError, match="busy"), gate.enter("c"):
                 pass
-        with pytest.raises(ApiError, match="more than this server takes"), gate.enter("b", 3):
-            pass
-    assert gate.inside == 0 and gate.refused == 2
-    with pytest.raises(KeyError), gate.enter("a", 2):
+            with pytest.raises(ApiError) as too_wide:
+                another.widen(2)
+            assert too_wide.value.status == 429 and gate.inside == 4
+        with pytest.raises(ApiError, match="more than this server takes"), gate.enter("b") as wide:
+            wide.widen(3)
+    assert gate.inside == 0 and gate.refused == 3
+    with suppress(KeyError), gate.enter("a") as place:
+        place.widen(2)
         raise KeyError
     assert gate.inside == 0
 
@@ -46,15 +53,30 @@ def test_who_comes_on_top_is_told_when_to_come_back():
         assert host.runner.began.acquire(timeout=20)
         until(lambda: host.service.gate.inside == 3)
         refused = ask(host, body)
-        too_wide = ask(host, {**body, "n": 4})
+        counted = httpx.post(f"{host.url}/tokenize", json={"prompt": "x"}, timeout=30)
         host.runner.gate.release(1000)
         for each in inside:
             each.join(20)
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert too_wide.status_code == 400
+        assert counted.status_code == 429
         assert [answer.status_code for answer in answers] == [200, 200, 200]
         assert ask(host, body).status_code == 200
+        too_wide = ask(host, {**body, "n": 4})
+        assert too_wide.status_code == 400 and too_wide.json()["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_a_body_counts_before_it_is_there(path):
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n".encode()
+    with hosted(Settings(max_running=1, max_waiting=0, body_timeout=20)) as host:
+        with socket.create_connection(("127.0.0.1", host.port), 20) as slow:
+            slow.sendall(head + b"{")
+            until(lambda: host.service.gate.inside == 1)
+            with socket.create_connection(("127.0.0.1", host.port), 20) as another:
+                another.sendall(head)  # it is not waited for what never comes
+                assert another.recv(10_000).startswith(b"HTTP/1.1 429 ")
+        until(lambda: host.service.gate.inside == 0)  # its client left
 
 
 def test_bodies_that_are_too_large():
