@@ -104,9 +104,11 @@ def test_audits_change_no_eviction(policy: str) -> None:
     seen = 0
     for seed in range(30):
         rng = random.Random(seed)
-        plain, audited = PrefixCache(9, 4, policy), PrefixCache(9, 4, policy)
+        now = [0.0]  # one clock for both: `predictive` looks at it
+        plain, audited = (PrefixCache(9, 4, policy, clock=lambda now=now: now[0]) for _ in range(2))
         texts = [prompt(rng.randrange(6), rng.randrange(2, 20)) + [seed] * rng.randrange(5) for _ in range(12)]
         for _ in range(40):
+            now[0] += rng.random()
             text, hint = rng.choice(texts), Hint(done=rng.random() < 0.2)
             for cache in (plain, audited):
                 publish(cache, text, hint=hint)

@@ -17,7 +17,8 @@ PROMISED = {
 
 
 def test_every_example_is_tested():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROMISED)
+    elsewhere = {"agent_http.py"}  # needs a server: tests/serve/test_openai_client.py
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROMISED) | elsewhere
 
 
 @pytest.mark.parametrize("name", PROMISED)

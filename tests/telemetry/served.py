@@ -42,6 +42,7 @@ def runtime_folder() -> Iterator[Path]:
     with (
         mock.patch.dict(os.environ, XDG_RUNTIME_DIR=str(folder)),
         mock.patch.object(places, "gettempdir", return_value=str(folder)),  # where engines of others may be
+        mock.patch.dict(places._taken, clear=True),  # and names that engines of other tests still have
     ):
         yield folder / "radixkv"
     shutil.rmtree(folder)

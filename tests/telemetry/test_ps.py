@@ -145,7 +145,9 @@ def test_names_do_not_steer_the_terminal(folder, capsys, monkeypatch):
 
 def test_it_loads_no_torch_and_ctrl_c_ends_it_cleanly(folder):
     code = (
-        "import sys\nfrom radixkv.cli import main\nfrom radixkv.cli import ps\nps._PATIENCE = 60.0\n"
+        # A shell's background job, which a CI may be, has its children ignore Ctrl-C.
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from radixkv.cli import main\nfrom radixkv.cli import ps\nps._PATIENCE = 60.0\n"
         "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
         "print('ready', flush=True)\nsys.exit(main(['ps']))"
     )
