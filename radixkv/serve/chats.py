@@ -19,6 +19,7 @@ from radixkv.chat.messages import Message, ToolCall
 from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.serve import asking
 from radixkv.serve.conversations import ChatPrompt
+from radixkv.serve.errors import about
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.reply import Piece, ReplyReader
 from radixkv.serve.schemas import ChatRequest, read_chat
@@ -39,7 +40,8 @@ async def create(service: Service, request: Request) -> Response:
         service.check_model(asked.model)
         place.widen(asked.params.n)
         prompt = await service.chat_prompt(caller, wanted.messages, wanted.tools)
-        handle = await asking.begin(service, caller, asked, prompt.ids, inside, prompt.session)
+        with about("messages"):
+            handle = await asking.begin(service, caller, asked, prompt.ids, inside, prompt.session)
         answer = ChatAnswer(service, wanted, prompt, request.state.facts)
         if asked.stream:
             return EventStream(answer.events(handle), service.settings.send_timeout, inside.pop_all())

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.engine.prompts import TokenIds, encode
 from radixkv.serve import asking
+from radixkv.serve.errors import about
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.schemas import CompletionRequest, TextOrIds, read_completion, read_tokenize
 from radixkv.serve.service import Service
@@ -34,7 +35,8 @@ async def create(service: Service, request: Request) -> Response:
         service.check_model(asked.model)
         place.widen(asked.params.n * len(wanted.prompts))
         prompts = [await _encoded(service, prompt) for prompt in wanted.prompts]
-        handles = [await asking.begin(service, caller, asked, ids, inside) for ids in prompts]
+        with about("prompt"):
+            handles = [await asking.begin(service, caller, asked, ids, inside) for ids in prompts]
         answer = CompletionAnswer(service, wanted, prompts, request.state.facts)
         if asked.stream:
             return EventStream(answer.events(handles), service.settings.send_timeout, inside.pop_all())
@@ -136,7 +138,8 @@ class CompletionAnswer:
 
 
 async def _encoded(service: Service, prompt: TextOrIds) -> TokenIds:
-    if isinstance(prompt, str):
-        service.check_length([prompt])
     model = service.engine.model
-    return await service.aside(lambda: encode(prompt, model.tokenizer, model.vocab_size))
+    with about("prompt"):
+        if isinstance(prompt, str):
+            service.check_length([prompt])
+        return await service.aside(lambda: encode(prompt, model.tokenizer, model.vocab_size))

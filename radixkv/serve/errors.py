@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.responses import Response
@@ -23,6 +25,7 @@ from radixkv.errors import (
 )
 
 _log = logging.getLogger(__name__)
+_PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|n)\b")
 _LONGEST = 2000  # characters of a message: what is wrong may itself be long
 
 
@@ -58,6 +61,20 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A body that is not as it should be."""
     return ApiError(400, message, param=param, code=code)
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Raise what the engine or the template refuses as ApiError 400 that names a field.
+
+    That is `param`, unless the engine's message begins with the name of a sampling parameter.
+    """
+    try:
+        yield
+    except (InvalidInput, ChatError) as error:
+        told, named = as_api_error(error), _PARAMETER.match(str(error))
+        told.param = named[0] if named else param
+        raise told from error
 
 
 def as_api_error(error: BaseException) -> ApiError:

@@ -180,7 +180,8 @@ def _params(fields: Fields, bound: int | None, logprobs: int | None) -> Sampling
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except InvalidInput as error:
-        raise bad_request(str(error), code="invalid_value") from error
+        # Each has passed alone, and this is the only one that is compared with another (max_tokens).
+        raise bad_request(str(error), fields.path("min_tokens"), "invalid_value") from error
 
 
 def _try_alone(fields: Fields, name: str, value: Any) -> None:

@@ -21,7 +21,7 @@ from radixkv.engine import Chunk, Completion
 from radixkv.errors import PromptTooLong
 from radixkv.serve.auth import Auth, namespace
 from radixkv.serve.conversations import ChatPrompt, Conversations
-from radixkv.serve.errors import ApiError
+from radixkv.serve.errors import ApiError, about
 from radixkv.serve.fields import JsonObject, parse_object
 from radixkv.serve.limits import Gate, Place, read_body
 from radixkv.serve.messages import written
@@ -109,12 +109,13 @@ class Service:
     async def chat_prompt(
         self, caller: Caller, messages: Sequence[Message], tools: Sequence[JsonObject] | None
     ) -> ChatPrompt:
-        """A conversation as the caller's prompt; raises PromptTooLong, ChatError."""
+        """A conversation as the caller's prompt; raises ApiError 400."""
 
         def encoded() -> ChatPrompt:
-            texts = written(messages, tools, thinking=self.conversations.keeps_thinking)
-            self.check_length(texts, len(messages))
-            return self.conversations.prompt(caller.namespace, messages, tools)
+            with about("messages"):
+                texts = written(messages, tools, thinking=self.conversations.keeps_thinking)
+                self.check_length(texts, len(messages))
+                return self.conversations.prompt(caller.namespace, messages, tools)
 
         return await self.aside(encoded)
 
