@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.engine import AsyncHandle, Chunk, Completion
@@ -24,7 +24,7 @@ from radixkv.serve.fields import JsonObject
 from radixkv.serve.reply import Piece, ReplyReader
 from radixkv.serve.schemas import ChatRequest, read_chat
 from radixkv.serve.service import Service
-from radixkv.serve.shapes import streams, usage
+from radixkv.serve.shapes import answer, streams, usage
 from radixkv.serve.stream import DONE, EventStream, data, whole
 
 _NO_CONTENT = b'"content":""'
@@ -42,10 +42,10 @@ async def create(service: Service, request: Request) -> Response:
         prompt = await service.chat_prompt(caller, wanted.messages, wanted.tools)
         with about("messages"):
             handle = await asking.begin(service, caller, asked, prompt.ids, inside, prompt.session)
-        answer = ChatAnswer(service, wanted, prompt, request.state.facts)
+        made = ChatAnswer(service, wanted, prompt, request.state.facts)
         if asked.stream:
-            return EventStream(answer.events(handle), service.settings.send_timeout, inside.pop_all())
-        return JSONResponse(await whole(request, answer.whole(handle)))
+            return EventStream(made.events(handle), service.settings.send_timeout, inside.pop_all())
+        return Response(await whole(request, made.whole(handle)), media_type="application/json")
 
 
 class ChatAnswer:
@@ -64,12 +64,12 @@ class ChatAnswer:
 
     # ---- whole
 
-    async def whole(self, handle: AsyncHandle) -> JsonObject:
+    async def whole(self, handle: AsyncHandle) -> bytes:
         """The response, once all replies are complete."""
         completion = await self._read(handle)
         await self._remember(completion)
-        choices = [self._choice(each) for each in streams([completion])]
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage([completion])}
+        choices = streams([completion])
+        return await answer(self._head("chat.completion"), lambda: map(self._choice, choices), usage([completion]))
 
     async def _read(self, handle: AsyncHandle) -> Completion:
         """Wait for all replies and read them; token by token if some tags are not part of the text."""

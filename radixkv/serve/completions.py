@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
+from itertools import starmap
 from typing import Any
 
 from starlette.requests import Request
@@ -21,7 +22,7 @@ from radixkv.serve.errors import about
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.schemas import CompletionRequest, TextOrIds, read_completion, read_tokenize
 from radixkv.serve.service import Service
-from radixkv.serve.shapes import streams, usage
+from radixkv.serve.shapes import answer, streams, usage
 from radixkv.serve.stream import DONE, EventStream, data, whole
 
 
@@ -37,10 +38,10 @@ async def create(service: Service, request: Request) -> Response:
         prompts = [await _encoded(service, prompt) for prompt in wanted.prompts]
         with about("prompt"):
             handles = [await asking.begin(service, caller, asked, ids, inside) for ids in prompts]
-        answer = CompletionAnswer(service, wanted, prompts, request.state.facts)
+        made = CompletionAnswer(service, wanted, prompts, request.state.facts)
         if asked.stream:
-            return EventStream(answer.events(handles), service.settings.send_timeout, inside.pop_all())
-        return JSONResponse(await whole(request, answer.whole(handles)))
+            return EventStream(made.events(handles), service.settings.send_timeout, inside.pop_all())
+        return Response(await whole(request, made.whole(handles)), media_type="application/json")
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -73,12 +74,12 @@ class CompletionAnswer:
 
     # ---- whole
 
-    async def whole(self, handles: Sequence[AsyncHandle]) -> JsonObject:
+    async def whole(self, handles: Sequence[AsyncHandle]) -> bytes:
         """The response, once all replies are complete."""
         completions = [await handle.result() for handle in handles]
         self._service.note(self._facts, completions)
-        choices = [self._whole_choice(index, each) for index, each in enumerate(streams(completions))]
-        return {**self._head(), "choices": choices, "usage": usage(completions)}
+        choices = list(enumerate(streams(completions)))
+        return await answer(self._head(), lambda: starmap(self._whole_choice, choices), usage(completions))
 
     def _whole_choice(self, index: int, completion: Completion) -> JsonObject:
         logprobs = completion.logprobs

@@ -5,12 +5,16 @@ Knows: usage and log probabilities. Knows no request and no HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from radixkv.engine import Completion
 from radixkv.models.sampler import TokenLogprobs
 from radixkv.serve.fields import JsonObject
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def streams(completions: Iterable[Completion]) -> list[Completion]:
@@ -37,10 +41,15 @@ class TokenTexts:
     def __init__(self, tokenizer: Any | None) -> None:
         """Of a model that may have no tokenizer; then a token's text is its id."""
         self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}  # decoding takes microseconds, and an answer may name a token in every place
 
     def __getitem__(self, token: int) -> str:
-        """The token's text; part of a character is U+FFFD."""
-        return f"<{token}>" if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        """The token's text; part of a character is U+FFFD. O(1), but for the first time."""
+        text = self._known.get(token)
+        if text is None:
+            text = f"<{token}>" if self._tokenizer is None else str(self._tokenizer.decode([token]))
+            self._known[token] = text
+        return text
 
     def chat(self, ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None]) -> list[JsonObject]:
         """Entries of `logprobs.content` in a chat completion, one a token."""
@@ -72,6 +81,21 @@ class TokenTexts:
             "top_logprobs": [{self[token]: finite(value) for token, value in each.top} for _, each in pairs],
             "text_offset": offsets,
         }
+
+
+async def answer(head: JsonObject, choices: Callable[[], Iterable[JsonObject]], spent: JsonObject) -> bytes:
+    """The JSON of a whole response.
+
+    With log probabilities it takes a while, so it is made beside the event loop, and a choice at a time: encoding one
+    keeps all other threads waiting.
+    """
+
+    def encoded() -> bytes:
+        parts = [_encode(choice) for choice in choices()]
+        front = _encode({**head, "usage": spent}).removesuffix("}")
+        return f'{front},"choices":[{",".join(parts)}]}}'.encode()
+
+    return await asyncio.to_thread(encoded)
 
 
 def finite(logprob: float) -> float:

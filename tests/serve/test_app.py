@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import threading
 
 import pytest
 from transformers import AddedToken
 
 from radixkv import SamplingParams
 from radixkv.serve import Settings
+from radixkv.serve.shapes import TokenTexts
 from tests.serve.served import ASKED, CHAT, events, fake_model, says, served, texts, tokenizer
 
 PLAIN = {"model": "fake", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6}
@@ -102,6 +104,31 @@ def test_logprobs_are_of_every_token():
     assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries)
     one_by_one = [choice["logprobs"] for event in streamed for choice in event["choices"] if choice["logprobs"]]
     assert [entry for each in one_by_one for entry in each["content"]] == entries
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_large_answers_are_made_beside_the_event_loop(path, monkeypatch):
+    threads, decoded = set(), []
+
+    class Counting(TokenTexts):
+        def __getitem__(self, token):
+            threads.add(threading.current_thread().name)
+            return super().__getitem__(token)
+
+    class Decodes:
+        def decode(self, ids):
+            decoded.extend(ids)
+            return tokenizer().decode(ids)
+
+    wanted = {"logprobs": True, "top_logprobs": 20} if "chat" in path else {"logprobs": 20}
+    asked = {"messages": ASKED} if "chat" in path else {"prompt": "Once"}
+    with served() as server:
+        monkeypatch.setattr(server.service, "opens_thinking", lambda _: False)  # which reads a few tokens of its own
+        monkeypatch.setattr(server.service, "token_texts", Counting(Decodes()))
+        body = {"model": "fake", **asked, **wanted, "max_tokens": 30, "n": 4, "ignore_eos": True}
+        assert server.post(path, body).status_code == 200
+    assert threads and all(name.startswith("asyncio_") for name in threads)
+    assert decoded and len(decoded) == len(set(decoded))
 
 
 def test_tool_calls_are_taken_out_of_the_text():
