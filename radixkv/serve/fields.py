@@ -6,12 +6,13 @@ Knows: JSON's types, and fields that are absent, null, unknown or out of range. 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from radixkv.serve.errors import ApiError, bad_request
 
 JsonObject = dict[str, Any]
+DEEPEST = 100  # brackets within brackets
 
 
 def parse_object(body: bytes) -> JsonObject:
@@ -21,12 +22,31 @@ def parse_object(body: bytes) -> JsonObject:
         if b"\\u" in body:  # only an escape can bring half of a surrogate pair
             json.dumps(parsed, ensure_ascii=False).encode()
     except RecursionError as error:
-        raise bad_request("the body is nested too deeply", code="invalid_json") from error
+        raise bad_request(f"the body is nested more than {DEEPEST} deep", code="invalid_json") from error
     except ValueError as error:
         raise bad_request(f"the body is no valid JSON: {error}", code="invalid_json") from error
     if not isinstance(parsed, dict):
         raise bad_request(f"the body must be a JSON object, not {kind_of(parsed)}", code="invalid_json")
+    if body.count(b"[") + body.count(b"{") > DEEPEST:
+        for name, value in parsed.items():
+            if too_deep(value):
+                field = shown(name).strip('"')
+                raise bad_request(f"{field} is nested more than {DEEPEST} deep", field, "invalid_value")
     return parsed
+
+
+def too_deep(value: object) -> bool:
+    """Whether JSON is nested deeper than templates and tokenizers, which recurse, are given. O(its values)."""
+    level = _brackets([value])
+    for _ in range(DEEPEST):
+        level = [each for outer in level for each in _brackets(outer.values() if isinstance(outer, dict) else outer)]
+        if not level:
+            return False
+    return bool(level)
+
+
+def _brackets(values: Iterable[Any]) -> list[list[Any] | JsonObject]:
+    return [value for value in values if isinstance(value, list | dict)]
 
 
 class Fields:

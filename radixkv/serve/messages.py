@@ -12,7 +12,7 @@ from typing import Any
 
 from radixkv.chat.messages import Message
 from radixkv.serve.errors import bad_request
-from radixkv.serve.fields import Fields, JsonObject, shown
+from radixkv.serve.fields import Fields, JsonObject, shown, too_deep
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOL_NAME = r"[a-zA-Z0-9_.-]{1,64}"
@@ -117,7 +117,7 @@ def _arguments(given: str | JsonObject | None) -> str | JsonObject:
         parsed = json.loads(given or "{}")
     except (ValueError, RecursionError):
         return given
-    return parsed if isinstance(parsed, dict) else given
+    return parsed if isinstance(parsed, dict) and not too_deep(parsed) else given
 
 
 def _check_function(fields: Fields) -> None:

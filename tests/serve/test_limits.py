@@ -12,6 +12,7 @@ import pytest
 
 from radixkv.serve import Settings
 from radixkv.serve.errors import ApiError
+from radixkv.serve.fields import DEEPEST
 from radixkv.serve.limits import Gate
 from radixkv.serve.messages import written
 from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, until
@@ -260,6 +261,31 @@ def test_what_is_no_json_object(body):
     with served() as server:
         answer = server.client.post("/v1/chat/completions", content=body)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_what_is_nested_too_deeply_is_named(path):
+    def nested(depth):
+        inner = {"type": "string"}
+        for _ in range(depth):
+            inner = {"items": inner}
+        return inner
+
+    def tools(depth):
+        return [{"type": "function", "function": {"name": "f", "parameters": nested(depth)}}]
+
+    with served() as server:
+        deep = server.post(path, {"model": "fake", "messages": ASKED, "tools": tools(600)})
+        fits = server.post(path, {"model": "fake", "messages": ASKED, "tools": tools(DEEPEST - 4)})
+        over = server.post(path, {"model": "fake", "messages": ASKED, "tools": tools(DEEPEST - 3)})
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(nested(600))}}
+        told = server.post(path, {"model": "fake", "messages": [*ASKED, {"role": "assistant", "tool_calls": [call]}]})
+    for answer in (deep, over):
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "tools" and f"more than {DEEPEST} deep" in error["message"]
+    assert fits.status_code == 200, fits.text
+    assert told.status_code in (200, 400) and "recursion" not in told.text, told.text
 
 
 def test_a_large_body_is_read_beside_the_others():
