@@ -57,6 +57,7 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # a redirect has no body, and clients do not send theirs again
     app.state.service = service
     return app
 

@@ -6,9 +6,9 @@ Knows: API keys and namespaces. Knows no engine: a namespace is only a name here
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Hashable, Mapping
 from hashlib import sha256
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
@@ -17,6 +17,7 @@ from radixkv.serve.settings import is_loopback
 
 NAMESPACE_HEADER = "X-RadixKV-Namespace"
 LONGEST_NAME = 256
+_AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9.-]+)(?::[0-9]{1,5})?")
 
 
 class Auth:
@@ -67,18 +68,12 @@ def namespace(tenant: str | None, headers: Headers, cache_key: str | None) -> Ha
 
 def _check_local(headers: Headers) -> None:
     """Raise ApiError 403 for a request that a page from elsewhere may have sent."""
-    origin = headers.get("origin")
-    for name in (f"//{headers.get('host', '')}", *([] if origin is None else [origin])):
-        if not is_loopback(_host(name)):
+    hosts, origins = headers.getlist("host") or [""], headers.getlist("origin")
+    for name in (*hosts, *(re.sub("^https?://", "", origin) for origin in origins)):
+        authority = _AUTHORITY.fullmatch(name)
+        if authority is None or not is_loopback(authority[1].strip("[]").lower()):
             message = "this server has no API keys, so it answers to localhost only, and to no page from elsewhere"
             raise ApiError(403, message, code="not_local")
-
-
-def _host(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
 
 
 def _digest(key: str) -> bytes:

@@ -78,7 +78,11 @@ class Place:
 
 
 async def read_body(request: Request, settings: Settings) -> bytes:
-    """What was sent; raises ApiError 413 (too large), 408 (too slow)."""
+    """What was sent; raises ApiError 415 (compressed), 413 (too large), 408 (too slow)."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        message = "this server takes no compressed bodies: send it without Content-Encoding"
+        raise ApiError(415, message, param="Content-Encoding", code="unsupported_media_type")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > settings.max_body:
         raise _too_large(settings)

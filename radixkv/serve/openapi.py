@@ -217,7 +217,7 @@ def _post(about: str, body: JsonObject, answer: str, *, streams: bool = False) -
             "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
             "responses": {
                 "200": {"description": about, "content": found},
-                **_errors(400, 401, 403, 404, 408, 413, 429, 503, 504),
+                **_errors(400, 401, 403, 404, 408, 413, 415, 429, 503, 504),
             },
         }
     }
@@ -302,6 +302,7 @@ _WHY = {
     404: "No such path or model",
     408: "The body did not arrive in time",
     413: "The body is too large",
+    415: "The body is compressed",
     429: "Too much is being answered already; Retry-After says when to try again",
     503: "The server is shutting down",
     504: "The request took longer than this server allows",

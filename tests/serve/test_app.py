@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import logging
 import threading
@@ -278,6 +279,22 @@ def test_what_does_not_exist_says_so_in_the_same_shape():
     assert (nowhere.status_code, wrong.status_code) == (404, 405)
     assert nowhere.json()["error"]["code"] == "not_found" and wrong.json()["error"]["code"] == "method_not_allowed"
     assert "POST" in wrong.headers["allow"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/health/"])
+def test_nothing_is_redirected(path):
+    with served() as server:
+        for answer in (server.client.get(path), server.post(path, CHAT)):
+            assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_a_compressed_body_is_told_so(path):
+    with served(Settings(max_body=100)) as server:
+        answer = server.client.post(path, content=gzip.compress(b"x" * 10_000), headers={"Content-Encoding": "gzip"})
+        plain = server.client.post(path, content=b"x", headers={"Content-Encoding": "identity"})
+    assert answer.status_code == 415 and answer.json()["error"]["code"] == "unsupported_media_type"
+    assert plain.status_code == 400
 
 
 def test_usage_ends_a_stream_if_asked_for():

@@ -43,14 +43,27 @@ def test_a_key_that_is_no_ascii_is_unknown():
         Auth(KEYS).tenant(Headers(raw=[(b"authorization", b"Bearer \xff\xfe")]))
 
 
-@pytest.mark.parametrize("name", ["localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000"])
+@pytest.mark.parametrize("name", ["localhost", "LocalHost:8000", "127.0.0.1:8000", "[::1]:8000"])
 def test_a_server_without_keys_answers_to_its_own_machine(name):
     with served() as server:
         assert server.client.get("/v1/models", headers={"Host": name}).status_code == 200
         assert server.client.get("/v1/models", headers={"Origin": f"http://{name}"}).status_code == 200
 
 
-@pytest.mark.parametrize("name", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[::1", "", "null"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "evil.example@localhost",
+        "localhost/.evil.example",
+        "localhost:80:80",
+        "[::1",
+        "",
+        "null",
+    ],
+)
 def test_a_server_without_keys_answers_to_no_page_from_elsewhere(name):
     with served() as server:
         for headers in ({"Host": name}, {"Origin": f"http://{name}"}):
