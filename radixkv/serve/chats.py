@@ -39,7 +39,7 @@ async def create(service: Service, request: Request) -> Response:
         caller = service.caller(request, asked.cache_key)
         service.check_model(asked.model)
         place.widen(asked.params.n)
-        prompt = await service.chat_prompt(caller, wanted.messages, wanted.tools)
+        prompt = await whole(request, service.chat_prompt(caller, wanted.messages, wanted.tools))
         with about("messages"):
             handle = await asking.begin(service, caller, asked, prompt.ids, inside, prompt.session)
         made = ChatAnswer(service, wanted, prompt, request.state.facts)

@@ -35,7 +35,7 @@ async def create(service: Service, request: Request) -> Response:
         caller = service.caller(request, asked.cache_key)
         service.check_model(asked.model)
         place.widen(asked.params.n * len(wanted.prompts))
-        prompts = [await _encoded(service, prompt) for prompt in wanted.prompts]
+        prompts = [await whole(request, _encoded(service, prompt)) for prompt in wanted.prompts]
         with about("prompt"):
             handles = [await asking.begin(service, caller, asked, ids, inside) for ids in prompts]
         made = CompletionAnswer(service, wanted, prompts, request.state.facts)

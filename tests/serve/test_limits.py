@@ -80,6 +80,25 @@ def test_a_body_counts_before_it_is_there(path):
         until(lambda: host.service.gate.inside == 0)  # its client left
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_who_leaves_before_a_prompt_is_encoded_leaves_the_gate(path):
+    asked = {"messages": ASKED} if "chat" in path else {"prompt": "x"}
+    body = json.dumps({"model": "fake", **asked}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    others = threading.Event()  # whose prompts take a while
+    with hosted() as host:
+        try:
+            host.service._thinking.submit(others.wait, 20)
+            with socket.create_connection(("127.0.0.1", host.port), 20) as client:
+                client.sendall(head + body)
+                until(lambda: host.service._thinking._work_queue.qsize() == 1)
+                assert host.service.gate.inside == 1
+            until(lambda: host.service.gate.inside == 0)
+            assert not others.is_set()
+        finally:
+            others.set()
+
+
 def test_bodies_that_are_too_large():
     with served(Settings(max_body=200)) as server:
         post = server.client.post
