@@ -88,7 +88,7 @@ def test_who_leaves_before_a_prompt_is_encoded_leaves_the_gate(path):
     others = threading.Event()  # whose prompts take a while
     with hosted() as host:
         try:
-            host.service._thinking.submit(others.wait, 20)
+            host.service._thinking.submit(others.wait, 120)  # longer than `until` has patience
             with socket.create_connection(("127.0.0.1", host.port), 20) as client:
                 client.sendall(head + body)
                 until(lambda: host.service._thinking._work_queue.qsize() == 1)
