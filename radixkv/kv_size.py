@@ -66,14 +66,23 @@ class KVShape:
         return sum(layer.of_rank(ranks).numbers for layer in self.layers) * WIDTHS[dtype]
 
 
+def bytes_of(text: str) -> int | None:
+    """Bytes of "8GiB", "512 MB", "1.5g" or "0"; None for what is no size.
+
+    >>> bytes_of("1.5 GiB"), bytes_of("much")
+    (1610612736, None)
+    """
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?|)b?\s*", text, re.IGNORECASE | re.ASCII)
+    return int(float(match[1]) * UNITS[match[2].lower()]) if match else None
+
+
 def parse_size(text: str) -> int:
     """Bytes of "8GiB", "512 MB" or "1.5g"; raises InvalidInput for anything else, and for less than a byte.
 
     >>> parse_size("8GiB"), parse_size("512 MB")
     (8589934592, 512000000)
     """
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?|)b?\s*", text, re.IGNORECASE | re.ASCII)
-    size = int(float(match[1]) * UNITS[match[2].lower()]) if match else 0
-    if size < 1:
+    size = bytes_of(text)
+    if not size:
         raise InvalidInput(f"memory {text!r}: give bytes, such as 8GiB or 512MB")
     return size

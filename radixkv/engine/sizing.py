@@ -6,12 +6,11 @@ Knows: bytes, and how much memory is free here. Knows no cache and no model.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from radixkv.errors import InvalidInput
+from radixkv.kv_size import bytes_of
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _CPU_SHARE = 4
 _CPU_MOST = 4 * 2**30
 _GPU_SHARE = 0.9
@@ -23,10 +22,10 @@ def parse_bytes(text: str | int) -> int:
     >>> parse_bytes("512MB"), parse_bytes("1.5 GiB")
     (512000000, 1610612736)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", str(text), re.IGNORECASE)
-    if match is None or isinstance(text, bool):
+    size = None if isinstance(text, bool) else bytes_of(str(text))
+    if size is None:
         raise InvalidInput(f'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got {text!r}')
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return size
 
 
 def blocks_for(kv_memory: str | int, bytes_per_block: int, device: str) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from radixkv.chat import AsyncEngine, Engine
-from radixkv.engine.sizing import parse_bytes
 from radixkv.errors import InvalidInput
+from radixkv.kv_size import bytes_of
 from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
 
@@ -98,10 +98,10 @@ def _from_file(path: str) -> str:
 
 
 def _bytes(option: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except InvalidInput as error:
-        raise InvalidInput(f'{option} must be bytes, or a size such as "8MB"; got {text!r}') from error
+    size = bytes_of(text)
+    if size is None:
+        raise InvalidInput(f'{option} must be bytes, or a size such as "8MB"; got {text!r}')
+    return size
 
 
 def _log_to_stderr(quiet: bool) -> None:

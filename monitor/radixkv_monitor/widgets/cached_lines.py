@@ -64,6 +64,14 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
         """How many lines there is room for below the header."""
         return max(1, self.size.height - self.header)
 
+    def on_focus(self) -> None:
+        """The cursor is lit."""
+        self.repaint()
+
+    def on_blur(self) -> None:
+        """The cursor is no longer lit."""
+        self.repaint()
+
     def repaint(self) -> None:
         """Draw the visible lines that differ from what is on screen."""
         width = self.wide

@@ -231,14 +231,6 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         if again or on_sign:
             self.action_turn()
 
-    def on_focus(self) -> None:
-        """The cursor is lit."""
-        self.repaint()
-
-    def on_blur(self) -> None:
-        """The cursor is no longer lit."""
-        self.repaint()
-
     def on_resize(self, event: events.Resize) -> None:
         """Other columns."""
         self.forget_lines()

@@ -191,14 +191,6 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
 
     # ---- drawing
 
-    def on_focus(self) -> None:
-        """The cursor is lit."""
-        self.repaint()
-
-    def on_blur(self) -> None:
-        """The cursor is no longer lit."""
-        self.repaint()
-
     def on_resize(self, event: events.Resize) -> None:
         """Rows are as wide as the table."""
         self.forget_lines()
