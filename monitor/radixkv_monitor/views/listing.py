@@ -19,7 +19,7 @@ from textual.widgets import Input, Static
 from radixkv_monitor.export import Table
 from radixkv_monitor.messages import Selection
 from radixkv_monitor.state import State
-from radixkv_monitor.views import View
+from radixkv_monitor.views.filtered import FilteredView
 from radixkv_monitor.widgets.table import Column, RowTable
 
 Row = TypeVar("Row")
@@ -34,7 +34,7 @@ class Order(Generic[Row]):
     descending: bool = True
 
 
-class Listing(View, Generic[Row]):
+class Listing(FilteredView, Generic[Row]):
     """A table of rows that a state has, filtered and sorted. O(rows log rows) an update."""
 
     DEFAULT_CSS = """
@@ -155,19 +155,6 @@ class Listing(View, Generic[Row]):
         return True
 
     # ---- keys
-
-    def action_filter(self) -> None:
-        """Open the filter."""
-        line = self.query_one(Input)
-        line.add_class("open")
-        line.focus()
-
-    def action_clear_filter(self) -> None:
-        """Show all rows again."""
-        line = self.query_one(Input)
-        line.value = ""
-        line.remove_class("open")
-        self.table.focus()
 
     def action_sort(self, by: int) -> None:
         """Take the next, or the previous, order."""

@@ -23,7 +23,7 @@ from radixkv_monitor.runs import block_at, count_blocks
 from radixkv_monitor.sessions_seen import SessionsSeen
 from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
-from radixkv_monitor.views import View
+from radixkv_monitor.views.filtered import FilteredView
 from radixkv_monitor.widgets.detail import Detail
 from radixkv_monitor.widgets.flat_tree import FlatTree, Terms
 
@@ -35,7 +35,7 @@ LOW = 14
 """Lines from which on there is room for it below."""
 
 
-class TreeView(View):
+class TreeView(FilteredView):
     """The radix tree. O(what changed) an update, and O(rows) if rows moved."""
 
     DEFAULT_CSS = """
@@ -180,19 +180,6 @@ class TreeView(View):
         return Table("tree", [_facts(row.branch) for row in self.rows.rows])
 
     # ---- keys
-
-    def action_filter(self) -> None:
-        """Open the filter."""
-        line = self.query_one(Input)
-        line.add_class("open")
-        line.focus()
-
-    def action_clear_filter(self) -> None:
-        """Show all rows again."""
-        line = self.query_one(Input)
-        line.value = ""
-        line.remove_class("open")
-        self.take_focus()
 
     def action_sort(self, by: int) -> None:
         """Take the next, or the previous, order."""
