@@ -115,6 +115,8 @@ class SocketFeed(ThreadFeed):
         self._failures += 1
         was = self._status
         link: Link = "stale" if self.intake.latest is not None else "connecting"
+        if self.intake.farewell not in (None, reason):  # what it said itself is worth more than that it is gone
+            reason = f"{self.intake.farewell}; {reason}"
         since = was.since if was.link == link else self._clock()
         opening = f"Looking for an engine at {self.title}: " if link == "connecting" else ""
         self._status = Status(link, since, f"{opening}{reason}; next attempt in {duration(pause)}")

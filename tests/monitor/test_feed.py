@@ -251,6 +251,7 @@ def test_a_lost_engine_is_stale_and_a_restarted_one_is_told(engines: Engines, fe
     since = feed.status.since
     until(lambda: engines.attempts > 4)
     assert feed.status.since == since, "stale since the connection broke, not since the last attempt"
+    assert "the engine was closed; no engine answers" in feed.status.sentence, "its last word stays"
     line = feed.latest.line
     with engines.serve() as second:
         say(second, Hello(OTHER), snapshot(5.0, 9))
