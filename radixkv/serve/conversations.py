@@ -174,9 +174,5 @@ def _ends_alike(said: str, reply: Message) -> bool:
 
 def _calls(reply: Message) -> list[ToolCall]:
     """The tool calls of a reply that is known."""
-    calls = []
-    for call in reply.get("tool_calls") or ():
-        arguments = call["function"].get("arguments") or {}
-        meant = loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append(ToolCall(call["id"], call["function"]["name"], dict(meant)))
-    return calls
+    functions = [(call["id"], call["function"]) for call in reply.get("tool_calls") or ()]
+    return [ToolCall(number, function["name"], function["arguments"]) for number, function in functions]

@@ -264,20 +264,14 @@ def _key(message: Message) -> str:
 
 
 def _plain_call(call: Any) -> Any:
-    """A tool call with its arguments as they are meant: clients send them as a text, and may space it anew.
+    """A tool call by what a template renders of it: an object in the order of its names, a text as it is.
 
-    Their order stays as it is, for templates render it.
+    Whoever reads messages makes objects of the texts that are some, so that spacing them anew changes nothing.
     """
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         return call
     function = call["function"]
-    arguments = function.get("arguments")
-    try:
-        meant = json.loads(arguments) if isinstance(arguments, str) else arguments
-        text = json.dumps(meant, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        text = str(arguments)
-    return [call.get("id"), function.get("name"), text]
+    return [call.get("id"), function.get("name"), json.dumps(function.get("arguments"), ensure_ascii=False)]
 
 
 def _thinking(message: Message) -> str | None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from radixkv.chat.messages import split_thinking
 from radixkv.errors import ChatError, InvalidInput
 from radixkv.serve.conversations import ChatPrompt, Conversations, Mode
+from radixkv.serve.messages import read_messages
 from radixkv.serve.settings import Settings
 from tests.chat.worlds import CHATML, THINKING, byte_tokenizer
 from tests.serve.served import ASKED, fake_model, says, served, tokenizer
@@ -207,7 +208,7 @@ def test_tool_calls_and_their_results_stand_behind_the_call_as_it_was_sampled(st
     result = {"role": "tool", "tool_call_id": "call_1", "content": "grey"}
     for arguments in ({"city": "Oslo"}, '{"city":"Oslo"}'):
         sent = {**call, "function": {"name": "weather", "arguments": arguments}}
-        prompt = told.prompt("x", [*asked, assistant("", tool_calls=[sent]), result], TOOLS)
+        prompt = told.prompt("x", read_messages([*asked, assistant("", tool_calls=[sent]), result]), TOOLS)
         assert prompt.known == 2
         assert list(prompt.ids[: len(first.ids) + len(ids)]) == [*first.ids, *ids]
         if style == "ChatML":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.serve.history import HistoryIndex
+from radixkv.serve.messages import read_messages
 
 WORDS = st.sampled_from(["", "a", "ab", "b"])
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
@@ -153,13 +156,14 @@ def call(arguments: Any, call_id: str = "call_0_0") -> dict[str, Any]:
 
 
 def test_a_reply_comes_back_as_a_client_writes_it() -> None:
-    """Empty fields say nothing, arguments are the same however they are spaced, and thinking may be left out."""
+    """Empty fields say nothing, an object as arguments may be spaced anew, and thinking may be left out."""
     index, asked = HistoryIndex(1 << 20), said("user", "Paris?")
     reply = {"role": "assistant", "content": "", "tool_calls": [call({"city": "Paris", "days": 2})]}
     index.remember("x", [asked], {**reply, "reasoning_content": "so"}, [1], [2])
 
     def found(**changes: Any) -> bool:
-        return index.ids_for("x", [asked, {**reply, **changes}]).messages == 2
+        sent = [asked, {**reply, **changes}]
+        return index.ids_for("x", read_messages(sent)).messages == 2
 
     assert found() and found(content=None, refusal=None, annotations=[])
     assert found(tool_calls=[call('{"city":"Paris",  "days":2}')])
@@ -170,3 +174,20 @@ def test_a_reply_comes_back_as_a_client_writes_it() -> None:
     assert not found(tool_calls=[call({"city": "Paris", "days": 2}, "call_9_9")])
     assert not found(tool_calls=[call('{"city": "Paris", "days": 2')])
     assert not found(content="Paris.") and not found(tool_calls=None)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["[1,2]", "[1,2", "5", '"Paris"', '{"a":' * 200 + "1" + "}" * 200], ids=lambda text: text[:6]
+)
+def test_arguments_that_are_no_object_are_the_same_only_letter_by_letter(arguments: str) -> None:
+    """A template writes them as they are, so spaced anew they are other tokens."""
+    index, asked = HistoryIndex(1 << 20), said("user", "Paris?")
+
+    def sent(arguments: str) -> list[Any]:
+        return read_messages([asked, {"role": "assistant", "content": "", "tool_calls": [call(arguments)]}])
+
+    *messages, reply = sent(arguments)
+    index.remember("x", messages, reply, [1], [2])
+    assert index.ids_for("x", sent(arguments)).messages == 2
+    for other in (arguments + "\n", f" {arguments}", arguments.replace(",", ", ") + " ", json.dumps(arguments)):
+        assert index.ids_for("x", sent(other)).messages == 0
