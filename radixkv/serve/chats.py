@@ -161,14 +161,20 @@ class ChatAnswer:
     async def _remember(self, completion: Completion) -> None:
         """Before the client knows that this is the end: its next request builds on it."""
         self._service.note(self._facts, [completion])
-        replies = [(_message(self._readers[each.index]), each.token_ids) for each in streams([completion])]
+        replies = streams([completion])
 
         def remember() -> None:
-            for message, ids in replies:
-                self._service.conversations.remember(self._prompt, message, ids)
+            for each in replies:
+                reader = self._readers[each.index]
+                cut = None if self._is_whole(each) else reader.text
+                self._service.conversations.remember(self._prompt, _message(reader), each.token_ids, cut=cut)
 
         if self._service.settings.history_bytes:
             await self._service.aside(remember)
+
+    def _is_whole(self, reply: Completion) -> bool:
+        """Whether its text is all that was sampled: no stop string or token of the client's own ended it."""
+        return reply.finish_reason != "stop" or reply.token_ids[-1] in self._service.engine.model.stop_token_ids
 
 
 def _delta(piece: Piece) -> JsonObject:

@@ -90,10 +90,15 @@ class Conversations:
         session = self._new_session() if known.session is None else known.session
         return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date)
 
-    def remember(self, prompt: ChatPrompt, reply: Message, emitted_ids: Sequence[int]) -> None:
-        """Note that `prompt` was answered by `emitted_ids`, and that its client was told `reply`, a message."""
+    def remember(
+        self, prompt: ChatPrompt, reply: Message, emitted_ids: Sequence[int], *, cut: str | None = None
+    ) -> None:
+        """Note that `prompt` was answered by `emitted_ids`, and that its client was told `reply`, a message.
+
+        `cut` is the reply's text, its tags included, if not all that was sampled was told: a stop string ended it.
+        """
         template = self._template_of(prompt.tools, prompt.date)
-        ids = self._as_told(template, reply, emitted_ids)
+        ids = array("i", emitted_ids) if cut is None else self._cut(template, emitted_ids, cut)
         if ids is not None:
             self._index.remember(
                 prompt.namespace,
@@ -147,29 +152,17 @@ class Conversations:
         except ChatError:
             return None
 
-    def _as_told(self, template: ChatTemplate, reply: Message, ids: Sequence[int]) -> array[int] | None:
-        """The ids that say what the client was told: all, unless the text was cut before a stop string.
+    def _cut(self, template: ChatTemplate, ids: Sequence[int], text: str) -> array[int] | None:
+        """Ids that say `text`, with which those of a reply begin: those that lie within it, and the rest encoded anew.
 
-        Then those that lie before it, and what is left of the text encoded anew; None if that cannot be told.
+        None if that cannot be told.
         """
-        content, said = str(reply.get("content") or ""), template.said_text(ids)
-        if reply.get("tool_calls") or reply.get("reasoning_content"):
-            return array("i", ids) if _ends_alike(said, reply) else None
-        if len(content) >= len(said) or not said.startswith(content):
-            return array("i", ids)
-        kept = bisect_right(range(len(ids)), len(content), key=lambda n: len(template.said_text(ids[: n + 1])))
+        kept = bisect_right(range(len(ids)), len(text), key=lambda n: len(template.said_text(ids[: n + 1])))
         before = template.said_text(ids[:kept])
-        if not content.startswith(before):  # a tokenizer for which a text's beginning is not that of its ids
+        if not text.startswith(before):  # a control token that texts leave out, or characters in parts
             return None
-        rest = Guard(self._tokenizer).encode(content.removeprefix(before))
+        rest = Guard(self._tokenizer).encode(text.removeprefix(before))
         return array("i", ids[:kept]) + array("i", rest)
-
-
-def _ends_alike(said: str, reply: Message) -> bool:
-    """Whether nothing was said behind the last of what the client was told: a stop string, say."""
-    content, thinking = str(reply.get("content") or "").rstrip(), str(reply.get("reasoning_content") or "").rstrip()
-    last = [content, "</tool_call>" if reply.get("tool_calls") else "", "" if content else thinking]
-    return said.rstrip().endswith(tuple(text for text in last if text))
 
 
 def _calls(reply: Message) -> list[ToolCall]:

@@ -38,15 +38,22 @@ class ReplyReader:
         self._reads_calls = reads_calls
         self._state = "thinking" if thinking else "start"
         self._readers = {"start": self._start, "thinking": self._think, "text": self._say, "call": self._call}
+        self._taken: list[str] = []
         self._held = ""
         self._fresh = True  # nothing was handed out since the last tag: white space is dropped
         self.content = self.thinking = ""
         self.calls: list[ToolCall] = []
 
+    @property
+    def text(self) -> str:
+        """All that was taken, as it was said."""
+        return "".join(self._taken)
+
     def push(self, text: str) -> list[Piece]:
         """Take more text; returns what is certain now. O(text + what is held)."""
         if not text:
             return []
+        self._taken.append(text)
         self._held += text
         return list(self._read())
 

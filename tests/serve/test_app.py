@@ -85,6 +85,36 @@ def test_stop_strings_end_a_reply_and_are_not_part_of_it():
     assert texts(streamed) == {0: "One, two, "}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cut_reply_with_thinking_is_continued_as_it_was_told(stream):
+    """What was cut away ends with the words that were told: they are there once in the next prompt."""
+    brain = says("<think>a</think> ha STOPha")
+    with served(brain=brain) as server:
+        body = {**CHAT, "stop": "STOP"}
+        if stream:
+            events = server.events("/v1/chat/completions", body)
+            said, thinking = texts(events)[0], texts(events, "reasoning_content")[0]
+        else:
+            message = server.chat(**body)["choices"][0]["message"]
+            said, thinking = message["content"], message["reasoning_content"]
+        assert (said, thinking) == ("ha ", "a")
+        more = [*ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+        prompt = server.post("/tokenize", {"messages": more}).json()["tokens"]
+        assert server.service.conversations.stats.found == 1
+    assert "<think>a</think> ha <|im_end|>" in tokenizer().decode(prompt)
+
+
+def test_a_token_of_the_clients_own_that_ends_a_reply_is_not_part_of_it():
+    (end,) = tokenizer().encode(".", add_special_tokens=False)
+    with served(brain=says("One, two. Three.")) as server:
+        message = server.chat(stop_token_ids=[end])["choices"][0]["message"]
+        more = [*ASKED, message, {"role": "user", "content": "And?"}]
+        prompt = server.post("/tokenize", {"messages": more}).json()["tokens"]
+        assert server.service.conversations.stats.found == 1
+    assert message["content"] == "One, two"
+    assert "One, two<|im_end|>" in tokenizer().decode(prompt)
+
+
 def test_a_reply_without_a_bound_fills_the_context():
     with served(model=fake_model(max_length=64)) as server:
         answer = server.chat(ignore_eos=True)

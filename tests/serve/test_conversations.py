@@ -15,6 +15,7 @@ from radixkv.chat.messages import split_thinking
 from radixkv.errors import ChatError, InvalidInput
 from radixkv.serve.conversations import ChatPrompt, Conversations, Mode
 from radixkv.serve.messages import read_messages
+from radixkv.serve.reply import ReplyReader
 from radixkv.serve.settings import Settings
 from tests.chat.worlds import CHATML, THINKING, byte_tokenizer
 from tests.serve.served import ASKED, fake_model, says, served, tokenizer
@@ -57,7 +58,7 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("style", ["ChatML", "thinking", "Mistral"])
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(turns=st.lists(st.tuples(TEXT, TEXT, st.integers(0, 9)), min_size=1, max_size=4))
 def test_what_is_rendered_is_what_the_template_renders(style: str, turns: list[Any]) -> None:
     """With mode "template", whatever ids were sampled; and each reply is there as it was sampled.
@@ -84,7 +85,7 @@ def within(part: list[int], whole: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("style", ["ChatML", "Mistral"])
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(turns=st.lists(st.tuples(TEXT, TEXT, st.integers(0, 9), st.booleans()), min_size=2, max_size=4))
 def test_a_prompt_begins_with_all_that_was_computed(style: str, turns: list[Any]) -> None:
     """Appending, a reply that was cut short included, even where the template would render earlier turns anew."""
@@ -115,33 +116,45 @@ def test_thinking_that_the_template_drops_is_dropped_and_the_answer_stays_as_it_
         assert list(prompt.ids[: len(first.ids)]) == list(first.ids)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(answer=st.text("helou€", min_size=2, max_size=8), cut=st.integers(0, 7), seed=st.integers(0, 9))
 def test_a_text_that_a_stop_string_cut_is_what_the_client_was_told(answer: str, cut: int, seed: int) -> None:
     told, asked = conversations(), [user("hello")]
     shown = answer[: min(cut, len(answer) - 1)]
-    told.remember(told.prompt("x", asked), assistant(shown), spelled(answer, seed))
+    told.remember(told.prompt("x", asked), assistant(shown), spelled(answer, seed), cut=shown)
     messages = [*asked, assistant(shown), user("more")]
     prompt = told.prompt("x", messages)
     assert prompt.known == 2
     assert decoded(prompt) == rendered("ChatML", messages)
 
 
-@pytest.mark.parametrize(
-    ("said", "reply", "known"),
-    [
-        ("<think>\nhm\n</think>\n\nhello you", {"content": "hello you", "reasoning_content": "hm"}, 2),
-        ("<think>\nhm\n</think>\n\nhello you", {"content": "hello", "reasoning_content": "hm"}, 0),  # cut before " you"
-        ("<think>\nhm", {"content": "", "reasoning_content": "hm"}, 2),  # cut by max_tokens
-        ("<think>\nhm so", {"content": "", "reasoning_content": "hm"}, 0),
-    ],
-)
-def test_a_reply_with_more_behind_it_than_the_client_was_told_is_not_remembered(
-    said: str, reply: dict[str, Any], known: int
-) -> None:
+SAID = "<think>\nhm\n</think>\n\nhello you hello"
+
+
+@settings(max_examples=40, deadline=None)
+@given(cut=st.integers(0, len(SAID)), seed=st.integers(0, 9), style=st.sampled_from(["ChatML", "thinking"]))
+def test_thinking_that_a_stop_string_cut_is_what_the_client_was_told(cut: int, seed: int, style: str) -> None:
+    """Wherever it was cut, and whatever stands behind: the same words, say."""
+    told, asked = conversations(style, "append"), [user("hello")]
+    reader = ReplyReader(reads_calls=False, thinking=False)
+    reader.push(SAID[:cut])
+    reader.finish()
+    reply = assistant(reader.content, reasoning_content=reader.thinking or None)
+    first = told.prompt("x", asked)
+    told.remember(first, reply, spelled(SAID, seed), cut=reader.text)
+    prompt = told.prompt("x", [*asked, reply, user("more")])
+    assert prompt.known == 2
+    said = decoded(prompt).removeprefix(decoded(first))
+    assert said.startswith(f"{SAID[:cut]}<|im_end|>")
+
+
+def test_a_cut_behind_what_texts_leave_out_is_not_remembered() -> None:
     told, asked = conversations("ChatML"), [user("hello")]
-    told.remember(told.prompt("x", asked), {"role": "assistant", **reply}, spelled(said, 1))
-    assert told.prompt("x", [*asked, {"role": "assistant", **reply}, user("more")]).known == known
+    emitted = [END, *spelled("hello you hello", 1)]  # with ignore_eos, say
+    told.remember(told.prompt("x", asked), assistant("hello you hel"), emitted, cut="hello you hel")
+    assert told.prompt("x", [*asked, assistant("hello you hel"), user("more")]).known == 0
+    told.remember(told.prompt("x", asked), assistant("hello you hello"), emitted)
+    assert told.prompt("x", [*asked, assistant("hello you hello"), user("more")]).known == 2
 
 
 def test_history_that_somebody_changed_is_the_templates_from_there_on():
