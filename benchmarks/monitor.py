@@ -12,7 +12,10 @@ picture on; the bytes that it writes to the terminal, which this process reads a
 the first picture of the view. It attaches to the engine by its socket. The pool is measured twice: as it opens (all
 blocks in view), and zoomed in to two blocks a character.
 
-Every view is run `--repeats` times, in turn with the others; the median of each figure counts. Bars: at most 20% of a
+Every view is run `--repeats` times, in turn with the others; the median of each figure counts. A first start that is
+not counted compiles the modules, as a person's first one does: bytecode lies beside the socket, whatever the
+environment says of it. Pictures a second are told because the monitor draws fewer where they cost more (pace.py): they
+are bursts of output with 50 ms of silence before them. Bars: at most 20% of a
 core, 100 MiB, and 0.7 s of CPU until the first picture. CPU time is what others on the machine disturb least; the wall
 time of the start is told beside it. The last line is JSON.
 """
@@ -42,13 +45,14 @@ from monitor_parts.made_up import publish
 ROOT = Path(__file__).parents[1]
 ROWS, COLUMNS = 60, 200
 WARM_S = 3.0
+APART = 0.05  # seconds between two pictures
 BARS = {"cpu_percent": 20.0, "rss_mib": 100.0, "start_cpu_s": 0.7}
 PICTURES = {
     "overview": b"lifetime", "tree": b"next to go", "pool": b"blocks,", "sessions": b"from cache",
     "evictions": b"regretted", "requests": b"waterfall:",
 }  # fmt: skip
 """What the first picture of a view has."""
-FIGURES = ("cpu_percent", "rss_mib", "kib_per_s", "start_s", "start_cpu_s")
+FIGURES = ("cpu_percent", "rss_mib", "kib_per_s", "pictures_per_s", "start_s", "start_cpu_s")
 RUNS = (*((view, view, "") for view in PICTURES), ("pool zoomed", "pool", "+++"))
 """Name, view, keys."""
 
@@ -70,6 +74,7 @@ class Monitor:
         )  # fmt: skip
         os.close(slave)
         self.tty, self.bytes, self.tail = master, 0, b""
+        self.pictures, self._last = 0, 0.0
 
     def read(self, seconds: float, until: bytes | None = None) -> bool:
         """Read and drop what it draws, for so long or until it drew this; whether it did."""
@@ -80,11 +85,16 @@ class Monitor:
                     drawn = os.read(self.tty, 1 << 16)
                 except OSError:  # it has quit, and its side of the tty is closed
                     return False
-                self.bytes += len(drawn)
+                self._count(drawn)
                 self.tail = self.tail[-200:] + drawn
                 if until is not None and until in self.tail:
                     return True
         return False
+
+    def _count(self, drawn: bytes) -> None:
+        now = time.perf_counter()
+        self.pictures += now - self._last > APART
+        self.bytes, self._last = self.bytes + len(drawn), now
 
     def press(self, keys: str) -> None:
         """Type."""
@@ -119,13 +129,14 @@ def measure(target: str, view: str, folder: str, seconds: float, keys: str) -> d
         start, start_cpu = time.perf_counter() - monitor.started, monitor.cpu()
         monitor.press(keys)
         monitor.read(WARM_S)
-        cpu, written, began = monitor.cpu(), monitor.bytes, time.perf_counter()
+        cpu, written, pictures, began = monitor.cpu(), monitor.bytes, monitor.pictures, time.perf_counter()
         monitor.read(seconds)
         took = time.perf_counter() - began
         return {
             "cpu_percent": round(100 * (monitor.cpu() - cpu) / took, 1),
             "rss_mib": round(monitor.rss(), 1),
             "kib_per_s": round((monitor.bytes - written) / took / 1024, 1),
+            "pictures_per_s": round((monitor.pictures - pictures) / took, 1),
             "start_s": round(start, 3),
             "start_cpu_s": round(start_cpu, 3),
         }
@@ -147,11 +158,14 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         runs = run(arguments, folder)
-    print(f"{'view':<12} {'CPU %':>7} {'MiB':>7} {'KiB/s':>8} {'start s':>8} {'its CPU s':>10}   each CPU %")
+    print(
+        f"{'view':<12} {'CPU %':>7} {'MiB':>7} {'KiB/s':>8} {'pictures/s':>10} {'start s':>8} {'its CPU s':>10}"
+        "   each CPU %"
+    )
     for name, each in runs.items():
-        cpu, rss, kib, start, start_cpu = (each[key] for key in FIGURES)
+        cpu, rss, kib, pictures, start, start_cpu = (each[key] for key in FIGURES)
         singly = " ".join(map(str, each["cpu_percents"]))
-        print(f"{name:<12} {cpu:7.1f} {rss:7.1f} {kib:8.1f} {start:8.3f} {start_cpu:10.3f}   {singly}")
+        print(f"{name:<12} {cpu:7.1f} {rss:7.1f} {kib:8.1f} {pictures:10.1f} {start:8.3f} {start_cpu:10.3f}   {singly}")
     worst = {name: max(figures[name] for figures in runs.values()) for name in BARS}
     result = {
         "benchmark": "monitor", "nodes": arguments.nodes, "blocks": arguments.blocks, "hz": 10,
@@ -167,7 +181,9 @@ def run(arguments: argparse.Namespace, folder: str) -> dict[str, dict[str, Any]]
     """Every view beside one engine, again and again; the medians."""
     os.chmod(folder, 0o700)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "monitor")))
-    environment = {**os.environ, "XDG_RUNTIME_DIR": folder, "PYTHONPATH": paths}
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    bytecode = os.path.join(folder, "bytecode")
+    environment = {**os.environ, "XDG_RUNTIME_DIR": folder, "PYTHONPATH": paths, "PYTHONPYCACHEPREFIX": bytecode}
     os.environ.update(environment)
     command = [sys.executable, __file__, "--publish", f"--nodes={arguments.nodes}", f"--blocks={arguments.blocks}"]
     engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
@@ -176,6 +192,8 @@ def run(arguments: argparse.Namespace, folder: str) -> dict[str, dict[str, Any]]
     wanted = [each for each in RUNS if each[1] in arguments.views.split(",")]
     runs: dict[str, list[dict[str, float]]] = {name: [] for name, _, _ in wanted}
     try:
+        for _, view, keys in wanted:
+            measure(target, view, folder, 0.1, keys)
         for _ in range(arguments.repeats):
             for name, view, keys in wanted:
                 runs[name].append(measure(target, view, folder, arguments.seconds, keys))

@@ -26,6 +26,7 @@ from radixkv_monitor.help import ExportScreen, HelpScreen, key_name
 from radixkv_monitor.leaving import has_shell, heed
 from radixkv_monitor.messages import Selected, Selection
 from radixkv_monitor.meter import Meter
+from radixkv_monitor.pace import FRAMES_PER_SECOND, Pace
 from radixkv_monitor.state import State
 from radixkv_monitor.theme import DARK, LIGHT, THEMES
 from radixkv_monitor.viewing import Viewing
@@ -33,8 +34,6 @@ from radixkv_monitor.views import VIEWS, View
 from radixkv_monitor.widgets.lines import Banner, BottomLine, TopLine
 from radixkv_monitor.widgets.picture import picture
 
-FRAMES_PER_SECOND = 5
-"""Half of what a feed may tell: nobody reads numbers faster, and drawing is most of what a monitor costs."""
 STEP, LEAP = 5.0, 60.0
 """Seconds that the keys for the past go."""
 
@@ -63,7 +62,10 @@ KEYS: tuple[Binding, ...] = (
 
 
 class MonitorApp(App[None]):
-    """Shows what `feed` tells, beginning with the view `start_screen`; with a `meter` also what that costs."""
+    """Shows what `feed` tells, beginning with the view `start_screen`.
+
+    With a `meter` also what that costs; with a `pace` no picture before that says so, but for keys.
+    """
 
     CSS_PATH = "app.tcss"
     TITLE = "radixkv-monitor"
@@ -77,6 +79,7 @@ class MonitorApp(App[None]):
         sort: str | None = None,
         record_to: Path | None = None,
         meter: Meter | None = None,
+        pace: Pace | None = None,
         theme: Theme = DARK,
     ) -> None:
         super().__init__()
@@ -87,7 +90,7 @@ class MonitorApp(App[None]):
         self.viewing = Viewing(feed)
         self.selection = Selection()
         self.shown: State | None = None
-        self._meter = meter
+        self._meter, self._pace = meter, pace
         self._drawn: tuple[object, ...] = ()
         self._top = TopLine([(entry.name, entry.title) for entry in VIEWS])
         self._banner = Banner()
@@ -109,7 +112,7 @@ class MonitorApp(App[None]):
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # the shell has drawn over it
         self.feed.start()
         await self.action_show(self.start_screen)
-        self.set_interval(1 / FRAMES_PER_SECOND, self.tick)
+        self.set_interval(0.5 / FRAMES_PER_SECOND, self._tick_in_time)
         self.set_interval(1, self._say_below)
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self._say_below())
 
@@ -126,6 +129,11 @@ class MonitorApp(App[None]):
 
     # ---- drawing
 
+    def _tick_in_time(self) -> None:
+        """Draw, unless that would be too often."""
+        if self._pace is None or self._pace.ready():
+            self.tick()
+
     def tick(self) -> None:
         """Draw, if anything differs from what is shown, or a second has passed."""
         state = self.viewing.look()
@@ -138,6 +146,8 @@ class MonitorApp(App[None]):
         key = (state.line, state.tick, state.stale, state.frozen, state.baseline, state.farewell, int(state.now))
         if key != self._drawn:
             self._drawn, self.shown = key, state
+            if self._pace is not None:
+                self._pace.drawn()
             if self.view is not None:
                 self.view.update(state)
 
