@@ -1,0 +1,138 @@
+"""JSON as models write it: where it ends, while it comes in pieces, and which calls it stands for.
+
+Knows: JSON, and the names that models give to a call's fields. Knows no tag, no format and no id.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+DEEPEST = 100  # nested deeper than this is no call: what reads and writes JSON has limits of its own, not far above
+
+_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # up to its quote, or to what is not there yet
+_BETWEEN = re.compile(r"[\s\w.+,:-]*", re.ASCII)  # what stands between strings and brackets
+_SPACE = re.compile(r"\s*")
+
+
+class NotACall(Exception):
+    """What was read as a call is text."""
+
+
+class JsonEnd:
+    """Finds the end of one object or array; each character is looked at once, however the text grows."""
+
+    def __init__(self, at: int) -> None:
+        """Begin at the bracket at `at`."""
+        self._at = at
+        self._depth = 0
+        self._in_string = self._behind_string = False
+
+    def find(self, text: str) -> int | None:
+        """Index behind the closing bracket, None while it is not there; raises NotACall for what cannot be JSON.
+
+        `text` is the one of the call before, and more. O(what is new).
+        """
+        while self._at < len(text):
+            if not (self._leave_string(text) if self._in_string else self._go_on(text)):
+                return None
+            if not self._depth and not self._in_string:
+                return self._at
+        return None
+
+    def _leave_string(self, text: str) -> bool:
+        match = _STRING.match(text, self._at)
+        assert match is not None
+        self._at = match.end()
+        if not text.startswith('"', self._at):
+            return False
+        self._at += 1
+        self._in_string, self._behind_string = False, True
+        return True
+
+    def _go_on(self, text: str) -> bool:
+        """To the next string or bracket. A quote too many is noticed here: it makes text of what follows a string."""
+        if self._behind_string:
+            self._at = _end(_SPACE, text, self._at)
+            if self._at == len(text):
+                return False
+            if text[self._at] not in ",:]}":
+                raise NotACall
+            self._behind_string = False
+        self._at = _end(_BETWEEN, text, self._at)
+        if self._at == len(text):
+            return False
+        self._step(text[self._at])
+        return True
+
+    def _step(self, character: str) -> None:
+        self._at += 1
+        if character == '"':
+            self._in_string = True
+        elif character in "{[" and self._depth < DEEPEST:
+            self._depth += 1
+        elif character in "]}":
+            self._depth -= 1
+        else:
+            raise NotACall
+
+
+def entries(value: Any) -> list[dict[str, Any]]:
+    """The objects of an array, or the one that there is; raises NotACall for all else."""
+    found = value if isinstance(value, list) else [value]
+    if not found or not all(isinstance(entry, dict) for entry in found):
+        raise NotACall
+    return found
+
+
+def parsed(text: str) -> Any:
+    """The value of an object or array that JSON, UTF-8 and another reader can hold; raises NotACall for all else.
+
+    Line ends within strings are forgiven.
+    """
+    text = text.strip()
+    if text[:1] not in ("{", "[") or JsonEnd(0).find(text) != len(text):
+        raise NotACall
+    try:
+        value = json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
+        json.dumps(value, ensure_ascii=False).encode()  # an escape may be half of a surrogate pair
+    except ValueError as error:
+        raise NotACall from error
+    return value
+
+
+def name_and_arguments(entry: dict[str, Any], *, strict: bool = False) -> tuple[str, dict[str, Any]]:
+    """What an object asks for; raises NotACall unless it has a name, and arguments that are an object.
+
+    Unless it is `strict`, they may lack, or be the text of an object.
+    """
+    name = entry.get("name")
+    given = entry.get("arguments", entry.get("parameters"))
+    arguments = given if strict else _meant(given)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise NotACall
+    return name, arguments
+
+
+def _meant(given: Any) -> Any:
+    if isinstance(given, str):
+        return parsed(given) if given.strip() else {}
+    return {} if given is None or given == [] else given
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    match = pattern.match(text, at)
+    return at if match is None else match.end()
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value

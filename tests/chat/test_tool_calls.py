@@ -1,0 +1,271 @@
+"""What a model writes as a call is read as that call, in each format, however it comes in pieces; all else is text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from radixkv.chat.tool_calls import CallReader, split_calls
+from radixkv.chat.tool_calls_format import FORMATS, HERMES, LLAMA, MISTRAL, CallFormat, format_of, tool_names
+from radixkv.chat.tool_calls_json import DEEPEST
+from tests.chat.worlds import CHATML, byte_tokenizer
+
+NAMES = {"weather", "now", "schön.suchen"}
+HARD = ['"', "\\", "{", "}", "[", "]", "</tool_call>", "<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "\n"]
+WORDS = st.one_of(
+    st.text(max_size=6), st.lists(st.sampled_from([*HARD, "é", "日", "🎈", " "]), max_size=5).map("".join)
+)
+NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.dictionaries(WORDS, VALUES, max_size=3)
+CALLS = st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS)
+STYLES = st.fixed_dictionaries({"ensure_ascii": st.booleans(), "indent": st.sampled_from([None, 1])})
+AROUND = st.lists(st.sampled_from(["So", " ", "\n", "<tool", "[TOOL", "<|py", "}", "é", "]", "a b"]), max_size=4)
+
+Read = tuple[str, list[tuple[str, Any]]]
+
+
+def read(pieces: list[str], form: CallFormat, *, fresh: bool = False) -> Read:
+    """What is said and what is called; the books are checked on the way."""
+    reader = CallReader(form, NAMES, "7", fresh=fresh)
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    assert [part for part in parts if not isinstance(part, str)] == reader.calls
+    assert all(parts), "an empty part says nothing"
+    assert len({call.id for call in reader.calls}) == len(reader.calls)
+    text = "".join(part for part in parts if isinstance(part, str))
+    if not fresh:
+        assert (text, tuple(reader.calls)) == split_calls("".join(pieces), form, NAMES, "7")
+    return text, [(call.name, call.arguments) for call in reader.calls]
+
+
+def pieces_of(text: str, data: st.DataObject) -> list[str]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8), label="cuts"))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+# ---- what models write
+
+
+def hermes(calls: list[Any], style: dict[str, Any], _: int) -> str:
+    written = (json.dumps({"name": name, "arguments": given}, **style) for name, given in calls)
+    return "".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
+
+
+def mistral(calls: list[Any], style: dict[str, Any], kind: int) -> str:
+    if kind == 0:
+        return f"[TOOL_CALLS] {json.dumps([{'name': name, 'arguments': given} for name, given in calls], **style)}"
+    between = ("[ARGS]", "[CALL_ID]abc[ARGS]", "")[kind - 1]
+    return "".join(f"[TOOL_CALLS]{name}{between}{json.dumps(given, **style)}" for name, given in calls)
+
+
+def llama(calls: list[Any], style: dict[str, Any], kind: int) -> str:
+    written = [json.dumps({"name": name, "parameters": given}, **style) for name, given in calls]
+    if kind == 0:
+        return "".join(f"<|python_tag|>{call}" for call in written)
+    return "<|python_tag|>" + ("; ", ";", "\n")[kind - 1].join(written)
+
+
+WRITERS = {HERMES: hermes, MISTRAL: mistral, LLAMA: llama}
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@settings(max_examples=60, deadline=None)
+@given(st.lists(CALLS, min_size=1, max_size=3), STYLES, st.integers(0, 3), AROUND, AROUND, st.data())
+def test_any_calls_are_read_as_they_were_written(form, calls, style, kind, before, after, data):
+    before, after = "".join(before), "".join(after)
+    text = before + WRITERS[form](calls, style, kind) + after
+    said = (before + after).rstrip() if before.strip() else after.strip()
+    assert read([text], form) == (said, calls)
+    assert read(pieces_of(text, data), form) == (said, calls)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(CALLS, min_size=1, max_size=3), STYLES, st.sampled_from(["; ", ";", "\n", ""]), st.data())
+def test_llama_writes_calls_without_any_tag(calls, style, between, data):
+    text = between.join(json.dumps({"name": name, "parameters": given}, **style) for name, given in calls)
+    assert read([text], LLAMA) == ("", calls)
+    assert read(pieces_of(f" \n{text}\n", data), LLAMA) == ("", calls)
+    assert read([f"I say {text}"], LLAMA) == (f"I say {text}", [])
+
+
+# ---- what is no call
+
+
+SOUP = st.lists(
+    st.sampled_from(
+        [
+            *HARD,
+            *(" ", ";", ":", ",", "é", "1", "true", "x", "</tool", "[CALL_ID]", "[TOOL_", "<|python", '{"a": "b"}'),
+            *('{"name": "now"', '{"name": "now", "parameters": {}}', '"arguments": {', "weather"),
+            '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+            '[TOOL_CALLS]now[ARGS]{"a": "["}',
+            '[TOOL_CALLS] [{"name": "now"}]',
+        ]
+    ),
+    max_size=14,
+).map("".join)
+
+
+def within(part: str, whole: str) -> bool:
+    letters = iter(whole)
+    return all(letter in letters for letter in part)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@settings(max_examples=120, deadline=None)
+@given(SOUP, st.booleans(), st.data())
+@example('<tool_call>{"name": "x</tool_call> <tool_call>{"name": "now", "arguments": {}}</tool_call>', False, None)
+def test_pieces_make_no_difference_and_nothing_is_lost(form, text, fresh, data):
+    said, calls = read([text], form, fresh=fresh)
+    assert read(list(text), form, fresh=fresh) == (said, calls)
+    if data is not None:
+        assert read(pieces_of(text, data), form, fresh=fresh) == (said, calls)
+    if not calls:
+        assert said == (text.lstrip() if fresh else text)
+    assert within(said, text), "what was said was changed"
+
+
+NOW = ("now", {})
+GOOD = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{nonsense}</tool_call>",
+        '<tool_call>["a"]</tool_call>',
+        "<tool_call>[]</tool_call>",
+        "<tool_call>now()</tool_call>",
+        '<tool_call>{"name": 3}</tool_call>',
+        '<tool_call>{"name": ""}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": 0}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": "[1]"}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": {"a": 1e999}}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": {"a": "\\ud800"}}</tool_call>',
+        f'<tool_call>{{"name": "now", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>',
+        f'<tool_call>{{"name": "now", "arguments": {{"a": {"[" * DEEPEST}{"]" * DEEPEST}}}}}</tool_call>',
+        f'<tool_call>{{"name": "now", "arguments": {json.dumps("[" * 5000)}}}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": {}}}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": {}} and </tool_call>',
+        '<tool_call>{"name": "now", "arguments": {"a": "</tool_call>',
+    ],
+)
+def test_what_is_broken_is_text_and_what_follows_is_read(text):
+    assert read([text], HERMES) == (text, [])
+    if not text.endswith('"</tool_call>'):
+        assert read([f"{text} {GOOD}"], HERMES) == (text, [NOW])
+        assert read(list(f"{text} {GOOD}!"), HERMES) == (f"{text} !", [NOW])
+
+
+def test_a_quote_that_never_ends_does_not_hide_what_follows_nor_hold_it_back():
+    text = '<tool_call>{"name": "now</tool_call>'
+    reader = CallReader(HERMES, NAMES, "0")
+    assert reader.push(text) == []
+    *words, call = reader.push(GOOD)
+    assert ("".join(map(str, words)), [call]) == (text, reader.calls)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "said", "calls"),
+    [
+        (HERMES, '<tool_call>{"name": "now", "arguments": {}}', "", [NOW]),  # the end is forgotten
+        (HERMES, '<tool_call>{"name": "now", "arguments": {}}\n</tool_', "", [NOW]),  # or cut by max_tokens
+        (HERMES, '<tool_call>{"name": "now", "arguments": {}', '<tool_call>{"name": "now", "arguments": {}', []),
+        (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", [NOW]),
+        (HERMES, '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', "", [NOW]),
+        (HERMES, '<tool_call>{"name": "now", "arguments": []}</tool_call>', "", [NOW]),
+        (HERMES, '<tool_call>[{"name": "now"}, {"name": "now"}]</tool_call>', "", [NOW, NOW]),
+        (HERMES, '<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "", [("fly", {})]),  # a tag is meant so
+        (HERMES, '<tool_call>{"name": "now", "arguments": {"a": "x\ny"}}</tool_call>', "", [("now", {"a": "x\ny"})]),
+        (HERMES, f"One.\n{GOOD}\n\n{GOOD}\nTwo.\n", "One.\n\n\n\nTwo.", [NOW, NOW]),
+        (HERMES, "<tool_call>\n<function=now>\n</function>\n</tool_call>", None, []),  # another format's
+        (MISTRAL, '[TOOL_CALLS] {"name": "now", "arguments": {}}', "", [NOW]),
+        (MISTRAL, "[TOOL_CALLS]", "[TOOL_CALLS]", []),
+        (MISTRAL, "[TOOL_CALLS]now[ARGS]", "[TOOL_CALLS]now[ARGS]", []),
+        (MISTRAL, "[TOOL_CALLS]now[ARGS][1]", "[TOOL_CALLS]now[ARGS][1]", []),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "now"}, 5]', '[TOOL_CALLS] [{"name": "now"}, 5]', []),
+        (MISTRAL, "[TOOL_CALLS]I cannot{}", "[TOOL_CALLS]I cannot{}", []),
+        (MISTRAL, f"[TOOL_CALLS]{'n' * 400}[ARGS]{{}}", None, []),
+        (MISTRAL, "[TOOL_CALLS]now[ARGS]{} Done.", "Done.", [NOW]),
+        (LLAMA, '<|python_tag|>now.call(zone="UTC")', None, []),
+        (LLAMA, "<|python_tag|>{'name': 'now'}", None, []),
+        (LLAMA, '{"name": "Nora", "parameters": {}}', None, []),  # an answer in JSON
+        (LLAMA, "{}", None, []),
+        (LLAMA, '<|python_tag|>{"name": "fly", "parameters": {}}', "", [("fly", {})]),
+        (LLAMA, '{"name": "now"}', None, []),
+        (LLAMA, '{"name": "now", "parameters": {}}; and then', "; and then", [NOW]),
+        (LLAMA, '{"name": "now", "parameters": {}};', ";", [NOW]),
+        (LLAMA, '{"name": "now", "parameters": {}} {"a": 1}', '{"a": 1}', [NOW]),
+        (LLAMA, '{"name": "now", "parameters": {"a": "}"', None, []),
+        (LLAMA, '{"type": "function", "name": "now", "parameters": {}}', "", [NOW]),
+    ],
+)
+def test_what_models_write_besides(form, text, said, calls):
+    assert read([text], form) == (text if said is None else said, calls)
+    assert read(list(text), form) == (text if said is None else said, calls)
+
+
+def test_text_is_held_back_only_while_it_may_be_a_call():
+    reader = CallReader(HERMES, NAMES, "0")
+    steps = [("So ", ["So"]), ("be", [" be"]), (" <tool", []), ("box>", [" <toolbox>"]), ("<tool_call>", [])]
+    steps += [("hm", ["<tool_call>hm"]), (" <tool_call>", []), ("{", []), ("!", [" <tool_call>{!"])]
+    for text, parts in steps:
+        assert "".join(map(str, reader.push(text))) == "".join(parts), text
+    assert reader.finish() == []
+    bare = CallReader(LLAMA, NAMES, "0")
+    assert bare.push(" ") == [] and bare.push("I ") == [" I"]  # no call without a tag behind words
+    assert bare.push("{") == [" {"]
+
+
+# ---- ids
+
+
+def test_ids_are_the_same_each_time_and_others_for_other_replies():
+    text = '[TOOL_CALLS] [{"name": "now"}, {"name": "now", "id": "a1B2c3D4e"}, {"name": "now", "id": "a1B2c3D4e"}]'
+    ids = [[call.id for call in split_calls(text, MISTRAL, NAMES, seed)[1]] for seed in ("0", "0", "1")]
+    assert ids[0] == ids[1] and len(set(ids[0] + ids[2])) == 5
+    assert ids[0][1] == ids[2][1] == "a1B2c3D4e"  # the model's own, once
+    assert all(len(each) == 9 and each.isalnum() and each.isascii() for each in ids[0] + ids[2])
+    named = "[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]now[CALL_ID]short[ARGS]{}"
+    first, second = split_calls(named, MISTRAL, NAMES, "0")[1]
+    assert first.id == "123456789" and len(second.id) == 9
+    assert [call.id for call in split_calls(GOOD + GOOD, HERMES, NAMES, "3")[1]] == ["call_3_0", "call_3_1"]
+
+
+# ---- which format it is
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "form"),
+    [
+        (CHATML, (), HERMES),
+        (CHATML, ("<|python_tag|>",), HERMES),  # a Llama that was trained further
+        ("{{ messages }}", ("<|python_tag|>",), LLAMA),
+        ("{{ messages }}", ("[TOOL_CALLS]", "[ARGS]"), MISTRAL),
+        ("{{ messages }}[TOOL_CALLS]", (), MISTRAL),
+        ("{{ messages }}<|tool_call|>", ("<tool▁calls▁begin>",), None),
+        ("{{ messages }}", (), None),
+        ({"default": "{{ messages }}", "tool_use": "<tool_call>"}, (), HERMES),
+        (None, (), None),
+    ],
+)
+def test_the_format_is_the_templates_or_else_the_vocabularys(template, tokens, form):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
+    assert format_of(tokenizer) is form
+
+
+def test_without_a_tokenizer_there_is_no_format_and_strange_tools_have_no_name():
+    assert format_of(None) is None
+    tools = [{"type": "function", "function": {"name": "a"}}, {"name": "b"}, {"name": 3}, "c", None, {"function": 1}]
+    assert tool_names(tools) == {"a", "b"} and tool_names(None) == frozenset()
