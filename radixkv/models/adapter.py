@@ -1,21 +1,24 @@
 """Take a decoder in: read it, put its attention over the paged pool, prove that nothing changed, or refuse it.
 
 Knows the order of these steps and the limits of a model. The steps themselves have files of their own: source (files),
-hook (attention), probe (one token), rope (frequencies), packed (linear layers), selftest (numbers).
+refusals (what nothing can run), hook (attention), probe (one token), rope (frequencies), packed (linear layers),
+selftest (numbers), fallback (attention that stays the model's own).
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import backends, packed, rope, source
-from radixkv.models.hook import IMPLEMENTATION
+from radixkv.models import backends, fallback, packed, refusals, rope, source
+from radixkv.models.forward import Forward
+from radixkv.models.hook import IMPLEMENTATION, OWN, select
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.probe import probe
 from radixkv.models.selftest import self_test
@@ -40,7 +43,8 @@ def load(
     A built model is taken over: its attention is replaced, and from then on it runs through radixkv only. dtype "auto"
     is float32 on a CPU, on other devices what the weights were saved in; a built model keeps its own. Large float32
     layers are laid out for the CPU; a built model keeps its own weights beside that. `attention` is "torch", "triton",
-    or "auto": Triton on CUDA where it serves the model, with one warning where it does not, and torch elsewhere. Raises
+    or "auto": Triton on CUDA where it serves the model, with one warning where it does not, and torch elsewhere; with
+    "auto" a model whose attention cannot be replaced runs by the fallback, with one warning that says why. Raises
     InvalidInput if there is nothing to load, or no such attention, UnsupportedModel with the reason if it cannot be run
     exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
     """
@@ -59,16 +63,44 @@ def load(
 
 
 def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str = "auto") -> LoadedModel:
-    """Select our attention, look, freeze, test; raises UnsupportedModel, leaving the model with its own attention."""
+    """Freeze, select our attention, look, test; raises UnsupportedModel, leaving the model with its own attention."""
     own = module.config._attn_implementation
+    refusals.check(module)
     try:
-        module.set_attn_implementation(IMPLEMENTATION)
-        loaded, error = _proven(_inspect(module, tokenizer, name), attention, keep=keep)
+        _freeze(module, name)
+        loaded, error = _paged_or_own(module, tokenizer, name, keep=keep, attention=attention)
     except BaseException:
-        module.set_attn_implementation(own)
+        select(module, own)
         raise
     _log.info("%s: %d layers, context %d, self-test error %.1e", name, len(loaded.layers), loaded.max_length, error)
     return loaded
+
+
+def _paged_or_own(
+    module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str
+) -> tuple[LoadedModel, float]:
+    """The model over the pool, or else, if any attention will do, by its own; and the error of its self-test."""
+    try:
+        select(module, IMPLEMENTATION)
+        return _proven(_inspect(module, tokenizer, name, probe), attention, keep=keep)
+    except UnsupportedModel as reason:
+        if attention != "auto":
+            raise
+        select(module, OWN)
+        try:
+            own = replace(_inspect(module, tokenizer, name, fallback.probe), attention="fallback")
+            proven = _packed(own, keep=keep)
+        except UnsupportedModel as second:
+            raise UnsupportedModel(f"{reason}; nor does its own attention over a cache do: {second}") from second
+        _log.warning("%s: each sequence runs by itself, by the fallback: %s", name, reason)
+        return proven
+
+
+def _freeze(module: Any, name: str) -> None:
+    """Fix what would depend on the batch."""
+    max_length = _max_length(module)
+    for frozen in rope.freeze(module, max_length):
+        _log.warning("%s: the rotary frequencies of %s are fixed to those for %d tokens", name, frozen, max_length)
 
 
 def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedModel, float]:
@@ -83,12 +115,12 @@ def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedM
         return _packed(replace(loaded, attention="torch"), keep=keep)
 
 
-def _inspect(module: Any, tokenizer: Any | None, name: str) -> LoadedModel:
+def _inspect(
+    module: Any, tokenizer: Any | None, name: str, look: Callable[[Any], tuple[tuple[LayerSpec, ...], int]]
+) -> LoadedModel:
     """Everything about the model that others need to know, found by a probe rather than believed."""
-    max_length = _max_length(module.config)
-    for frozen in rope.freeze(module, max_length):
-        _log.warning("%s: the rotary frequencies of %s are fixed to those for %d tokens", name, frozen, max_length)
-    layers, width = probe(module)
+    max_length = _max_length(module)
+    layers, width = look(module)
     vocab_size = min(width, module.get_input_embeddings().num_embeddings)
     return LoadedModel(
         model=module,
@@ -181,9 +213,16 @@ def _name_of(model: Any) -> str:
     return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
 
 
-def _max_length(config: Any) -> int:
-    """The longest sequence in tokens that the model's positions allow."""
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED)
+def _max_length(module: Any) -> int:
+    """The longest sequence in tokens that the model's positions allow, and in which it attends to all keys.
+
+    Beyond `keep_window_size` keys Doge drops some by a score, which equal tokens share: which of them go depends on how
+    the prompt was cut.
+    """
+    config = module.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or _UNLIMITED
+    kept = getattr(config, "keep_window_size", None) or _UNLIMITED
+    return min(int(positions) - Forward.of(module).first_position, int(kept))
 
 
 def _stop_token_ids(module: Any, tokenizer: Any | None) -> set[int]:

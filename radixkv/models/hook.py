@@ -7,6 +7,7 @@ hand it over, but some architectures drop them.)
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from transformers import AttentionInterface
 # transformers treats names with "flash", "sdpa", "flex_attention", "paged|" or a slash in them specially, and builds no
 # masks for a name that it has no mask function for: that is what we want.
 IMPLEMENTATION = "radixkv"
+# Knows softcaps and sinks, which others of transformers' own leave out.
+OWN = "eager"
+_transformers_log = logging.getLogger("transformers.modeling_utils")
 
 
 @dataclass(slots=True)
@@ -113,9 +117,20 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
-    """While this is open, `model` computes attention as transformers does ("eager": it knows softcaps and sinks)."""
-    model.set_attn_implementation("eager")
+    """While this is open, `model` computes attention as transformers does."""
+    before = model.config._attn_implementation
+    select(model, OWN)
     try:
         yield
     finally:
-        model.set_attn_implementation(IMPLEMENTATION)
+        select(model, before)
+
+
+def select(model: Any, implementation: str) -> None:
+    """Let `model` compute attention by `implementation`; one that has no choice keeps its own, and does not say so."""
+    level = _transformers_log.level
+    _transformers_log.setLevel(logging.ERROR)
+    try:
+        model.set_attn_implementation(implementation)
+    finally:
+        _transformers_log.setLevel(level)

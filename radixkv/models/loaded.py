@@ -42,7 +42,7 @@ class LoadedModel:
 
     `max_length` is the longest sequence in tokens, `vocab_size` the number of token ids that can go in and come out,
     `stop_token_ids` what ends a reply. `tokenizer` is None for a model that came without one. `attention` is the
-    backend that it was tested with, "torch" or "triton".
+    backend that it was tested with, "torch" or "triton", or "fallback": each sequence by itself, by the model's own.
     """
 
     model: nn.Module

@@ -5,18 +5,16 @@ Knows what radixkv's attention can express. Does not know whether the numbers co
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from radixkv.errors import UnsupportedModel
+from radixkv.models.forward import Forward
 from radixkv.models.hook import AttentionCall, handled_by
 from radixkv.models.loaded import LayerSpec
 
-# A layer of any other type keeps state or picks keys in a way that a pool of keys and values does not reproduce.
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Tensors that many architectures pass along although plain attention has no use for them.
 _HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k"})
 
@@ -26,19 +24,21 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
 
     Raises UnsupportedModel, with the reason, for what cannot run over a paged pool. Costs one forward of one token.
     """
-    _check_config(model)
+    forward = Forward.of(model)
+    if not forward.positions:
+        raise UnsupportedModel(f"{_kind(model)} takes no position_ids: it counts positions itself")
     recorder = _Recorder()
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    first = torch.zeros(1, dtype=torch.long, device=model.device)  # the token, where it stands, and its row
     try:
         with torch.inference_mode(), handled_by(recorder):
-            output = model(input_ids=token, position_ids=torch.zeros_like(token), use_cache=False)
+            logits = forward.logits(model, first, first, positions=first, use_cache=False)
     except UnsupportedModel:
         raise
     except Exception as error:
         raise UnsupportedModel(f"{_kind(model)} failed on its first token: {type(error).__name__}: {error}") from error
     layers = tuple(recorder.layers)
     _check_layers(model, layers)
-    return layers, int(output.logits.shape[-1])
+    return layers, int(logits.shape[-1])
 
 
 class _Recorder:
@@ -80,19 +80,6 @@ def _check_call(call: AttentionCall) -> None:
         raise UnsupportedModel(
             f"{who} asks for attention of {tuple(queries)} over {tuple(keys)}, not of one token over itself"
         )
-
-
-def _check_config(model: Any) -> None:
-    """Refuse what class and configuration say outright: recurrent state, no positions, layers that we do not have."""
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModel(f"{_kind(model)} has recurrent state, which cannot be shared by prefix")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{_kind(model)} is an encoder-decoder; radixkv runs decoders")
-    if not any("position_ids" in signature(part.forward).parameters for part in (model, model.base_model)):
-        raise UnsupportedModel(f"{_kind(model)} takes no position_ids: it counts positions itself")
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if kinds - _KNOWN_LAYER_TYPES:
-        raise UnsupportedModel(f"{_kind(model)} has layers of type {', '.join(sorted(kinds - _KNOWN_LAYER_TYPES))}")
 
 
 def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:

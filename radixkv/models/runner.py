@@ -22,6 +22,8 @@ from radixkv.models.backends import PlannedBackend, backend_of, split_of
 from radixkv.models.chunk import Chunk as Chunk
 from radixkv.models.cuda_recorder import CudaRecorder
 from radixkv.models.decode_graphs import DecodeGraphs, Present, Recorder
+from radixkv.models.fallback import OwnAttention
+from radixkv.models.forward import Forward
 from radixkv.models.hook import handled_by
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.recheck import Recheck, compare, obstacle
@@ -60,6 +62,8 @@ class Runner:
             dtype=loaded.dtype,
             always_gather=deterministic,
         )
+        self._forward_of = Forward.of(loaded.model)
+        self._own = OwnAttention(loaded, self.store) if loaded.attention == "fallback" else None
         self._backend = backend_of(loaded, self.store, deterministic=deterministic)
         self._deterministic = deterministic
         self._worth = worklist.NEVER if deterministic else worklist.WORTH
@@ -78,6 +82,10 @@ class Runner:
         """
         from radixkv.models import fusion
 
+        if self._own is not None:
+            _log.warning("the model runs uncompiled: its attention is not radixkv's to compile around")
+            self._uncompiled = True
+            return
         expected = self._probed()
         self._model = fusion.Fused(self.loaded.model, backend)
         try:
@@ -177,7 +185,9 @@ class Runner:
             return logits[np.argsort(np.concatenate(groups))]
 
     def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
-        """All chunks in one forward, or in one replay of it."""
+        """All chunks in one forward, or in one replay of it; by the fallback, in a forward each."""
+        if self._own is not None:
+            return _wide(self._own.run(chunks))
         work = self._plan(chunks)
         logits = None if self._graphs is None else self._graphs.run(chunks, work)
         if logits is None:
@@ -194,11 +204,10 @@ class Runner:
     def _logits(self, step: Step, tokens: Tensor, positions: Tensor, last_rows: Tensor) -> Tensor:
         """One forward of tokens [T] whose attention `step` answers: logits [len(last_rows), vocab]."""
         with handled_by(step):
-            output = self._model(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=last_rows
+            logits: Tensor = self._forward_of.logits(
+                self._model, tokens, last_rows, positions=positions, use_cache=False
             )
         step.finish()
-        logits: Tensor = output.logits[0]
         return logits
 
     @property

@@ -6,16 +6,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from radixkv.cache import PrefixCache, Sequence
-from radixkv.errors import OutOfBlocks
 from radixkv.models import adapter
-from radixkv.models.runner import Chunk, Runner
-
-BLOCK_SIZE = 4
+from tests.models.mill import Mill, prompts, random_steps
 
 
 def reference(build: Callable[..., Any], family: str, dtype: torch.dtype) -> Callable[[list[int]], torch.Tensor]:
@@ -32,88 +27,9 @@ def reference(build: Callable[..., Any], family: str, dtype: torch.dtype) -> Cal
     return logits
 
 
-class Branch:
-    """One sequence of the cache with the prompt that it still has to compute."""
-
-    def __init__(self, sequence: Sequence, waiting: list[int]) -> None:
-        self.sequence, self.waiting = sequence, waiting
-
-
-class Mill:
-    """Runs steps over many branches at once, as an engine does: plan all, run once, commit all."""
-
-    def __init__(self, model: Any, num_blocks: int) -> None:
-        self.cache = PrefixCache(num_blocks, BLOCK_SIZE)
-        self.runner = Runner(adapter.load(model, dtype="auto"), num_blocks, BLOCK_SIZE)
-        self.copied = self.hits = 0
-
-    def open(self, prompt: list[int]) -> Branch:
-        sequence = self.cache.open(prompt, limit=len(prompt) - 1)
-        self.hits += sequence.cached_length
-        return Branch(sequence, prompt[sequence.length :])
-
-    def step(self, work: list[tuple[Branch, int]]) -> list[tuple[list[int], torch.Tensor]]:
-        """Compute `count` waiting tokens of each branch; return (history, logits after it) of each that fits."""
-        chunks, copies, done = [], [], []
-        for branch, count in work:
-            tokens = np.array(branch.waiting[:count], dtype=np.int32)
-            start = branch.sequence.length
-            try:
-                plan = branch.sequence.extend(tokens)
-            except OutOfBlocks:
-                continue
-            copies += plan.copies
-            chunks.append(Chunk(tokens, start, plan.slots, branch.sequence.block_table))
-            done.append((branch, count))
-        if not chunks:
-            return []
-        random.Random(1).shuffle(copies)
-        self.copied += len(copies)
-        logits = self.runner.run(chunks, copies)
-        for branch, count in done:
-            branch.sequence.commit()
-            del branch.waiting[:count]
-        self.cache.check()
-        return [(branch.sequence.tokens.tolist(), row) for (branch, _), row in zip(done, logits, strict=True)]
-
-
-def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Prompts that branch off each other anywhere."""
-    made = [[rng.randrange(3, 97) for _ in range(58)]]
-    while len(made) < count:
-        stem = rng.choice(made)
-        made.append(stem[: rng.randrange(5, len(stem))] + [rng.randrange(3, 97) for _ in range(rng.randrange(1, 30))])
-    return made
-
-
-def random_steps(mill: Mill, seed: int, steps: int) -> list[tuple[list[int], torch.Tensor]]:
-    """Opens, forks, truncations, closes and steps of random chunks; every row of logits with its history."""
-    rng = random.Random(seed)
-    texts = prompts(rng, 8)
-    branches: list[Branch] = []
-    rows = []
-    for _ in range(steps):
-        if len(branches) < 5:
-            branches.append(mill.open(rng.choice(texts)))
-        idle = [branch for branch in branches if not branch.waiting]
-        if idle and rng.random() < 0.5:
-            branch = rng.choice(idle)
-            branches.append(Branch(branch.sequence.fork(), [rng.randrange(3, 97)]))
-        if idle and rng.random() < 0.3:
-            branch = rng.choice(idle)
-            branch.sequence.truncate(rng.randrange(1, branch.sequence.length))
-        for branch in idle:
-            branch.waiting.append(rng.randrange(3, 97))
-        fitted = mill.step([(branch, rng.choice([1, 1, 7, 20])) for branch in branches])
-        rows += fitted
-        if len(branches) > 6 or len(fitted) < len(branches):
-            branches.pop(rng.randrange(len(branches))).sequence.close()
-    return rows
-
-
 @pytest.mark.usefixtures("exact_softmax")
 def test_logits_equal_the_own_forward_in_float64(build: Callable[..., Any], family: str) -> None:
-    mill = Mill(build(family, torch.float64), num_blocks=70)
+    mill = Mill(adapter.load(build(family, torch.float64)), num_blocks=70)
     rows = random_steps(mill, seed=3, steps=14)
     own = reference(build, family, torch.float64)
     assert len(rows) > 40
@@ -125,7 +41,7 @@ def test_logits_equal_the_own_forward_in_float64(build: Callable[..., Any], fami
 
 @pytest.mark.usefixtures("exact_softmax")
 def test_logits_are_right_while_blocks_are_evicted_and_used_again(build: Callable[..., Any]) -> None:
-    mill = Mill(build("llama", torch.float64), num_blocks=40)
+    mill = Mill(adapter.load(build("llama", torch.float64)), num_blocks=40)
     rows = random_steps(mill, seed=5, steps=25)
     own = reference(build, "llama", torch.float64)
     assert mill.cache.stats().evicted_blocks > 20
@@ -150,7 +66,7 @@ def greedy(mill: Mill, prompt: list[int], count: int, chunk: int, beside: list[l
 
 def test_greedy_tokens_equal_the_own_forward_in_float32(build: Callable[..., Any], family: str) -> None:
     texts = prompts(random.Random(8), 4)
-    mill = Mill(build(family), num_blocks=200)
+    mill = Mill(adapter.load(build(family)), num_blocks=200)
     own = reference(build, family, torch.float32)
     expected = list(texts[1])
     for _ in range(12):

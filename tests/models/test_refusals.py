@@ -42,30 +42,28 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "recurrent|linear_attention",
     ),
-    "bloom": (
-        lambda: transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
-        "position_ids|attention",
-    ),
-    "gptj": (
-        lambda: transformers.GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128),
-        "attention",
-    ),
-    "llama4_text": (
-        lambda: transformers.Llama4TextConfig(
-            **GATED, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=16
-        ),
-        "chunked_attention",
-    ),
-    "doge": (lambda: transformers.DogeConfig(**GATED), "mask"),
-    "bart": (
-        lambda: transformers.BartConfig(
-            vocab_size=97, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, encoder_layers=1
-        ),
-        "position_ids|encoder-decoder",
-    ),
     "bert": (
         lambda: transformers.BertConfig(**SIZES, intermediate_size=48, is_decoder=False),
         "later tokens",
+    ),
+    "bert that reads an encoder": (
+        lambda: transformers.BertConfig(**SIZES, intermediate_size=48, is_decoder=True, add_cross_attention=True),
+        "encoder's output",
+    ),
+    "deepseek_v32": (
+        lambda: transformers.DeepseekV32Config(
+            **{**GATED, "num_key_value_heads": 4},
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            index_topk=64,
+            index_n_heads=2,
+            index_head_dim=16,
+            first_k_dense_replace=2,
+        ),
+        "by an index",
     ),
     "lfm2": (
         lambda: transformers.Lfm2Config(**GATED, layer_types=["conv", "full_attention"]),
@@ -123,14 +121,14 @@ def test_a_window_that_is_not_passed_to_attention_is_refused(build: Callable[...
     model = build("gemma2")
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(UnsupportedModel, match="layer 0 is sliding_attention, but its window is None"):
-        adapter.load(model)
+        adapter.load(model, attention="torch")
 
 
 def test_a_softcap_that_is_not_passed_to_attention_is_refused(build: Callable[..., Any]) -> None:
     model = build("gemma2")
     model.model.layers[1].self_attn.attn_logit_softcapping = None
     with pytest.raises(UnsupportedModel, match="softcap"):
-        adapter.load(model)
+        adapter.load(model, attention="torch")
 
 
 def test_a_wrong_scale_in_one_layer_is_the_models_own_business(build: Callable[..., Any]) -> None:
@@ -182,7 +180,7 @@ def test_bidirectional_attention_is_refused(build: Callable[..., Any]) -> None:
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     with pytest.raises(UnsupportedModel, match="later tokens"):
-        adapter.load(model)
+        adapter.load(model, attention="torch")
 
 
 def test_a_model_without_a_head_is_refused() -> None:

@@ -1,0 +1,94 @@
+"""Steps over many branches at once, planned by a real cache and run over a real pool: for tests that compare logits."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from radixkv.cache import PrefixCache, Sequence
+from radixkv.errors import OutOfBlocks
+from radixkv.models.loaded import LoadedModel
+from radixkv.models.runner import Chunk, Runner
+
+BLOCK_SIZE = 4
+
+
+class Branch:
+    """One sequence of the cache with the prompt that it still has to compute."""
+
+    def __init__(self, sequence: Sequence, waiting: list[int]) -> None:
+        self.sequence, self.waiting = sequence, waiting
+
+
+class Mill:
+    """Runs steps over many branches at once, as an engine does: plan all, run once, commit all."""
+
+    def __init__(self, loaded: LoadedModel, num_blocks: int) -> None:
+        self.cache = PrefixCache(num_blocks, BLOCK_SIZE)
+        self.runner = Runner(loaded, num_blocks, BLOCK_SIZE)
+        self.copied = self.hits = 0
+
+    def open(self, prompt: list[int]) -> Branch:
+        sequence = self.cache.open(prompt, limit=len(prompt) - 1)
+        self.hits += sequence.cached_length
+        return Branch(sequence, prompt[sequence.length :])
+
+    def step(self, work: list[tuple[Branch, int]]) -> list[tuple[list[int], torch.Tensor]]:
+        """Compute `count` waiting tokens of each branch; return (history, logits after it) of each that fits."""
+        chunks, copies, done = [], [], []
+        for branch, count in work:
+            tokens = np.array(branch.waiting[:count], dtype=np.int32)
+            start = branch.sequence.length
+            try:
+                plan = branch.sequence.extend(tokens)
+            except OutOfBlocks:
+                continue
+            copies += plan.copies
+            chunks.append(Chunk(tokens, start, plan.slots, branch.sequence.block_table))
+            done.append((branch, count))
+        if not chunks:
+            return []
+        random.Random(1).shuffle(copies)
+        self.copied += len(copies)
+        logits = self.runner.run(chunks, copies)
+        for branch, count in done:
+            branch.sequence.commit()
+            del branch.waiting[:count]
+        self.cache.check()
+        return [(branch.sequence.tokens.tolist(), row) for (branch, _), row in zip(done, logits, strict=True)]
+
+
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Prompts that branch off each other anywhere."""
+    made = [[rng.randrange(3, 97) for _ in range(58)]]
+    while len(made) < count:
+        stem = rng.choice(made)
+        made.append(stem[: rng.randrange(5, len(stem))] + [rng.randrange(3, 97) for _ in range(rng.randrange(1, 30))])
+    return made
+
+
+def random_steps(mill: Mill, seed: int, steps: int) -> list[tuple[list[int], torch.Tensor]]:
+    """Opens, forks, truncations, closes and steps of random chunks; every row of logits with its history."""
+    rng = random.Random(seed)
+    texts = prompts(rng, 8)
+    branches: list[Branch] = []
+    rows = []
+    for _ in range(steps):
+        if len(branches) < 5:
+            branches.append(mill.open(rng.choice(texts)))
+        idle = [branch for branch in branches if not branch.waiting]
+        if idle and rng.random() < 0.5:
+            branch = rng.choice(idle)
+            branches.append(Branch(branch.sequence.fork(), [rng.randrange(3, 97)]))
+        if idle and rng.random() < 0.3:
+            branch = rng.choice(idle)
+            branch.sequence.truncate(rng.randrange(1, branch.sequence.length))
+        for branch in idle:
+            branch.waiting.append(rng.randrange(3, 97))
+        fitted = mill.step([(branch, rng.choice([1, 1, 7, 20])) for branch in branches])
+        rows += fitted
+        if len(branches) > 6 or len(fitted) < len(branches):
+            branches.pop(rng.randrange(len(branches))).sequence.close()
+    return rows
