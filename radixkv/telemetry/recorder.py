@@ -11,17 +11,15 @@ evictions by rings.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import TypeVar
 
 from radixkv.cache import CacheStats, PrefixCache
-from radixkv.cache.ghosts import Pressure
 from radixkv.cache.node import Node
-from radixkv.cache.observer import unheard
-from radixkv.cache.purpose import Purpose
 from radixkv.cache.watch import OpenSequence, Watch
+from radixkv.telemetry.heard import Heard
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
 from radixkv.telemetry.node_records import TEXT_TOKENS, Decode, node_record, runs, said, tokens
 from radixkv.telemetry.records import (
@@ -57,12 +55,7 @@ class Recorder:
         self._texts = None if decode is None else _Texts(decode)
         self._fresh = True
         self.cost_ns = 0  # what collecting has cost the caller's thread
-        # Told by the cache, as raw facts: each event is one append.
-        self._evicted: deque[tuple[float, int, int, int, int, int, bool, float, int, Pressure]] = deque(
-            maxlen=EVICTIONS
-        )
-        self._regretted: deque[tuple[int, float]] = deque(maxlen=EVICTIONS)
-        self._opened: dict[int, float] = {}
+        self._heard = Heard(clock)
         # What was told last, of what is compared with it.
         self._sequences: dict[int, SequenceRecord] = {}
         self._live: dict[int, RequestRecord] = {}
@@ -75,44 +68,9 @@ class Recorder:
     def attach(self, cache: PrefixCache) -> None:
         """Watch `cache` from now on, and nothing else; the next `collect` tells everything. O(nodes)."""
         self._cache = cache
-        self._watch: Watch = cache.watch(self)
+        self._watch: Watch = cache.watch(self._heard)
         self._offset = self._clock() - self._watch.now()
         self._fresh = True
-
-    # ---- what the cache tells; what becomes of nodes is marked by the cache itself
-
-    rooted = uprooted = inserted = grown = split = merged = trimmed = copied = staticmethod(unheard)
-
-    def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
-        """Note the time."""
-        self._opened[sequence] = self._clock()
-
-    def forked(self, sequence: int, parent: int) -> None:
-        """Note the time."""
-        self._opened[sequence] = self._clock()
-
-    def closed(self, sequence: int, length: int) -> None:
-        """Forget the time."""
-        self._opened.pop(sequence, None)
-
-    def evicted(
-        self,
-        number: int,
-        node: int,
-        start: int,
-        tokens: int,
-        blocks: int,
-        gone: bool,
-        idle: float,
-        hits: int,
-        pressure: Pressure,
-    ) -> None:
-        """Note it, and when."""
-        self._evicted.append((self._clock(), number, node, start, tokens, blocks, gone, idle, hits, pressure))
-
-    def regretted(self, number: int, tokens: int, ago: float) -> None:
-        """Note it, and when."""
-        self._regretted.append((number, self._clock()))
 
     # ---- what an engine tells
 
@@ -137,7 +95,7 @@ class Recorder:
     @property
     def pending(self) -> bool:
         """Whether there is something to tell of nodes, evictions, requests or sessions. Any thread may ask."""
-        told = self._requests or self._ended or self._sessions or self._evicted or self._regretted
+        told = self._requests or self._ended or self._sessions or self._heard.evictions or self._heard.regrets
         return bool(self._fresh or self._watch or told)
 
     def collect(
@@ -193,28 +151,29 @@ class Recorder:
         changed = [record for number, record in now.items() if before.get(number) != record]
         gone = tuple(number for number in before if number not in now)
         for number in gone:
-            self._opened.pop(number, None)  # also if the cache tells us nothing any more
+            self._heard.since.pop(number, None)  # also if the cache tells us nothing any more
         return tuple(changed), gone
 
     def _sequence(self, each: OpenSequence, owner: tuple[int | None, int]) -> SequenceRecord:
-        opened = self._opened.get(each.id)
+        opened = self._heard.since.get(each.id)
         if opened is None:  # before anybody watched
-            opened = self._opened[each.id] = self._clock()
+            opened = self._heard.since[each.id] = self._clock()
         return SequenceRecord(each.id, *owner, each.node, each.length, each.cached, runs(each.blocks), opened)
 
     def _new_evictions(self) -> list[EvictionRecord]:
         """Evictions since the last time, and older ones that were wanted again since."""
         told: dict[int, EvictionRecord] = {}
-        while self._evicted:
-            when, number, node, start, tokens, blocks, gone, idle, hits, pressure = self._evicted.popleft()
+        evictions, regrets = self._heard.evictions, self._heard.regrets
+        while evictions:
+            when, (number, node, start, tokens, blocks, gone, idle, hits, pressure) = evictions.popleft()
             record = EvictionRecord(number, when, node, start, tokens, blocks, idle, hits, gone, str(pressure))
             told[number] = record
             _keep(self._evictions, number, record, EVICTIONS)
-        while self._regretted:
-            number, when = self._regretted.popleft()
+        while regrets:
+            number, ago = regrets.popleft()
             known = self._evictions.get(number)
             if known is not None and known.wanted_again is None:
-                told[number] = self._evictions[number] = replace(known, wanted_again=when)
+                told[number] = self._evictions[number] = replace(known, wanted_again=known.time + ago)
         return list(told.values())
 
     def _note_told(self, requests: tuple[RequestRecord, ...]) -> None:

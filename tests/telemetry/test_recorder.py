@@ -189,7 +189,7 @@ def test_what_nobody_collects_takes_no_room() -> None:
     assert len(changes.evictions) == EVICTIONS and len(changes.requests) == ENDED_REQUESTS
     assert len(changes.sessions) == SESSIONS and not changes.gone_nodes
     assert [record.number for record in changes.requests] == list(range(2000 - ENDED_REQUESTS, 2000))
-    assert len(recorder._opened) == 0
+    assert len(recorder._heard.since) == 0
     mirror.apply(changes)
     assert_tells_the_truth(mirror, cache, OFFSET)
 
@@ -234,22 +234,24 @@ def test_text_is_told_only_where_it_is_asked_for_and_only_its_beginning() -> Non
     assert all(record.text is None for record in watched()[1].collect().nodes)
 
 
-def test_a_recorder_that_fails_harms_no_cache(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, recorder, mirror, _ = watched(4)
-    monkeypatch.setattr(recorder, "_opened", None)
+def test_a_recorder_that_fails_harms_no_cache(caplog: pytest.LogCaptureFixture) -> None:
+    broken = False
+
+    def clock() -> float:
+        if broken:
+            raise OSError("what time it is, nobody knows")
+        return OFFSET
+
+    cache, recorder, mirror = PrefixCache(4, 4), Recorder(clock), Mirror()
+    recorder.attach(cache)
+    broken = True
     publish(cache, prompt(1, 16))
     publish(cache, prompt(2, 16))
     cache.check()
     assert len(caplog.records) == 1
-    mirror.apply(recorder_with_opened(recorder).collect())
+    broken = False
+    mirror.apply(recorder.collect())
     assert sum(record.tokens for record in mirror.nodes.values()) == 16, "what is marked is told all the same"
-
-
-def recorder_with_opened(recorder: Recorder) -> Recorder:
-    recorder._opened = {}
-    return recorder
 
 
 def test_a_namespace_is_named_but_never_asked() -> None:
