@@ -154,10 +154,14 @@ class MonitorApp(App[None]):
     def _say_around(self) -> None:
         """The lines around the view, and its look."""
         facts = self.shown.facts if self.shown is not None else None
-        source = f"{facts.model} · pid {facts.pid}" if facts is not None else self.feed.title
+        source = f"{facts.model} · pid {self._whose(facts.pid)}" if facts is not None else self.feed.title
         self._top.say(source, self.viewing.link)
         self._banner.say(*self.viewing.banner)
         self.screen_stack[0].set_class(self.feed.status.link == "stale", "-stale")
+
+    def _whose(self, pid: int) -> str:
+        """The process, and which of several engines of that: as in the picker."""
+        return self.feed.peer if self.feed.peer.startswith(f"{pid}-") else str(pid)
 
     def _say_below(self) -> None:
         """Keys, the view's own first, and the cost."""

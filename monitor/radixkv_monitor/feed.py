@@ -46,6 +46,8 @@ class Feed(ABC):
 
     title: str = ""
     """What it reads, for the top line."""
+    peer: str = ""
+    """The name of the socket that answers, without its ending: the process id, and which engine of that process."""
 
     @abstractmethod
     def start(self) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 from radixkv.errors import RadixKVError
@@ -74,6 +75,7 @@ class SocketFeed(ThreadFeed):
         try:
             with self._connect() as connection:
                 connection.settimeout(0.5)
+                self.peer = _socket_name(connection)
                 return self._read(connection)
         except (OSError, RadixKVError) as error:
             _log.info("no connection: %s", error)
@@ -153,6 +155,12 @@ class DemoFeed(ThreadFeed):
                 self._status = Status("live", source.facts.started)
                 if self._closing.wait(1 / HZ):
                     return
+
+
+def _socket_name(connection: socket.socket) -> str:
+    """Of the other end, if it is a file."""
+    name = connection.getpeername()
+    return Path(name).stem if isinstance(name, str) else ""
 
 
 def _plain(error: Exception) -> str:

@@ -323,6 +323,18 @@ def test_a_lost_engine_is_told_and_greyed() -> None:
     played(steps)
 
 
+def test_the_top_line_says_which_engine_of_a_process_it_is() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        pid = app.shown.facts.pid if app.shown is not None else 0
+        for peer, named in ((f"{pid}-2", f"pid {pid}-2 "), (str(pid), f"pid {pid} "), ("my-engine", f"pid {pid} ")):
+            feed.peer = peer
+            app.tick()
+            await pilot.pause()
+            assert named in str(app._top._source.render())
+
+    played(steps, (160, 48))
+
+
 def test_views_hear_of_each_others_selections() -> None:
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
         assert app.view is not None

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -15,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.errors import EngineNotFound
+from radixkv.telemetry.discovery import connect
 from radixkv.telemetry.frames import CRASHED, Bye, Delta, Frame, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import encode, snapshot_frames
+from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.recording import MAGIC, read_recording
 from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord
 from radixkv_monitor.history import rate
@@ -29,6 +32,7 @@ from radixkv_monitor.state import State
 from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.timeline import Timeline
 from tests.monitor.still import FACTS
+from tests.telemetry.served import serving
 
 OTHER = replace(FACTS, engine="engine-2", pid=5000)
 
@@ -259,6 +263,20 @@ def test_a_lost_engine_is_stale_and_a_restarted_one_is_told(engines: Engines, fe
         assert feed.status.sentence == "the engine was restarted"
         assert set(feed.latest.nodes) == {9} and feed.latest.facts == OTHER and feed.latest.line != line
         assert feed.latest.baseline is not None and feed.latest.baseline.engine == OTHER.engine
+
+
+def test_a_feed_knows_which_engine_of_a_process_answers() -> None:
+    with serving() as (first, engine):
+        second = Publisher(FACTS, engine.collect, engine.pending)
+        second.start()
+        assert first.path is not None and second.path is not None and first.path.stem != second.path.stem
+        for path in (first.path, second.path):
+            feed = SocketFeed("x", partial(connect, path))
+            feed.start()
+            until(lambda feed=feed: feed.latest)
+            assert feed.peer == path.stem
+            feed.close()
+        second.close()
 
 
 def test_a_restart_is_told_however_its_frames_arrive_and_not_for_ever(
