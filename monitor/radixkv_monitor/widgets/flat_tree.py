@@ -141,7 +141,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         if stays is not None and (wanted := max(0, stays - (anchor - top))) != top:
             self.scroll_to(y=wanted, animate=False)
         self._note(by_hand=False)
-        self.refresh()
+        self.repaint()
 
     def _survivor(self, before: Sequence[Row], place: int) -> int | None:
         """Where the row is that was in this place, or the nearest one to it that still is."""
