@@ -1,12 +1,11 @@
 """What passes between a caller and a chat session: tool calls and their results, replies.
 
-Knows: the Hermes / Qwen form of tool calls, and thinking in <think> tags. Knows no token and no template.
+Knows: thinking in <think> tags. Knows no token, no template, and not how models write tool calls (tool_calls.py).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,7 +17,6 @@ from radixkv.models.sampler import TokenLogprobs
 
 Message: TypeAlias = dict[str, Any]
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 THINK_END = "</think>"
 THINK_START = "<think>"
 
@@ -53,7 +51,8 @@ class ToolResult:
 class Reply:
     """What the assistant said in one turn.
 
-    `text` is what stands outside tool calls and thinking. `token_ids` are the sampled ones, a stop token included.
+    `text` is what stands outside tool calls and thinking; what was begun as a call and is none stays in it, tags
+    included. `token_ids` are the sampled ones, a stop token included.
     `usage.cached_tokens` says how much of the conversation was found in the cache.
     """
 
@@ -78,25 +77,6 @@ def split_thinking(text: str) -> tuple[str, str]:
     return thinking.removeprefix(THINK_START).strip(), answer.lstrip()
 
 
-def split_tool_calls(text: str, turn: int) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text outside tool calls, and the calls; a block that is no valid call stays in the text.
-
-    >>> split_tool_calls('Let me see. <tool_call>{"name": "now", "arguments": {}}</tool_call>', turn=0)
-    ('Let me see.', (ToolCall(id='call_0_0', name='now', arguments={}),))
-    """
-    calls: list[ToolCall] = []
-
-    def take(block: re.Match[str]) -> str:
-        call = _parse_call(block[1], f"call_{turn}_{len(calls)}")
-        if call is None:
-            return block[0]
-        calls.append(call)
-        return ""
-
-    rest = _TOOL_CALL.sub(take, text)
-    return (rest.strip() if calls else text), tuple(calls)
-
-
 def tool_messages(results: Sequence[ToolResult], calls: Sequence[ToolCall]) -> list[Message]:
     """The tool turns that answer `calls`, in their order; raises InvalidInput unless each is answered once."""
     if not isinstance(results, Sequence) or not all(isinstance(result, ToolResult) for result in results):
@@ -108,17 +88,6 @@ def tool_messages(results: Sequence[ToolResult], calls: Sequence[ToolCall]) -> l
         raise InvalidInput(f"the tool calls {asked} each need one result; got results for {answered}")
     by_id = {result.call_id: result for result in results}
     return [by_id[call.id].as_message(call.name) for call in calls]
-
-
-def _parse_call(block: str, call_id: str) -> ToolCall | None:
-    try:
-        call = json.loads(block)
-        arguments = call.get("arguments") or {}
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        valid = isinstance(call["name"], str) and isinstance(arguments, dict)
-        return ToolCall(call_id, call["name"], arguments) if valid else None
-    except (ValueError, KeyError, AttributeError, RecursionError):  # the last: nested too deep
-        return None
 
 
 def _to_json(content: Any) -> str:

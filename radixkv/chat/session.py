@@ -14,12 +14,16 @@ from array import array
 from collections.abc import Hashable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, split_thinking, split_tool_calls, tool_messages
+from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, split_thinking, tool_messages
 from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.template import ChatTemplate
+from radixkv.chat.tool_calls import split_calls
+from radixkv.chat.tool_calls_format import CallFormat, format_of, tool_names
 from radixkv.engine import Completion
 from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, SessionClosed
 from radixkv.models.sampling_params import SamplingParams, checked_params, is_int
@@ -248,7 +252,7 @@ class ChatSession:
 
     def _record(self, stream: ReplyStream, completion: Completion) -> Reply:
         """The turn is complete: it becomes part of the history."""
-        reply = self._reply(completion, len(stream.turns), stream.params)
+        reply = self._reply(completion, stream.turns, stream.params)
         message: Message = {"role": "assistant", "content": reply.text}
         if reply.tool_calls:
             message["tool_calls"] = [call.as_message() for call in reply.tool_calls]
@@ -260,10 +264,11 @@ class ChatSession:
             self._demote(before)
         return reply
 
-    def _reply(self, completion: Completion, turn: int, params: SamplingParams) -> Reply:
-        thinking, text = split_thinking(self._said(completion, params))
-        text, calls = split_tool_calls(text, turn)
-        if not thinking and not calls:
+    def _reply(self, completion: Completion, turns: list[Turn], params: SamplingParams) -> Reply:
+        thinking, said = split_thinking(self._said(completion, params))
+        text, calls = self._split_calls(said, turns)
+        tags = self._call_format.tags if self._call_format else ()
+        if not thinking and not calls and not any(tag in said for tag in tags):
             text = completion.text  # without control tokens and stop strings
         return Reply(
             text,
@@ -274,6 +279,20 @@ class ChatSession:
             thinking=thinking,
             logprobs=completion.logprobs,
         )
+
+    def _split_calls(self, said: str, turns: list[Turn]) -> tuple[str, tuple[ToolCall, ...]]:
+        """The text outside tool calls, and the calls, under ids that no turn has."""
+        form = self._call_format
+        if form is None:
+            return said, ()
+        used = {call.id for turn in turns for call in turn.tool_calls}
+        seed = next(seed for seed in map(str, count(len(turns))) if form.call_id(seed, 0) not in used)
+        return split_calls(said, form, tool_names(self._template.tools), seed)
+
+    @cached_property
+    def _call_format(self) -> CallFormat | None:
+        """How the model writes tool calls; None without tools, or for a model that writes them in another way."""
+        return format_of(self._engine.model.tokenizer) if self._template.tools else None
 
     def _said(self, completion: Completion, params: SamplingParams) -> str:
         """The text with control tokens, up to the stop string if one ended it."""

@@ -1,19 +1,19 @@
 """A reply's text, taken apart while it comes: thinking, what is said, tool calls.
 
-Knows: <think> tags and the Hermes / Qwen form of tool calls. Knows no token, no JSON of a response and no HTTP. Text is
-only held back while it may still turn out to be part of a tag, or white space before one.
+Knows: <think> tags. Knows no token, no JSON of a response and no HTTP, and not how calls are written. Text is only held
+back while it may still turn out to be part of a tag or of a call, or white space before one.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
-from radixkv.chat.messages import THINK_END, THINK_START, ToolCall, split_tool_calls
+from radixkv.chat.messages import THINK_END, THINK_START, ToolCall
+from radixkv.chat.tool_calls import CallReader, Part
+from radixkv.chat.tool_calls_format import HERMES, CallFormat
 
-CALL_START, CALL_END = "<tool_call>", "</tool_call>"
-TAGS = (THINK_START, THINK_END, CALL_START, CALL_END)
+TAGS = (THINK_START, THINK_END, *HERMES.tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,27 @@ class Piece:
 class ReplyReader:
     """Takes the text of one reply bit by bit; what it has handed out so far is in `content`, `thinking` and `calls`.
 
-    White space around thinking and around calls belongs to neither and is dropped. A block that is no valid call, or
-    has no end, is text.
+    White space around thinking is dropped, and calls are as `CallReader` has them.
     """
 
-    def __init__(self, *, reads_calls: bool, thinking: bool) -> None:
-        """`thinking` says that the prompt ended with an open tag, `reads_calls` that calls are to be taken out."""
-        self._reads_calls = reads_calls
+    def __init__(
+        self,
+        *,
+        reads_calls: bool,
+        thinking: bool,
+        form: CallFormat | None = HERMES,
+        names: Collection[str] = (),
+        seed: str = "0",
+    ) -> None:
+        """`thinking` says that the prompt ended with an open tag, `reads_calls` that calls are to be taken out.
+
+        `form` is how the model writes them, `names` are the tools that there are, and `seed` makes the calls' ids.
+        """
+        self._form = form if reads_calls else None
+        self._names, self._seed = names, seed
         self._state = "thinking" if thinking else "start"
-        self._readers = {"start": self._start, "thinking": self._think, "text": self._say, "call": self._call}
+        self._readers = {"start": self._start, "thinking": self._think, "text": self._say}
+        self._calls: CallReader | None = None
         self._taken: list[str] = []
         self._held = ""
         self._fresh = True  # nothing was handed out since the last tag: white space is dropped
@@ -60,11 +72,12 @@ class ReplyReader:
     def finish(self) -> list[Piece]:
         """The reply is complete: what was held is what it looks like."""
         pieces = list(self._read())
+        if self._state == "start":  # no tag came after all
+            self._state, self._fresh = "text", False
+            pieces += self._read()
+        if self._calls is not None:
+            return pieces + self._pieces(self._calls.finish())
         rest, self._held = self._held, ""
-        if self._state == "start":
-            self._fresh = False  # no tag came after all
-        if self._state in ("text", "call") and self.calls:
-            rest = rest.rstrip()
         return pieces + list(self._give("thinking" if self._state == "thinking" else "content", rest))
 
     # ---- inside
@@ -94,31 +107,25 @@ class ReplyReader:
             yield from self._give_all_but(_undecided(self._held, THINK_END), "thinking")
 
     def _say(self) -> Iterator[Piece]:
-        if not self._reads_calls:
+        if self._form is None:
             yield from self._give_all_but(0, "content")
             return
-        said, tag, _ = self._held.partition(CALL_START)
-        if tag:
-            yield from self._give("content", said.rstrip())
-            self._held, self._state = self._held[len(said.rstrip()) :], "call"
-        else:
-            yield from self._give_all_but(_undecided(self._held, CALL_START), "content")
+        if self._calls is None:
+            self._calls = CallReader(self._form, self._names, self._seed, fresh=self._fresh)
+        text, self._held = self._held, ""
+        yield from self._pieces(self._calls.push(text))
 
-    def _call(self) -> Iterator[Piece]:
-        """A block; what is held begins with the white space before it."""
-        block, tag, rest = self._held.partition(CALL_END)
-        if not tag:
-            return
-        _, calls = split_tool_calls(block + tag, turn=0)
-        self._state = "text"
-        if calls:
-            call = replace(calls[0], id=f"call_{uuid.uuid4().hex[:24]}")
-            self.calls.append(call)
-            self._held, self._fresh = rest, True
-            yield Piece(call=call, number=len(self.calls) - 1)
-        else:
-            self._held = rest
-            yield from self._give("content", block + tag)
+    def _pieces(self, parts: Sequence[Part]) -> list[Piece]:
+        """What a reader of calls made certain."""
+        pieces = []
+        for part in parts:
+            if isinstance(part, str):
+                self.content += part
+                pieces.append(Piece(content=part))
+            else:
+                self.calls.append(part)
+                pieces.append(Piece(call=part, number=len(self.calls) - 1))
+        return pieces
 
     def _give_all_but(self, undecided: int, kind: str) -> Iterator[Piece]:
         certain = self._held[: len(self._held) - undecided]

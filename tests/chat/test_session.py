@@ -156,7 +156,7 @@ def test_text_that_is_no_valid_call_stays_text():
         ["<tool_call>{nonsense}</tool_call>", '<tool_call>["a"]</tool_call>', '<tool_call>{"name": 3}</tool_call>']
     )
     now = [""]
-    with chat_engine(lambda text: now[0]) as engine, engine.chat() as chat:
+    with chat_engine(lambda text: now[0]) as engine, engine.chat(tools=TOOLS) as chat:
         for now[0] in replies:
             reply = chat.send("x")
             assert (reply.text, reply.tool_calls) == (now[0], ())
@@ -328,7 +328,7 @@ def test_a_full_context_drops_the_oldest_turns():
 def test_results_keep_the_reply_that_asked_for_them():
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     with chat_engine(lambda text: "Seen." if text.startswith("r") else call, max_length=240) as engine:
-        chat = engine.chat(overflow="drop_oldest")
+        chat = engine.chat(tools=[{"name": "look"}], overflow="drop_oldest")
         asked = chat.send("go")
         reply = chat.tool_results([ToolResult(asked.tool_calls[0].id, "r" * 100)])
         assert reply.text == "Seen."
@@ -468,7 +468,7 @@ def test_verbs_on_a_closed_engine_keep_the_history_or_do_their_work():
     ],
 )
 def test_a_stop_string_is_never_part_of_a_reply_with_thinking_or_tool_calls(reply, text):
-    with chat_engine(lambda _: reply) as engine, engine.chat(history="append") as chat:
+    with chat_engine(lambda _: reply) as engine, engine.chat(tools=[{"name": "f"}], history="append") as chat:
         got = chat.send("x", SamplingParams(stop=["of", "END"], temperature=0))
         assert (got.text, got.finish_reason) == (text, "stop")
         assert chat.history[-1]["content"] == text
@@ -482,7 +482,8 @@ def test_a_stop_string_before_the_minimum_stays():
 
 @pytest.mark.parametrize("nested", ["[" * 5000, '{"name": "f", "arguments": "' + "[" * 5000 + '"}'])
 def test_a_call_nested_too_deep_to_read_stays_text(nested):
-    with chat_engine(lambda _: f"<tool_call>{nested}</tool_call>") as engine, engine.chat() as chat:
+    world = chat_engine(lambda _: f"<tool_call>{nested}</tool_call>")
+    with world as engine, engine.chat(tools=[{"name": "f"}]) as chat:
         reply = chat.send("x", SamplingParams(max_tokens=7000, temperature=0))
         assert reply.tool_calls == ()
         assert chat.turns == 1
@@ -490,7 +491,7 @@ def test_a_call_nested_too_deep_to_read_stays_text(nested):
 
 def test_what_is_wrong_with_a_call_is_named_and_changes_nothing():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    with chat_engine(lambda _: call) as engine, engine.chat() as chat:
+    with chat_engine(lambda _: call) as engine, engine.chat(tools=[{"name": "f"}]) as chat:
         chat.send("x")
         calls = [
             lambda: chat.send("x", {"temperature": 0}),
