@@ -1,41 +1,62 @@
 """Find a model and bring it into memory: the bundled one, a local folder, or a name on the hub.
 
-Knows files and names, and what may go wrong with them. Does not know attention or pools.
+Knows the order of the steps, and turns what transformers raises into what a user can act on. What the files must be is
+known by checkpoint, whether their weights fit the model by fit. Does not know attention or pools.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from radixkv.errors import InvalidInput, UnsupportedModel
+from radixkv.memory import free_memory
+from radixkv.models import checkpoint, fit
+from radixkv.models.checkpoint import Checkpoint
 
 BUNDLED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+_SHOWN = 400  # letters of what others say
+
+_log = logging.getLogger(__name__)
 
 
 def read(
-    name: str, *, dtype: torch.dtype, device: torch.device, revision: str | None, trust_remote_code: bool
+    name: str, *, dtype: torch.dtype | str, device: torch.device, revision: str | None, trust_remote_code: bool
 ) -> tuple[Any, Any | None]:
-    """Return (model, tokenizer or None); weights come from safetensors only.
+    """Return (model, tokenizer or None); weights come from safetensors only, and every one of them is in the files.
 
-    Raises InvalidInput if nothing usable is found under this name, UnsupportedModel if what is found is not to be run.
+    `dtype` "auto" is what the weights are saved in. Raises InvalidInput if nothing usable is found under this name or
+    its weights do not fit into memory, UnsupportedModel if what is found is not to be run.
     """
-    folder = _folder(name)
-    if folder is not None:
-        _check_folder(folder)
-    place = name if folder is None else str(folder)
-    options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": folder is not None}
-    with _quiet(name in BUNDLED):
-        model = _read_model(name, place, dtype, options).to(device)
-    return model, _read_tokenizer(place, folder, options)
+    folder, place = _folder(name), name
+    if folder is None:
+        folder = _fetched(name, revision)
+        revision = folder.name  # its commit: nothing changes between two files
+    else:
+        place, revision = str(folder), None
+    found = checkpoint.examine(folder)
+    _check_memory(found, name, dtype, device)
+    options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
+    with _room_for(name), _own_reports(silent=name in BUNDLED):
+        model = _read_model(found, name, place, dtype, options).to(device)
+    tokenizer = _read_tokenizer(place, folder, options)
+    _check_tokens(model, tokenizer, name)
+    return model, tokenizer
+
+
+# ---- where it is
 
 
 def _folder(name: str) -> Path | None:
@@ -54,65 +75,150 @@ def _folder(name: str) -> Path | None:
     return None
 
 
-def _check_folder(folder: Path) -> None:
-    """A folder must have a configuration and weights that are not pickles."""
-    if not (folder / "config.json").is_file():
-        raise InvalidInput(f"{folder} is no model folder: it has no config.json")
-    if any(folder.glob("*.safetensors")):
-        return
-    if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
-        raise UnsupportedModel(
-            f"{folder} has pickled weights only, and unpickling runs code; convert them with "
-            "model.save_pretrained(folder), which writes safetensors"
-        )
-    raise InvalidInput(f"{folder} has a config.json, but no weights (*.safetensors)")
+def _fetched(name: str, revision: str | None) -> Path:
+    """The folder into which the configuration and weights of a hub model are fetched, unless they lie there already."""
+    maybe: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    try:
+        folder = Path(str(cached_file(name, checkpoint.CONFIG, revision=revision))).parent
+        maybe["revision"] = folder.name
+        cached_file(name, checkpoint.GENERATION, **maybe)
+        for file in checkpoint.weight_names(folder, checkpoint.read_config(folder)):
+            if cached_file(name, file, **maybe) is not None:
+                for shard in checkpoint.shards(folder, file):
+                    cached_file(name, shard, **maybe)
+                break
+    except InvalidInput:
+        raise
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"cannot find model {name!r}: no local folder of that name, and {error}") from error
+    return folder
 
 
-def _read_model(name: str, place: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+# ---- weights
+
+
+def _check_memory(found: Checkpoint, name: str, dtype: torch.dtype | str, device: torch.device) -> None:
+    """Refuse weights that do not fit, before the machine starts to swap: they are read into memory, then moved."""
+    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else None
+    needed = found.bytes_in(itemsize)
+    places = {"cpu": free_memory()}
+    if device.type == "cuda":
+        places[str(device)] = torch.cuda.mem_get_info(device)[0]
+    for place, free in places.items():
+        if needed > free:
+            half, kind = found.bytes_in(2), str(dtype).removeprefix("torch.") if itemsize else "they are saved"
+            advice = f"; with dtype='bfloat16' they take {half:,}" if half < needed and half <= free else ""
+            raise InvalidInput(
+                f"the weights of {name!r} take {needed:,} bytes as {kind}, and {free:,} are free on {place}{advice}"
+            )
+
+
+def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:
     """Load the weights; what transformers raises becomes one of our errors, with its text."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype, use_safetensors=True, attn_implementation="eager", output_loading_info=True, **options
+            place,
+            dtype=dtype,
+            use_safetensors=True,
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that we hear which they are; fit refuses them
+            **options,
         )
-    except OSError as error:
-        raise InvalidInput(f"cannot find model {name!r}: no local folder of that name, and {error}") from error
+    except ImportError as error:
+        raise UnsupportedModel(f"{name!r} needs a package that is not here: {_text(error)}") from error
     except (ValueError, KeyError) as error:
-        raise UnsupportedModel(f"transformers cannot make a decoder of {name!r}: {_advice(error)}") from error
+        if "Unrecognized configuration class" in str(error):
+            kind = found.config.get("model_type")
+            raise UnsupportedModel(f"{name!r} is no decoder: transformers has none of model_type {kind!r}") from error
+        raise UnsupportedModel(f"transformers cannot make a decoder of {name!r}: {_text(error)}") from error
     except Exception as error:
-        raise InvalidInput(f"the files of {name!r} cannot be read: {type(error).__name__}: {error}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise UnsupportedModel(f"{name!r} lacks {len(missing)} weights, {missing[0]} among them; they would be random")
+        if _no_memory(error):
+            raise
+        raise InvalidInput(f"{name!r} cannot be read: {type(error).__name__}: {_text(error)}") from error
+    fit.check(model, info, name, found.tensors)
     return model
 
 
-def _advice(error: Exception) -> str:
-    """The error's text; where a model brings its own code, what to do."""
-    if "trust_remote_code" in str(error):
+def _text(error: Exception) -> str:
+    """What an error of transformers says, in short; where a model brings its own code, what to do."""
+    text = str(error)
+    if "trust_remote_code" in text:
         return "it brings its own code; pass trust_remote_code=True if you have read and trust it"
-    return str(error)
-
-
-def _read_tokenizer(place: str, folder: Path | None, options: dict[str, Any]) -> Any | None:
-    """The tokenizer that comes with the model; None if it comes without (token ids still work)."""
-    if folder is not None and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(place, **options)
-    except (OSError, ValueError, KeyError) as error:
-        if folder is None:
-            return None
-        raise InvalidInput(f"the tokenizer in {folder} cannot be read: {error}") from error
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
 
 
 @contextmanager
-def _quiet(quiet: bool) -> Iterator[None]:
-    """No progress bar while this is open: loading the bundled model takes less time than looking at one."""
-    was_on = transformers_logging.is_progress_bar_enabled()
-    if quiet:
-        transformers_logging.disable_progress_bar()
+def _room_for(name: str) -> Iterator[None]:
+    """Whatever says while this is open that there is no memory becomes InvalidInput."""
     try:
         yield
-    finally:
-        if quiet and was_on:
-            transformers_logging.enable_progress_bar()
+    except Exception as error:
+        if not _no_memory(error):
+            raise
+        advice = "take another device, or a dtype of 16 bits"
+        raise InvalidInput(f"no memory is left for the weights of {name!r}: {advice} ({_text(error)})") from error
+
+
+def _no_memory(error: Exception) -> bool:
+    """torch has a class for this on a GPU, on a CPU it raises a RuntimeError; reading a file may raise yet others."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+# ---- the tokenizer
+
+
+def _read_tokenizer(place: str, folder: Path, options: dict[str, Any]) -> Any | None:
+    """The tokenizer that comes with the model; None if it comes without (token ids still work)."""
+    local = place == str(folder)
+    if local and not _has_tokenizer(folder):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(place, **options)
+    except Exception as error:  # tokenizers' own errors are plain Exceptions
+        if not _has_tokenizer(folder):
+            return None
+        raise InvalidInput(f"the tokenizer in {folder} cannot be read: {_text(error)}") from error
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in _TOKENIZER_FILES)
+
+
+def _check_tokens(model: Any, tokenizer: Any | None, name: str) -> None:
+    """Tokens that were added to a tokenizer and not to the model have no embedding: prompts with them are refused."""
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if tokenizer is None or rows is None:
+        return
+    beyond = sorted((id_, token) for token, id_ in tokenizer.get_vocab().items() if id_ >= rows)
+    if beyond:
+        first, token = beyond[0]
+        _log.warning(
+            "%s: the tokenizer has %d tokens that the model has no embedding for, %r (%d) among them: prompts with "
+            "them are refused", name, len(beyond), token, first,
+        )  # fmt: skip
+
+
+# ---- what is printed meanwhile
+
+
+@contextmanager
+def _own_reports(*, silent: bool) -> Iterator[None]:
+    """transformers prints no table of weights that do not fit: we say it ourselves. `silent`: no progress bar either.
+
+    Loading the bundled model takes less time than looking at a bar.
+    """
+    with ExitStack() as after:
+        log = logging.getLogger("transformers.modeling_utils")
+        log.addFilter(_no_table)
+        after.callback(log.removeFilter, _no_table)
+        if silent and transformers_logging.is_progress_bar_enabled():
+            transformers_logging.disable_progress_bar()
+            after.callback(transformers_logging.enable_progress_bar)
+        yield
+
+
+def _no_table(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return "LOAD REPORT" not in text or "CONVERSION" in text

@@ -1,0 +1,197 @@
+"""What lies in the folder of a checkpoint, looked at before any of it is loaded.
+
+Knows file names, JSON, and the headers of safetensors files: no weight is read and nothing is unpickled. Knows no model
+class, no device, and not what a weight is for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from radixkv.errors import InvalidInput, UnsupportedModel
+
+CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_CONVERT = "unpickling runs code; convert them with model.save_pretrained(folder), which writes safetensors"
+_LFS = b"version https://git-lfs"  # how the stand-in for a large file begins, in a clone made without git-lfs
+_INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a file: its dtype as safetensors calls it ("BF16"), and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bits(self) -> int:
+        """Bits of one of its numbers."""
+        digits = "".join(letter for letter in self.dtype.split("_")[0] if letter.isdigit())  # of F8_E4M3, say
+        return int(digits or 8)
+
+    @property
+    def floating(self) -> bool:
+        """Whether its numbers are floating point."""
+        return self.dtype not in _INTEGERS and self.dtype != "BOOL"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that holds a model: its configuration, and every tensor in its weight files by name."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+
+    def bytes_in(self, itemsize: int | None) -> int:
+        """Bytes of the weights with `itemsize` bytes a number; as they are stored if None, or if quantized."""
+        same = itemsize is None or "quantization_config" in self.config
+        return sum(
+            math.prod(each.shape) * (each.bits if same or not each.floating else 8 * (itemsize or 0)) // 8
+            for each in self.tensors.values()
+        )
+
+
+def examine(folder: Path) -> Checkpoint:
+    """Look at everything that a model is loaded from. Costs the headers of the weight files.
+
+    Raises InvalidInput for what is missing or broken, UnsupportedModel for what is whole and not to be run; both name
+    the file.
+    """
+    config = read_config(folder)
+    if (folder / GENERATION).is_file():
+        _check_generation(folder / GENERATION)
+    tensors: dict[str, Stored] = {}
+    for file in _weight_files(folder, config):
+        tensors.update(_header(folder / file))
+    _check_integers(folder, config, tensors)
+    return Checkpoint(folder, config, tensors)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration; raises InvalidInput if there is none that says which model this is."""
+    path = folder / CONFIG
+    if (folder / "adapter_config.json").is_file():
+        raise UnsupportedModel(
+            f"{folder} holds an adapter (adapter_config.json), which radixkv does not apply: merge it into its base "
+            "model (peft's merge_and_unload) and save that"
+        )
+    if not path.is_file():
+        raise InvalidInput(f"{folder} is no model folder: it has no {CONFIG}")
+    config = read_object(path)
+    if not isinstance(config.get("model_type"), str) and "auto_map" not in config:  # code of its own says it, too
+        raise InvalidInput(f"{path} names no model_type, so nobody knows which model this is")
+    return config
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises InvalidInput for anything else, with the place of the fault."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidInput(f"{path} must hold a JSON object, not a {type(found).__name__}")
+    return found
+
+
+def weight_names(folder: Path, config: Mapping[str, Any]) -> Sequence[str]:
+    """What the file of all weights, or its index, may be called; raises UnsupportedModel for a pickle."""
+    named = config.get("transformers_weights")
+    if named is None:
+        return WEIGHTS, INDEX
+    _check_name(folder, folder / CONFIG, named)
+    return (str(named),)
+
+
+def shards(folder: Path, name: str) -> list[str]:
+    """The files that an index names, there or not; the name itself if it is no index.
+
+    transformers would also follow an index to a pickle, or out of the folder: this refuses both.
+    """
+    if not name.endswith(".index.json"):
+        return [name]
+    found = read_object(folder / name).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise InvalidInput(f"{folder / name} has no weight_map from weights to files: fetch or copy it again")
+    names = sorted({str(each) for each in found.values()})
+    for each in names:
+        _check_name(folder, folder / name, each)
+    return names
+
+
+def _weight_files(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """The safetensors files with the weights, all of them there."""
+    names = weight_names(folder, config)
+    name = next((each for each in names if (folder / each).is_file()), None)
+    if name is None:
+        raise _no_weights(folder, names)
+    files = shards(folder, name)
+    missing = [each for each in files if not (folder / each).is_file()]
+    if missing:
+        raise InvalidInput(
+            f"{folder} lacks {len(missing)} of the {len(files)} files that {name} names, {missing[0]} among them: "
+            "fetch or copy it again"
+        )
+    return files
+
+
+def _no_weights(folder: Path, names: Sequence[str]) -> Exception:
+    """Why there are no weights: they are pickled, or called otherwise, or not there."""
+    if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
+        return UnsupportedModel(f"{folder} has pickled weights only, and {_CONVERT}")
+    text = f"{folder} has no weights: no {' or '.join(names)}"
+    others = sorted(each.name for each in folder.glob("*.safetensors"))
+    if others:
+        more = " and others" if len(others) > 1 else ""
+        text += f", but {others[0]}{more}: the index is missing, or the name is wrong"
+    return InvalidInput(text)
+
+
+def _check_name(folder: Path, source: Path, name: object) -> None:
+    """Refuse what `source` names as weights if it is a pickle, or lies elsewhere."""
+    if not isinstance(name, str) or not name.endswith((".safetensors", ".safetensors.index.json")):
+        raise UnsupportedModel(f"{source} names {name!r} for weights: these are no safetensors, and {_CONVERT}")
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
+        raise InvalidInput(f"{source} names {name!r} for weights, which is not in {folder}")
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """Every tensor of a file by its name; raises InvalidInput for a file that is cut short or none of the kind."""
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_LFS)) == _LFS:
+                raise InvalidInput(f"{path} stands in for the weights (Git LFS): run git lfs pull")
+        with safe_open(path, framework="pt") as tensors:
+            parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - it is no mapping
+            return {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+    except (SafetensorError, OSError) as error:
+        raise InvalidInput(f"{path} is not whole ({error}): fetch or copy it again") from error
+
+
+def _check_integers(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
+    """Integers without a word on what they stand for would be taken for weights as they are."""
+    if "quantization_config" in config:
+        return
+    for name, stored in tensors.items():
+        if stored.dtype in _INTEGERS and name.endswith(".weight"):
+            raise UnsupportedModel(
+                f"{folder}: {name} is stored as {stored.dtype}, and no quantization_config in {CONFIG} says what that "
+                "stands for"
+            )
+
+
+def _check_generation(path: Path) -> None:
+    """transformers drops a generation_config.json that it cannot read, and the stop tokens with it."""
+    ids = read_object(path).get("eos_token_id")
+    if not all(type(each) is int for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])):
+        raise InvalidInput(f"{path}: eos_token_id must be a token id or a list of them, not {ids!r}")

@@ -1,0 +1,103 @@
+"""What is missing or broken is named, with what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from radixkv.errors import InvalidInput, RadixKVError, UnsupportedModel
+from radixkv.models import adapter, checkpoint
+from tests.models.checkpoints.files import INDEX, read, rewrite, second_shard
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda at: (at / "config.json").unlink(), "is no model folder: it has no config.json"),
+    "config no JSON": (lambda at: (at / "config.json").write_text("{"), r"config\.json cannot be read: Expecting"),
+    "config no text": (lambda at: (at / "config.json").write_bytes(b"\xff"), r"config\.json cannot be read: .*utf-8"),
+    "config a list": (lambda at: (at / "config.json").write_text("[1]"), r"config\.json must hold a JSON object"),
+    "config empty": (lambda at: (at / "config.json").write_text("{}"), r"config\.json names no model_type"),
+    "config of a wrong type": (lambda at: rewrite(at / "config.json", hidden_size="x"), "'hidden_size' expected int"),
+    "no weights": (lambda at: [each.unlink() for each in at.glob("model*")], r"no model\.safetensors or .*json$"),
+    "no index": (lambda at: (at / INDEX).unlink(), "but model-00001-of-00012.safetensors and others: the index is"),
+    "index no JSON": (lambda at: (at / INDEX).write_text("{"), r"index\.json cannot be read: Expecting"),
+    "index without map": (lambda at: (at / INDEX).write_text("{}"), r"index\.json has no weight_map"),
+    "index leads out": (
+        lambda at: (at / INDEX).write_text('{"weight_map": {"x": "../model.safetensors"}}'),
+        r"names '\.\./model\.safetensors' for weights, which is not in",
+    ),
+    "index leads far out": (
+        lambda at: (at / INDEX).write_text('{"weight_map": {"x": "/model.safetensors"}}'),
+        r"names '/model\.safetensors' for weights, which is not in",
+    ),
+    "no second shard": (
+        lambda at: second_shard(at).unlink(),
+        r"lacks 1 of the 12 files that model\.safetensors\.index\.json names, model-00002-of-00012\.safetensors among",
+    ),
+    "shard cut short": (lambda at: _cut(second_shard(at)), r"model-00002-of-00012\.safetensors is not whole .*again"),
+    "shard empty": (lambda at: second_shard(at).write_bytes(b""), r"model-00002-of-00012\.safetensors is not whole"),
+    "shard of Git LFS": (
+        lambda at: second_shard(at).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        r"model-00002-of-00012\.safetensors stands in for the weights \(Git LFS\): run git lfs pull",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_what_is_missing_or_broken_is_named(many: Path, fault: str) -> None:
+    damage, said = BROKEN[fault]
+    damage(many)
+    with pytest.raises(InvalidInput, match=said) as raised:
+        adapter.load(str(many))
+    assert str(many) in str(raised.value)
+    assert "hub" not in str(raised.value)
+
+
+@given(st.data())
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_that_is_cut_anywhere_is_refused(saved: Path, tmp_path: Path, data: st.DataObject) -> None:
+    whole = (saved / "one" / "model.safetensors").read_bytes()
+    folder = tmp_path / "cut"
+    shutil.copytree(saved / "one", folder, dirs_exist_ok=True)
+    (folder / "model.safetensors").write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    with pytest.raises(InvalidInput, match="is not whole"):
+        checkpoint.examine(folder)
+
+
+@given(st.data())
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_weights_that_are_missing_are_never_made_up(saved: Path, tmp_path: Path, data: st.DataObject) -> None:
+    weights = load_file(saved / "one" / "model.safetensors")
+    lost = data.draw(st.sets(st.sampled_from(sorted(weights)), min_size=1))
+    folder = tmp_path / "lost"
+    shutil.copytree(saved / "one", folder, dirs_exist_ok=True)
+    save_file(
+        {key: weights[key] for key in weights.keys() - lost} or {"x": torch.ones(1)}, folder / "model.safetensors"
+    )
+    with pytest.raises(UnsupportedModel) as raised:
+        adapter.load(str(folder))
+    assert f"lacks {len(lost)} weights, {min(lost)} among them; they would be random" in str(raised.value)
+
+
+def test_whatever_a_configuration_says_the_error_is_one_of_ours(one: Path) -> None:
+    config = json.loads((one / "config.json").read_text())
+    refused = 0
+    for field in sorted(config):
+        for wrong in (None, -1, "x"):
+            (one / "config.json").write_text(json.dumps({**config, field: wrong}))
+            try:
+                read(one)
+            except RadixKVError:
+                refused += 1
+    assert refused > len(config) / 2

@@ -1,0 +1,58 @@
+"""A model by its name on the hub, from a cache that the tests write: nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from radixkv.errors import InvalidInput, UnsupportedModel
+from tests.chat.worlds import byte_tokenizer
+from tests.models.checkpoints.files import INDEX, read, same, second_shard
+from tests.models.conftest import FAMILIES, make
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that was fetched before, as some/model, on a machine that is offline now; its folder."""
+    place = tmp_path / "hub" / "models--some--model"
+    shutil.copytree(saved / "many", place / "snapshots" / COMMIT)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return place / "snapshots" / COMMIT
+
+
+def test_a_hub_name_loads_from_the_cache(hub: Path) -> None:
+    model, tokenizer = read("some/model")
+    assert same(model, make(FAMILIES["llama"]()))
+    assert tokenizer is None
+    byte_tokenizer().save_pretrained(hub)
+    assert len(read("some/model")[1]) == 264
+
+
+def test_the_files_of_a_hub_model_are_looked_at_before_they_are_read(hub: Path) -> None:
+    weights = json.loads((hub / INDEX).read_text())["weight_map"]
+    (hub / INDEX).write_text(json.dumps({"weight_map": {**weights, "lm_head.weight": "evil.bin"}}))
+    with pytest.raises(UnsupportedModel, match=r"names 'evil\.bin' for weights"):
+        read("some/model")
+    (hub / INDEX).write_text(json.dumps({"weight_map": {"x": "../../../x.safetensors"}}))
+    with pytest.raises(InvalidInput, match="for weights, which is not in"):
+        read("some/model")
+    (hub / "config.json").write_text("{")
+    with pytest.raises(InvalidInput, match=r"config\.json cannot be read"):
+        read("some/model")
+
+
+def test_what_the_cache_lacks_of_a_hub_model_is_an_input_error(hub: Path) -> None:
+    for file in (second_shard(hub), hub / INDEX, hub / "config.json"):
+        file.unlink()
+        with pytest.raises(InvalidInput, match=r"'some/model'|lacks|has no weights"):
+            read("some/model")
+    with pytest.raises(InvalidInput, match="cannot find model 'other/model': no local folder of that name, and"):
+        read("other/model")

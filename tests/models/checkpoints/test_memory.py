@@ -1,0 +1,71 @@
+"""Weights that do not fit into memory are refused before they are read, or at the latest when it runs out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from radixkv.errors import InvalidInput
+from radixkv.models import checkpoint, source
+from tests.models.checkpoints.files import edit, read, rewrite
+from tests.models.conftest import FAMILIES, make
+
+
+def test_weights_that_do_not_fit_are_not_begun_with(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = sum(each.numel() for each in make(FAMILIES["llama"]()).state_dict().values())
+    monkeypatch.setattr(source, "free_memory", lambda: 4 * numbers)
+    assert read(one)[0].dtype == torch.float32
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(source, "free_memory", lambda: 4 * numbers - 1)
+    said = (
+        f"take {4 * numbers:,} bytes as float32, and {4 * numbers - 1:,} are free on cpu; with dtype='bfloat16' they "
+    )
+    with pytest.raises(InvalidInput, match=f"{said}take {2 * numbers:,}$"):
+        read(one)
+    with pytest.raises(InvalidInput, match=f"take {8 * numbers:,} bytes as float64"):
+        read(one, torch.float64)
+    monkeypatch.setattr(source, "free_memory", lambda: 2 * numbers - 1)
+    with pytest.raises(InvalidInput, match=r"are free on cpu$"):
+        read(one, torch.bfloat16)
+
+
+def test_a_card_is_asked_for_its_memory_too(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
+    with pytest.raises(InvalidInput, match=r"bytes as they are saved, and 1,000 are free on cuda:1$"):
+        source._check_memory(checkpoint.examine(one), "it", "auto", torch.device("cuda:1"))
+
+
+def test_what_is_saved_counts_as_it_is_saved(one: Path) -> None:
+    edit(one, lambda weights: weights.update({key: weights[key].bfloat16() for key in weights}))
+    found = checkpoint.examine(one)
+    assert found.bytes_in(None) == found.bytes_in(2) == found.bytes_in(4) // 2
+    edit(one, lambda weights: weights.update({"mask": torch.ones(1000, dtype=torch.bool)}))
+    assert checkpoint.examine(one).bytes_in(4) == found.bytes_in(4) + 1000
+    rewrite(one / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    assert checkpoint.examine(one).bytes_in(4) == found.bytes_in(2) + 1000
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        OSError(12, "Cannot allocate memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_running_out_of_memory_says_so(one: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    for method in ("from_pretrained", "to"):
+        with monkeypatch.context() as patch:
+            owner = transformers.AutoModelForCausalLM if method == "from_pretrained" else transformers.LlamaForCausalLM
+            patch.setattr(owner, method, fail)
+            with pytest.raises(InvalidInput, match="no memory is left for the weights of") as raised:
+                read(one)
+            assert "cannot find" not in str(raised.value)
