@@ -1,29 +1,36 @@
 """Conversations to token ids, so that what was sampled is never encoded a second time.
 
-Knows: one tokenizer and its chat template, the session's tools and date. Knows no engine and no turn that failed.
+Knows: one tokenizer and its chat template, how that writes replies, and how long a prompt may be. Knows no engine and
+no turn that failed.
 
 Text that was decoded and encoded again need not give the same ids, and every difference ends a cached prefix. So the
-ids of a reply are kept, and only what is new is rendered: after a dummy assistant message whose content is a
-sentinel stands exactly the text that a template puts behind an assistant's words.
+ids of a reply are kept, and only what is new is rendered: after a dummy assistant message whose words are marks
+stands exactly the text that a template puts behind an assistant's words.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 from array import array
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from radixkv.chat.messages import THINK_END, THINK_START, Message, ToolCall
-from radixkv.engine.guard import Guard
-from radixkv.errors import ChatError, InvalidInput
+from radixkv.chat.length import at_least
+from radixkv.chat.messages import THINK_START, Message, ToolCall
+from radixkv.chat.rendering import Rendering
+from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form
+from radixkv.chat.splicing import Splicing, from_stop, unused_word
+from radixkv.errors import ChatError, PromptTooLong
+
+_TAG = 16  # tokens that a tag and the white space behind it take at most, spelt letter by letter
+_LONG = 8  # characters for each token that is allowed: what is longer is likely to be too long, and is counted first
 
 
 class ChatTemplate:
-    """Renders and encodes; `tools` and `date` stay what they were when the session began."""
+    """Renders and encodes; `tools` and `date` stay what they were when the session began.
+
+    With a `limit`, text that certainly has more tokens is refused before all of it is encoded.
+    """
 
     def __init__(
         self,
@@ -31,23 +38,38 @@ class ChatTemplate:
         stop_ids: frozenset[int],
         tools: Sequence[Any] | None = None,
         date: str | None = None,
+        limit: int | None = None,
     ) -> None:
         """Raises ChatError for a model without a chat template, InvalidInput for tools that JSON cannot hold."""
-        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-            raise ChatError(
-                "this model has no chat template, so it cannot hold a conversation: use generate() or submit()"
-            )
-        self._tokenizer = tokenizer
-        self._guard = Guard(tokenizer)
+        self._rendering = Rendering(tokenizer, tools, date)
         self.stop_ids = stop_ids
-        self.tools = _json_copy(tools) if tools else None
-        self.date = date or datetime.date.today().strftime("%d %b %Y")
+        self.limit = limit
 
-    # ---- the three ways to a prompt
+    @property
+    def tools(self) -> list[Any] | None:
+        """JSON schemas of the tools, as they were when the session began."""
+        return self._rendering.tools
+
+    @property
+    def date(self) -> str:
+        """The day on which the session began."""
+        return self._rendering.date
+
+    @cached_property
+    def form(self) -> ReplyForm:
+        """How the template writes replies; raises ChatError if it takes no plain conversation."""
+        return reply_form(self._rendering)
+
+    @property
+    def strips_thinking(self) -> bool:
+        """Whether the template leaves the thinking of earlier replies out."""
+        return self.form.strips_thinking
+
+    # ---- the three ways to a prompt; each raises ChatError, and PromptTooLong for what is certainly beyond the limit
 
     def opening(self, messages: Sequence[Message]) -> array[int]:
         """Ids of a conversation's beginning, up to where the assistant's turn begins."""
-        return self._encode(self._render(messages))
+        return self._extended(array("i"), self._rendering.render(messages))
 
     def continued(self, ids: array[int], new: Sequence[Message], answers: Sequence[ToolCall] = ()) -> array[int]:
         """`ids`, which end with a reply, and behind them the new messages and the beginning of the next reply.
@@ -55,14 +77,8 @@ class ChatTemplate:
         `answers` are the tool calls of that reply if `new` holds their results. The reply's stop token is kept if the
         template has it there too; it is closed with the template's if it was cut short.
         """
-        tail = self._behind_reply(new, answers)
-        last = ids[-1] if ids and ids[-1] in self.stop_ids else None
-        if last is None:
-            return ids + self._encode(tail)
-        emitted = self._text([last])
-        if tail.startswith(emitted):
-            return ids + self._encode(tail.removeprefix(emitted))
-        return ids[:-1] + self._encode(tail)
+        calls = tuple((call.id, call.name) for call in answers)
+        return self._extended(array("i", self._without_stop(ids)), self._behind_reply(new, calls))
 
     def spliced(
         self, messages: Sequence[Message], said: Mapping[int, Sequence[int]], *, keep_thinking: bool
@@ -72,109 +88,53 @@ class ChatTemplate:
         `said` maps positions in `messages` to the ids sampled there, a stop token included. Without `keep_thinking`
         the template decides whose thinking it still shows.
         """
-        marks = {at: (_sentinel(messages, f"answer{at}"), _sentinel(messages, f"thinking{at}")) for at in said}
-        shown = [dict(message) for message in messages]
-        thought = {} if keep_thinking else {at: self._thinking_length(ids) for at, ids in said.items()}
-        for at, (answer, thinking) in marks.items():
-            content = f"{THINK_START}\n{thinking}\n{THINK_END}\n\n{answer}" if thought.get(at) else answer
-            shown[at] = {"role": "assistant", "content": content}
-        rest = self._render(shown)
+        kept = {at: self._without_stop(ids) for at, ids in said.items()}
+        splicing = Splicing(self._rendering, self.form, self._stop_texts, messages, kept, keep_thinking=keep_thinking)
         ids = array("i")
-        for at, (answer, thinking) in sorted(marks.items()):
-            before, found, rest = rest.partition(answer)
-            if not found:
-                raise ChatError(
-                    "the chat template dropped an assistant's message: it cannot be used with history='template'"
-                )
-            ids += self._spliced_reply(before, thinking, self._without_stop(said[at]), thought.get(at, 0))
-        return ids + self._encode(rest)
-
-    @cached_property
-    def strips_thinking(self) -> bool:
-        """Whether the template leaves the thinking of earlier replies out."""
-        content = f"{THINK_START}\nearlier-thinking\n{THINK_END}\n\nearlier-answer"
-        user = {"role": "user", "content": "x"}
-        text = self._render([user, {"role": "assistant", "content": content}, user])
-        return "earlier-thinking" not in text
+        for text, emitted in splicing.pieces():
+            ids = self._extended(ids, text) + array("i", emitted)
+        return ids
 
     # ---- what was said
 
     def said_text(self, ids: Sequence[int]) -> str:
         """The text of a reply, control tokens included, without its stop token."""
-        return self._text(self._without_stop(ids))
+        return self._rendering.text(self._without_stop(ids))
+
+    def opens_thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends with an open tag, so that its reply's first words are thinking."""
+        return self._rendering.text(prompt[-_TAG:]).rstrip().endswith(THINK_START)
+
+    # ---- inside
+
+    def _behind_reply(self, new: Sequence[Message], calls: CallNames) -> str:
+        """The text from behind an assistant's words to the beginning of the next reply."""
+        word = unused_word([*new, self.tools])
+        marks = Marks(f"{word}reply.", f"{word}thinking.", f"{word}call.")
+        text = self._rendering.render([{"role": "user", "content": "x"}, self.form.reply(marks, calls), *new])
+        found = [at + len(mark) for mark in (marks.answer, marks.call) if (at := text.rfind(mark)) >= 0]
+        if not found:
+            raise ChatError("the chat template drops assistant messages: use history='template'")
+        tail = text[max(found) :]
+        return from_stop(tail, self._stop_texts) if calls else tail
+
+    @cached_property
+    def _stop_texts(self) -> list[str]:
+        texts = [self._rendering.text([stop]) for stop in sorted(self.stop_ids)]
+        return [text for text in texts if text]  # a model may name tokens that its tokenizer does not have
 
     def _without_stop(self, ids: Sequence[int]) -> Sequence[int]:
         return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
 
-    def _thinking_length(self, ids: Sequence[int]) -> int:
-        """Tokens of the thinking, its closing tag and the white space behind it; 0 without thinking."""
-        if THINK_END not in self._text(ids):
-            return 0
-        length = bisect_left(range(len(ids)), True, key=lambda n: THINK_END in self._text(ids[: n + 1])) + 1
-        while length < len(ids) and not self._text([ids[length]]).strip():
-            length += 1
-        return length
+    def _extended(self, ids: array[int], text: str) -> array[int]:
+        """`ids`, and behind them those of a text."""
+        if self.limit is not None:
+            self._check_length(text, self.limit - len(ids))
+        return ids + array("i", self._rendering.encode(text))
 
-    def _spliced_reply(self, before: str, thinking: str, ids: Sequence[int], thought: int) -> array[int]:
-        """Ids of the text before a reply and of the reply, with its thinking if the template shows it."""
-        if not thought:
-            return self._encode(before) + array("i", ids)
-        ahead, shown, _ = before.partition(thinking)
-        if not shown:
-            return self._encode(before) + array("i", ids[thought:])
-        if self._text(ids).startswith(THINK_START):  # then the opening tag was sampled, not given by the template
-            ahead = ahead[: ahead.rindex(THINK_START)]
-        return self._encode(ahead) + array("i", ids)
-
-    # ---- rendering
-
-    def _behind_reply(self, new: Sequence[Message], answers: Sequence[ToolCall]) -> str:
-        """The text from behind an assistant's words to the beginning of the next reply."""
-        mark = _sentinel(new, "reply")
-        reply: Message = {"role": "assistant", "content": mark}
-        if answers:  # a template may show content and calls in any order, or only one of them: mark both
-            reply["tool_calls"] = [ToolCall(c.id, c.name, {"mark": mark}).as_message() for c in answers]
-        text = self._render([{"role": "user", "content": "x"}, reply, *new])
-        _, found, tail = text.rpartition(mark)
-        if not found:
-            raise ChatError("the chat template drops assistant messages: use history='template'")
-        return self._from_stop(tail) if answers else tail
-
-    def _from_stop(self, tail: str) -> str:
-        """Skip what closes the dummy tool call: the reply brought its own."""
-        found = [at for at in (tail.find(self._text([stop])) for stop in self.stop_ids) if at >= 0]
-        if not found:
-            raise ChatError("the chat template does not end a tool call with a stop token: use history='template'")
-        return tail[min(found) :]
-
-    def _render(self, messages: Sequence[Message]) -> str:
-        guarded = [self._guard.message(message) for message in messages]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                guarded, tools=self.tools, add_generation_prompt=True, tokenize=False, date_string=self.date
-            )
-        except Exception as error:  # templates raise what they like, jinja's own errors among it
-            raise ChatError(f"the model's chat template refuses this conversation: {error}") from error
-        return str(text)
-
-    def _encode(self, text: str) -> array[int]:
-        return array("i", self._guard.encode(text))
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _json_copy(tools: Sequence[Any]) -> list[Any]:
-    try:
-        return list(json.loads(json.dumps(list(tools))))
-    except (TypeError, ValueError) as error:
-        raise InvalidInput(f"tools must be a list of JSON schemas: {error}") from error
-
-
-def _sentinel(messages: Sequence[Message], name: str) -> str:
-    """A word that none of the messages contains."""
-    text = json.dumps(list(messages), default=str, ensure_ascii=False)
-    mark = f"radixkv.{name}."
-    while mark in text:
-        mark += "."
-    return mark
+    def _check_length(self, text: str, room: int) -> None:
+        """Raise PromptTooLong for a text that certainly has more tokens than there is room for."""
+        if len(text) <= _LONG * max(room, 0):
+            return
+        if at_least(text, room, self._rendering.tokenizer, self._rendering.encode) > room:
+            raise PromptTooLong(f"the conversation has more than the {self.limit} tokens that it may have")

@@ -1,0 +1,80 @@
+"""Messages to text, and text to token ids.
+
+Knows: one tokenizer and its chat template; a conversation's tools and date, which stay what they were when it began.
+Knows no turn, and not what a reply is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from radixkv.chat.messages import Message
+from radixkv.chat.pinned_date import check_date, pinned, today
+from radixkv.engine.guard import Guard
+from radixkv.errors import ChatError, InvalidInput
+
+
+class Rendering:
+    """One conversation's way to text; control tokens that users and tools spell stay text."""
+
+    def __init__(self, tokenizer: Any | None, tools: Sequence[Any] | None = None, date: str | None = None) -> None:
+        """Raises ChatError for a model without a chat template, InvalidInput for tools that JSON cannot hold."""
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise ChatError(
+                "this model has no chat template, so it cannot hold a conversation: use generate() or submit()"
+            )
+        self.tokenizer = tokenizer
+        self.tools = _json_copy(tools) if tools else None
+        self.date = check_date(date) if date else today()
+        self._guard = Guard(tokenizer)
+
+    @cached_property
+    def template(self) -> str:
+        """The template's source; raises ChatError if the tokenizer has several and none for this conversation."""
+        try:
+            return str(self.tokenizer.get_chat_template(None, tools=self.tools))
+        except ValueError as error:
+            raise ChatError(f"the model's chat template cannot be read: {error}") from error
+
+    def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
+        """The text of a conversation; with `reply` up to where the next reply begins.
+
+        Raises ChatError if the template takes no such messages.
+        """
+        guarded = [self._guard.message(message) for message in messages]
+        template, values = self._pinned
+        try:
+            text = self.tokenizer.apply_chat_template(
+                guarded,
+                tools=self.tools,
+                chat_template=template,
+                add_generation_prompt=reply,
+                tokenize=False,
+                **values,
+            )
+        except Exception as error:  # templates raise what they like, jinja's own errors among it
+            raise ChatError(f"the model's chat template refuses this conversation: {error}") from error
+        return str(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a rendered text. Raises InvalidInput for text that is no Unicode."""
+        return self._guard.encode(text)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What ids say, control tokens included."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _pinned(self) -> tuple[str, dict[str, Any]]:
+        template, values = pinned(self.template, self.date)
+        return template, dict(values)
+
+
+def _json_copy(tools: Sequence[Any]) -> list[Any]:
+    try:
+        return list(json.loads(json.dumps(list(tools))))
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"tools must be a list of JSON schemas: {error}") from error

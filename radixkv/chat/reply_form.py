@@ -1,0 +1,202 @@
+"""How one chat template writes replies: found out by rendering marked ones, never by reading the template.
+
+Knows: marks, what a template writes around them, and in which field it looks for thinking. Knows no turn and no ids.
+
+A prompt ends where the next reply begins, and a model writes on from there. In a history, the template writes the same
+place with the reply in it, and not always alike: thinking is left out, a header that the model samples is the
+template's, a space is put in front.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
+
+from radixkv.chat.channels import only_thinks
+from radixkv.chat.messages import THINK_END, THINK_START, Message
+from radixkv.chat.rendering import Rendering
+from radixkv.errors import ChatError
+
+ThinkingField: TypeAlias = Literal["content", "reasoning_content"]
+CallNames: TypeAlias = tuple[tuple[str, str], ...]  # (id, name) of each call
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Words that stand for what a reply says: its answer, its thinking, and the arguments of each call."""
+
+    answer: str
+    thinking: str
+    call: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """What a template writes between the end of a prompt and the first word of a reply that is part of a history.
+
+    `prompted` is what the prompt ends with and the history leaves out: an opened tag of thinking. `written` is what
+    the history has before the reply's first mark, and the prompt has not.
+    """
+
+    prompted: str
+    written: str
+
+
+@dataclass(frozen=True)
+class ReplyForm:
+    """The findings about a template. `thinking_in` is where it looks for thinking, None if it knows none.
+
+    `begins` is the text from behind a user's words to where a reply begins.
+    """
+
+    begins: str
+    thinking_in: ThinkingField | None
+    strips_thinking: bool
+    calls_as_text: bool  # whether the arguments of calls must be JSON texts
+    leads: dict[tuple[CallNames, bool, bool], Lead] = field(default_factory=dict)
+
+    @property
+    def opens_thinking(self) -> bool:
+        """Whether a prompt ends with an open tag, so that the model's first words are thinking."""
+        return self.begins.rstrip().endswith(THINK_START)
+
+    def reply(self, marks: Marks, calls: CallNames = (), *, thinks: bool = False) -> Message:
+        """A message of the assistant's that says marks only."""
+        message: Message = {"role": "assistant", "content": marks.answer}
+        if calls:  # a template may show content and calls in any order, or only one of them: mark both
+            message["tool_calls"] = [_call(each, marks.call, as_text=self.calls_as_text) for each in calls]
+        if thinks and self.thinking_in == "reasoning_content":
+            message["reasoning_content"] = marks.thinking
+            if calls:
+                message["content"] = ""  # templates with channels take thinking or words before a call, not both
+        elif thinks:
+            message["content"] = f"{THINK_START}\n{marks.thinking}\n{THINK_END}\n\n{marks.answer}"
+        return message
+
+    def lead(
+        self,
+        rendering: Rendering,
+        marks: Marks,
+        calls: CallNames = (),
+        *,
+        thinks: bool = False,
+        after_results: bool = False,
+    ) -> Lead:
+        """What stands before a reply in a history; raises ChatError if the template takes no such reply."""
+        key = calls, thinks, after_results
+        if key not in self.leads:
+            self.leads[key] = self._find_lead(rendering, calls, thinks=thinks, after_results=after_results)
+        found = self.leads[key]
+        return Lead(found.prompted, found.written.replace(_MARKS.thinking, marks.thinking))
+
+    def spoken_from(self, text: str, *, opened: bool) -> int:
+        """Where the thinking of a reply ends, in its text with control tokens, and so what is said begins.
+
+        `opened` says that its prompt ended with an open tag. All of it is thinking if it was cut before its end.
+        """
+        again = text.rfind(self.begins) if self.begins.strip() else -1
+        if again >= 0:  # a template with channels: what is said is a message of its own
+            return again + len(self.begins)
+        end = text.rfind(THINK_END)
+        if end >= 0:
+            said = text[end + len(THINK_END) :]
+            return len(text) - len(said.lstrip())
+        cut = opened or text.lstrip().startswith(THINK_START) or only_thinks(text)
+        return len(text) if cut else 0
+
+    def _find_lead(self, rendering: Rendering, calls: CallNames, *, thinks: bool, after_results: bool) -> Lead:
+        asked, last = self._asked() if after_results else ([_USER], _SAID)
+        begins = rendering.render(asked).rpartition(last)[2]
+        reply = self.reply(_MARKS, calls, thinks=thinks)
+        text = rendering.render([*asked, reply, *(_results(calls, _SAID) or [_USER])]).partition(last)[2]
+        found = [at for mark in (_MARKS.answer, _MARKS.call) if (at := text.find(mark)) >= 0]
+        if not found:
+            raise ChatError("the chat template drops an assistant's message")
+        before = text[: min(found)]
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, begins, strict=False)))
+        return Lead(begins[shared:], before[shared:])
+
+    def _asked(self) -> tuple[list[Message], str]:
+        """A dialogue that ends with the result of a call, and what that result says."""
+        called = self.reply(_EARLIER, _ONE_CALL)
+        return [_USER, called, *_results(_ONE_CALL, _RESULT)], _RESULT
+
+
+_KNOWN: WeakKeyDictionary[Any, dict[str, ReplyForm]] = WeakKeyDictionary()
+_MARKS = Marks("radixkv.answer.", "radixkv.thinking.", "radixkv.call.")
+_EARLIER = Marks("radixkv.before.", "radixkv.before.", "radixkv.before.")
+_SAID, _RESULT = "radixkv.user.", "radixkv.result."
+_USER: Message = {"role": "user", "content": _SAID}
+_ONE_CALL: CallNames = (("radixkv00", "look"),)  # nine letters and digits: some templates take no other ids
+
+
+def reply_form(rendering: Rendering) -> ReplyForm:
+    """How this template writes replies; tried once for each tokenizer. Raises ChatError if it takes no plain chat."""
+    known = _KNOWN.setdefault(rendering.tokenizer, {})
+    if rendering.template not in known:
+        known[rendering.template] = _find(rendering)
+    return known[rendering.template]
+
+
+def _find(rendering: Rendering) -> ReplyForm:
+    _, found, begins = rendering.render([_USER]).rpartition(_SAID)
+    if not found:
+        raise ChatError("the chat template drops what a user says")
+    thinking_in = _thinking_in(rendering)
+    strips = _strips(rendering, thinking_in or "content")
+    return ReplyForm(begins, thinking_in, strips, _takes_calls_as_text(rendering))
+
+
+def _thinking_in(rendering: Rendering) -> ThinkingField | None:
+    """Where the template looks for thinking: it shows that apart from the answer, or shows it in no earlier turn."""
+    if _strips(rendering, "content"):
+        return "content"
+    plain = ReplyForm("", "reasoning_content", strips_thinking=False, calls_as_text=False)
+    for follows in ([], [_USER]):
+        text = _attempt(rendering, [_USER, plain.reply(_MARKS, thinks=True), *follows], reply=bool(follows))
+        if text is not None and _MARKS.thinking in text:
+            return "reasoning_content"
+    return None
+
+
+def _strips(rendering: Rendering, where: ThinkingField) -> bool:
+    """Whether the template leaves an earlier reply's thinking out, and shows its answer."""
+    form = ReplyForm("", where, strips_thinking=False, calls_as_text=False)
+    text = _attempt(rendering, [_USER, form.reply(_MARKS, thinks=True), _USER])
+    if text is None or _MARKS.thinking in text or _MARKS.answer not in text:
+        return False
+    if where == "content":  # nobody cuts tags that he does not know out of an answer
+        return True
+    alone = _attempt(rendering, [_USER, form.reply(_MARKS, thinks=True)], reply=False)
+    return alone is not None and _MARKS.thinking in alone
+
+
+def _takes_calls_as_text(rendering: Rendering) -> bool:
+    """Whether the arguments of a call must be a JSON text; most templates write an object as JSON themselves."""
+    for as_text in (False, True):
+        form = ReplyForm("", None, strips_thinking=False, calls_as_text=as_text)
+        if _attempt(rendering, [_USER, form.reply(_MARKS, _ONE_CALL), *_results(_ONE_CALL, _RESULT)]) is not None:
+            return as_text
+    return False
+
+
+def _attempt(rendering: Rendering, messages: Sequence[Message], *, reply: bool = True) -> str | None:
+    try:
+        return rendering.render(messages, reply=reply)
+    except ChatError:
+        return None
+
+
+def _call(call: tuple[str, str], mark: str, *, as_text: bool) -> Message:
+    number, name = call
+    arguments: Any = {"mark": mark}
+    function = {"name": name, "arguments": json.dumps(arguments) if as_text else arguments}
+    return {"id": number, "type": "function", "function": function}
+
+
+def _results(calls: CallNames, said: str) -> list[Message]:
+    return [{"role": "tool", "tool_call_id": number, "name": name, "content": said} for number, name in calls]

@@ -1,0 +1,156 @@
+"""A whole history as its template writes it, with the ids that were sampled in the replies' places.
+
+Knows: marks in a rendered text, and what stands around them. Knows no engine and no turn.
+
+Each reply is rendered as marks. What the template writes around these is encoded, and between stand the reply's own
+ids: all of them, or those behind its thinking where the template shows that no more.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from radixkv.chat.messages import Message
+from radixkv.chat.rendering import Rendering
+from radixkv.chat.reply_form import CallNames, Lead, Marks, ReplyForm
+from radixkv.errors import ChatError
+
+Piece: TypeAlias = tuple[str, Sequence[int]]  # text to encode, and ids to stand behind it
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """A reply of the history: its place, its ids without a stop token, and how it is rendered.
+
+    `spoken_from` is how many of the ids are thinking.
+    """
+
+    at: int
+    ids: Sequence[int]
+    marks: Marks
+    calls: CallNames
+    after_results: bool
+    spoken_from: int
+
+
+class Splicing:
+    """One history with the replies whose ids are known, by their positions, without stop tokens.
+
+    Without `keep_thinking` the template decides whose thinking it still shows.
+    """
+
+    def __init__(
+        self,
+        rendering: Rendering,
+        form: ReplyForm,
+        stops: Sequence[str],
+        messages: Sequence[Message],
+        said: Mapping[int, Sequence[int]],
+        *,
+        keep_thinking: bool,
+    ) -> None:
+        """`stops` are the texts of the tokens that may end a reply."""
+        self._rendering, self._form, self._stops = rendering, form, stops
+        self._messages, self._keep = messages, keep_thinking
+        word = unused_word([*messages, rendering.tools])
+        self._replies = [self._sampled(at, said[at], word) for at in sorted(said)]
+
+    def pieces(self) -> Iterator[Piece]:
+        """What stands before a reply and the reply, one after another; at last what stands behind all, and no ids.
+
+        Raises ChatError if the template drops a reply.
+        """
+        thinking = {reply.at for reply in self._replies if self._thinks(reply)}
+        rest = self._rendered(thinking)
+        shown = {reply.at for reply in self._replies if reply.at in thinking and reply.marks.thinking in rest}
+        if shown != thinking:  # what is left without its thinking may begin otherwise: render it so
+            rest = self._rendered(shown)
+        for reply in self._replies:
+            before, rest = self._taken_out(reply, rest)
+            yield self._placed(reply, before, thinks=reply.at in shown)
+        yield rest, ()
+
+    # ---- inside
+
+    def _sampled(self, at: int, ids: Sequence[int], word: str) -> _Sampled:
+        marks = Marks(f"{word}answer{at}.", f"{word}thinking{at}.", f"{word}call{at}.")
+        after_results = at > 0 and self._messages[at - 1].get("role") == "tool"
+        calls = call_names(self._messages[at])
+        opened = self._form.opens_thinking and not after_results
+        spoken_from = 0 if self._keep else _tokens_of_thinking(self._rendering, self._form, ids, opened=opened)
+        return _Sampled(at, ids, marks, calls, after_results, spoken_from)
+
+    def _thinks(self, reply: _Sampled) -> bool:
+        return reply.spoken_from > 0 and self._form.thinking_in is not None
+
+    def _rendered(self, thinking: set[int]) -> str:
+        messages = list(self._messages)
+        for reply in self._replies:
+            messages[reply.at] = self._form.reply(reply.marks, reply.calls, thinks=reply.at in thinking)
+        return self._rendering.render(messages)
+
+    def _taken_out(self, reply: _Sampled, text: str) -> tuple[str, str]:
+        """What stands before a reply's first mark, and what stands behind its last."""
+        marks = [mark for mark in (reply.marks.answer, reply.marks.call) if mark in text]
+        if not marks:
+            raise ChatError(
+                "the chat template dropped an assistant's message: it cannot be used with history='template'"
+            )
+        before = text[: min(text.find(mark) for mark in marks)]
+        behind = text[max(text.rfind(mark) + len(mark) for mark in marks) :]
+        return before, from_stop(behind, self._stops) if reply.calls else behind
+
+    def _placed(self, reply: _Sampled, before: str, *, thinks: bool) -> Piece:
+        """The text to stand before a reply's ids, and those of them that are left.
+
+        The text of a history goes as far as a prompt goes; what it has beyond, the model has sampled.
+        """
+        ids = reply.ids if thinks or self._keep else reply.ids[reply.spoken_from :]
+        lead = self._lead(reply, thinks=thinks)
+        if not before.endswith(lead.written):
+            return before, ids
+        if thinks or self._keep or reply.calls or self._begins_with(ids, lead.written):
+            before = before.removesuffix(lead.written)
+        return before + (lead.prompted if self._keep else ""), ids
+
+    def _lead(self, reply: _Sampled, *, thinks: bool) -> Lead:
+        return self._form.lead(
+            self._rendering, reply.marks, reply.calls, thinks=thinks, after_results=reply.after_results
+        )
+
+    def _begins_with(self, ids: Sequence[int], written: str) -> bool:
+        """Whether a reply has sampled a header itself, or what there is of it before it was cut short."""
+        said = self._rendering.text(ids)
+        return said.startswith(written) or (said != "" and written.startswith(said))
+
+
+def call_names(message: Message) -> CallNames:
+    """Id and name of each call in a message."""
+    return tuple((call["id"], call["function"]["name"]) for call in message.get("tool_calls") or ())
+
+
+def from_stop(tail: str, stops: Sequence[str]) -> str:
+    """Skip what closes a call that is marks only: the reply brought its own. Raises ChatError if nothing ends it."""
+    found = [at for at in map(tail.find, stops) if at >= 0]
+    if not found:
+        raise ChatError("the chat template does not end a tool call with a stop token: use history='template'")
+    return tail[min(found) :]
+
+
+def unused_word(values: Any) -> str:
+    """A beginning for marks that none of these values contains."""
+    text = json.dumps(values, default=str, ensure_ascii=False)
+    word = "radixkv."
+    while word in text:
+        word += "."
+    return word
+
+
+def _tokens_of_thinking(rendering: Rendering, form: ReplyForm, ids: Sequence[int], *, opened: bool) -> int:
+    """How many of a reply's ids lie within its thinking, its closing tag and the white space behind it."""
+    until = form.spoken_from(rendering.text(ids), opened=opened)
+    return bisect_right(range(1, len(ids) + 1), until, key=lambda n: len(rendering.text(ids[:n]))) if until else 0
