@@ -10,12 +10,14 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
+from hashlib import blake2b
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.tool_calls_format import tool_names
 from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.serve import asking
 from radixkv.serve.conversations import ChatPrompt
@@ -58,9 +60,18 @@ class ChatAnswer:
         self._created = int(time.time())
         self._parts: dict[int, tuple[bytes, bytes]] = {}
         thinking = service.opens_thinking(prompt.ids)
-        self._readers = [
-            ReplyReader(reads_calls=wanted.reads_calls, thinking=thinking) for _ in range(wanted.asked.params.n)
-        ]
+        self._readers = [self._reader(index, thinking) for index in range(wanted.asked.params.n)]
+
+    def _reader(self, index: int, thinking: bool) -> ReplyReader:
+        """The same request gets the same ids of calls, whole and as events."""
+        asked = blake2b(self._prompt.ids.tobytes(), digest_size=8).hexdigest()
+        return ReplyReader(
+            reads_calls=self._wanted.reads_calls,
+            thinking=thinking,
+            form=self._service.call_format,
+            names=tool_names(self._wanted.tools),
+            seed=f"{asked}_{index}",
+        )
 
     # ---- whole
 

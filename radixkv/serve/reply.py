@@ -13,8 +13,6 @@ from radixkv.chat.messages import THINK_END, THINK_START, ToolCall
 from radixkv.chat.tool_calls import CallReader, Part
 from radixkv.chat.tool_calls_format import HERMES, CallFormat
 
-TAGS = (THINK_START, THINK_END, *HERMES.tags)
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -144,6 +142,11 @@ class ReplyReader:
         else:
             self.content += text
             yield Piece(content=text)
+
+
+def tags(form: CallFormat | None) -> tuple[str, ...]:
+    """The texts that a reader of replies looks for, and that may be control tokens."""
+    return (THINK_START, THINK_END, *(form.tags if form else ()))
 
 
 def _undecided(text: str, tag: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from radixkv.chat import AsyncEngine
 from radixkv.chat.messages import THINK_START, Message
+from radixkv.chat.tool_calls_format import format_of
 from radixkv.engine import Chunk, Completion
 from radixkv.errors import PromptTooLong
 from radixkv.serve.auth import Auth, namespace
@@ -26,7 +27,7 @@ from radixkv.serve.fields import JsonObject, parse_object
 from radixkv.serve.limits import Gate, Place, read_body
 from radixkv.serve.messages import written
 from radixkv.serve.metrics import ServerMetrics
-from radixkv.serve.reply import TAGS
+from radixkv.serve.reply import tags
 from radixkv.serve.settings import Settings
 from radixkv.serve.shapes import TokenTexts, usage
 
@@ -46,7 +47,8 @@ class Caller:
 class Service:
     """One engine behind one set of endpoints. The engine is its maker's to close.
 
-    `hidden_tags` are the tags of thinking and of tool calls that are control tokens, which texts leave out, by id.
+    `call_format` is how the model writes tool calls, None if that is not known here. `hidden_tags` are the tags of
+    thinking and of tool calls that are control tokens, which texts leave out, by id.
     """
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
@@ -74,7 +76,8 @@ class Service:
             vllm=settings.vllm_metrics,
         )
         self.token_texts = TokenTexts(tokenizer)
-        self.hidden_tags = _hidden_tags(tokenizer)
+        self.call_format = format_of(tokenizer)
+        self.hidden_tags = _hidden_tags(tokenizer, tags(self.call_format))
         self._longest_token = _longest_token(tokenizer)
         # One thread, since a tokenizer is not for two at once; it goes with the last reference to this.
         self._thinking = ThreadPoolExecutor(1, "radixkv-serve")
@@ -149,9 +152,9 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._thinking, call)
 
 
-def _hidden_tags(tokenizer: Any | None) -> dict[int, str]:
+def _hidden_tags(tokenizer: Any | None, tags: Collection[str]) -> dict[int, str]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {number: token.content for number, token in added.items() if token.special and token.content in TAGS}
+    return {number: token.content for number, token in added.items() if token.special and token.content in tags}
 
 
 def _longest_token(tokenizer: Any | None) -> int:
