@@ -25,7 +25,8 @@ from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
 from radixkv_monitor.views.filtered import FilteredView
 from radixkv_monitor.widgets.detail import Detail
-from radixkv_monitor.widgets.flat_tree import FlatTree, Terms
+from radixkv_monitor.widgets.flat_tree import FlatTree
+from radixkv_monitor.widgets.row_look import Terms
 
 MANY, SOON = 1000, 0.39
 """Nodes from which on states are let go by that come so soon, in seconds, behind the one that is shown."""

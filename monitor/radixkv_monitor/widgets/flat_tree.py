@@ -1,16 +1,16 @@
-"""The radix tree as lines: what joins a node to its neighbours, its token range, and numbers in columns.
+"""The radix tree as lines that a cursor walks over.
 
-Knows rows, shades and a cursor. Knows no filter's language and no other widget. While the tree changes, the view stays
-with a node: with the one under the cursor if the person put it there and it is visible, else with the topmost.
+Knows rows and keys. Does not know how a row looks (row_look.py), no filter's language and no other widget. While the
+tree changes, the view stays with a node: with the one under the cursor if the person put it there and it is visible,
+else with the topmost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
@@ -19,46 +19,9 @@ from textual.geometry import Size
 from textual.message import Message
 from textual.strip import Strip
 
-from radixkv.telemetry.records import NodeRecord
-from radixkv_monitor import palette
-from radixkv_monitor.palette import Shade
-from radixkv_monitor.phrases import duration, short, size, some
-from radixkv_monitor.runs import count_blocks
 from radixkv_monitor.tree_rows import Branch, Row, TreeRows
 from radixkv_monitor.widgets.cached_lines import CachedLines
-
-PARTS = " ▏▎▍▌▋▊▉█"
-AGE_LIMITS = (10.0, 60.0, 600.0, 3600.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of numbers; it is there where the widget has room for it and all before it."""
-
-    title: str
-    width: int
-    sort: str = ""
-    from_width: int = 0  # of the widget
-
-
-COLUMNS = (
-    Column("tokens", 8, "size"),
-    Column("refs", 5),
-    Column("hits", 6, "hits"),
-    Column("idle", 8, "recency"),
-    Column("blocks", 7),
-    Column("bytes", 9, "", 92),
-    Column("share", 9, "subtree", 72),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What else the look of rows depends on."""
-
-    now: float = 0.0
-    bytes_per_block: int = 0
-    all_tokens: int = 0
+from radixkv_monitor.widgets.row_look import RowLook, Terms, idle, lead_of, left_width
 
 
 class FlatTree(CachedLines[tuple[Any, ...]]):
@@ -225,7 +188,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         if event.y < self.header or not 0 <= place < len(self.rows.rows):
             return
         row = self.rows.rows[place]
-        on_sign = event.x == cell_len(self._lead(row, self._left_width()))
+        on_sign = event.x == cell_len(lead_of(row, left_width(self.wide)))
         again = place == self._at and self._node is not None
         self._move_to(place)
         if again or on_sign:
@@ -286,7 +249,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             branch.nodes,
             branch.tokens,
             self._terms.all_tokens and 64 * branch.tokens // self._terms.all_tokens,
-            _idle(self._terms.now - branch.newest),
+            idle(self._terms.now - branch.newest),
             bool(branch.children) + (node.id in self.rows.closed),
             self.rows.is_filtered and branch.is_wanted,
             line == self._at and self.has_focus,
@@ -295,14 +258,13 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
 
     def draw(self, line: int, key: tuple[Any, ...]) -> Strip:
         """A row: the tree on the left, numbers on the right."""
-        dim, left = self._look("dim"), self._left_width()
+        look = RowLook(self, self._look("dim"), self.rows, self._terms, self._path)
         if line < 0:
-            return self._header(left)
+            return look.header(self._look("header"))
         if len(key) == 1:
-            return Strip([Segment("  nothing is cached, or fits the filter" if key[0] else "", dim)])
-        row = self.rows.rows[line]
-        tree = Strip(self._tree(row, left)).adjust_cell_length(left, self.ground)
-        strip = Strip([*tree, *self._numbers(row.branch)])
+            text = "  nothing is cached, or fits the filter" if key[0] else ""
+            return Strip([Segment(text, self._look("dim"))])
+        strip = look.row(self.rows.rows[line])
         if key[8]:
             strip = self._lit(strip.adjust_cell_length(self.wide, self.ground))
         return strip
@@ -314,110 +276,3 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
 
     def _look(self, name: str) -> Style:
         return self.get_component_rich_style(f"flat-tree--{name}")
-
-    def _columns(self) -> list[Column]:
-        return [column for column in COLUMNS if self.wide >= column.from_width]
-
-    def _left_width(self) -> int:
-        return max(12, self.wide - sum(column.width for column in self._columns()) - 1)
-
-    def _header(self, left: int) -> Strip:
-        look = self._look("header")
-        by = "" if any(self.rows.sort == column.sort for column in COLUMNS) else f" (by {self.rows.sort})"
-        segments = [Segment(set_cell_size(f"  prefix{by}", left), look)]
-        for column in self._columns():
-            title = f"{column.title}▾" if column.sort == self.rows.sort else column.title
-            segments.append(Segment(f"{title:>{column.width}}", look))
-        return Strip(segments).adjust_cell_length(self.wide, look)
-
-    def _lead(self, row: Row, left: int) -> str:
-        most = max(4, left // 2)
-        return row.lead if len(row.lead) <= most else "…" + row.lead[1 - most :]
-
-    def _tree(self, row: Row, left: int) -> list[Segment]:
-        branch, node, dim = row.branch, row.branch.node, self._look("dim")
-        closed = node.id in self.rows.closed
-        on_path = node.id in self._path
-        sign = "▸" if closed and branch.children else "▾" if branch.children else "─"
-        lead = Segment(self._lead(row, left) + sign, self.style(palette.PATH) if on_path else dim)
-        hidden = Segment(f"  +{branch.nodes - 1:,}" if closed and branch.children else "", dim)
-        if branch.is_root:
-            name = Segment(f" {branch.namespace or 'default'}", self.style(None, None, "bold"))
-            return [lead, name, Segment(f"  {some(branch.nodes - 1, 'node')}", dim)]
-        shade = shade_of(node)
-        faint = self.rows.is_filtered and not branch.is_wanted
-        text = "bold" if on_path or (self.rows.is_filtered and branch.is_wanted) else ""
-        return [
-            lead,
-            Segment(f" {sign_of(node)} ", self.style(shade)),
-            Segment(f"{node.start:,}-{node.start + node.tokens:,}", dim if faint else self.style(None, None, text)),
-            hidden,
-            Segment(f"  {_begins(node)}", dim),
-        ]
-
-    def _numbers(self, branch: Branch) -> list[Segment]:
-        node, terms = branch.node, self._terms
-        blocks = branch.blocks if branch.is_root else count_blocks(node.blocks)
-        heat = heat_of(terms.now - branch.newest)
-        plain = self.ground
-        known = {
-            "tokens": (f"{branch.tokens if branch.is_root else node.tokens:,}", plain),
-            "refs": (f"{node.locks:,}" if node.locks else "·", plain),
-            "hits": (short(node.hits) if node.hits else "·", plain),
-            "idle": (_idle(terms.now - branch.newest), self.style(heat)),
-            "blocks": (f"{blocks:,}", plain),
-            "bytes": (size(blocks * terms.bytes_per_block), plain),
-        }
-        segments = []
-        for column in self._columns():
-            if column.title == "share":
-                bar = _bar(branch.tokens, terms.all_tokens, column.width - 1)
-                segments.append(Segment(f" {bar:<{column.width - 1}}", self.style(heat)))
-            else:
-                text, style = known[column.title]
-                segments.append(Segment(f"{text:>{column.width}}", style))
-        return segments
-
-
-def sign_of(node: NodeRecord) -> str:
-    """One sign for the state of a node, which says the same as its shade."""
-    if node.pins:
-        return "◆"
-    return "●" if node.locks else "▽" if node.demoted else "○"
-
-
-def shade_of(node: NodeRecord) -> Shade:
-    """The shade of a node's state."""
-    if node.pins:
-        return palette.PINNED
-    return palette.ACTIVE if node.locks else palette.DEMOTED if node.demoted else palette.CACHED
-
-
-def heat_of(idle: float) -> Shade:
-    """The shade of an age in seconds."""
-    return palette.AGES[sum(idle >= limit for limit in AGE_LIMITS)]
-
-
-def _idle(seconds: float) -> str:
-    """An age, no finer than a second: rows are not drawn anew because a tenth of one has passed.
-
-    >>> [_idle(each) for each in (0.3, 4.9, 42, 200)]
-    ['now', '4 s', '42 s', '3.3 min']
-    """
-    return "now" if seconds < 1 else f"{int(seconds)} s" if seconds < 60 else duration(seconds)
-
-
-def _begins(node: NodeRecord) -> str:
-    if node.text is not None:
-        return repr(node.text)
-    return " ".join(map(str, node.head)) + (" …" if node.tokens > len(node.head) else "")
-
-
-def _bar(part: int, whole: int, width: int) -> str:
-    """A part of a whole, to an eighth of a cell; what is there shows at least that.
-
-    >>> _bar(1, 2, 4), _bar(1, 1000, 4), _bar(0, 0, 4), _bar(9, 9, 2)
-    ('██', '▏', '', '██')
-    """
-    eighths = min(8 * width, max(1, round(8 * width * part / whole))) if part > 0 and whole > 0 else 0
-    return "█" * (eighths // 8) + (PARTS[eighths % 8] if eighths % 8 else "")

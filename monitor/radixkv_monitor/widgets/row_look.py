@@ -1,0 +1,186 @@
+"""How a row of the tree looks: what joins it to its neighbours, its token range, and numbers in columns.
+
+Knows rows, shades and widths. Knows no cursor and no key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.cells import set_cell_size
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+
+from radixkv.telemetry.records import NodeRecord
+from radixkv_monitor import palette
+from radixkv_monitor.palette import Shade
+from radixkv_monitor.phrases import duration, short, size, some
+from radixkv_monitor.runs import count_blocks
+from radixkv_monitor.tree_rows import Branch, Row, TreeRows
+from radixkv_monitor.widgets.cached_lines import CachedLines
+
+PARTS = " ▏▎▍▌▋▊▉█"
+AGE_LIMITS = (10.0, 60.0, 600.0, 3600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of numbers; it is there where the widget has room for it and all before it."""
+
+    title: str
+    width: int
+    sort: str = ""
+    from_width: int = 0  # of the widget
+
+
+COLUMNS = (
+    Column("tokens", 8, "size"),
+    Column("refs", 5),
+    Column("hits", 6, "hits"),
+    Column("idle", 8, "recency"),
+    Column("blocks", 7),
+    Column("bytes", 9, "", 92),
+    Column("share", 9, "subtree", 72),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What else the look of rows depends on."""
+
+    now: float = 0.0
+    bytes_per_block: int = 0
+    all_tokens: int = 0
+
+
+def columns(wide: int) -> list[Column]:
+    """The columns that there is room for."""
+    return [column for column in COLUMNS if wide >= column.from_width]
+
+
+def left_width(wide: int) -> int:
+    """What the columns leave for the tree."""
+    return max(12, wide - sum(column.width for column in columns(wide)) - 1)
+
+
+def lead_of(row: Row, left: int) -> str:
+    """What joins a row to those above, cut where the tree is deep."""
+    most = max(4, left // 2)
+    return row.lead if len(row.lead) <= most else "…" + row.lead[1 - most :]
+
+
+class RowLook:
+    """Draws rows for `lines`, whose colours and width they take; nodes of `path` stand out."""
+
+    def __init__(self, lines: CachedLines[Any], dim: Style, rows: TreeRows, terms: Terms, path: frozenset[int]) -> None:
+        self._lines, self._dim, self._rows, self._terms, self._path = lines, dim, rows, terms, path
+        self._columns, self._left = columns(lines.wide), left_width(lines.wide)
+
+    def header(self, look: Style) -> Strip:
+        """The titles; the one that rows are sorted by is marked."""
+        by = "" if any(self._rows.sort == column.sort for column in COLUMNS) else f" (by {self._rows.sort})"
+        segments = [Segment(set_cell_size(f"  prefix{by}", self._left), look)]
+        for column in self._columns:
+            title = f"{column.title}▾" if column.sort == self._rows.sort else column.title
+            segments.append(Segment(f"{title:>{column.width}}", look))
+        return Strip(segments).adjust_cell_length(self._lines.wide, look)
+
+    def row(self, row: Row) -> Strip:
+        """The tree on the left, numbers on the right."""
+        tree = Strip(self._tree(row)).adjust_cell_length(self._left, self._lines.ground)
+        return Strip([*tree, *self._numbers(row.branch)])
+
+    def _tree(self, row: Row) -> list[Segment]:
+        branch, node, dim = row.branch, row.branch.node, self._dim
+        closed = node.id in self._rows.closed
+        on_path = node.id in self._path
+        sign = "▸" if closed and branch.children else "▾" if branch.children else "─"
+        lead = Segment(lead_of(row, self._left) + sign, self._lines.style(palette.PATH) if on_path else dim)
+        hidden = Segment(f"  +{branch.nodes - 1:,}" if closed and branch.children else "", dim)
+        if branch.is_root:
+            name = Segment(f" {branch.namespace or 'default'}", self._ink("bold"))
+            return [lead, name, Segment(f"  {some(branch.nodes - 1, 'node')}", dim)]
+        shade = shade_of(node)
+        faint = self._rows.is_filtered and not branch.is_wanted
+        weight = "bold" if on_path or (self._rows.is_filtered and branch.is_wanted) else ""
+        return [
+            lead,
+            Segment(f" {sign_of(node)} ", self._lines.style(shade)),
+            Segment(
+                f"{node.start:,}-{node.start + node.tokens:,}", dim if faint else self._lines.style(None, None, text)
+            ),
+            hidden,
+            Segment(f"  {_begins(node)}", dim),
+        ]
+
+    def _ink(self, weight: str) -> Style:
+        return self._lines.style(None, None, weight)
+
+    def _numbers(self, branch: Branch) -> list[Segment]:
+        node, terms = branch.node, self._terms
+        blocks = branch.blocks if branch.is_root else count_blocks(node.blocks)
+        heat = heat_of(terms.now - branch.newest)
+        plain = self._lines.ground
+        known = {
+            "tokens": (f"{branch.tokens if branch.is_root else node.tokens:,}", plain),
+            "refs": (f"{node.locks:,}" if node.locks else "·", plain),
+            "hits": (short(node.hits) if node.hits else "·", plain),
+            "idle": (idle(terms.now - branch.newest), self._lines.style(heat)),
+            "blocks": (f"{blocks:,}", plain),
+            "bytes": (size(blocks * terms.bytes_per_block), plain),
+        }
+        segments = []
+        for column in self._columns:
+            if column.title == "share":
+                bar = _bar(branch.tokens, terms.all_tokens, column.width - 1)
+                segments.append(Segment(f" {bar:<{column.width - 1}}", self._lines.style(heat)))
+            else:
+                text, style = known[column.title]
+                segments.append(Segment(f"{text:>{column.width}}", style))
+        return segments
+
+
+def sign_of(node: NodeRecord) -> str:
+    """One sign for the state of a node, which says the same as its shade."""
+    if node.pins:
+        return "◆"
+    return "●" if node.locks else "▽" if node.demoted else "○"
+
+
+def shade_of(node: NodeRecord) -> Shade:
+    """The shade of a node's state."""
+    if node.pins:
+        return palette.PINNED
+    return palette.ACTIVE if node.locks else palette.DEMOTED if node.demoted else palette.CACHED
+
+
+def heat_of(idle: float) -> Shade:
+    """The shade of an age in seconds."""
+    return palette.AGES[sum(idle >= limit for limit in AGE_LIMITS)]
+
+
+def idle(seconds: float) -> str:
+    """An age, no finer than a second: rows are not drawn anew because a tenth of one has passed.
+
+    >>> [idle(each) for each in (0.3, 4.9, 42, 200)]
+    ['now', '4 s', '42 s', '3.3 min']
+    """
+    return "now" if seconds < 1 else f"{int(seconds)} s" if seconds < 60 else duration(seconds)
+
+
+def _begins(node: NodeRecord) -> str:
+    if node.text is not None:
+        return repr(node.text)
+    return " ".join(map(str, node.head)) + (" …" if node.tokens > len(node.head) else "")
+
+
+def _bar(part: int, whole: int, width: int) -> str:
+    """A part of a whole, to an eighth of a cell; what is there shows at least that.
+
+    >>> _bar(1, 2, 4), _bar(1, 1000, 4), _bar(0, 0, 4), _bar(9, 9, 2)
+    ('██', '▏', '', '██')
+    """
+    eighths = min(8 * width, max(1, round(8 * width * part / whole))) if part > 0 and whole > 0 else 0
+    return "█" * (eighths // 8) + (PARTS[eighths % 8] if eighths % 8 else "")
