@@ -24,17 +24,24 @@ _AHEAD = 64  # chunks of several requests that wait to be sent
 
 
 async def begin(
-    service: Service, caller: Caller, asked: Asked, ids: Ids, inside: ExitStack, session: int | None = None
+    service: Service,
+    caller: Caller,
+    asked: Asked,
+    ids: Ids,
+    inside: ExitStack,
+    *,
+    timeout: float | None,
+    session: int | None = None,
 ) -> AsyncHandle:
-    """Start one request, which ends when `inside` is left; raises PromptTooLong, or as `AsyncEngine.submit`.
+    """Start the engine's part of a request, which ends when `inside` is left, and fails after `timeout` seconds.
 
-    `session` is a number that the requests of a conversation share, for the monitor.
+    `session` is a number that the requests of a conversation share, for the monitor. Raises PromptTooLong, or as
+    `AsyncEngine.submit`.
     """
     most = service.settings.max_prompt_tokens
     if most is not None and len(ids) > most:
         raise PromptTooLong(f"the prompt has {len(ids)} tokens, and this server takes at most {most}")
     params = asked.params if asked.bounded else unbounded(asked.params, service.engine.context_limit - len(ids))
-    timeout = service.settings.timeout
     handle = await service.engine.submit(ids, params, namespace=caller.namespace, timeout=timeout, session=session)
     inside.callback(handle.cancel)
     return handle

@@ -5,6 +5,7 @@ Knows: what a chat completion looks like, whole and as events. Thinking is `reas
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -41,9 +42,12 @@ async def create(service: Service, request: Request) -> Response:
         caller = service.caller(request, asked.cache_key)
         service.check_model(asked.model)
         place.widen(asked.params.n)
-        prompt = await whole(request, service.chat_prompt(caller, wanted.messages, wanted.tools))
+        prompt = await service.awaited(request, service.chat_prompt(caller, wanted.messages, wanted.tools))
         with about("messages"):
-            handle = await asking.begin(service, caller, asked, prompt.ids, inside, prompt.session)
+            timeout = service.time_left(request)
+            handle = await asking.begin(
+                service, caller, asked, prompt.ids, inside, timeout=timeout, session=prompt.session
+            )
         made = ChatAnswer(service, wanted, prompt, request.state.facts)
         if asked.stream:
             return EventStream(made.events(handle), service.settings.send_timeout, inside.pop_all())
@@ -181,7 +185,9 @@ class ChatAnswer:
                 self._service.conversations.remember(self._prompt, _message(reader), each.token_ids, cut=cut)
 
         if self._service.settings.history_bytes:
-            await self._service.aside(remember)
+            # Only what was cut needs the tokenizer; the others do not wait while it is at long prompts.
+            whole = all(map(self._is_whole, replies))
+            await (asyncio.to_thread(remember) if whole else self._service.aside(remember))
 
     def _is_whole(self, reply: Completion) -> bool:
         """Whether its text is all that was sampled: no stop string or token of the client's own ended it."""

@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
 
 KEYS = "RADIXKV_API_KEYS"
+_TIDYING = 1.0  # seconds to close the engine, and the trace that it writes
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM; returns 0.
+    """Serve until Ctrl-C or SIGTERM; returns 0, or 128 and the number of a second signal that cut everything off.
 
     Raises InvalidInput for arguments that are wrong or unsafe, OSError for an address that is taken, UnsupportedModel.
     """
@@ -49,8 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
         with engine:
             name = settings.model_name or engine.model.name
             where = address(sock)
-            Server(AsyncEngine(engine), settings, lambda: _say(f"{name} at {where}/v1")).run(sockets=[sock])
+            server = Server(AsyncEngine(engine), settings, lambda: _say(f"{name} at {where}/v1"), _leave_soon)
+            server.run(sockets=[sock])
+    if server.cut_by is not None:
+        os._exit(128 + server.cut_by)  # with torch loaded, Python's own way out takes seconds
     return 0
+
+
+def _leave_soon(number: int) -> None:
+    """End the process even if a long step, or a long text that is encoded, does not: who asked twice does not wait."""
+    leaving = threading.Timer(_TIDYING, os._exit, [128 + number])
+    leaving.daemon = True
+    leaving.start()
 
 
 def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:

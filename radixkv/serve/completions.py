@@ -20,8 +20,8 @@ from radixkv.engine.prompts import TokenIds, encode
 from radixkv.serve import asking
 from radixkv.serve.errors import about
 from radixkv.serve.fields import JsonObject
-from radixkv.serve.schemas import CompletionRequest, TextOrIds, read_completion, read_tokenize
-from radixkv.serve.service import Service
+from radixkv.serve.schemas import CompletionRequest, TextOrIds, TokenizeRequest, read_completion, read_tokenize
+from radixkv.serve.service import Caller, Service
 from radixkv.serve.shapes import answer, streams, usage
 from radixkv.serve.stream import DONE, EventStream, data, whole
 
@@ -35,9 +35,12 @@ async def create(service: Service, request: Request) -> Response:
         caller = service.caller(request, asked.cache_key)
         service.check_model(asked.model)
         place.widen(asked.params.n * len(wanted.prompts))
-        prompts = [await whole(request, _encoded(service, prompt)) for prompt in wanted.prompts]
+        prompts = [await service.awaited(request, _encoded(service, prompt)) for prompt in wanted.prompts]
         with about("prompt"):
-            handles = [await asking.begin(service, caller, asked, ids, inside) for ids in prompts]
+            handles = [
+                await asking.begin(service, caller, asked, ids, inside, timeout=service.time_left(request))
+                for ids in prompts
+            ]
         made = CompletionAnswer(service, wanted, prompts, request.state.facts)
         if asked.stream:
             return EventStream(made.events(handles), service.settings.send_timeout, inside.pop_all())
@@ -52,10 +55,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         caller = service.caller(request, wanted.cache_key)
         if wanted.model is not None:
             service.check_model(wanted.model)
-        if wanted.prompt is not None:
-            ids = [int(token) for token in await _encoded(service, wanted.prompt)] if wanted.prompt else []
-        else:
-            ids = list((await service.chat_prompt(caller, wanted.messages or [], wanted.tools)).ids)
+        ids = await service.awaited(request, _tokens(service, caller, wanted))
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.context_limit, "tokens": ids})
 
 
@@ -136,6 +136,12 @@ class CompletionAnswer:
             return prompt
         tokenizer = self._service.engine.model.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode([int(token) for token in ids]))
+
+
+async def _tokens(service: Service, caller: Caller, wanted: TokenizeRequest) -> list[int]:
+    if wanted.prompt is None:
+        return list((await service.chat_prompt(caller, wanted.messages or [], wanted.tools)).ids)
+    return [int(token) for token in await _encoded(service, wanted.prompt)] if wanted.prompt else []
 
 
 async def _encoded(service: Service, prompt: TextOrIds) -> TokenIds:

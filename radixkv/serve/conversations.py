@@ -97,8 +97,9 @@ class Conversations:
 
         `cut` is the reply's text, its tags included, if not all that was sampled was told: a stop string ended it.
         """
-        template = self._template_of(prompt.tools, prompt.date)
-        ids = array("i", emitted_ids) if cut is None else self._cut(template, emitted_ids, cut)
+        ids: array[int] | None = array("i", emitted_ids)
+        if cut is not None:
+            ids = self._cut(self._template_of(prompt.tools, prompt.date), emitted_ids, cut)
         if ids is not None:
             self._index.remember(
                 prompt.namespace,

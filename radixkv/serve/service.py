@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import Request
 
@@ -19,7 +19,7 @@ from radixkv.chat import AsyncEngine
 from radixkv.chat.messages import THINK_START, Message
 from radixkv.chat.tool_calls_format import format_of
 from radixkv.engine import Chunk, Completion
-from radixkv.errors import PromptTooLong
+from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.serve.auth import Auth, namespace
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError, about
@@ -30,6 +30,7 @@ from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.reply import tags
 from radixkv.serve.settings import Settings
 from radixkv.serve.shapes import TokenTexts, usage
+from radixkv.serve.stream import first_of, gone
 
 Result = TypeVar("Result")
 _LARGE = 1 << 17  # bytes of JSON that take some milliseconds
@@ -81,6 +82,7 @@ class Service:
         self._longest_token = _longest_token(tokenizer)
         # One thread, since a tokenizer is not for two at once; it goes with the last reference to this.
         self._thinking = ThreadPoolExecutor(1, "radixkv-serve")
+        self._ending = asyncio.Event()
 
     def enter(self, request: Request, inside: ExitStack) -> Place:
         """Let a request in until `inside` is left, before any of its body is read; raises ApiError 401, 403, 429."""
@@ -89,12 +91,39 @@ class Service:
     async def read(self, request: Request, check: Callable[[JsonObject], Result]) -> Result:
         """What was sent, checked; raises ApiError.
 
-        A large body has the time of the thread for templates, rather than everybody's.
+        A large body has the time of the thread for templates, rather than everybody's. The request's own time begins
+        when the body is there.
         """
         body = await read_body(request, self.settings)
+        timeout = self.settings.timeout
+        request.state.deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         if len(body) > _LARGE:
-            return await self.aside(lambda: check(parse_object(body)))
+            return await self.awaited(request, self.aside(lambda: check(parse_object(body))))
         return check(parse_object(body))
+
+    async def awaited(self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+        """What `work` returns, before the engine knows of the request: whoever waits for the thread need not stay.
+
+        `work` is cancelled if the client leaves first (ApiError 499), or the request's time is over (RequestTimedOut),
+        or the server ends (EngineClosed). What the thread is at comes to its end, and nobody is told of it.
+        """
+        try:
+            async with asyncio.timeout_at(request.state.deadline):
+                return await first_of(work, gone(request.receive), self._until_the_end())
+        except TimeoutError as error:
+            raise self._timed_out() from error
+
+    def time_left(self, request: Request) -> float | None:
+        """Seconds that a request still has, None for any number; raises RequestTimedOut."""
+        deadline: float | None = request.state.deadline
+        left = None if deadline is None else deadline - asyncio.get_running_loop().time()
+        if left is not None and left <= 0:
+            raise self._timed_out()
+        return left
+
+    def end(self) -> None:
+        """The engine takes nothing new: tell those who wait for the thread. On the event loop."""
+        self._ending.set()
 
     def caller(self, request: Request, cache_key: str | None = None) -> Caller:
         """Who sent this; raises ApiError 401."""
@@ -148,8 +177,18 @@ class Service:
         facts["cached"] = spent["prompt_tokens_details"]["cached_tokens"]
 
     async def aside(self, call: Callable[[], Result]) -> Result:
-        """What `call` returns, on the thread for templates and tokenizers: the event loop goes on meanwhile."""
+        """What `call` returns, on the thread for templates and tokenizers: the event loop goes on meanwhile.
+
+        Cancelled before its turn has come, it is never called.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._thinking, call)
+
+    async def _until_the_end(self) -> NoReturn:
+        await self._ending.wait()
+        raise EngineClosed("the server is ending")
+
+    def _timed_out(self) -> RequestTimedOut:
+        return RequestTimedOut(f"the request did not finish in time: {self.settings.timeout:g} s have passed")
 
 
 def _hidden_tags(tokenizer: Any | None, tags: Collection[str]) -> dict[int, str]:

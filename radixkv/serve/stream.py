@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -50,7 +50,7 @@ class EventStream(Response):
         with self._inside:
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                if await until_left(receive, self._sent(send)) is None:
+                if await first_of(self._sent(send), _left(receive)) is None:
                     facts["client"] = "left"
             except TimeoutError:
                 facts["client"] = "stopped reading"
@@ -73,24 +73,27 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": event, "more_body": True})
 
 
-async def until_left(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """What `work` returns; None if the client leaves first, and then `work` is cancelled."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
+    """What the first of several that is done returns or raises; the others are cancelled, and waited for."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
     finally:
-        for task in (working, leaving):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gone(receive: Receive) -> NoReturn:
+    """Raise ApiError, which nobody reads, once the client leaves."""
+    await _left(receive)
+    raise ApiError(499, "the client left before its answer was complete", code="client_disconnected")
 
 
 async def whole(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """What `work` returns; raises ApiError, which nobody reads, if the client leaves first."""
-    result = await until_left(request.receive, work)
-    if result is None:
-        raise ApiError(499, "the client left before its answer was complete", code="client_disconnected")
-    return result
+    return await first_of(work, gone(request.receive))
 
 
 def data(body: object) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
@@ -80,23 +80,61 @@ def test_a_body_counts_before_it_is_there(path):
         until(lambda: host.service.gate.inside == 0)  # its client left
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_who_leaves_before_a_prompt_is_encoded_leaves_the_gate(path):
-    asked = {"messages": ASKED} if "chat" in path else {"prompt": "x"}
+@contextmanager
+def busy(host):
+    """Others' prompts take a while."""
+    others = threading.Event()
+    try:
+        host.service._thinking.submit(others.wait, 120)  # longer than `until` has patience
+        yield
+        assert not others.is_set() and host.service.gate.inside == 0
+    finally:
+        others.set()
+
+
+WAITING = [
+    ("/v1/chat/completions", {"messages": ASKED}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": " " * 150_000}]}),  # read by the thread, too
+    ("/v1/completions", {"prompt": "x"}),
+    ("/tokenize", {"prompt": "x"}),
+    ("/tokenize", {"messages": ASKED}),
+]
+
+
+@pytest.mark.parametrize(("path", "asked"), WAITING)
+def test_who_leaves_before_a_prompt_is_encoded_leaves_the_gate(path, asked):
     body = json.dumps({"model": "fake", **asked}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    others = threading.Event()  # whose prompts take a while
-    with hosted() as host:
-        try:
-            host.service._thinking.submit(others.wait, 120)  # longer than `until` has patience
-            with socket.create_connection(("127.0.0.1", host.port), 20) as client:
-                client.sendall(head + body)
-                until(lambda: host.service._thinking._work_queue.qsize() == 1)
-                assert host.service.gate.inside == 1
-            until(lambda: host.service.gate.inside == 0)
-            assert not others.is_set()
-        finally:
-            others.set()
+    with hosted() as host, busy(host):
+        with socket.create_connection(("127.0.0.1", host.port), 20) as client:
+            client.sendall(head + body)
+            until(lambda: host.service._thinking._work_queue.qsize() == 1)
+            assert host.service.gate.inside == 1
+        until(lambda: host.service.gate.inside == 0)
+
+
+@pytest.mark.parametrize(("path", "asked"), WAITING)
+def test_time_passes_before_a_prompt_is_encoded_too(path, asked):
+    with hosted(Settings(timeout=0.05)) as host, busy(host):
+        answer = httpx.post(host.url + path, json={"model": "fake", **asked}, timeout=30)
+    assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+
+
+def test_the_engine_has_the_time_that_is_left(monkeypatch):
+    given = []
+    with served(Settings(timeout=100.0)) as server:
+        submit = server.service.engine.submit
+
+        def noted(*args, timeout, **options):
+            given.append(timeout)
+            return submit(*args, timeout=timeout, **options)
+
+        monkeypatch.setattr(server.service.engine, "submit", noted)
+        server.chat(max_tokens=1)
+        server.service.settings.__dict__["timeout"] = 1e-9  # over before anything could be done
+        late = server.post("/v1/completions", {"model": "fake", "prompt": [5, 6]})
+    assert len(given) == 1 and 0 < given[0] < 100
+    assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
 
 
 def test_bodies_that_are_too_large():

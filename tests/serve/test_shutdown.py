@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -70,7 +73,31 @@ def test_what_does_not_finish_in_time_is_told_so():
     assert whole.status_code == 503 and whole.json()["error"]["code"] == "shutting_down"
 
 
-def test_an_impatient_end_waits_for_nobody():
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_who_waits_to_be_encoded_is_told_at_once(path):
+    """Whatever is being encoded meanwhile; the engine would not take it any more."""
+    others = threading.Event()
+    with hosted(Settings(drain_timeout=60)) as host:
+        try:
+            host.service._thinking.submit(others.wait, 120)
+            answers: list[httpx.Response] = []
+            body = {"model": "fake", "messages": CHAT["messages"]}
+            client = threading.Thread(
+                target=lambda: answers.append(httpx.post(host.url + path, json=body, timeout=30)),
+            )
+            client.start()
+            until(lambda: host.service._thinking._work_queue.qsize() == 1)
+            host.stop()
+            client.join(20)
+            host.thread.join(20)
+            assert not host.thread.is_alive() and not others.is_set()
+        finally:
+            others.set()
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
+    assert answers[0].headers["retry-after"]
+
+
+def test_an_impatient_end_waits_for_nobody(caplog):
     with hosted(Settings(drain_timeout=60)) as host:
         host.runner.gate = threading.Semaphore(5)
         lost: list[httpx.TransportError] = []
@@ -93,24 +120,67 @@ def test_an_impatient_end_waits_for_nobody():
         host.thread.join(20)
         assert not host.thread.is_alive()
         client.join(20)
+        assert host.server.cut_by == signal.SIGINT
     assert len(lost) == 1
+    assert not [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
-def test_the_command_serves_until_it_is_told_to_stop():
-    """The real command, model and signal: the stream that runs comes to its end, and so does the process, with 0."""
+def test_who_does_not_read_to_the_end_is_not_waited_for(monkeypatch, caplog):
+    monkeypatch.setattr("radixkv.serve.server._GRACE", 0.05)
+    body = json.dumps({**LONG, "max_tokens": 1500, "logprobs": True, "top_logprobs": 20}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with hosted(Settings(drain_timeout=0.1)) as host, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", host.port))
+        client.sendall(head + body)
+        until(lambda: host.service.gate.inside == 1)
+        assert client.recv(10)
+        host.stop()
+        host.thread.join(20)
+        assert not host.thread.is_alive()
+    assert not [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+@contextmanager
+def command() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The real command and model: its process, and its address."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RADIXKV_MONITOR": "0"}
-    command = [sys.executable, "-m", "radixkv", "serve", "tiny", "--port", "0", "--kv-memory", "32MB"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    arguments = [sys.executable, "-m", "radixkv", "serve", "tiny", "--port", "0", "--kv-memory", "32MB", "--quiet"]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
             url = next(line.split()[-1] for line in process.stderr if "/v1" in line)
-            body = {**CHAT, "model": "tiny", "stream": True, "max_tokens": 60, "ignore_eos": True}
-            with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as answer:
-                lines = answer.iter_lines()
-                next(lines)
-                process.send_signal(signal.SIGTERM)
-                text = "\n".join(lines)
-            assert text.rstrip().endswith("[DONE]")
-            assert process.wait(60) == 0
+            yield process, url
         finally:
             process.kill()
+
+
+@contextmanager
+def streaming(url: str, tokens: int) -> Iterator[Iterator[str]]:
+    """The lines of a reply that has begun."""
+    body = {**CHAT, "model": "tiny", "stream": True, "max_tokens": tokens, "ignore_eos": True}
+    with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        yield lines
+
+
+def test_the_command_serves_until_it_is_told_to_stop():
+    """By a real signal: the stream that runs comes to its end, and so does the process, with 0."""
+    with command() as (process, url):
+        with streaming(url, 60) as lines:
+            process.send_signal(signal.SIGTERM)
+            text = "\n".join(lines)
+        assert text.rstrip().endswith("[DONE]")
+        assert process.wait(60) == 0
+
+
+def test_a_second_signal_ends_the_command_at_once_and_quietly():
+    with command() as (process, url), streaming(url, 1900) as lines:
+        process.send_signal(signal.SIGINT)
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.stderr.read() == ""

@@ -8,6 +8,7 @@ import socket
 import threading
 
 import httpx
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +80,27 @@ def setup_module() -> None:
 
 def teardown_module() -> None:
     LEAVE.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_comes_to_its_end_while_others_prompts_are_encoded(stream):
+    others = threading.Event()
+    with hosted() as host:
+        try:
+            host.runner.gate = threading.Semaphore(3)
+            answers = []
+            body = {**ENDLESS, "stream": stream, "max_tokens": 6}
+            client = threading.Thread(target=lambda: answers.append(ask(host, body)))
+            client.start()
+            for _ in range(4):
+                assert host.runner.began.acquire(timeout=20)
+            host.service._thinking.submit(others.wait, 120)
+            host.runner.gate.release(100)
+            client.join(20)
+            assert answers and not others.is_set()
+            assert host.service.conversations.stats.remembered == 1
+        finally:
+            others.set()
 
 
 def test_who_leaves_frees_his_request_within_a_step():
