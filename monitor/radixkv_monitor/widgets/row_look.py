@@ -108,9 +108,7 @@ class RowLook:
         return [
             lead,
             Segment(f" {sign_of(node)} ", self._lines.style(shade)),
-            Segment(
-                f"{node.start:,}-{node.start + node.tokens:,}", dim if faint else self._lines.style(None, None, text)
-            ),
+            Segment(f"{node.start:,}-{node.start + node.tokens:,}", dim if faint else self._ink(weight)),
             hidden,
             Segment(f"  {_begins(node)}", dim),
         ]
