@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 from radixkv.telemetry import places
-from radixkv.telemetry.audience import Limits
+from radixkv.telemetry.client import Limits
 from radixkv.telemetry.discovery import connect
 from radixkv.telemetry.frames import Bye, Delta, Frame, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
@@ -109,6 +109,31 @@ def serving(listen: str | None = None, **limits: float) -> Iterator[tuple[Publis
             yield publisher, engine
         finally:
             publisher.close()
+
+
+def unix(path: object) -> socket.socket:
+    """A connection that has said nothing yet."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(PATIENCE)
+    connection.connect(str(path))
+    return connection
+
+
+def last_words(connection: socket.socket) -> str:
+    """What the publisher says before it hangs up."""
+    data = b""
+    try:
+        while piece := connection.recv(65_536):
+            data += piece
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return data.decode("latin-1")
+
+
+def threads_and_files() -> tuple[set[str], int]:
+    """What a process has of both: to be compared with later."""
+    return {thread.name for thread in threading.enumerate()}, len(os.listdir("/dev/fd"))
 
 
 class Reader:

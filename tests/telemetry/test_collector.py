@@ -1,0 +1,221 @@
+"""The engine is asked one question at a time, as often as somebody wants to know; who waits gets a fresh answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from math import inf
+
+import pytest
+
+from radixkv.errors import EngineClosed
+from radixkv.telemetry.collector import Collector
+from radixkv.telemetry.records import Changes
+
+HZ = 4.0
+RARELY = 0.001
+
+
+class Engine:
+    """Answers when a test says so. Its time stands still; `stirred` is what the publisher's thread does when woken."""
+
+    def __init__(self) -> None:
+        self.is_pending = True
+        self.fault: Exception | None = None
+        self.asked: list[Future[Changes]] = []
+        self.told: list[float] = []
+        self.wakes = 0
+        self.stirred: Callable[[], object] = lambda: None
+        self.collector = Collector(self.collect, self.pending, self.tell, self.wake, fastest=100.0)
+
+    def pending(self) -> bool:
+        if self.fault is not None:
+            raise self.fault
+        return self.is_pending
+
+    def collect(self) -> Future[Changes]:
+        self.asked.append(Future())
+        return self.asked[-1]
+
+    def tell(self, changes: Changes) -> None:
+        assert not any(event.is_set() for event in self.collector._answering), "let go before it was told"
+        self.told.append(changes.time)
+
+    def wake(self) -> None:
+        self.wakes += 1
+        self.stirred()
+
+    def turn(self, now: float = 1000.0, hz: float = RARELY) -> None:
+        self.collector.turn(now, hz)
+
+    def answer(self) -> None:
+        """The question that is open, by its number."""
+        self.asked[-1].set_result(Changes(float(len(self.asked))))
+
+
+@pytest.fixture
+def engine() -> Engine:
+    engine = Engine()
+    engine.turn(hz=HZ)
+    engine.answer()
+    engine.turn(hz=HZ)
+    assert (len(engine.asked), engine.told) == (1, [1.0])
+    return engine
+
+
+# ---- how often
+
+
+def test_it_is_asked_as_often_as_somebody_wants_and_once_at_a_time(engine: Engine) -> None:
+    assert engine.collector.due(HZ) == 1000.25
+    engine.turn(1000.2, HZ)
+    assert len(engine.asked) == 1
+    engine.turn(1000.25, HZ)
+    assert len(engine.asked) == 2
+    assert engine.collector.due(HZ) == inf
+    engine.turn(1009.0, HZ)
+    assert (len(engine.asked), engine.told) == (2, [1.0])
+    before = engine.wakes
+    engine.answer()
+    assert engine.wakes == before + 1, "an answer wakes"
+    engine.turn(1009.0, HZ)
+    assert (len(engine.asked), engine.told) == (3, [1.0, 2.0])
+
+
+def test_a_hurry_counts_for_the_next_question_only(engine: Engine) -> None:
+    engine.collector.hurry()
+    assert engine.collector.due(RARELY) == 1000.01
+    engine.turn(1000.01)
+    engine.answer()
+    engine.turn(1000.02)
+    assert (len(engine.asked), engine.told) == (2, [1.0, 2.0])
+    assert engine.collector.due(RARELY) == 2000.01
+
+
+def test_what_has_nothing_new_is_not_asked_for_it(engine: Engine) -> None:
+    engine.is_pending = False
+    engine.turn(2500.0)
+    assert len(engine.asked) == 1
+    assert engine.collector.due(HZ) == 2500.25
+
+
+# ---- who waits for a fresh answer
+
+
+def test_who_waits_has_it_asked_at_once_and_goes_on_when_the_answer_is_told(engine: Engine) -> None:
+    def publisher() -> None:
+        engine.stirred = lambda: None
+        assert engine.collector.due(RARELY) == 0.0
+        engine.turn()
+        engine.answer()
+        engine.turn()
+
+    engine.stirred = publisher
+    assert engine.collector.settle(0.0)
+    assert engine.told == [1.0, 2.0]
+
+
+def test_an_answer_that_was_under_way_lets_nobody_go_who_came_later(engine: Engine) -> None:
+    engine.turn(3000.0)
+    seen = []
+
+    def publisher() -> None:
+        engine.stirred = lambda: None
+        engine.answer()
+        engine.turn(3000.0)  # takes that, and asks anew
+        seen.append([event.is_set() for event in engine.collector._answering])
+
+    engine.stirred = publisher
+    assert not engine.collector.settle(0.0)
+    assert (seen, len(engine.asked), engine.told) == ([[False]], 3, [1.0, 2.0])
+    (event,) = engine.collector._answering
+    engine.answer()
+    engine.turn(3000.0)
+    assert event.is_set()
+    assert engine.told == [1.0, 2.0, 3.0]
+    assert engine.collector.due(RARELY) == 4000.0, "nobody waits any more"
+
+
+def test_where_nothing_is_new_nobody_waits(engine: Engine) -> None:
+    engine.is_pending = False
+    engine.stirred = engine.turn
+    assert engine.collector.settle(0.0)
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize("where", ["pending", "collect", "answer", "tell"])
+def test_a_fault_lets_go_of_who_waits_and_the_next_question_is_asked(
+    engine: Engine, where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = RuntimeError("no idea")
+
+    def fails(*_: object) -> None:
+        raise fault
+
+    def publisher() -> None:
+        engine.turn()
+        if not engine.asked[-1].done():
+            engine.answer()
+            engine.turn()
+
+    engine.stirred = publisher
+    with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
+        if where == "answer":
+            broken.setattr(engine, "answer", lambda: engine.asked[-1].set_exception(fault))
+        else:
+            broken.setattr(engine.collector, f"_{where}", fails)
+        assert engine.collector.settle(0.0)
+        assert engine.collector.settle(0.0)
+    assert caplog.text.count("telemetry could not be collected: RuntimeError('no idea')") == 1
+    assert engine.told == [1.0]
+    assert engine.collector.settle(0.0)
+    assert len(engine.told) == 2
+
+
+def test_that_an_engine_was_closed_is_no_news_and_lets_go(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.fault = EngineClosed("it is")
+    engine.stirred = engine.turn
+    with caplog.at_level(logging.WARNING):
+        assert engine.collector.settle(0.0)
+    assert caplog.text == ""
+
+
+def test_the_end_lets_go_of_all_who_wait(engine: Engine) -> None:
+    engine.stirred = engine.turn
+    assert not engine.collector.settle(0.0)  # asked, and not answered
+    engine.stirred = lambda: None
+    assert not engine.collector.settle(0.0)  # not even asked
+    events = [*engine.collector._answering, *engine.collector._settling]
+    assert len(events) == 2
+    engine.collector.close()
+    assert all(event.is_set() for event in events)
+
+
+# ---- the engine's own thread, which does not wait for itself
+
+
+def test_what_was_answered_is_waited_for_until_it_is_told(engine: Engine) -> None:
+    engine.turn(3000.0)
+    engine.answer()
+    looks = []
+
+    def alive() -> bool:
+        looks.append(1)
+        if len(looks) == 3:
+            engine.collector.take()
+        return True
+
+    engine.collector.catch_up(1000.0, alive)
+    assert (len(looks), engine.told) == (3, [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("answered", "alive", "timeout"), [(False, True, 1000.0), (True, False, 1000.0), (True, True, 0)]
+)
+def test_what_will_not_come_is_not_waited_for(engine: Engine, answered: bool, alive: bool, timeout: float) -> None:
+    engine.turn(3000.0)
+    if answered:
+        engine.answer()
+    engine.collector.catch_up(timeout, lambda: alive)
+    assert engine.told == [1.0]

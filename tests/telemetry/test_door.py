@@ -1,0 +1,173 @@
+"""Who may come in over TCP, and a socket that can be found again whoever cleans up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import time
+
+import pytest
+
+from radixkv.errors import InvalidInput
+from radixkv.telemetry import door
+from radixkv.telemetry.discovery import engines
+from radixkv.telemetry.door import Door
+from radixkv.telemetry.publisher import Publisher
+from tests.telemetry.served import Engine, Reader, serving, threads_and_files, wait_until
+from tests.telemetry.wire import FACTS, node
+
+
+def test_tcp_asks_for_the_token():
+    with serving("tcp://127.0.0.1:0") as (publisher, engine):
+        engine.change(node(1))
+        address = f"tcp://{publisher.tcp}"
+        for token in ("wrong", "wröng", publisher.token[:-1], publisher.token + "x"):
+            reader = Reader(address, token)
+            assert "wrong token" in (reader.until_the_end() or "")
+            assert len(reader.frames) == 1  # it learnt nothing else
+            reader.close()
+        for token in (publisher.token, ""):  # which is looked up, as the engine runs here
+            reader = Reader(address, token)
+            reader.until_it_knows(engine)
+            reader.close()
+        reader = Reader(publisher.path)  # and the Unix socket serves as before
+        reader.until_it_knows(engine)
+        reader.close()
+
+
+def test_tokens_are_compared_in_constant_time(monkeypatch):
+    compared = []
+    monkeypatch.setattr("hmac.compare_digest", lambda *both: compared.append(both) or False)
+    with serving("tcp://127.0.0.1:0") as (publisher, _):
+        reader = Reader(f"tcp://{publisher.tcp}", "guess")
+        reader.until_the_end()
+        reader.close()
+        assert compared == [(b"guess", publisher.token.encode())]
+
+
+@pytest.mark.parametrize(
+    ("listen", "said"),
+    [
+        ("tcp://0.0.0.0:7000", "other machines"),
+        ("tcp://192.168.1.7:7000", "other machines"),
+        ("tcp://example.org:7000", "other machines"),
+        ("tcp://[::]:7000", "other machines"),
+        ("tcp://127.0.0.1", "write tcp://127.0.0.1:PORT"),
+        ("tcp://127.0.0.1:99999", "write tcp://127.0.0.1:PORT"),
+        ("tcp://:7000", "write tcp://127.0.0.1:PORT"),
+        ("http://127.0.0.1:7000", "write tcp://127.0.0.1:PORT"),
+        ("7000", "write tcp://127.0.0.1:PORT"),
+        ("tcp://127.0.0.1:7000?allow=everything", "allow=remote"),
+    ],
+)
+def test_addresses_that_are_none_or_that_others_reach_are_refused(listen, said):
+    with pytest.raises(InvalidInput, match=said):
+        Publisher(FACTS, Engine().collect, Engine().pending, listen)
+
+
+def test_remote_is_allowed_to_who_says_so():
+    with serving("tcp://0.0.0.0:0?allow=remote") as (publisher, _):
+        assert publisher.tcp.startswith("0.0.0.0:")
+
+
+# ---- whoever cleans up
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """The door looks after itself at every turn."""
+    monkeypatch.setattr(door, "_ROUND", 0.0)
+
+
+def turned(publisher, true):
+    wait_until(lambda: publisher._wake() or true())
+
+
+def obstruct(folder):
+    """A file in the place of a folder, however fast that is made again."""
+    while not folder.is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.touch()
+
+
+def found_at(publisher):
+    return publisher.path is not None and [each.socket for each in engines()] == [str(publisher.path)]
+
+
+def test_a_folder_that_is_removed_is_made_again_and_who_was_attached_stays(rounds):
+    with serving() as (publisher, engine):
+        engine.change(node(1))
+        old = Reader(publisher.path)
+        old.until_it_knows(engine)
+        shutil.rmtree(publisher.path.parent)
+        turned(publisher, lambda: found_at(publisher))
+        fresh = Reader(publisher.path)
+        engine.change(node(2))
+        for reader in (fresh, old):
+            reader.until_it_knows(engine)
+            reader.close()
+
+
+@pytest.mark.parametrize("kind", [".sock", ".json"])
+def test_a_file_that_is_removed_comes_back(rounds, kind):
+    with serving() as (publisher, _):
+        publisher.path.with_suffix(kind).unlink()
+        turned(publisher, lambda: publisher.path and publisher.path.with_suffix(kind).exists() and found_at(publisher))
+
+
+def test_no_place_is_one_warning_and_a_place_that_comes_is_taken(rounds, caplog):
+    before = threads_and_files()
+    with serving() as (publisher, _):
+        folder = publisher.path.parent
+        (folder.parent / f"radixkv-{os.geteuid()}").touch()
+        obstruct(folder)
+        turned(publisher, lambda: caplog.records)
+        turned(publisher, lambda: publisher.path is None)
+        folder.unlink()
+        turned(publisher, lambda: found_at(publisher))
+        obstruct(folder)
+        turned(publisher, lambda: len(caplog.records) == 2)
+    assert ["there is no place for another" in record.getMessage() for record in caplog.records] == [True, True]
+    assert threads_and_files() == before
+
+
+def test_what_others_put_in_the_place_of_a_socket_stays():
+    with serving() as (publisher, _):
+        path = publisher.path
+        path.unlink()
+        path.write_text("somebody else's")
+        publisher.close()
+        assert path.read_text() == "somebody else's"
+
+
+def test_no_file_descriptors_left_is_a_rest_and_not_the_end(caplog):
+    class Exhausted:
+        family = socket.AF_UNIX
+
+        def accept(self):
+            raise OSError(24, "Too many open files")
+
+    class Selector:
+        def __init__(self):
+            self.registered = []
+
+        def register(self, listener, events, data):
+            self.registered.append(listener)
+
+        def unregister(self, listener):
+            self.registered.remove(listener)
+
+    tired, listener, selector = Door(None, lambda connection, token: None), Exhausted(), Selector()
+    tired._selector, tired._look_at = selector, float("inf")
+    tired._listen(listener)
+    with caplog.at_level(logging.WARNING):
+        tired._accept(listener)
+        tired._accept(listener)  # both were ready in the same turn
+    assert selector.registered == []
+    assert caplog.text.count("Too many open files") == 1
+    tired.look(time.monotonic())
+    assert selector.registered == []
+    tired.look(time.monotonic() + 2.0)
+    assert selector.registered == [listener]

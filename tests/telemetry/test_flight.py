@@ -1,0 +1,77 @@
+"""What the flight recorder of a running publisher writes down, and for whom it waits."""
+
+from __future__ import annotations
+
+import threading
+
+from radixkv.telemetry import chronicle
+from radixkv.telemetry import publisher as module
+from radixkv.telemetry.frames import Delta, Snapshot
+from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.recording import read_recording
+from radixkv.telemetry.records import Changes
+from tests.telemetry.served import PATIENCE, many, serving, wait_until
+from tests.telemetry.wire import node
+
+
+def replay(path) -> Mirror:
+    mirror = Mirror()
+    for frame in read_recording(path):
+        if isinstance(frame, (Snapshot, Delta)):
+            mirror.apply(frame.changes)
+    return mirror
+
+
+def test_the_flight_recording_is_the_state_of_now(tmp_path):
+    with serving() as (publisher, engine):
+        engine.change(*many(100))
+        assert publisher.flight(tmp_path / "a.rec") == (tmp_path / "a.rec").stat().st_size
+        assert replay(tmp_path / "a.rec").nodes == engine.mirror.nodes
+        engine.change(node(3, blocks=(99, 1)))
+        publisher.flight(tmp_path / "a.rec")
+        assert replay(tmp_path / "a.rec").nodes == engine.mirror.nodes
+    publisher.flight(tmp_path / "b.rec")  # behind the end, too
+    assert replay(tmp_path / "b.rec").nodes == engine.mirror.nodes
+
+
+def test_the_engines_thread_gives_its_last_changes_and_waits_for_nothing(tmp_path):
+    with serving() as (publisher, engine):
+        engine.change(node(1))
+        publisher.flight(tmp_path / "a.rec")
+        engine.stuck = True
+        engine.change(node(2))
+        wait_until(lambda: engine.waiting)
+        publisher.flight(tmp_path / "a.rec", last=Changes(9.0, nodes=(node(3),)))
+        assert list(replay(tmp_path / "a.rec").nodes) == [1, 3]
+        engine.answer()
+
+
+def test_what_is_being_told_is_waited_for_on_the_engines_thread_too(tmp_path, monkeypatch):
+    """Else it would be missing between what was told and the last changes."""
+    busy, free = threading.Event(), threading.Event()
+
+    def rest() -> None:
+        busy.set()
+        assert free.wait(PATIENCE)
+
+    monkeypatch.setattr(module, "ALONE_HZ", 100.0)
+    monkeypatch.setattr(module, "_SETTLE", PATIENCE)
+    with serving() as (publisher, engine):
+        monkeypatch.setattr(chronicle, "_rest", rest)
+        engine.change(*many(2000))
+        assert busy.wait(PATIENCE)
+        threading.Timer(0.05, free.set).start()
+        publisher.flight(tmp_path / "a.rec", last=Changes(9.0, nodes=(node(9999),)))
+        assert list(replay(tmp_path / "a.rec").nodes) == [*range(1, 2001), 9999]
+
+
+def test_a_stuck_engine_does_not_keep_a_flight_recording_from_being_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_SETTLE", 0.05)
+    with serving() as (publisher, engine):
+        engine.change(node(1))
+        wait_until(lambda: engine.collected)
+        engine.stuck = True
+        engine.change(node(2))
+        publisher.flight(tmp_path / "a.rec")
+        assert 2 not in replay(tmp_path / "a.rec").nodes
+        engine.answer()

@@ -1,0 +1,119 @@
+"""Who reads slowly, or not at all, loses frames and is told so; what that costs is bounded, and nobody else's."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from radixkv.telemetry.client import Client, Limits
+from radixkv.telemetry.frames import Bye, Delta
+from radixkv.telemetry.protocol import encode
+from tests.telemetry.served import Reader, many, serving, wait_until
+from tests.telemetry.wire import node
+
+
+def test_a_stalled_reader_costs_frames_and_bounded_memory_and_hurts_nobody():
+    with serving(buffer=256 * 1024) as (publisher, engine):
+        stalled, healthy = Reader(publisher.path), Reader(publisher.path)
+        wait_until(lambda: publisher.attached == 2)
+        most = 0
+        for step in range(30):
+            engine.change(*many(1000, seed=step))
+            healthy.until_it_knows(engine)
+            most = max(most, publisher.buffered)
+        assert healthy.gaps == 0
+        assert most <= (256 + 256 + 256) * 1024  # the buffer, a page, and what the healthy one had not taken yet
+        stalled.until_it_knows(engine)
+        assert stalled.gaps > 0
+        engine.change(node(1, blocks=(5, 5)))
+        stalled.until_it_knows(engine)  # and it gets deltas again
+        assert isinstance(stalled.frames[-1], Delta)
+        for reader in (stalled, healthy):
+            reader.close()
+
+
+def test_a_slow_reader_of_a_moving_target_ends_up_with_the_truth():
+    with serving(buffer=64 * 1024) as (publisher, engine):
+        slow = Reader(publisher.path)
+        slow.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        for step in range(40):
+            engine.change(*many(1000, seed=step))
+            wait_until(lambda: not engine.pending())
+            slow.read(2000)
+        slow.until_it_knows(engine)
+        assert slow.gaps > 0
+        slow.close()
+
+
+def test_deltas_that_waited_behind_a_snapshot_are_counted_when_they_are_dropped():
+    asked = []
+
+    def snapshot(dropped):
+        asked.append(dropped)
+        return iter([b"x" * 1_000_000, b"y"])
+
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    client = Client(ours, 0.0, Limits(buffer=2_000_000), snapshot)
+    client.welcome()
+    for _ in range(6):
+        client.give(b"d" * 400_000)
+    assert client.buffered <= 1_000_000
+    while asked == [None] or client.wants_to_send:
+        theirs.recv(100_000)
+        client.send()
+    assert asked == [None, 6]
+    ours.close()
+    theirs.close()
+
+
+def test_a_stalled_reader_delays_no_end():
+    with serving() as (publisher, engine):
+        stalled, healthy = Reader(publisher.path), Reader(publisher.path)
+        engine.change(*many(6000))
+        healthy.until_it_knows(engine)
+        publisher.close("enough")
+        assert healthy.until_the_end() == "enough"
+        assert not publisher._thread.is_alive()
+        stalled.close()
+        healthy.close()
+
+
+@pytest.mark.parametrize(("size", "dropped"), [(1000, 0), (1001, 1)])
+def test_a_delta_that_would_go_over_the_buffer_is_dropped(size, dropped):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        client = Client(ours, 0.0, Limits(buffer=2000), lambda dropped: iter([b"s" * 1_000_000]))
+        client.welcome()  # the snapshot does not fit into the socket
+        waiting = client.buffered
+        assert waiting > 2000
+        client._limits = Limits(buffer=waiting + 2000)
+        client.give(b"a" * 1000)
+        client.give(b"b" * size)
+        assert client.buffered == waiting + (0 if dropped else 2000)
+        assert client._dropped == 2 * dropped
+
+
+def test_who_is_sent_away_in_the_middle_of_a_frame_gets_the_rest_of_it_and_then_the_reason():
+    whole = encode(Bye("x" * 900_000))  # some large frame, of which the socket takes a part
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.settimeout(20.0)
+        client = Client(ours, 0.0, Limits(), lambda dropped: iter([whole, b"never sent"]))
+        client.welcome()
+        client.give(b"nor is this")
+        assert client.wants_to_send
+        client.leave(encode(Bye("enough")), 0.0)
+        theirs.sendall(b"what now")  # must not cost it the last words
+        assert not client.read()
+        assert not client.gone
+        data = b""
+        while len(data) < len(whole) + len(encode(Bye("enough"))):
+            client.send()
+            data += theirs.recv(65_536)
+        assert data == whole + encode(Bye("enough"))
+        assert client.gone
