@@ -1,0 +1,98 @@
+"""A call, its result, and on: each turn begins with exactly the ids that were sampled, in each format of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from radixkv import Engine, SamplingParams, ToolResult
+from tests.chat.tool_call_dialects import DIALECTS, TOOLS, Dialect
+from tests.engine.fakes import FakeModel, check, make_engine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=2000)
+CALLS = [("weather", {"city": 'Osl"o} [ARGS] </tool_call>', "days": [1, {"é": None}]}), ("now", {})]
+
+
+@contextmanager
+def speaking(dialect: Dialect, reply: Callable[[str], str]) -> Iterator[Engine]:
+    tokenizer = dialect.tokenizer()
+    model = FakeModel(tokenizer, len(tokenizer), 10_000, dialect.stops())
+    engine, _ = make_engine(2000, 16, model=model, brain=dialect.brain(reply))
+    with engine:
+        yield engine
+        check(engine)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_results_are_put_behind_the_calls_as_they_were_sampled(name: str) -> None:
+    dialect = DIALECTS[name]
+    calls = CALLS[: dialect.most_calls]
+
+    def reply(said: str) -> str:
+        return "It is grey." if "grey" in said.rsplit("look", 1)[-1] else dialect.write(calls)
+
+    with speaking(dialect, reply) as engine, engine.chat(tools=TOOLS, history="append") as chat:
+        ids: set[str] = set()
+        for _ in range(2):
+            asked = chat.send("look", GREEDY)
+            assert [(call.name, call.arguments) for call in asked.tool_calls] == calls
+            assert (asked.text, asked.finish_reason) == ("", "stop")
+            assert ids.isdisjoint(call.id for call in asked.tool_calls)
+            ids.update(call.id for call in asked.tool_calls)
+            sampled = chat.token_ids
+            answer = chat.tool_results([ToolResult(call.id, "grey") for call in asked.tool_calls], GREEDY)
+            assert (answer.text, answer.tool_calls) == ("It is grey.", ())
+            assert chat.token_ids[: len(sampled)] == sampled
+            assert answer.usage.cached_tokens == len(sampled) - 1
+        assert len(ids) == 2 * len(calls)
+        whole = engine.model.tokenizer.apply_chat_template(chat.history, tools=TOOLS, tokenize=False)
+        assert engine.model.tokenizer.decode(chat.token_ids) == whole.removesuffix("\n")
+
+
+@pytest.mark.parametrize("name", ["Mistral, by name", "Llama"])
+def test_a_call_that_is_none_stays_with_its_tag(name: str) -> None:
+    """Though decoding leaves the tag out: it is a control token."""
+    dialect = DIALECTS[name]
+    tag = "[TOOL_CALLS]" if "Mistral" in name else "<|python_tag|>"
+    with speaking(dialect, lambda _: f"Hm. {tag}weather(Oslo)") as engine:
+        assert engine.chat(tools=TOOLS).send("look", GREEDY).text == f"Hm. {tag}weather(Oslo)"
+        assert engine.chat().send("look", GREEDY).text == "Hm. weather(Oslo)"
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_who_has_no_tools_reads_text(name: str) -> None:
+    dialect = DIALECTS[name]
+    with speaking(dialect, lambda _: dialect.write(CALLS)) as engine, engine.chat() as chat:
+        reply = chat.send("look", GREEDY)
+        assert reply.tool_calls == ()
+        assert reply.text == engine.model.tokenizer.decode(reply.token_ids, skip_special_tokens=True)
+
+
+def test_a_conversation_that_was_saved_reads_calls_as_before(tmp_path) -> None:
+    dialect = DIALECTS["Mistral, a list"]
+    with speaking(dialect, lambda _: dialect.write(CALLS)) as engine:
+        chat = engine.chat(tools=TOOLS)
+        chat.send("look", GREEDY)
+        chat.save(tmp_path / "chat.json")
+        again = engine.resume(tmp_path / "chat.json")
+        replies = [each.send("look", GREEDY) for each in (again, *chat.fork(1))]
+        assert replies[0].tool_calls == replies[1].tool_calls != ()
+
+
+def test_ids_of_calls_stay_apart_when_the_oldest_turns_are_dropped() -> None:
+    dialect = DIALECTS["Qwen"]
+
+    def reply(said: str) -> str:
+        return "Yes." if said.rsplit("user\n", 1)[-1].startswith("say") else dialect.write([("now", {})])
+
+    tokenizer = dialect.tokenizer()
+    model = FakeModel(tokenizer, len(tokenizer), 700, dialect.stops())
+    engine, _ = make_engine(2000, 16, model=model, brain=dialect.brain(reply))
+    with engine, engine.chat(tools=TOOLS, overflow="drop_oldest") as chat:
+        for turn in range(15):
+            chat.send("say it" if turn % 3 else "look", SamplingParams(temperature=0, max_tokens=80))
+            ids = [call["id"] for message in chat.history for call in message.get("tool_calls", ())]
+            assert len(set(ids)) == len(ids)
+        assert chat.turns < 10
