@@ -1,0 +1,154 @@
+"""Tool calls over HTTP in each format, with the official client: whole, as events, and sent back with their results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.chat.tool_calls_format import FORMATS
+from radixkv.serve.reply import ReplyReader
+from tests.chat.tool_call_dialects import DIALECTS, TOOLS, Dialect
+from tests.serve.served import LOCAL, Served, fake_model, served
+
+CALLS = [("weather", {"city": 'Osl"o} [ARGS] </tool_call>', "days": [1, {"é": None}]}), ("now", {})]
+
+
+@contextmanager
+def speaking(dialect: Dialect, reply: Callable[[str], str]) -> Iterator[tuple[openai.OpenAI, Served]]:
+    tokenizer = dialect.tokenizer()
+    model = fake_model(tokenizer=tokenizer, vocab_size=len(tokenizer), stop_token_ids=dialect.stops())
+    with served(model=model, brain=dialect.brain(reply)) as server:
+        yield openai.OpenAI(base_url=f"{LOCAL}/v1", api_key="any", max_retries=0, http_client=server.client), server
+
+
+def ask(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
+    options = {"tools": TOOLS, "temperature": 0, **options}
+    return client.chat.completions.create(model="fake", messages=messages, **options)
+
+
+def asked(calls: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_calls_and_their_results_are_sent_again_and_all_of_it_is_cached(name: str) -> None:
+    dialect = DIALECTS[name]
+    calls = CALLS[: dialect.most_calls]
+    messages: list[Any] = [user("look")]
+
+    def reply(said: str) -> str:
+        return "It is grey." if "grey" in said.rsplit("look", 1)[-1] else dialect.write(calls)
+
+    with speaking(dialect, reply) as (client, _):
+        computed = 0
+        for _ in range(2):
+            called = ask(client, messages)
+            (choice,) = called.choices
+            assert asked(choice.message.tool_calls) == calls
+            assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+            assert called.usage.prompt_tokens_details.cached_tokens == max(computed - 1, 0)
+            messages.append(choice.message)
+            messages += [
+                {"role": "tool", "tool_call_id": call.id, "content": "grey"} for call in choice.message.tool_calls
+            ]
+            answer = ask(client, messages)
+            assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("It is grey.", "stop")
+            assert answer.usage.prompt_tokens_details.cached_tokens == called.usage.total_tokens - 1
+            messages += [answer.choices[0].message, user("look")]
+            computed = answer.usage.total_tokens
+        ids = [call.id for message in messages for call in getattr(message, "tool_calls", None) or ()]
+        assert len(set(ids)) == len(ids) == 2 * len(calls)
+        if "Mistral" in name:
+            assert all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_stream_says_the_same_and_each_call_in_one_piece(name: str) -> None:
+    dialect = DIALECTS[name]
+    before = "" if name == "Llama" else "I look. "
+    with speaking(dialect, lambda _: before + dialect.write(CALLS)) as (client, _):
+        whole = ask(client, [user("look")]).choices[0]
+        chunks = [chunk.choices[0] for chunk in ask(client, [user("look")], stream=True)]
+    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert asked(deltas) == CALLS
+    assert [call.index for call in deltas] == [0, 1]
+    assert [call.id for call in deltas] == [call.id for call in whole.message.tool_calls]
+    assert all(call.type == "function" for call in deltas)
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == (whole.message.content or "") == before.strip()
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
+
+
+def test_json_is_text_to_who_has_no_tools_or_no_such_tool() -> None:
+    answer = '{"name": "Nora", "parameters": {"age": 9}}'
+    call = '{"name": "now", "parameters": {}}'
+    with speaking(DIALECTS["Llama"], lambda said: answer if "who" in said else call) as (client, _):
+        for messages, options in (([user("who")], {}), ([user("look")], {"tools": openai.NOT_GIVEN})):
+            choice = ask(client, messages, **options).choices[0]
+            assert choice.message.content == (answer if "who" in messages[0]["content"] else call)
+            assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
+        assert ask(client, [user("look")]).choices[0].finish_reason == "tool_calls"
+        assert ask(client, [user("look")], tool_choice="none").choices[0].message.content == call
+
+
+@pytest.mark.parametrize("cut", [1, 20, 40, 52])
+def test_a_call_that_was_cut_is_text_and_what_was_said_of_it_goes_on(cut: int) -> None:
+    dialect = DIALECTS["Mistral, by name"]
+    text = f"Well. {dialect.write(CALLS[:1])}"
+    with speaking(dialect, lambda said: "And so." if "go on" in said else text) as (client, _):
+        first = ask(client, [user("look")], max_tokens=cut)
+        choice = first.choices[0]
+        assert (choice.message.tool_calls, choice.finish_reason) == (None, "length")
+        assert text.startswith(choice.message.content)
+        again = ask(client, [user("look"), choice.message, user("go on")])
+        assert again.choices[0].message.content == "And so."
+        assert again.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens - 1
+
+
+def test_several_replies_to_one_request_have_calls_of_their_own() -> None:
+    dialect = DIALECTS["Mistral, a list"]
+    with speaking(dialect, lambda _: dialect.write(CALLS)) as (client, _):
+        choices = ask(client, [user("look")], n=3).choices
+        again = ask(client, [user("look")], n=3).choices
+    ids = [[call.id for call in choice.message.tool_calls] for choice in choices]
+    assert len({each for some in ids for each in some}) == 6
+    assert ids == [[call.id for call in choice.message.tool_calls] for choice in again]
+
+
+PARTS = st.lists(
+    st.sampled_from(
+        [
+            *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+            *(" ", "\n", "So.", "{", '{"name": "now", "parameters": {}}', "now", "{}", "[", "]", ";", '"'),
+        ]
+    ),
+    max_size=10,
+).map("".join)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@settings(max_examples=60, deadline=None)
+@given(PARTS, st.booleans(), st.lists(st.integers(0, 80), max_size=6).map(sorted))
+def test_pieces_make_no_difference_with_thinking_either(form: Any, text: str, thinking: bool, cuts: list[int]) -> None:
+    def read(pieces: list[str]) -> tuple[str, str, list[Any]]:
+        reader = ReplyReader(reads_calls=True, thinking=thinking, form=form, names={"now"})
+        found = [piece for part in pieces for piece in reader.push(part)] + reader.finish()
+        assert "".join(piece.content for piece in found) == reader.content
+        assert "".join(piece.thinking for piece in found) == reader.thinking
+        assert [piece.call for piece in found if piece.call] == reader.calls
+        assert reader.text == text
+        return reader.content, reader.thinking, reader.calls
+
+    ends = [min(cut, len(text)) for cut in cuts]
+    pieces = [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+    assert read(pieces) == read(list(text)) == read([text])
