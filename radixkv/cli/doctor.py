@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from radixkv.cli.finding import Finding, note, ok, problem
 from radixkv.cli.installed import versions
+from radixkv.cli.language import language
 from radixkv.cli.plan import size
-from radixkv.errors import ChatError, InvalidInput, RadixKVError, UnsafeFolder
+from radixkv.errors import InvalidInput, RadixKVError, UnsafeFolder
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from radixkv.models.loaded import LayerSpec, LoadedModel
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+_UNLIMITED = 1 << 30  # tokens: a context as long as this is one that nobody has stated
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,7 +72,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from _model(loaded, said)
     yield _pool(loaded, arguments)
     yield _self_test(loaded)
-    yield from _chat(loaded)
+    yield from language(loaded)
     yield from _faster(loaded)
 
 
@@ -143,13 +145,33 @@ def _cores() -> int:
 def _model(loaded: LoadedModel, said: list[str]) -> Iterator[Finding]:
     """What was loaded, what was said meanwhile, and the layers that are alike, a line each."""
     kind, dtype = type(loaded.model).__name__, str(loaded.dtype).removeprefix("torch.")
-    limits = f"context {loaded.max_length:,}, {loaded.vocab_size:,} token ids"
+    context = f"context {loaded.max_length:,}" if loaded.max_length < _UNLIMITED else "no limit of context"
+    limits = f"{context}, {loaded.vocab_size:,} token ids"
     yield ok("model", f"{loaded.name}: {kind}, {dtype} on {loaded.device}, {limits}")
     for warning in dict.fromkeys(said):
-        yield note("model", warning)
+        yield note("model", warning.removeprefix(f"{loaded.name}: "))
+    yield _weights(loaded)
     for spec, count in Counter(loaded.layers).items():
         yield ok("layers", f"{count} x {_spec(spec)}")
-    yield ok("attention", f"{loaded.attention}{_why(loaded)}")
+    yield _attention(loaded)
+
+
+def _weights(loaded: LoadedModel) -> Finding:
+    """How many lie in memory; a head that is its embedding's weight counts twice if it was laid out anew."""
+    from radixkv.models.packed import PackedLinear
+
+    weights = list(loaded.model.parameters())
+    packed = (each for each in loaded.model.modules() if isinstance(each, PackedLinear))
+    apart = sum(each.in_features * each.out_features for each in packed)  # these are no parameters any more
+    total = sum(each.numel() * each.element_size() for each in weights) + apart * loaded.dtype.itemsize
+    return ok("weights", f"{sum(each.numel() for each in weights) + apart:,} numbers in memory, {size(total)}")
+
+
+def _attention(loaded: LoadedModel) -> Finding:
+    if loaded.attention == "fallback":
+        costs = "each sequence has a forward of its own, and each layer copies its context out of the pool"
+        return note("attention", f"fallback, the model's own: {costs}. Hits and answers are the same")
+    return ok("attention", f"{loaded.attention}{_why(loaded)}")
 
 
 def _spec(spec: LayerSpec) -> str:
@@ -192,6 +214,8 @@ def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
         return problem("pool", str(error))
     tokens = blocks * arguments.block_size
     text = f"{blocks:,} blocks of {arguments.block_size} tokens, {size(block)} each: {size(blocks * block)}"
+    if loaded.max_length >= _UNLIMITED:
+        return ok("pool", f"{text}, {tokens:,} tokens")
     if tokens < loaded.max_length:
         return note("pool", f"{text}; its {tokens:,} tokens are fewer than the context of {loaded.max_length:,}")
     return ok("pool", f"{text}, {tokens // loaded.max_length:,} whole contexts")
@@ -208,38 +232,6 @@ def _self_test(loaded: LoadedModel) -> Finding:
         return problem("self-test", str(failed))
     allowed = f"{TOLERANCE.get(loaded.dtype, 1e-1):.0e} is allowed"
     return ok("self-test", f"paged, chunked and shared logits are the model's own, but for {error:.1e} ({allowed})")
-
-
-# ---- conversations
-
-
-def _chat(loaded: LoadedModel) -> Iterator[Finding]:
-    """Whether it can hold conversations, and what they do to the cached prefix."""
-    from radixkv.cli.histories import histories
-
-    if loaded.tokenizer is None:
-        yield note("tokenizer", "none came with the model: prompts are token ids, and there are no conversations")
-        return
-    if not getattr(loaded.tokenizer, "chat_template", None):
-        yield note("chat template", "none: generate() and submit() work, chat() does not")
-        return
-    try:
-        found = histories(loaded.tokenizer, loaded.stop_token_ids)
-    except ChatError as error:
-        yield problem("chat template", str(error))
-        return
-    if found.difference:
-        yield note("chat template", f"an appended history is not what the template renders: {found.difference}")
-    else:
-        yield ok("chat template", "appended histories read exactly as the template renders them")
-    if found.strips_thinking:
-        drops = "drops the thinking of earlier turns, so chat() renders histories anew (history='template')"
-        yield note("chat template", f"it {drops}: a turn's prefix is cached up to the last reply that thought")
-    missing = [
-        what for what, shown in (("system prompts", found.shows_system), ("tools", found.shows_tools)) if not shown
-    ]
-    if missing:
-        yield note("chat template", f"{' and '.join(missing)} do not reach the model: it has no place for them")
 
 
 # ---- what would be faster

@@ -14,17 +14,15 @@ import pytest
 import torch
 import transformers
 
-from radixkv.chat.template import ChatTemplate
 from radixkv.cli import doctor, installed, main
 from radixkv.cli.finding import Finding
-from radixkv.cli.histories import histories
-from radixkv.errors import ChatError, UnsupportedModel
+from radixkv.cli.plan import size
+from radixkv.errors import UnsupportedModel
 from radixkv.models.adapter import load
 from radixkv.models.loaded import LoadedModel
-from tests.chat.worlds import CHATML, THINKING, byte_tokenizer
-from tests.serve.styles import MISTRAL
-
-STOPS = frozenset(byte_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+from radixkv.models.packed import PackedLinear
+from tests.chat.worlds import CHATML, byte_tokenizer
+from tests.models.conftest import GROUPED, make
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +59,10 @@ def of(findings: Iterator[Finding]) -> list[tuple[str, str]]:
     return [(each.status, each.seen) for each in findings]
 
 
+def weights(numbers: int) -> str:
+    return f"{numbers:,} numbers in memory, {size(4 * numbers)}"
+
+
 # ---- the whole
 
 
@@ -72,6 +74,9 @@ def test_the_bundled_model_is_well(examine: Any, tiny: LoadedModel) -> None:
     assert found["pool"] == [("ok", "1,024 blocks of 16 tokens, 96 KiB each: 96 MiB, 4 whole contexts")]
     assert found["attention"] == [("ok", "torch: Triton does not run on cpu")]
     assert "float32 on cpu, context 4,096, 1,536 token ids" in found["model"][0][1]
+    head = 1536 * 192  # it is the embedding's weight, unless it was laid out anew for this CPU
+    assert found["weights"] in [[("ok", weights(1_771_200))], [("ok", weights(1_771_200 + head))]]
+    assert found["stop tokens"] == [("ok", "2 '<|im_end|>'")]
     assert found["chat template"] == [("ok", "appended histories read exactly as the template renders them")]
     (status, said), *_ = found["self-test"]
     assert status == "ok"
@@ -146,7 +151,51 @@ def test_what_is_warned_of_while_loading_is_a_note(
         return tiny
 
     monkeypatch.setattr("radixkv.models.adapter.load", warn)
-    assert examine()[1]["model"][1:] == [("note", "tiny: the rotary frequencies are fixed")]
+    assert examine()[1]["model"][1:] == [("note", "the rotary frequencies are fixed")]
+
+
+def test_packed_weights_are_counted_too() -> None:
+    config = {**GROUPED, "hidden_size": 1024, "num_hidden_layers": 1, "attention_bias": True}
+    model = make(transformers.LlamaConfig(**config))
+    numbers = sum(each.numel() for each in model.parameters())
+    packed = load(model)
+    assert any(isinstance(each, PackedLinear) for each in packed.model.modules())
+    assert doctor._weights(packed).seen == weights(numbers)
+
+
+def test_what_a_real_checkpoint_has_besides_weights_is_said(examine: Any, tmp_path: Path) -> None:
+    make(transformers.LlamaConfig(**{**GROUPED, "vocab_size": 264, "eos_token_id": None})).save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.add_tokens(["<|call|>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    settings = {"do_sample": True, "temperature": 0.7, "eos_token_id": [263, 261]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    status, found = examine(str(tmp_path), "--device", "cpu", "--kv-memory", "1MiB")
+    assert status == 0
+    [(_, model), (kind, beyond)] = found["model"]
+    assert model.startswith(f"{tmp_path}: LlamaForCausalLM")
+    assert (kind, beyond.startswith("the tokenizer has 1 tokens that the model has no embedding for")) == ("note", True)
+    assert found["stop tokens"] == [("ok", "261 '<|endoftext|>', 263 '<|im_end|>'")]
+    assert "SamplingParams(temperature=0.7)" in found["sampling"][0][1]
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    status, found = examine(str(tmp_path))
+    assert (status, [kind for kind, _ in found["model"]]) == (1, ["problem"])
+    assert "pickled weights only, and unpickling runs code" in found["model"][0][1]
+
+
+def test_a_context_without_a_limit_is_no_number(
+    tiny: LoadedModel, examine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.models.adapter.load", lambda *_, **__: replace(tiny, max_length=1 << 30))
+    _, found = examine("--kv-memory", "96MiB")
+    assert "cpu, no limit of context, 1,536 token ids" in found["model"][0][1]
+    assert found["pool"] == [("ok", "1,024 blocks of 16 tokens, 96 KiB each: 96 MiB, 16,384 tokens")]
+
+
+def test_the_fallback_is_a_note_with_its_cost(tiny: LoadedModel) -> None:
+    found = doctor._attention(replace(tiny, attention="fallback"))
+    assert (found.status, found.seen.partition(",")[0]) == ("note", "fallback")
+    assert "a forward of its own" in found.seen
 
 
 def test_a_self_test_that_fails_is_a_problem(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,77 +332,9 @@ def test_what_slows_a_gpu_down(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatc
     ]
     fast = replace(slow, dtype=torch.bfloat16, attention="triton")
     assert of(doctor._faster(fast)) == []
+    assert doctor._attention(fast).seen == "triton: the kernels serve every layer"
     assert doctor._why(fast) == ": the kernels serve every layer"
     assert doctor._why(slow) == ": heads of 512 numbers do not fit"
-
-
-# ---- conversations
-
-
-@pytest.mark.parametrize(
-    ("template", "strips", "exact"),
-    [
-        (CHATML, False, True),
-        (THINKING, True, True),
-        (MISTRAL, False, False),  # the system prompt moves to the last turn
-        (CHATML.replace("{{ m.content }}", "{{ '> ' if m.role == 'assistant' }}{{ m.content }}"), False, False),
-        (CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"), False, False),
-        (CHATML.replace("{%- for m", "{{ messages | length }}{%- for m"), False, False),
-    ],
-    ids=["ChatML", "thinking", "Mistral", "quotes", "opens thinking", "counts"],
-)  # fmt: skip
-def test_appended_histories_are_compared_with_the_template(template: str, strips: bool, exact: bool) -> None:
-    found = histories(byte_tokenizer(template), STOPS)
-    assert (found.strips_thinking, found.difference is None) == (strips, exact)
-
-
-def test_a_difference_says_where() -> None:
-    template = CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif")
-    found = histories(byte_tokenizer(template), STOPS)
-    assert found.difference is not None
-    assert found.difference.startswith("appended '<think>\\nIt is 4.<|im_end|>")
-    assert "rendered 'It is 4.<|im_end|>" in found.difference
-
-
-def test_what_a_template_has_no_place_for() -> None:
-    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}assistant: "
-    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    assert histories(byte_tokenizer(CHATML), STOPS).shows_tools
-    assert histories(byte_tokenizer(CHATML), STOPS).shows_system
-    assert not histories(byte_tokenizer(plain), STOPS).shows_tools
-    found = histories(byte_tokenizer(refuses + plain), STOPS)
-    assert (found.shows_system, found.difference) == (False, None)
-
-
-def test_findings_about_conversations(tiny: LoadedModel) -> None:
-    def about(template: str | None) -> list[str]:
-        model = replace(tiny, tokenizer=byte_tokenizer(template), stop_token_ids=STOPS)
-        return [f"{status}: {seen}"[:28] for status, seen in of(doctor._chat(model))]
-
-    assert about(CHATML) == ["ok: appended histories read e"[:28]]
-    assert about(None) == ["note: none: generate() and su"[:28]]
-    assert [each.partition(":")[0] for each in about(THINKING)] == ["ok", "note", "note"]  # no place for tools either
-    assert about(MISTRAL)[0] == "note: an appended history is "[:28]
-    drops = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert about(drops)[0].startswith("problem")
-
-
-def test_a_session_meets_what_was_found(tiny: LoadedModel) -> None:
-    """Where appending is exact, a second turn's prompt is the template's text, whole."""
-    tokenizer = byte_tokenizer()
-    template = ChatTemplate(tokenizer, STOPS)
-    ask: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
-    reply = [{"role": "assistant", "content": "you"}]
-    ids = template.opening(ask)
-    ids.extend(tokenizer.encode("you<|im_end|>", add_special_tokens=False))
-    assert template.said_text(template.continued(ids, ask)) == template.said_text(
-        template.opening([*ask, *reply, *ask])
-    )
-
-
-def test_chat_needs_a_template() -> None:
-    with pytest.raises(ChatError):
-        histories(byte_tokenizer(None), STOPS)
 
 
 def test_findings_stay_on_their_line() -> None:

@@ -33,6 +33,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda at: (at / INDEX).unlink(), "but model-00001-of-00012.safetensors and others: the index is"),
     "index no JSON": (lambda at: (at / INDEX).write_text("{"), r"index\.json cannot be read: Expecting"),
     "index without map": (lambda at: (at / INDEX).write_text("{}"), r"index\.json has no weight_map"),
+    "index of nothing": (lambda at: (at / INDEX).write_text('{"weight_map": {}}'), r"index\.json has no weight_map"),
     "index leads out": (
         lambda at: (at / INDEX).write_text('{"weight_map": {"x": "../model.safetensors"}}'),
         r"names '\.\./model\.safetensors' for weights, which is not in",

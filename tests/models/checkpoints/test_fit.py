@@ -57,15 +57,19 @@ def test_weights_of_other_parts_get_one_warning(one: Path, key: str, caplog: pyt
     assert said.getMessage() == f"{one}: 1 weights are of parts that it runs without, {key} among them"
 
 
-@pytest.mark.parametrize(
-    "key", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.k_scale", "model.layers.0.mask"]
-)
+OLDER = {
+    "model.layers.0.self_attn.rotary_emb.inv_freq": torch.float32,
+    "model.layers.0.self_attn.k_scale": torch.float32,
+    "model.layers.0.mask": torch.bool,
+    "model.layers.0.positions": torch.int64,
+}
+
+
+@pytest.mark.parametrize("key", OLDER)
 def test_what_older_files_have_besides_weights_is_no_weight(
     one: Path, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    edit(
-        one, lambda weights: weights.update({key: torch.ones(4, dtype=torch.bool if "mask" in key else torch.float32)})
-    )
+    edit(one, lambda weights: weights.update({key: torch.ones(4, dtype=OLDER[key])}))
     assert same(read(one)[0], make(FAMILIES["llama"]()))
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
