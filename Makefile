@@ -18,8 +18,8 @@ $(READY): pyproject.toml
 demo: $(READY)   ## conversations and branches share one pool, on the bundled model
 	$(BIN)/radixkv demo
 
-test: $(READY)   ## all tests (no network, no GPU)
-	$(BIN)/python -m pytest -q
+test: $(READY)   ## all tests, as many at once as there are cores (no network, no GPU)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
 
 lint: $(READY)   ## style, format, and who may import whom
 	$(BIN)/ruff check .
