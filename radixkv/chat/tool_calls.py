@@ -20,8 +20,8 @@ from radixkv.chat.tool_calls_json import NotACall
 Part: TypeAlias = str | ToolCall
 
 _OWN_ID = re.compile(r"[a-zA-Z0-9]{9}")
-_BEFORE = re.compile(r"\s*")
-_BETWEEN = re.compile(r"\s*;?\s*")  # what separates calls that have no tag
+_BEFORE = re.compile(r"\s{0,99}")  # white space without end would be looked at again and again
+_BETWEEN = re.compile(r"\s{0,99};?\s{0,99}")  # what separates calls that have no tag
 
 
 class CallReader:
@@ -34,7 +34,7 @@ class CallReader:
     def __init__(self, form: CallFormat, names: Collection[str], seed: str, *, fresh: bool = False) -> None:
         """Read `form`; `names` are the tools that there are; `fresh` drops white space at the beginning."""
         self._form, self._names, self._seed = form, names, seed
-        self._held = ""
+        self._held, self._from = "", 0  # what stands before `from` is handed out
         self._block: Block | None = None
         self._bare = form.bare  # a call may begin here without a tag
         self._fresh, self._said = fresh, False
@@ -43,6 +43,8 @@ class CallReader:
 
     def push(self, text: str) -> list[Part]:
         """Take more text; returns what is certain now. O(text), and a call's text once more at its end."""
+        if self._block is None:  # which counts from the beginning of what is held
+            self._held, self._from = self._held[self._from :], 0
         self._held += text
         return list(self._read(final=False))
 
@@ -70,26 +72,30 @@ class CallReader:
     def _find(self, final: bool) -> Generator[Part, None, bool]:
         """Hand out what stands before the next place where a call may begin; whether there is one."""
         if self._bare:
-            match = (_BETWEEN if self.calls else _BEFORE).match(self._held)
-            at = 0 if match is None else match.end()
+            at = self._behind_space()
             if at == len(self._held) and not final:
                 return False
             if self._held.startswith("{", at):
                 self._block = Block(self._form, at, tagged=False)
                 return True
         self._bare = False
-        at = self._held.find(self._form.start)
-        found = at >= 0
-        if not found:
-            at = len(self._held) - (0 if final else _undecided(self._held, self._form.start))
+        tag = self._form.start
+        at = self._held.find(tag, self._from)
+        if at < 0:
+            yield from self._say(len(self._held) - (0 if final else _undecided(self._held, self._from, tag)))
+            return False
         yield from self._say(at)
-        if found:
-            self._block = Block(self._form, len(self._form.start), tagged=True)
-        return found
+        self._block = Block(self._form, at + len(tag), tagged=True)
+        return True
 
-    def _say(self, length: int) -> Iterator[str]:
-        """Hand out the first characters of what is held; white space waits for words."""
-        text, self._held = self._held[:length], self._held[length:]
+    def _behind_space(self) -> int:
+        """Where a call without a tag would begin."""
+        match = (_BETWEEN if self.calls else _BEFORE).match(self._held, self._from)
+        return self._from if match is None else match.end()
+
+    def _say(self, end: int) -> Iterator[str]:
+        """Hand out what is held up to `end`; white space waits for words."""
+        text, self._from = self._held[self._from : end], max(self._from, end)
         words = text.rstrip()
         if words:
             yield self._spaces + (words.lstrip() if self._fresh else words)
@@ -101,11 +107,11 @@ class CallReader:
     def _refuse(self, block: Block) -> Iterator[str]:
         """No call: its tag is text, and behind that one may begin."""
         self._block, self._bare = None, False
-        yield from self._say(len(self._form.start) if block.tagged else 0)
+        yield from self._say(self._from + len(self._form.start) if block.tagged else self._from)
 
     def _go_on(self, end: int, calls: list[ToolCall]) -> None:
         self.calls += calls
-        self._held, self._block = self._held[end:], None
+        self._from, self._block = end, None
         self._bare = self._form.bare
         if not self._said:
             self._fresh, self._spaces = True, ""
@@ -138,10 +144,11 @@ def split_calls(text: str, form: CallFormat, names: Collection[str], seed: str) 
     return "".join(part for part in parts if isinstance(part, str)), tuple(reader.calls)
 
 
-def _undecided(text: str, tag: str) -> int:
-    """Characters at the end that may belong to `tag`.
+def _undecided(text: str, start: int, tag: str) -> int:
+    """Characters at the end, not before `start`, that may belong to `tag`.
 
-    >>> _undecided("So be it. <tool", "<tool_call>")
+    >>> _undecided("So be it. <tool", 0, "<tool_call>")
     5
     """
-    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)
+    longest = min(len(text) - start, len(tag) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)

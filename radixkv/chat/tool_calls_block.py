@@ -9,13 +9,14 @@ import re
 from typing import Any, TypeAlias
 
 from radixkv.chat.tool_calls_format import CallFormat
-from radixkv.chat.tool_calls_json import JsonEnd, NotACall, entries, name_and_arguments, parsed
+from radixkv.chat.tool_calls_json import JsonEnd, NotACall, end_of, entries, name_and_arguments, parsed
 
 Asked: TypeAlias = tuple[str, dict[str, Any], object]
 """Name, arguments, and the id that the model gave it, if any."""
 
 _LONGEST_HEAD = 300  # characters between the tag and the arguments
 _HEAD = re.compile(r"([^\s\[\]{}]+)(?:\[CALL_ID\]([^\s\[\]{}]+))?(?:\[ARGS\])?\s*")
+_SPACE = re.compile(r"\s*")
 _HEAD_SO_FAR = re.compile(r"[^\s{}]+\s*")
 
 
@@ -30,6 +31,7 @@ class Block:
         self._own: str | None = None
         self._json: JsonEnd | None = None
         self._json_end: int | None = None
+        self._closing = 0
 
     def read(self, text: str, *, final: bool) -> int | None:
         """Index behind the block, None while its end is not there; raises NotACall. O(what is new).
@@ -64,13 +66,13 @@ class Block:
 
     def _behind_head(self, text: str) -> int | None:
         """Where the JSON begins; a name may stand before it."""
-        start = self._at + len(text[self._at :]) - len(text[self._at :].lstrip())
-        if start == len(text):
+        self._at = end_of(_SPACE, text, self._at)
+        if self._at == len(text):
             return None
-        if text[start] in "{[":
-            return start
-        brace = text.find("{", start)
-        head = text[start : brace if brace >= 0 else len(text)]
+        if text[self._at] in "{[":
+            return self._at
+        brace = text.find("{", self._at)
+        head = text[self._at : brace if brace >= 0 else len(text)]
         if not self._form.named or len(head) > _LONGEST_HEAD or not _HEAD_SO_FAR.fullmatch(head):
             raise NotACall
         if brace < 0:
@@ -83,9 +85,12 @@ class Block:
 
     def _close(self, text: str, at: int, final: bool) -> int | None:
         end = self._form.end if self.tagged else ""
-        rest = text[at:].lstrip()
-        if rest.startswith(end):
-            return len(text) - len(rest) + len(end) if end else at
+        if not end:
+            return at
+        self._closing = end_of(_SPACE, text, max(at, self._closing))
+        rest = text[self._closing : self._closing + len(end)]
+        if rest == end:
+            return self._closing + len(end)
         if not end.startswith(rest):
             raise NotACall
         return len(text) if final else None

@@ -55,13 +55,13 @@ class JsonEnd:
     def _go_on(self, text: str) -> bool:
         """To the next string or bracket. A quote too many is noticed here: it makes text of what follows a string."""
         if self._behind_string:
-            self._at = _end(_SPACE, text, self._at)
+            self._at = end_of(_SPACE, text, self._at)
             if self._at == len(text):
                 return False
             if text[self._at] not in ",:]}":
                 raise NotACall
             self._behind_string = False
-        self._at = _end(_BETWEEN, text, self._at)
+        self._at = end_of(_BETWEEN, text, self._at)
         if self._at == len(text):
             return False
         self._step(text[self._at])
@@ -122,7 +122,8 @@ def _meant(given: Any) -> Any:
     return {} if given is None or given == [] else given
 
 
-def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Where the match of a pattern at `at` ends; `at` itself if there is none."""
     match = pattern.match(text, at)
     return at if match is None else match.end()
 
