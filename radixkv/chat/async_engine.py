@@ -10,10 +10,11 @@ import os
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from radixkv.chat.appending import HistoryMode
 from radixkv.chat.async_session import AsyncChatSession
 from radixkv.chat.engine import Engine
 from radixkv.chat.messages import Message
-from radixkv.chat.session import HistoryMode, Overflow
+from radixkv.chat.session import Overflow
 from radixkv.engine import AsyncRequestEngine
 
 

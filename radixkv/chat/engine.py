@@ -11,8 +11,9 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from radixkv.chat import saved
+from radixkv.chat.appending import HistoryMode
 from radixkv.chat.messages import Message
-from radixkv.chat.session import ChatSession, HistoryMode, Overflow
+from radixkv.chat.session import ChatSession, Overflow
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import RequestEngine
 from radixkv.engine.prompts import is_chat
@@ -40,8 +41,9 @@ class Engine(RequestEngine):
         `system` is the system prompt, `messages` stand behind it (examples, say), `tools` are JSON schemas as chat
         templates take them. `history` says how a new turn's ids are made: "append" puts them behind what is there,
         "template" renders everything anew around the sampled ids, as the template wants it; "auto" appends unless
-        the template drops the thinking of earlier turns. `overflow` says what happens when the context is full:
-        "error", or "drop_oldest" turns down to half of it. Raises ChatError for a model without a chat template.
+        the template drops the thinking of earlier turns, or writes something that appending would lose. `overflow`
+        says what happens when the context is full: "error", or "drop_oldest" turns down to half of it.
+        Raises ChatError for a model without a chat template, and for "append" where something would be lost.
         """
         if system is not None and not isinstance(system, str):
             raise InvalidInput(
@@ -50,7 +52,8 @@ class Engine(RequestEngine):
         if not is_chat(messages) and messages:
             raise InvalidInput(f"messages must be a list of dicts with role and content, got {messages!r}")
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        template = ChatTemplate(self.model.tokenizer, self.model.stop_token_ids, tools)
+        model = self.model
+        template = ChatTemplate(model.tokenizer, model.stop_token_ids, tools, limit=self.context_limit)
         return ChatSession(
             self, template, [*opening, *(messages or [])], namespace=namespace, history=history, overflow=overflow
         )

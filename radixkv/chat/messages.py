@@ -1,6 +1,7 @@
 """What passes between a caller and a chat session: tool calls and their results, replies.
 
-Knows: thinking in <think> tags. Knows no token, no template, and not how models write tool calls (tool_calls.py).
+Knows: that thinking stands in <think> tags or in channels (channels.py). Knows no token, no template, and not how
+models write tool calls (tool_calls.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from radixkv.chat.channels import split_channels
 from radixkv.engine import Usage
 from radixkv.engine.outputs import FinishReason
 from radixkv.errors import InvalidInput
@@ -65,16 +67,20 @@ class Reply:
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
-def split_thinking(text: str) -> tuple[str, str]:
-    """(thinking, answer) of a reply.
+def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
+    """(thinking, answer) of a reply with its control tokens; `opened` if its prompt ended with an open tag.
+
+    A reply that was cut before the end of its thinking is thinking only.
 
     >>> split_thinking("<think>so</think>Yes.")
     ('so', 'Yes.')
     """
     thinking, end, answer = text.rpartition(THINK_END)
-    if not end:
-        return "", text
-    return thinking.removeprefix(THINK_START).strip(), answer.lstrip()
+    if end:
+        return thinking.removeprefix(THINK_START).strip(), answer.lstrip()
+    if opened or text.lstrip().startswith(THINK_START):
+        return text.lstrip().removeprefix(THINK_START).strip(), ""
+    return split_channels(text) or ("", text)
 
 
 def tool_messages(results: Sequence[ToolResult], calls: Sequence[ToolCall]) -> list[Message]:

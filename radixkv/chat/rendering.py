@@ -16,11 +16,20 @@ from radixkv.chat.pinned_date import check_date, pinned, today
 from radixkv.engine.guard import Guard
 from radixkv.errors import ChatError, InvalidInput
 
+_ANY_TOOL = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+_ANY_DATE = "01 Jan 2025"
+
 
 class Rendering:
     """One conversation's way to text; control tokens that users and tools spell stay text."""
 
-    def __init__(self, tokenizer: Any | None, tools: Sequence[Any] | None = None, date: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        tools: Sequence[Any] | None = None,
+        date: str | None = None,
+        guard: Guard | None = None,
+    ) -> None:
         """Raises ChatError for a model without a chat template, InvalidInput for tools that JSON cannot hold."""
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             raise ChatError(
@@ -29,7 +38,7 @@ class Rendering:
         self.tokenizer = tokenizer
         self.tools = _json_copy(tools) if tools else None
         self.date = check_date(date) if date else today()
-        self._guard = Guard(tokenizer)
+        self._guard = guard or Guard(tokenizer)
 
     @cached_property
     def template(self) -> str:
@@ -66,6 +75,12 @@ class Rendering:
     def text(self, ids: Sequence[int]) -> str:
         """What ids say, control tokens included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def neutral(self) -> Rendering:
+        """The same template without anything of this conversation in it, for what others are to know of it, too."""
+        named = self.tools and not isinstance(self.tokenizer.chat_template, str)  # of several, one may be for tools
+        return Rendering(self.tokenizer, _ANY_TOOL if named else None, _ANY_DATE, self._guard)
 
     @cached_property
     def _pinned(self) -> tuple[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
-from radixkv.chat.channels import only_thinks
+from radixkv.chat.channels import CHANNEL, only_thinks
 from radixkv.chat.messages import THINK_END, THINK_START, Message
 from radixkv.chat.rendering import Rendering
 from radixkv.errors import ChatError
@@ -57,7 +57,7 @@ class ReplyForm:
     thinking_in: ThinkingField | None
     strips_thinking: bool
     calls_as_text: bool  # whether the arguments of calls must be JSON texts
-    leads: dict[tuple[CallNames, bool, bool], Lead] = field(default_factory=dict)
+    leads: dict[tuple[tuple[str, ...], bool, bool], Lead] = field(default_factory=dict)
 
     @property
     def opens_thinking(self) -> bool:
@@ -69,13 +69,21 @@ class ReplyForm:
         message: Message = {"role": "assistant", "content": marks.answer}
         if calls:  # a template may show content and calls in any order, or only one of them: mark both
             message["tool_calls"] = [_call(each, marks.call, as_text=self.calls_as_text) for each in calls]
-        if thinks and self.thinking_in == "reasoning_content":
-            message["reasoning_content"] = marks.thinking
-            if calls:
-                message["content"] = ""  # templates with channels take thinking or words before a call, not both
-        elif thinks:
-            message["content"] = f"{THINK_START}\n{marks.thinking}\n{THINK_END}\n\n{marks.answer}"
+        if thinks:
+            message.update(self.thoughtful(marks.thinking, marks.answer))
+        if thinks and calls and "reasoning_content" in message:
+            message["content"] = ""  # templates with channels take thinking or words before a call, not both
         return message
+
+    def thoughtful(self, thinking: str, answer: str) -> Message:
+        """A message of the assistant's with thinking where the template looks for it, in tags if it knows none."""
+        if self.thinking_in == "reasoning_content":
+            return {"role": "assistant", "content": answer, "reasoning_content": thinking}
+        return {"role": "assistant", "content": f"{THINK_START}\n{thinking}\n{THINK_END}\n\n{answer}"}
+
+    def taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with calls as the template takes them."""
+        return [_with_texts(message) for message in messages] if self.calls_as_text else messages
 
     def lead(
         self,
@@ -87,9 +95,13 @@ class ReplyForm:
         after_results: bool = False,
     ) -> Lead:
         """What stands before a reply in a history; raises ChatError if the template takes no such reply."""
-        key = calls, thinks, after_results
+        names = tuple(name for _, name in calls)
+        key = names, thinks, after_results
         if key not in self.leads:
-            self.leads[key] = self._find_lead(rendering, calls, thinks=thinks, after_results=after_results)
+            if len(self.leads) >= _LEADS:
+                self.leads.clear()
+            anonymous = tuple((_ID, name) for name in names)
+            self.leads[key] = self._find_lead(rendering.neutral, anonymous, thinks, after_results)
         found = self.leads[key]
         return Lead(found.prompted, found.written.replace(_MARKS.thinking, marks.thinking))
 
@@ -98,8 +110,8 @@ class ReplyForm:
 
         `opened` says that its prompt ended with an open tag. All of it is thinking if it was cut before its end.
         """
-        again = text.rfind(self.begins) if self.begins.strip() else -1
-        if again >= 0:  # a template with channels: what is said is a message of its own
+        again = text.rfind(self.begins) if CHANNEL in text else -1
+        if again >= 0:  # what is said is a message of its own
             return again + len(self.begins)
         end = text.rfind(THINK_END)
         if end >= 0:
@@ -108,7 +120,7 @@ class ReplyForm:
         cut = opened or text.lstrip().startswith(THINK_START) or only_thinks(text)
         return len(text) if cut else 0
 
-    def _find_lead(self, rendering: Rendering, calls: CallNames, *, thinks: bool, after_results: bool) -> Lead:
+    def _find_lead(self, rendering: Rendering, calls: CallNames, thinks: bool, after_results: bool) -> Lead:
         asked, last = self._asked() if after_results else ([_USER], _SAID)
         begins = rendering.render(asked).rpartition(last)[2]
         reply = self.reply(_MARKS, calls, thinks=thinks)
@@ -129,16 +141,19 @@ class ReplyForm:
 _KNOWN: WeakKeyDictionary[Any, dict[str, ReplyForm]] = WeakKeyDictionary()
 _MARKS = Marks("radixkv.answer.", "radixkv.thinking.", "radixkv.call.")
 _EARLIER = Marks("radixkv.before.", "radixkv.before.", "radixkv.before.")
+NO_MARKS = Marks("", "", "")
 _SAID, _RESULT = "radixkv.user.", "radixkv.result."
 _USER: Message = {"role": "user", "content": _SAID}
-_ONE_CALL: CallNames = (("radixkv00", "look"),)  # nine letters and digits: some templates take no other ids
+_ID = "radixkv00"  # nine letters and digits: some templates take no other ids
+_ONE_CALL: CallNames = ((_ID, "look"),)
+_LEADS = 1000  # that are remembered; the names of tools are the callers'
 
 
 def reply_form(rendering: Rendering) -> ReplyForm:
-    """How this template writes replies; tried once for each tokenizer. Raises ChatError if it takes no plain chat."""
+    """How this template writes replies; tried once for each tokenizer. Raises ChatError if it shows no user's words."""
     known = _KNOWN.setdefault(rendering.tokenizer, {})
     if rendering.template not in known:
-        known[rendering.template] = _find(rendering)
+        known[rendering.template] = _find(rendering.neutral)
     return known[rendering.template]
 
 
@@ -191,11 +206,23 @@ def _attempt(rendering: Rendering, messages: Sequence[Message], *, reply: bool =
         return None
 
 
-def _call(call: tuple[str, str], mark: str, *, as_text: bool) -> Message:
-    number, name = call
-    arguments: Any = {"mark": mark}
-    function = {"name": name, "arguments": json.dumps(arguments) if as_text else arguments}
-    return {"id": number, "type": "function", "function": function}
+def _call(name: tuple[str, str], mark: str, *, as_text: bool) -> Message:
+    function = {"name": name[1], "arguments": {"mark": mark}}
+    call: Message = {"id": name[0], "type": "function", "function": function}
+    return _with_text(call) if as_text else call
+
+
+def _with_texts(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON texts."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_text(call) for call in calls]} if calls else message
+
+
+def _with_text(call: Message) -> Message:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _results(calls: CallNames, said: str) -> list[Message]:

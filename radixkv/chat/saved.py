@@ -96,7 +96,9 @@ def _turn_as_json(turn: Turn) -> dict[str, Any]:
 
 def _from_json(engine: RequestEngine, saved: dict[str, Any]) -> ChatSession:
     model = engine.model
-    template = ChatTemplate(model.tokenizer, model.stop_token_ids, saved["tools"], saved["date"])
+    template = ChatTemplate(
+        model.tokenizer, model.stop_token_ids, saved["tools"], saved["date"], limit=engine.context_limit
+    )
     session = ChatSession(
         engine,
         template,

@@ -19,19 +19,19 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from radixkv.chat.appending import HistoryMode, history_mode
 from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, split_thinking, tool_messages
 from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.tool_calls import split_calls
 from radixkv.chat.tool_calls_format import CallFormat, format_of, tool_names
 from radixkv.engine import Completion
-from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, SessionClosed
+from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, SessionClosed
 from radixkv.models.sampling_params import SamplingParams, checked_params, is_int
 
 if TYPE_CHECKING:
     from radixkv.engine import RequestEngine
 
-HistoryMode = Literal["auto", "append", "template"]
 Overflow = Literal["error", "drop_oldest"]
 _ROOM = (
     4  # drop_oldest begins when less than a quarter of the context is left for a reply (or max_tokens, if fewer) ...
@@ -69,17 +69,18 @@ class ChatSession:
         history: HistoryMode = "auto",
         overflow: Overflow = "error",
     ) -> None:
-        """Begin behind `opening` (a system message, examples); `engine.chat` explains the rest."""
+        """Begin behind `opening` (a system message, examples); `engine.chat` explains the rest.
+
+        Raises ChatError for history="append" where that would lose what the template writes.
+        """
         _check_choice("history", history, ("auto", "append", "template"))
         _check_choice("overflow", overflow, ("error", "drop_oldest"))
-        if history == "auto":
-            history = "template" if template.strips_thinking else "append"
         self._engine = engine
         self._template = template
         self._opening: list[Message] = [deepcopy(dict(message)) for message in opening]
         self._namespace = namespace
         self._number = engine._new_session()
-        self._append = history == "append"
+        self._append = history_mode(template, history) == "append"
         self._overflow = overflow
         self._turns: list[Turn] = []
         self._ids = array("i")
@@ -210,13 +211,28 @@ class ChatSession:
             raise InvalidInput(f"a conversation has one reply a turn, got n={params.n}: fork the session instead")
         turns = self._turns[:keep]
         ids = self._ids if keep is None else self._ids_behind(turns)
-        prompt = self._template.continued(ids, new, answers) if turns and self._append else self._whole(turns, new)
+        prompt = self._prompt(turns, new, ids, answers)
         if self._overflow == "drop_oldest":
             turns, prompt = self._dropped(turns, new, prompt, params)
-        self._check_room(prompt)
+        prompt = self._with_room(prompt)
         handle = self._engine.submit(prompt, params, namespace=self._namespace, session=self._number)
         self._open_stream = ReplyStream(self, handle, turns, prompt, new, params, edits=keep is not None)
         return self._open_stream
+
+    def _prompt(
+        self,
+        turns: list[Turn],
+        new: Sequence[Message],
+        ids: array[int] | None = None,
+        answers: Sequence[ToolCall] = (),
+    ) -> array[int] | None:
+        """Ids up to where the reply begins, appended to `ids` if that is possible; None if they fit no context."""
+        try:
+            if turns and ids is not None and self._append:
+                return self._template.continued(ids, new, answers)
+            return self._whole(turns, new)
+        except PromptTooLong:
+            return None
 
     def _whole(self, turns: list[Turn], new: Sequence[Message]) -> array[int]:
         """Everything through the template, with the ids that were sampled in their places."""
@@ -228,31 +244,34 @@ class ChatSession:
         return self._template.spliced([*self._messages(turns), *new], said, keep_thinking=self._append)
 
     def _dropped(
-        self, turns: list[Turn], new: Sequence[Message], prompt: array[int], params: SamplingParams
-    ) -> tuple[list[Turn], array[int]]:
+        self, turns: list[Turn], new: Sequence[Message], prompt: array[int] | None, params: SamplingParams
+    ) -> tuple[list[Turn], array[int] | None]:
         """The turns that are left, and their prompt, when the oldest are dropped if need be."""
         limit = self._engine.context_limit
-        if len(prompt) + min(params.max_tokens, limit // _ROOM) <= limit:
+        if prompt is not None and len(prompt) + min(params.max_tokens, limit // _ROOM) <= limit:
             return turns, prompt
-        while turns and len(prompt) > limit // _KEEP:
+        while turns and (prompt is None or len(prompt) > limit // _KEEP):
             rest = _without_oldest(turns)
             if new[0]["role"] == "tool" and not rest:
                 break  # results need the reply that asked for them
             turns = rest
-            prompt = self._whole(turns, new)
+            prompt = self._prompt(turns, new)
         return [replace(turn, end=None) for turn in turns], prompt
 
-    def _check_room(self, prompt: array[int]) -> None:
+    def _with_room(self, prompt: array[int] | None) -> array[int]:
+        """The prompt; raises ContextOverflow if there is no room for a reply behind it."""
         limit = self._engine.context_limit
-        if len(prompt) >= limit:
-            raise ContextOverflow(
-                f"the conversation has {len(prompt)} tokens and the context {limit}: rewind it, begin a new one, or "
-                "use overflow='drop_oldest'"
-            )
+        if prompt is not None and len(prompt) < limit:
+            return prompt
+        tokens = f"more than {limit}" if prompt is None else len(prompt)
+        raise ContextOverflow(
+            f"the conversation has {tokens} tokens and the context {limit}: rewind it, begin a new one, or use "
+            "overflow='drop_oldest'"
+        )
 
     def _record(self, stream: ReplyStream, completion: Completion) -> Reply:
         """The turn is complete: it becomes part of the history."""
-        reply = self._reply(completion, stream.turns, stream.params)
+        reply = self._reply(completion, stream)
         message: Message = {"role": "assistant", "content": reply.text}
         if reply.tool_calls:
             message["tool_calls"] = [call.as_message() for call in reply.tool_calls]
@@ -264,11 +283,12 @@ class ChatSession:
             self._demote(before)
         return reply
 
-    def _reply(self, completion: Completion, turns: list[Turn], params: SamplingParams) -> Reply:
-        thinking, said = split_thinking(self._said(completion, params))
-        text, calls = self._split_calls(said, turns)
+    def _reply(self, completion: Completion, stream: ReplyStream) -> Reply:
+        whole = self._said(completion, stream.params)
+        thinking, said = split_thinking(whole, opened=self._template.opens_thinking(stream.prompt))
+        text, calls = self._split_calls(said, stream.turns)
         tags = self._call_format.tags if self._call_format else ()
-        if not thinking and not calls and not any(tag in said for tag in tags):
+        if said == whole and not calls and not any(tag in said for tag in tags):
             text = completion.text  # without control tokens and stop strings
         return Reply(
             text,

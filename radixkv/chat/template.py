@@ -41,24 +41,24 @@ class ChatTemplate:
         limit: int | None = None,
     ) -> None:
         """Raises ChatError for a model without a chat template, InvalidInput for tools that JSON cannot hold."""
-        self._rendering = Rendering(tokenizer, tools, date)
+        self.rendering = Rendering(tokenizer, tools, date)
         self.stop_ids = stop_ids
         self.limit = limit
 
     @property
     def tools(self) -> list[Any] | None:
         """JSON schemas of the tools, as they were when the session began."""
-        return self._rendering.tools
+        return self.rendering.tools
 
     @property
     def date(self) -> str:
         """The day on which the session began."""
-        return self._rendering.date
+        return self.rendering.date
 
     @cached_property
     def form(self) -> ReplyForm:
         """How the template writes replies; raises ChatError if it takes no plain conversation."""
-        return reply_form(self._rendering)
+        return reply_form(self.rendering)
 
     @property
     def strips_thinking(self) -> bool:
@@ -69,7 +69,7 @@ class ChatTemplate:
 
     def opening(self, messages: Sequence[Message]) -> array[int]:
         """Ids of a conversation's beginning, up to where the assistant's turn begins."""
-        return self._extended(array("i"), self._rendering.render(messages))
+        return self._extended(array("i"), self.rendering.render(self.form.taken(messages)))
 
     def continued(self, ids: array[int], new: Sequence[Message], answers: Sequence[ToolCall] = ()) -> array[int]:
         """`ids`, which end with a reply, and behind them the new messages and the beginning of the next reply.
@@ -89,7 +89,9 @@ class ChatTemplate:
         the template decides whose thinking it still shows.
         """
         kept = {at: self._without_stop(ids) for at, ids in said.items()}
-        splicing = Splicing(self._rendering, self.form, self._stop_texts, messages, kept, keep_thinking=keep_thinking)
+        splicing = Splicing(
+            self.rendering, self.form, self.stop_texts, self.form.taken(messages), kept, keep_thinking=keep_thinking
+        )
         ids = array("i")
         for text, emitted in splicing.pieces():
             ids = self._extended(ids, text) + array("i", emitted)
@@ -99,11 +101,11 @@ class ChatTemplate:
 
     def said_text(self, ids: Sequence[int]) -> str:
         """The text of a reply, control tokens included, without its stop token."""
-        return self._rendering.text(self._without_stop(ids))
+        return self.rendering.text(self._without_stop(ids))
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends with an open tag, so that its reply's first words are thinking."""
-        return self._rendering.text(prompt[-_TAG:]).rstrip().endswith(THINK_START)
+        return self.rendering.text(prompt[-_TAG:]).rstrip().endswith(THINK_START)
 
     # ---- inside
 
@@ -111,16 +113,17 @@ class ChatTemplate:
         """The text from behind an assistant's words to the beginning of the next reply."""
         word = unused_word([*new, self.tools])
         marks = Marks(f"{word}reply.", f"{word}thinking.", f"{word}call.")
-        text = self._rendering.render([{"role": "user", "content": "x"}, self.form.reply(marks, calls), *new])
+        text = self.rendering.render([{"role": "user", "content": "x"}, self.form.reply(marks, calls), *new])
         found = [at + len(mark) for mark in (marks.answer, marks.call) if (at := text.rfind(mark)) >= 0]
         if not found:
             raise ChatError("the chat template drops assistant messages: use history='template'")
         tail = text[max(found) :]
-        return from_stop(tail, self._stop_texts) if calls else tail
+        return from_stop(tail, self.stop_texts) if calls else tail
 
     @cached_property
-    def _stop_texts(self) -> list[str]:
-        texts = [self._rendering.text([stop]) for stop in sorted(self.stop_ids)]
+    def stop_texts(self) -> list[str]:
+        """Texts of the tokens that end a reply."""
+        texts = [self.rendering.text([stop]) for stop in sorted(self.stop_ids)]
         return [text for text in texts if text]  # a model may name tokens that its tokenizer does not have
 
     def _without_stop(self, ids: Sequence[int]) -> Sequence[int]:
@@ -130,11 +133,11 @@ class ChatTemplate:
         """`ids`, and behind them those of a text."""
         if self.limit is not None:
             self._check_length(text, self.limit - len(ids))
-        return ids + array("i", self._rendering.encode(text))
+        return ids + array("i", self.rendering.encode(text))
 
     def _check_length(self, text: str, room: int) -> None:
         """Raise PromptTooLong for a text that certainly has more tokens than there is room for."""
         if len(text) <= _LONG * max(room, 0):
             return
-        if at_least(text, room, self._rendering.tokenizer, self._rendering.encode) > room:
+        if at_least(text, room, self.rendering.tokenizer, self.rendering.encode) > room:
             raise PromptTooLong(f"the conversation has more than the {self.limit} tokens that it may have")

@@ -460,17 +460,17 @@ def test_verbs_on_a_closed_engine_keep_the_history_or_do_their_work():
 
 
 @pytest.mark.parametrize(
-    ("reply", "text"),
+    ("reply", "thinking", "text"),
     [
-        ("<think>hm</think>Yes. END of story", "Yes. "),
-        ('<tool_call>{"name": "f", "arguments": {}}</tool_call> So END tail', "So"),
-        ("<think>the END is far</think>Yes.", "<think>the "),
+        ("<think>hm</think>Yes. END of story", "hm", "Yes. "),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call> So END tail', "", "So"),
+        ("<think>the END is far</think>Yes.", "the", ""),
     ],
 )
-def test_a_stop_string_is_never_part_of_a_reply_with_thinking_or_tool_calls(reply, text):
+def test_a_stop_string_is_never_part_of_a_reply_with_thinking_or_tool_calls(reply, thinking, text):
     with chat_engine(lambda _: reply) as engine, engine.chat(tools=[{"name": "f"}], history="append") as chat:
         got = chat.send("x", SamplingParams(stop=["of", "END"], temperature=0))
-        assert (got.text, got.finish_reason) == (text, "stop")
+        assert (got.thinking, got.text, got.finish_reason) == (thinking, text, "stop")
         assert chat.history[-1]["content"] == text
 
 

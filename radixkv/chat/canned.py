@@ -1,0 +1,125 @@
+"""Short dialogues to try a chat template with, and what a model would sample in them.
+
+Knows: what people, assistants and tools say, and how a template writes a reply. Knows no token id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from radixkv.chat.messages import THINK_END, THINK_START, Message, ToolCall
+from radixkv.chat.reply_form import NO_MARKS, ReplyForm
+from radixkv.chat.splicing import from_stop
+from radixkv.chat.template import ChatTemplate
+from radixkv.errors import ChatError
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find_train",
+            "description": "Find a train.",
+            "parameters": {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"]},
+        },
+    }
+]
+_CALLS = (ToolCall("call00001", "find_train", {"to": "Oslo"}), ToolCall("call00002", "find_train", {"to": "Rome"}))
+_RESULTS = ("It leaves at seven.", "That one leaves at nine.")
+_TURNS = (("What is 2 + 2?", "It is four."), ("And plus one?", "That makes five."), ("Minus three?", "Two remain."))
+_SYSTEM: Message = {"role": "system", "content": "Answer in one short sentence, politely."}
+_LAST: Message = {"role": "user", "content": "Thanks, and goodbye."}
+_THOUGHT = "Numbers, so arithmetic."
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """So many turns and one more question; `calls` are made in the first turn."""
+
+    name: str
+    turns: int
+    system: bool = False
+    thinks: bool = False
+    calls: int = 0
+
+    @property
+    def with_tools(self) -> bool:
+        """Whether there are tools to call."""
+        return self.calls > 0
+
+    def messages(self, form: ReplyForm) -> list[Message]:
+        """As a template takes them that writes replies in this form."""
+        messages = [_SYSTEM] if self.system else []
+        for at, (question, answer) in enumerate(_TURNS[: self.turns]):
+            messages.append({"role": "user", "content": question})
+            messages += _called(self.calls) if at == 0 else []
+            messages.append(form.thoughtful(_THOUGHT, answer) if self.thinks else _says(answer))
+        return list(form.taken([*messages, _LAST]))
+
+
+DIALOGUES = (
+    Dialogue("plain", 1),
+    Dialogue("many turns", 3),
+    Dialogue("system", 2, system=True),
+    Dialogue("thinking", 2, thinks=True),
+    Dialogue("tools", 2, system=True, calls=1),
+    Dialogue("parallel calls", 1, calls=2),
+)
+
+
+def emitted(template: ChatTemplate, messages: Sequence[Message], at: int) -> str:
+    """What a model would sample for a reply of a dialogue: what stands there, with the thinking that it came from.
+
+    Raises ChatError where the template does not show the reply.
+    """
+    reply, form = messages[at], template.form
+    after_results = messages[at - 1]["role"] == "tool"
+    if reply.get("tool_calls"):
+        return _with_calls(template, reply, list(takewhile(_is_result, messages[at + 1 :])))
+    answer = str(reply["content"]).rpartition(THINK_END)[2].lstrip()
+    opened = form.opens_thinking and not after_results
+    if THINK_END in reply["content"] or "reasoning_content" in reply:
+        shown = _behind_prompt(template, [_LAST, reply], is_last=True).partition(answer)[0]
+        if _THOUGHT in shown:
+            return shown + answer
+        return f"{'' if opened else THINK_START}\n{_THOUGHT}\n{THINK_END}\n\n{answer}"
+    if opened:
+        return f"{THINK_END}\n\n{answer}"
+    lead = form.lead(template.rendering, NO_MARKS, after_results=after_results)
+    return lead.written + answer
+
+
+def _with_calls(template: ChatTemplate, reply: Message, results: Sequence[Message]) -> str:
+    text = _behind_prompt(template, [_LAST, reply, *results])
+    last = str(_CALLS[len(reply["tool_calls"]) - 1].arguments["to"])
+    _, found, behind = text.partition(last)
+    if not found:
+        raise ChatError("the chat template does not show tool calls")
+    return text.removesuffix(from_stop(behind, template.stop_texts))
+
+
+def _behind_prompt(template: ChatTemplate, messages: Sequence[Message], *, is_last: bool = False) -> str:
+    """What the template writes from where the first reply of a dialogue begins."""
+    text = template.rendering.render(messages, reply=not is_last).partition(_LAST["content"])[2]
+    begins = template.form.begins
+    return text[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, begins, strict=False))) :]
+
+
+def _is_result(message: Message) -> bool:
+    return bool(message["role"] == "tool")
+
+
+def _says(answer: str) -> Message:
+    return {"role": "assistant", "content": answer}
+
+
+def _called(count: int) -> list[Message]:
+    """A reply that makes so many calls, and their results."""
+    calls = _CALLS[:count]
+    asks: Message = {"role": "assistant", "content": "", "tool_calls": [call.as_message() for call in calls]}
+    results: list[Message] = [
+        {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": said}
+        for call, said in zip(calls, _RESULTS, strict=False)
+    ]
+    return [asks, *results] if calls else []
