@@ -8,10 +8,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from radixkv.chat import AsyncEngine, Engine
 from radixkv.errors import InvalidInput
@@ -20,6 +24,27 @@ from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
 
 KEYS = "RADIXKV_API_KEYS"
+_ENGINE_OPTIONS = (
+    "attention",
+    "deterministic",
+    "device",
+    "dtype",
+    "eviction",
+    "kv_memory",
+    "max_batch_tokens",
+    "max_sequences",
+    "prefill_chunk",
+    "record",
+    "revision",
+    "seed",
+    "trust_remote_code",
+)
+_TYPED = {
+    **{name: name for name in (*_ENGINE_OPTIONS, *(field.name for field in fields(Settings)))},
+    "max_running": "max_sequences",
+    "drain_timeout": "drain",
+    "history_bytes": "history_memory",
+}
 _TIDYING = 1.0  # seconds to close the engine, and the trace that it writes
 
 
@@ -28,26 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises InvalidInput for arguments that are wrong or unsafe, OSError for an address that is taken, UnsupportedModel.
     """
-    settings = read_settings(arguments, os.environ)
+    with _as_typed():
+        settings = read_settings(arguments, os.environ)
+        options = _engine_options(arguments)
     with bind(settings.host, settings.port) as sock:
         _log_to_stderr(arguments.quiet)
         _say(f"loading {arguments.model}")
-        engine = Engine.load(
-            arguments.model,
-            kv_memory=arguments.kv_memory,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            attention=arguments.attention,
-            eviction=arguments.eviction,
-            max_sequences=arguments.max_sequences,
-            max_batch_tokens=max(arguments.max_batch_tokens, arguments.max_sequences),
-            prefill_chunk=arguments.prefill_chunk,
-            deterministic=arguments.deterministic,
-            record=arguments.record,
-            seed=arguments.seed,
-            revision=arguments.revision,
-            trust_remote_code=arguments.trust_remote_code,
-        )
+        with _as_typed():
+            engine = Engine.load(arguments.model, **options)
         with engine:
             name = settings.model_name or engine.model.name
             where = address(sock)
@@ -83,6 +96,27 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
         history=arguments.history,
         vllm_metrics=arguments.vllm_metrics,
     )
+
+
+def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `Engine.load` takes; a step always has a token for each sequence. Raises InvalidInput."""
+    if arguments.max_batch_tokens < 1:
+        raise InvalidInput(f"max_batch_tokens must be a number, at least 1, got {arguments.max_batch_tokens}")
+    options = {name: getattr(arguments, name) for name in _ENGINE_OPTIONS}
+    return {**options, "max_batch_tokens": max(arguments.max_batch_tokens, arguments.max_sequences)}
+
+
+@contextmanager
+def _as_typed() -> Iterator[None]:
+    """Raise InvalidInput that begins with a setting's name again with the option that was typed instead."""
+    try:
+        yield
+    except InvalidInput as error:
+        name = re.split(r"\W", str(error), maxsplit=1)[0]
+        if name not in _TYPED:
+            raise
+        rest = str(error).removeprefix(name)
+        raise InvalidInput(f"--{_TYPED[name].replace('_', '-')}{rest}") from error
 
 
 def read_keys(given: Iterable[str]) -> dict[str, str]:

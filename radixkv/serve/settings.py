@@ -59,7 +59,7 @@ class Settings:
         for name in ("max_waiting", "history_bytes", "port"):
             _at_least(name, getattr(self, name), 0)
         if self.port > 65535:
-            raise InvalidInput(f"a port is a number from 0 (any that is free) to 65535, not {self.port}")
+            raise InvalidInput(f"port must be a number from 0 (any that is free) to 65535, got {self.port}")
         for name in ("body_timeout", "send_timeout"):
             _at_least(name, getattr(self, name), 0.001)
         _at_least("drain_timeout", self.drain_timeout, 0)

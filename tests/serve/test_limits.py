@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import httpx
 import pytest
 
+from radixkv.cli.main import main
 from radixkv.serve import Settings
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import DEEPEST
@@ -407,13 +408,34 @@ def test_what_frameworks_send_along_is_taken():
         assert server.post("/v1/chat/completions", body).status_code == 200
 
 
-def test_unsafe_settings_are_refused_by_the_command(capsys):
-    from radixkv.cli import main
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--max-sequences", "0"),
+        ("--max-waiting", "-1"),
+        ("--max-per-key", "0"),
+        ("--max-body", "0"),
+        ("--max-body", "lots"),
+        ("--max-prompt-tokens", "0"),
+        ("--max-batch-tokens", "0"),
+        ("--prefill-chunk", "0"),
+        ("--history-memory", "-1"),
+        ("--timeout", "0"),
+        ("--drain", "nan"),
+        ("--port", "70000"),
+        ("--attention", "none"),
+        ("--record", "/no/such/folder/trace"),
+    ],
+)
+def test_a_wrong_option_is_named_as_it_was_typed(option, value, capsys):
+    assert main(["serve", "tiny", *(["--port", "0"] if option != "--port" else []), f"{option}={value}"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"radixkv: {option}") and value in last
 
+
+def test_unsafe_settings_are_refused_by_the_command(capsys):
     assert main(["serve", "tiny", "--host", "0.0.0.0"]) == 2
     assert "--api-key" in capsys.readouterr().err
-    assert main(["serve", "tiny", "--max-body", "lots"]) == 2
-    assert "--max-body" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "tiny", "--port", str(taken.getsockname()[1])]) == 1
     assert "in use" in capsys.readouterr().err
