@@ -126,7 +126,7 @@ def _inspect(
         model=module,
         config=module.config,
         tokenizer=tokenizer,
-        layers=tuple(_without_idle_window(layer, max_length) for layer in layers),
+        layers=tuple(_without_idle_reach(layer, max_length) for layer in layers),
         max_length=max_length,
         vocab_size=vocab_size,
         stop_token_ids=frozenset(i for i in _stop_token_ids(module, tokenizer) if 0 <= i < vocab_size),
@@ -150,11 +150,10 @@ def _packed(loaded: LoadedModel, *, keep: bool) -> tuple[LoadedModel, float]:
     return replace(loaded, model=model, config=model.config), error
 
 
-def _without_idle_window(layer: LayerSpec, max_length: int) -> LayerSpec:
-    """A window that no sequence outgrows is no window: one work list fewer per step."""
-    if layer.window is None or layer.window < max_length:
-        return layer
-    return LayerSpec(**{**layer.__dict__, "window": None})
+def _without_idle_reach(layer: LayerSpec, max_length: int) -> LayerSpec:
+    """A window or a chunk that no sequence outgrows is none: one work list fewer per step."""
+    window, chunk = (limit if limit and limit < max_length else None for limit in layer.reach)
+    return replace(layer, window=window, chunk=chunk)
 
 
 def _device(device: str | torch.device) -> torch.device:

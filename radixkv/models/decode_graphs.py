@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from radixkv.models.chunk import Chunk
+from radixkv.models.loaded import Reach
 from radixkv_kernels.work_list import WorkList
 
 _log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ Present = tuple[bool, ...]
 class Inputs(Protocol):
     """What a recorded step reads; `decode_inputs.DecodeInputs` has it."""
 
-    def fill(self, chunks: Sequence[Chunk], work: Mapping[int | None, WorkList], bucket: int) -> Present | None:
+    def fill(self, chunks: Sequence[Chunk], work: Mapping[Reach, WorkList], bucket: int) -> Present | None:
         """Write a step of `bucket` rows on the host and say which kinds of tile it has; None if it does not fit."""
         ...
 
@@ -87,7 +88,7 @@ class DecodeGraphs:
         self._replays: dict[tuple[int, Present], Replay] = {}
         self.failed = False
 
-    def run(self, chunks: Sequence[Chunk], work: Mapping[int | None, WorkList]) -> Tensor | None:
+    def run(self, chunks: Sequence[Chunk], work: Mapping[Reach, WorkList]) -> Tensor | None:
         """Logits [len(chunks), vocab] of a decode step; None, with nothing done, if it has to be computed otherwise.
 
         The result lies in memory that the next call overwrites.

@@ -17,7 +17,7 @@ from radixkv.attention import triton_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.models.chunk import Chunk
 from radixkv.models.decode_graphs import Present
-from radixkv.models.loaded import LayerSpec
+from radixkv.models.loaded import LayerSpec, Reach
 from radixkv_kernels import attention, capacity
 from radixkv_kernels.capacity import Capacity
 from radixkv_kernels.staging import Staging
@@ -34,7 +34,7 @@ TOKENS, POSITIONS, SLOTS = range(3)
 class Alike:
     """What layers have in common that follow the same tiles."""
 
-    window: int | None
+    reach: Reach
     shape: LayerShape
     heads: int
 
@@ -52,7 +52,7 @@ class DecodeInputs:
         """Allocate for sequences of up to `max_length` tokens; `split` as in `triton_backend.attend`."""
         self._store, self._split = store, split
         self._blocks_each = min(-(-max_length // store.block_size), store.num_blocks)
-        self._of_layer = [Alike(layer.window, layer.shape, layer.heads) for layer in layers]
+        self._of_layer = [Alike(layer.reach, layer.shape, layer.heads) for layer in layers]
         self._alike = list(dict.fromkeys(self._of_layer))
         self._tilings = [triton_backend.tiling(store, alike.shape, alike.heads) for alike in self._alike]
         sizes, self._first = [2 * rows] * 3, []  # tokens, positions and slots have 64 bits
@@ -66,13 +66,13 @@ class DecodeInputs:
 
     # ---- on the host
 
-    def fill(self, chunks: Sequence[Chunk], work: Mapping[int | None, WorkList], bucket: int) -> Present | None:
+    def fill(self, chunks: Sequence[Chunk], work: Mapping[Reach, WorkList], bucket: int) -> Present | None:
         """Write a step of `bucket` rows, of which `chunks` are the first, and say which kinds of tile it has.
 
         None if there is not enough room: then nothing was written. Costs the cutting of each distinct list.
         """
         cut = [
-            attention.cut(_padded(work[alike.window], bucket), split=self._split, **tiling)
+            attention.cut(_padded(work[alike.reach], bucket), split=self._split, **tiling)
             for alike, tiling in zip(self._alike, self._tilings, strict=True)
         ]
         if not all(self._room(index, bucket).holds(tiles) for index, tiles in enumerate(cut)):
@@ -129,7 +129,7 @@ class DecodeInputs:
             num_merges=bucket,
             num_partials=room.partials,
             block_size=self._store.block_size,
-            window=self._alike[index].window,
+            window=self._alike[index].reach.window,
             processors=tiling["processors"],
         )
 

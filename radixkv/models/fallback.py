@@ -24,6 +24,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.models.chunk import Chunk
 from radixkv.models.forward import Forward
 from radixkv.models.loaded import LayerSpec, LoadedModel
+from radixkv.models.refusals import short
 
 _REACHES = ("sliding_window", "attention_chunk_size", "window_size")  # what configurations call it
 
@@ -98,7 +99,7 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
         with torch.inference_mode():
             logits = _logits(Forward.of(model), model, token, token, cache)
     except Exception as error:
-        raise UnsupportedModel(f"it failed on its first token: {type(error).__name__}: {error}") from error
+        raise UnsupportedModel(f"it failed on its first token: {short(error)}") from error
     if not cache.layers:
         raise UnsupportedModel("it does not use the cache that it is given")
     return tuple(_specs(model.config.get_text_config(), cache)), int(logits.shape[-1])

@@ -6,7 +6,7 @@ Knows shapes, limits and names. Does not know how they were found, nor how a bat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,12 +14,20 @@ from torch import nn
 from radixkv.attention.kv_store import LayerShape
 
 
+class Reach(NamedTuple):
+    """Which of the tokens before it a token sees: the last `window`, or those of its own `chunk`; None is no limit."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One attention call of a forward pass: its heads, dims, and what changes its arithmetic.
 
     `window` is in tokens (None: sees everything before it), `softcap` bounds the scores, `sinks` says whether each
-    head has a learned score that takes part in the softmax.
+    head has a learned score that takes part in the softmax. `chunk`: sees nothing before the multiple of so many tokens
+    behind which it stands.
     """
 
     heads: int
@@ -29,6 +37,12 @@ class LayerSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> Reach:
+        """Which tokens it sees."""
+        return Reach(self.window, self.chunk)
 
     @property
     def shape(self) -> LayerShape:

@@ -5,6 +5,7 @@ Knows what radixkv's attention can express. Does not know whether the numbers co
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.models.forward import Forward
 from radixkv.models.hook import AttentionCall, handled_by
 from radixkv.models.loaded import LayerSpec
+from radixkv.models.refusals import short
 
 # Tensors that many architectures pass along although plain attention has no use for them.
 _HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k"})
@@ -25,8 +27,6 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
     Raises UnsupportedModel, with the reason, for what cannot run over a paged pool. Costs one forward of one token.
     """
     forward = Forward.of(model)
-    if not forward.positions:
-        raise UnsupportedModel(f"{_kind(model)} takes no position_ids: it counts positions itself")
     recorder = _Recorder()
     first = torch.zeros(1, dtype=torch.long, device=model.device)  # the token, where it stands, and its row
     try:
@@ -35,10 +35,10 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
     except UnsupportedModel:
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{_kind(model)} failed on its first token: {type(error).__name__}: {error}") from error
+        raise UnsupportedModel(f"{_kind(model)} failed on its first token: {short(error)}") from error
     layers = tuple(recorder.layers)
     _check_layers(model, layers)
-    return layers, int(logits.shape[-1])
+    return _with_chunks(model, layers), int(logits.shape[-1])
 
 
 class _Recorder:
@@ -88,10 +88,11 @@ def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:
     The self-test may be shorter than a long window and too tame for a softcap, so that these must agree on paper.
     """
     config = model.config.get_text_config()
-    if len(layers) < config.num_hidden_layers:
+    expected = getattr(config, "decoder_layers", None) or config.num_hidden_layers  # an encoder's may be others
+    if len(layers) < expected:
         raise UnsupportedModel(
-            f"{_kind(model)} shows {len(layers)} attention calls for {config.num_hidden_layers} layers: it does not go "
-            "through the attention interface of transformers everywhere"
+            f"{_kind(model)} shows {len(layers)} attention calls for {expected} layers: it does not go through the "
+            "attention interface of transformers everywhere"
         )
     if getattr(config, "attn_logit_softcapping", None) and not all(layer.softcap for layer in layers):
         raise UnsupportedModel(f"{_kind(model)} is configured with a softcap that it does not pass to attention")
@@ -100,6 +101,21 @@ def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:
         for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
             if (kind == "sliding_attention") != (layer.window is not None):
                 raise UnsupportedModel(f"{_kind(model)}: layer {index} is {kind}, but its window is {layer.window}")
+
+
+def _with_chunks(model: Any, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The same layers; those that attend in chunks, which only the configuration tells, know that now."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    if "chunked_attention" not in kinds:
+        return layers
+    size = getattr(config, "attention_chunk_size", None)
+    if not size or len(kinds) != len(layers):
+        raise UnsupportedModel(f"{_kind(model)} does not tell which of its {len(layers)} layers attend in which chunks")
+    return tuple(
+        replace(layer, chunk=size) if kind == "chunked_attention" else layer
+        for kind, layer in zip(kinds, layers, strict=True)
+    )
 
 
 def _kind(model: Any) -> str:

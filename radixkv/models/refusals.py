@@ -43,3 +43,8 @@ def _check_cache(kind: str, config: Any) -> None:
     others = sorted({type(layer).__name__ for layer in layers} - _KNOWN_CACHES)
     if others:
         raise UnsupportedModel(f"{kind} keeps {', '.join(others)}, which is more than keys and values")
+
+
+def short(error: Exception) -> str:
+    """The kind of an error that a model raised, and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

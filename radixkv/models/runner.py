@@ -26,10 +26,10 @@ from radixkv.models.fallback import OwnAttention
 from radixkv.models.forward import Forward
 from radixkv.models.hook import handled_by
 from radixkv.models.loaded import LoadedModel
+from radixkv.models.plan import Lists, Planner
 from radixkv.models.recheck import Recheck, compare, obstacle
 from radixkv.models.rounding import agree
 from radixkv.models.step import Step
-from radixkv_kernels.work_list import WorkList
 
 _log = logging.getLogger(__name__)
 
@@ -66,9 +66,8 @@ class Runner:
         self._own = OwnAttention(loaded, self.store) if loaded.attention == "fallback" else None
         self._backend = backend_of(loaded, self.store, deterministic=deterministic)
         self._deterministic = deterministic
-        self._worth = worklist.NEVER if deterministic else worklist.WORTH
-        self._windows = tuple({layer.window: None for layer in loaded.layers})
-        self._previous: WorkList | None = None
+        worth = worklist.NEVER if deterministic else worklist.WORTH
+        self._planner = Planner(loaded.layers, block_size, worth)
         self._graphs: DecodeGraphs | None = None
         self._model: Any = loaded.model
         self._uncompiled = False  # though it was to be compiled, which has been said
@@ -124,7 +123,9 @@ class Runner:
         Records one step at once, and compares what its replay computes, so nothing may be cached yet. A model that
         cannot be recorded runs as before, with one warning. Takes memory as `CudaRecorder` says.
         """
-        if self.loaded.attention == "triton" and (recorder is not None or self.store.device.type == "cuda"):
+        if any(layer.chunk for layer in self.loaded.layers):
+            _log.info("decode steps run without CUDA graphs: chunks of attention have block tables of their own")
+        elif self.loaded.attention == "triton" and (recorder is not None or self.store.device.type == "cuda"):
             with torch.inference_mode(), _on(self.store.device):
                 graphs = self._recorded(most, recorder)
                 self._graphs = graphs if self._replays_what_it_computes(graphs) else None
@@ -157,7 +158,7 @@ class Runner:
         table = np.arange(-(-2 // self.store.block_size), dtype=np.int32)
         for position in range(2):
             chunk = Chunk(np.array([position], np.int32), position, np.array([position]), table)
-            work = self._plan([chunk])
+            work = self._planner.lists([chunk])
             replayed = graphs.run([chunk], work)
             if replayed is None:
                 return False
@@ -188,16 +189,16 @@ class Runner:
         """All chunks in one forward, or in one replay of it; by the fallback, in a forward each."""
         if self._own is not None:
             return _wide(self._own.run(chunks))
-        work = self._plan(chunks)
+        work = self._planner.lists(chunks)
         logits = None if self._graphs is None else self._graphs.run(chunks, work)
         if logits is None:
             return _wide(self._compute(chunks, work))
         return _wide(logits, copy=True)  # the next replay overwrites it
 
-    def _compute(self, chunks: Sequence[Chunk], work: dict[int | None, WorkList]) -> Tensor:
+    def _compute(self, chunks: Sequence[Chunk], work: Lists) -> Tensor:
         """Logits [len(chunks), vocab] of one forward, in the model's dtype."""
         batch = _Batch(chunks, self.loaded.device)
-        lists = [work[layer.window] for layer in self.loaded.layers]
+        lists = [work[layer.reach] for layer in self.loaded.layers]
         step = Step(self._backend, self.loaded.layers, batch.slots, lists)
         return self._logits(step, batch.tokens, batch.positions, batch.last_rows)
 
@@ -234,28 +235,6 @@ class Runner:
         slots = self._beside * size + offset + np.arange(len(new))
         self.run([Chunk(new, start, slots, np.concatenate([block_table[:first], beside]), alone=True)], copies)
         return compare(self.store, block_table[first:], beside, offset, count, exact=self._deterministic)
-
-    def _plan(self, chunks: Sequence[Chunk]) -> dict[int | None, WorkList]:
-        """Work out, for each distinct window, which query reads which block; once per step, for all layers.
-
-        The tree among the tables is the same for all windows, and mostly that of the step before: each list is built
-        from the one before it.
-        """
-        tables = [chunk.block_table for chunk in chunks]
-        query_lengths = [len(chunk.tokens) for chunk in chunks]
-        kv_lengths = [chunk.start + n for chunk, n in zip(chunks, query_lengths, strict=True)]
-        work = {}
-        for window in self._windows:
-            self._previous = work[window] = worklist.build(
-                tables,
-                kv_lengths,
-                query_lengths,
-                window,
-                self._previous,
-                block_size=self.store.block_size,
-                worth=self._worth,
-            )
-        return work
 
 
 def _groups(chunks: Sequence[Chunk]) -> list[list[int]]:

@@ -20,6 +20,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.models.forward import Forward
 from radixkv.models.hook import own_attention
 from radixkv.models.loaded import LoadedModel
+from radixkv.models.refusals import short
 from radixkv.models.rounding import TOLERANCE, relative_error
 from radixkv.models.runner import Chunk, Runner
 
@@ -36,7 +37,8 @@ def self_test(loaded: LoadedModel) -> float:
 
     A model in 16 bits of up to a billion weights is also tested in float32: rounding could hide a small fault. Windows
     longer than the prompt are beyond this test (the prompt is as long as the budget allows): the probe has compared
-    them with the configuration. Costs about five forwards of some 50 tokens, or of 16 more than the longest window.
+    them with the configuration. Costs about five forwards of some 50 tokens, or of 16 more than the longest window, or
+    than the chunk that it attends in.
     """
     length = _prompt_length(loaded)
     if loaded.dtype.itemsize < 4 and _weights(loaded) <= _WEIGHTS_TO_WIDEN:
@@ -50,7 +52,7 @@ def _compare(loaded: LoadedModel, length: int) -> float:
     try:
         results = _Scenario(loaded, length).results()
     except Exception as error:
-        raise UnsupportedModel(f"{_kind(loaded)} failed in its self-test: {type(error).__name__}: {error}") from error
+        raise UnsupportedModel(f"{_kind(loaded)} failed in its self-test: {short(error)}") from error
     errors = [(relative_error(ours, own), name) for name, ours, own in results]
     worst, name = max(errors, key=lambda pair: (math.isnan(pair[0]), pair[0]))
     if not worst <= TOLERANCE.get(loaded.dtype, 1e-1):  # "not <=" also catches NaN
@@ -90,8 +92,8 @@ def _prompt_length(loaded: LoadedModel) -> int:
     if loaded.max_length < _SHORTEST:
         raise UnsupportedModel(f"a context of {loaded.max_length} tokens is too short to be tested")
     budget = int(_TOKEN_WEIGHTS.get(loaded.device.type, 1e9) / max(_weights(loaded), 1))
-    windows = [layer.window + _BEYOND_WINDOW for layer in loaded.layers if layer.window is not None]
-    reachable = [length for length in windows if length <= budget]
+    limits = [limit + _BEYOND_WINDOW for layer in loaded.layers for limit in layer.reach if limit is not None]
+    reachable = [length for length in limits if length <= budget]
     return min(max([_USUAL, *reachable]), loaded.max_length)
 
 

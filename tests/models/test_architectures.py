@@ -1,0 +1,158 @@
+"""What single architectures ask of the pool: chunks, layers unlike each other, shared KV, keys unlike values, sinks."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from radixkv import Engine, SamplingParams
+from radixkv.errors import InvalidInput
+from radixkv.models import adapter
+from radixkv.models.loaded import LoadedModel
+from radixkv.models.runner import Runner
+from tests.models.conftest import GROUPED, SIZES
+from tests.models.mill import Mill, prompts, random_steps
+from tests.models.test_fallback import forwarded, generated, own_logits
+
+
+def llama4(**options: Any) -> Any:
+    """Of four layers one sees everything, without positions; 32 tokens are a chunk of the others."""
+    sizes = {**GROUPED, "num_hidden_layers": 4, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}
+    return transformers.Llama4TextConfig(
+        **{**sizes, "attention_chunk_size": 32, "no_rope_layers": [1, 0, 1, 1], "attn_temperature_tuning": True,
+           "floor_scale": 8, **options}
+    )  # fmt: skip
+
+
+def gemma3n() -> Any:
+    """The last two layers have no keys of their own: they read those of the layers before them."""
+    return transformers.Gemma3nTextConfig(
+        **{**GROUPED, "num_hidden_layers": 4, "intermediate_size": 48},
+        head_dim=16,
+        num_kv_shared_layers=2,
+        sliding_window=20,
+        vocab_size_per_layer_input=97,
+        hidden_size_per_layer_input=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+        laurel_rank=8,
+    )
+
+
+def gemma4() -> Any:
+    """Heads of the layers that see everything are wider."""
+    return transformers.Gemma4TextConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=20,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=97,
+        layer_types=["sliding_attention", "full_attention"],
+        num_kv_shared_layers=0,
+    )
+
+
+def deepseek_v3() -> Any:
+    """Keys of 16 numbers, values of 12."""
+    return transformers.DeepseekV3Config(
+        **SIZES, num_key_value_heads=4, first_k_dense_replace=2, q_lora_rank=None, kv_lora_rank=16,
+        qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12,
+    )  # fmt: skip
+
+
+def gpt_oss() -> Any:
+    """Sinks, and windows in every second layer."""
+    return transformers.GptOssConfig(
+        **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=21,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+
+
+def roberta() -> Any:
+    """Positions begin behind the id that pads."""
+    return transformers.RobertaConfig(**SIZES, is_decoder=True)
+
+
+def bart() -> Any:
+    """Takes no positions: counts what its cache holds."""
+    return transformers.BartConfig(
+        vocab_size=97, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, is_decoder=True,
+        is_encoder_decoder=False, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+
+
+CONFIGS = {make.__name__: make for make in (llama4, gemma3n, gemma4, deepseek_v3, gpt_oss, roberta, bart)}
+# What transformers computes in float32 whatever the model's dtype: rotations, norms.
+TOLERANCE = {"deepseek_v3": 1e-4, "gemma3n": 1e-4, "gemma4": 1e-4, "gpt_oss": 1e-4, "llama4": 1e-4}
+IN_FLOAT32 = {"gpt_oss"}  # its experts know no float64
+NO_GENERATE = {"roberta"}  # transformers' own loop numbers its tokens from 0, its own forward does not
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("exact_softmax")
+def test_logits_equal_the_own_forward(build: Callable[..., Any], kind: str) -> None:
+    loaded = adapter.load(build(CONFIGS[kind](), torch.float32 if kind in IN_FLOAT32 else torch.float64))
+    assert loaded.attention == "torch"
+    mill = Mill(loaded, num_blocks=70)
+    rows = random_steps(mill, seed=3, steps=9)
+    assert len(rows) > 25
+    assert mill.hits > 50
+    for tokens, logits in rows:
+        torch.testing.assert_close(logits, own_logits(loaded, tokens), rtol=0, atol=TOLERANCE.get(kind, 1e-9))
+
+
+def test_an_engine_answers_as_the_model_generates(build: Callable[..., Any], kind: str) -> None:
+    texts = prompts(random.Random(8), 4)
+    reply = forwarded if kind in NO_GENERATE else generated
+    expected = [reply(build(CONFIGS[kind]()), text, 6) for text in texts]
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    with Engine.load(build(CONFIGS[kind]()), num_blocks=120, block_size=4, prefill_chunk=9, monitor=False) as engine:
+        assert [one.token_ids for one in engine.generate(texts, params)] == expected
+        again = engine.generate([texts[0], texts[0]], replace(params, n=2))
+        assert [other.token_ids for one in again for other in one.alternatives] == expected[:1] * 2
+        assert min(one.usage.cached_tokens for one in again) >= len(texts[0]) - 1
+
+
+def shapes(loaded: LoadedModel) -> list[tuple[int, int, int]]:
+    return [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in loaded.layers]
+
+
+def test_layers_may_differ(build: Callable[..., Any]) -> None:
+    assert shapes(adapter.load(build(deepseek_v3()))) == [(4, 16, 12)] * 2
+    assert shapes(adapter.load(build(gemma4()))) == [(2, 8, 8), (2, 16, 16)]
+
+
+def test_chunks_are_found_in_the_configuration(build: Callable[..., Any]) -> None:
+    assert [layer.chunk for layer in adapter.load(build(llama4())).layers] == [32, None, 32, 32]
+    whole = adapter.load(build(llama4(attention_chunk_size=256)))
+    assert {layer.chunk for layer in whole.layers} == {None}  # no sequence is longer
+
+
+def test_blocks_must_fit_into_chunks(build: Callable[..., Any]) -> None:
+    loaded = adapter.load(build(llama4()))
+    with pytest.raises(InvalidInput, match="chunks of 32 tokens, which block_size=24 must divide"):
+        Runner(loaded, 8, 24)
+
+
+def test_steps_of_chunks_are_not_recorded(build: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    runner = Runner(replace(adapter.load(build(llama4())), attention="triton"), 8, 4)
+    with caplog.at_level(logging.INFO):
+        runner.record_decodes(4)
+    assert caplog.messages[-1].startswith("decode steps run without CUDA graphs: chunks of attention")
+
+
+def test_first_positions_take_room(build: Callable[..., Any]) -> None:
+    assert adapter.load(build(roberta())).max_length == 255
