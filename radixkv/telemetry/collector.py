@@ -118,4 +118,3 @@ class Collector:
 def _let_go(events: list[threading.Event]) -> None:
     for event in events:
         event.set()
-    events.clear()

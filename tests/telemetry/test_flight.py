@@ -15,10 +15,13 @@ from tests.telemetry.wire import node
 
 
 def replay(path) -> Mirror:
-    mirror = Mirror()
+    mirror, seq = Mirror(), None
     for frame in read_recording(path):
+        if isinstance(frame, Delta):
+            assert frame.seq == seq + 1, "it is in the snapshot, or one before it is missing"
         if isinstance(frame, (Snapshot, Delta)):
             mirror.apply(frame.changes)
+            seq = frame.seq
     return mirror
 
 
@@ -74,4 +77,21 @@ def test_a_stuck_engine_does_not_keep_a_flight_recording_from_being_written(tmp_
         engine.change(node(2))
         publisher.flight(tmp_path / "a.rec")
         assert 2 not in replay(tmp_path / "a.rec").nodes
+        engine.answer()
+
+
+def test_the_end_lets_go_of_who_waits_to_write_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_SETTLE", 1000.0)
+    with serving() as (publisher, engine):
+        engine.change(node(1))
+        publisher.flight(tmp_path / "a.rec")
+        engine.stuck = True
+        engine.change(node(2))
+        writer = threading.Thread(target=publisher.flight, args=(tmp_path / "b.rec",), daemon=True)
+        writer.start()
+        wait_until(lambda: engine.waiting)
+        publisher.close()
+        writer.join(PATIENCE)
+        assert not writer.is_alive()
+        assert list(replay(tmp_path / "b.rec").nodes) == [1]
         engine.answer()

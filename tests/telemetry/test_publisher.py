@@ -127,6 +127,22 @@ def test_attaching_looks_up_a_process_number():
         connection.close()
 
 
+def test_what_the_engine_had_answered_is_told_before_the_end(monkeypatch):
+    with serving() as (publisher, engine):
+        reader = Reader(publisher.path)
+        engine.change(node(1))
+        reader.until_it_knows(engine)
+        engine.stuck = True
+        engine.change(node(2))
+        wait_until(lambda: engine.waiting)
+        monkeypatch.setattr(publisher._collector, "turn", lambda now, hz: None)  # it comes too late for a turn
+        engine.answer()
+        publisher.close("enough")
+        assert reader.until_the_end() == "enough"
+        assert list(reader.mirror.nodes) == [1, 2]
+        reader.close()
+
+
 # ---- faults of the engine's side
 
 
