@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -13,7 +14,7 @@ from schemathesis import checks
 from radixkv.serve import Settings, schemas
 from radixkv.serve.errors import ApiError
 from radixkv.serve.openapi import document
-from tests.serve.served import CHAT, LOCAL, fake_model, served
+from tests.serve.served import CHAT, LOCAL, fake_model, says, served
 
 DOCUMENT = document("fake", Settings())
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
@@ -67,13 +68,97 @@ def test_the_document_needs_no_key_and_says_that_others_do():
 
 def test_every_path_is_documented(server):
     paths = {route.path.replace("{model:path}", "{model}") for route in server.client.app.routes}
-    assert paths - {"/openapi.json"} == set(DOCUMENT["paths"])
+    assert paths == set(DOCUMENT["paths"])
+
+
+def body_of(path: str) -> Any:
+    return DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+
+
+def responses(path: str, method: str = "post") -> Any:
+    return DOCUMENT["paths"][path][method]["responses"]
+
+
+def fits(schema: Any, value: Any) -> bool:
+    """Whether JSON is as a schema of the document says; `contentSchema` is for what is in a string, here `value`."""
+    return jsonschema_rs.Draft202012Validator({**schema, "components": DOCUMENT["components"]}).is_valid(value)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_every_event_and_every_whole_answer_is_as_documented(path) -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    asked = {**CHAT, "tools": tools, "logprobs": True, "top_logprobs": 2}
+    if path == "/v1/completions":
+        asked = {"model": "fake", "prompt": "Once", "logprobs": 2, "echo": False, "n": 2}
+    content = responses(path)["200"]["content"]
+    event, whole = content["text/event-stream"]["schema"]["contentSchema"], content["application/json"]["schema"]
+    brain = says(f"<think>\nhm\n</think>\n\nWell. {call}") if "chat" in path else None
+    with served(brain=brain) as server:
+        events = server.events(path, {**asked, "stream_options": {"include_usage": True}})
+        answer = server.post(path, asked).json()
+    assert len(events) > 5 and all(fits(event, each) for each in events)
+    assert fits(whole, answer) and not fits(whole, events[0])
+    assert fits(event, ApiError(503, "x").body()) and not fits(event, {"error": "x"})
+    if "chat" in path:
+        said = answer["choices"][0]["message"]
+        assert said["tool_calls"] and said["reasoning_content"] and said["content"] and not fits(event, answer)
+        assert fits(body_of(path), {**asked, "messages": [*CHAT["messages"], said]})
+    assert not fits(whole, {**answer, "choices": [{**answer["choices"][0], "finish_reason": "bored"}]})
+
+
+def test_what_clients_send_back_is_documented_and_taken() -> None:
+    """As the clients of several frameworks have it."""
+    parts = [
+        {"type": "text", "text": "No.", "annotations": [], "cache_control": {}},
+        {"type": "refusal", "refusal": "!"},
+    ]
+    function = {"name": "f", "arguments": {"a": [1]}}
+    said = {
+        "role": "assistant",
+        "content": parts,
+        "annotations": [{}],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": [{"id": "c1", "index": 0, "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": "c1", "content": "done"}
+    body = {**CHAT, "messages": [*CHAT["messages"], said, result], "max_tokens": 1}
+    assert fits(body_of("/v1/chat/completions"), body)
+    with served() as server:
+        assert server.post("/v1/chat/completions", body).status_code == 200
+        for change in ({"annotations": "none"}, {"audio": {}}, {"content": [{"type": "refusal", "text": "!"}]}):
+            wrong = {**CHAT, "messages": [{**said, **change}]}
+            assert not fits(body_of("/v1/chat/completions"), wrong)
+            assert server.post("/v1/chat/completions", wrong).status_code == 400
+
+
+def test_the_statuses_of_each_path_are_those_that_it_gives() -> None:
+    assert set(responses("/health", "get")) == {"200", "500", "503"}
+    assert all({"200", "500"} <= set(responses(*operation)) for operation in OPERATIONS)
+    with served(Settings(api_keys={"ada": "ada-secret"}, max_running=1, max_waiting=0)) as server:
+        given = {operation: server.client.request(operation[1], operation[0]) for operation in OPERATIONS}
+        assert {operation for operation, answer in given.items() if answer.status_code == 200} == {
+            operation for operation in OPERATIONS if "401" not in responses(*operation)
+        }
+        for operation, answer in given.items():
+            documented = responses(*operation)[str(answer.status_code)]
+            assert ("www-authenticate" in answer.headers) == ("WWW-Authenticate" in documented.get("headers", {}))
+        with server.service.gate.enter("ada"):
+            key = {"Authorization": "Bearer ada-secret"}
+            full = server.post("/tokenize", {"prompt": "x"}, headers=key)
+        assert full.status_code == 429 and full.headers["retry-after"] == "1"
+        server.engine.close()
+        gone = server.client.get("/health")
+        assert gone.status_code == 503 and gone.headers["retry-after"]
+    for status in ("429", "503"):
+        assert "Retry-After" in responses("/tokenize")[status]["headers"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
 def test_every_documented_field_is_known(path):
     """Each may be null, if it need not be there; and what is not documented is refused."""
-    body = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body = body_of(path)
     read = {"/v1/chat/completions": schemas.read_chat, "/v1/completions": schemas.read_completion}.get(
         path, schemas.read_tokenize
     )
@@ -95,9 +180,7 @@ def test_every_documented_field_is_known(path):
 @settings(max_examples=60, deadline=None)
 def test_no_value_anywhere_breaks_the_reading(value):
     """Each field of a chat completion, one at a time, holds anything that JSON can say."""
-    for name in DOCUMENT["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"][
-        "schema"
-    ]["properties"]:
+    for name in body_of("/v1/chat/completions")["properties"]:
         try:
             schemas.read_chat({**CHAT, name: value})
         except ApiError as error:
