@@ -75,12 +75,10 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
     >>> split_thinking("<think>so</think>Yes.")
     ('so', 'Yes.')
     """
-    thinking, end, answer = text.rpartition(THINK_END)
-    if end:
-        return thinking.removeprefix(THINK_START).strip(), answer.lstrip()
     if opened or text.lstrip().startswith(THINK_START):
-        return text.lstrip().removeprefix(THINK_START).strip(), ""
-    return split_channels(text) or ("", text)
+        thinking, _, answer = text.partition(THINK_END)
+        return thinking.lstrip().removeprefix(THINK_START).strip(), answer.lstrip()
+    return split_channels(text) or ("", text)  # a tag elsewhere is text, or part of a call's arguments
 
 
 def tool_messages(results: Sequence[ToolResult], calls: Sequence[ToolCall]) -> list[Message]:

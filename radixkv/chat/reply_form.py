@@ -113,12 +113,9 @@ class ReplyForm:
         again = text.rfind(self.begins) if CHANNEL in text else -1
         if again >= 0:  # what is said is a message of its own
             return again + len(self.begins)
-        end = text.rfind(THINK_END)
-        if end >= 0:
-            said = text[end + len(THINK_END) :]
-            return len(text) - len(said.lstrip())
-        cut = opened or text.lstrip().startswith(THINK_START) or only_thinks(text)
-        return len(text) if cut else 0
+        if opened or text.lstrip().startswith(THINK_START):
+            return len(text) - len(text.partition(THINK_END)[2].lstrip())
+        return len(text) if only_thinks(text) else 0
 
     def _find_lead(self, rendering: Rendering, calls: CallNames, thinks: bool, after_results: bool) -> Lead:
         asked, last = self._asked() if after_results else ([_USER], _SAID)

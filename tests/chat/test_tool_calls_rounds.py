@@ -96,3 +96,18 @@ def test_ids_of_calls_stay_apart_when_the_oldest_turns_are_dropped() -> None:
             ids = [call["id"] for message in chat.history for call in message.get("tool_calls", ())]
             assert len(set(ids)) == len(ids)
         assert chat.turns < 10
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+@pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
+def test_a_tag_of_thinking_among_the_arguments_is_an_argument(thought: str, history: str) -> None:
+    dialect = DIALECTS["Qwen"]
+    call = ("weather", {"city": "a <think> b</think> c"})
+    with speaking(dialect, lambda _: thought + dialect.write([call])) as engine:
+        chat = engine.chat(tools=TOOLS, history=history)
+        for _ in range(2):
+            asked = chat.send("look", GREEDY)
+            assert [(each.name, each.arguments) for each in asked.tool_calls] == [call]
+            assert (asked.text, bool(asked.thinking)) == ("", bool(thought))
+        said = engine.model.tokenizer.decode(chat.token_ids)
+        assert said.count(dialect.write([call])) == 2  # no part of a call is taken for thinking that may go
