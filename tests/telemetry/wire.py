@@ -6,7 +6,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from radixkv.telemetry.protocol import MOST_POOL
+from radixkv.telemetry.decoder import MOST_POOL
 from radixkv.telemetry.records import (
     Changes,
     EngineFacts,
