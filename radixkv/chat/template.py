@@ -113,12 +113,22 @@ class ChatTemplate:
         """The text from behind an assistant's words to the beginning of the next reply."""
         word = unused_word([*new, self.tools])
         marks = Marks(f"{word}reply.", f"{word}thinking.", f"{word}call.")
-        text = self.rendering.render([{"role": "user", "content": "x"}, self.form.reply(marks, calls), *new])
+        text = self._around_reply(marks, calls, new)
         found = [at + len(mark) for mark in (marks.answer, marks.call) if (at := text.rfind(mark)) >= 0]
         if not found:
             raise ChatError("the chat template drops assistant messages: use history='template'")
         tail = text[max(found) :]
         return from_stop(tail, self.stop_texts) if calls else tail
+
+    def _around_reply(self, marks: Marks, calls: CallNames, new: Sequence[Message]) -> str:
+        """A reply that says marks only, and the new messages; some templates write one call a turn, models do not."""
+        user: Message = {"role": "user", "content": "x"}
+        try:
+            return self.rendering.render([user, self.form.reply(marks, calls), *new])
+        except ChatError:
+            if len(calls) < 2:
+                raise
+            return self.rendering.render([user, self.form.reply(marks, calls[:1]), *new])
 
     @cached_property
     def stop_texts(self) -> list[str]:

@@ -111,3 +111,19 @@ def test_a_tag_of_thinking_among_the_arguments_is_an_argument(thought: str, hist
             assert (asked.text, bool(asked.thinking)) == ("", bool(thought))
         said = engine.model.tokenizer.decode(chat.token_ids)
         assert said.count(dialect.write([call])) == 2  # no part of a call is taken for thinking that may go
+
+
+def test_calls_that_a_template_would_not_write_in_one_turn_are_answered_all_the_same() -> None:
+    """Llama's takes one call a turn; its models write several."""
+    dialect = DIALECTS["Llama"]
+    with speaking(dialect, lambda said: "Grey." if "ipython" in said else dialect.write(CALLS)) as engine:
+        chat = engine.chat(tools=TOOLS, history="append")
+        asked = chat.send("look", GREEDY)
+        sampled = chat.token_ids
+        answer = chat.tool_results([ToolResult(call.id, call.name) for call in asked.tool_calls], GREEDY)
+        assert (answer.text, answer.usage.cached_tokens) == ("Grey.", len(sampled) - 1)
+        behind = engine.model.tokenizer.decode(chat.token_ids[len(sampled) :])
+        said = (
+            "<|start_header_id|>ipython<|end_header_id|>\n\n" + call.name + "<|eot_id|>" for call in asked.tool_calls
+        )
+        assert behind.startswith("".join(said) + "<|start_header_id|>assistant")
