@@ -197,7 +197,7 @@ _CACHE_COUNTERS = {
     "regret_tokens": "Tokens that were asked for again after they were evicted",
 }
 _OWN_HISTOGRAMS = {
-    "token_gap_seconds": ("gap", "Between two tokens of a stream, each at its stream's mean"),
+    "token_gap_seconds": ("gap", "Between two tokens of a stream"),
     "queue_seconds": ("queue", "From when a request came to when it began"),
     "request_seconds": ("total", "From when a request came to its end"),
     "request_prompt_tokens": ("prompt_tokens", "Tokens of a prompt"),

@@ -137,6 +137,28 @@ def test_times_and_sizes_of_requests() -> None:
     watched(test)
 
 
+def test_each_gap_between_tokens_is_counted_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stall is one long gap, not many that are somewhat longer."""
+    times = iter([0.0, 0.02, 0.04, 3.04, *(10.0, 10.0), *(10.02, 10.3), *(20.0, 20.5)])
+    monkeypatch.setattr("radixkv.serve.request_watch.perf_counter", times.__next__)
+
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        await engine.generate([[1, 2, 3, 4, 5]], greedy(4))
+        await engine.generate([[1, 2, 3, 4, 9]], greedy(2, n=2))
+        handle = await engine.submit([1, 2, 3], greedy(2))
+        await handle.result()
+        numbers = read(await metrics.scrape())
+        gaps = {
+            bound: numbers["radixkv:token_gap_seconds_bucket", (("le", bound),)] for bound in ("0.025", "0.4", "5.0")
+        }
+        assert gaps == {"0.025": 3, "0.4": 4, "5.0": 6}
+        assert numbers["radixkv:token_gap_seconds_sum", ()] == pytest.approx(0.02 + 0.02 + 3 + 0.02 + 0.3 + 0.5)
+        assert "put" not in vars(handle._handle._outlet)
+        assert next(times, None) is None
+
+    watched(test)
+
+
 def test_vllms_names_say_the_same() -> None:
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
         for _ in range(2):
