@@ -17,8 +17,8 @@ import torch
 
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import backends, fallback, packed, refusals, rope, source
-from radixkv.models.forward import Forward
 from radixkv.models.hook import IMPLEMENTATION, OWN, select
+from radixkv.models.limits import max_length
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.probe import probe
 from radixkv.models.selftest import self_test
@@ -26,7 +26,6 @@ from radixkv.models.selftest import self_test
 __all__ = ["LayerSpec", "LoadedModel", "load"]
 
 _log = logging.getLogger(__name__)
-_UNLIMITED = 1 << 30  # the context of a model that names no limit
 
 
 def load(
@@ -98,9 +97,9 @@ def _paged_or_own(
 
 def _freeze(module: Any, name: str) -> None:
     """Fix what would depend on the batch."""
-    max_length = _max_length(module)
-    for frozen in rope.freeze(module, max_length):
-        _log.warning("%s: the rotary frequencies of %s are fixed to those for %d tokens", name, frozen, max_length)
+    length = max_length(module)
+    for frozen in rope.freeze(module, length):
+        _log.warning("%s: the rotary frequencies of %s are fixed to those for %d tokens", name, frozen, length)
 
 
 def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedModel, float]:
@@ -119,15 +118,15 @@ def _inspect(
     module: Any, tokenizer: Any | None, name: str, look: Callable[[Any], tuple[tuple[LayerSpec, ...], int]]
 ) -> LoadedModel:
     """Everything about the model that others need to know, found by a probe rather than believed."""
-    max_length = _max_length(module)
+    length = max_length(module)
     layers, width = look(module)
     vocab_size = min(width, module.get_input_embeddings().num_embeddings)
     return LoadedModel(
         model=module,
         config=module.config,
         tokenizer=tokenizer,
-        layers=tuple(_without_idle_reach(layer, max_length) for layer in layers),
-        max_length=max_length,
+        layers=tuple(_without_idle_reach(layer, length) for layer in layers),
+        max_length=length,
         vocab_size=vocab_size,
         stop_token_ids=frozenset(i for i in _stop_token_ids(module, tokenizer) if 0 <= i < vocab_size),
         name=name,
@@ -210,18 +209,6 @@ def _give_own_config(model: Any) -> None:
 def _name_of(model: Any) -> str:
     """The name a built model came by, else its class."""
     return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-
-
-def _max_length(module: Any) -> int:
-    """The longest sequence in tokens that the model's positions allow, and in which it attends to all keys.
-
-    Beyond `keep_window_size` keys Doge drops some by a score, which equal tokens share: which of them go depends on how
-    the prompt was cut.
-    """
-    config = module.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or _UNLIMITED
-    kept = getattr(config, "keep_window_size", None) or _UNLIMITED
-    return min(int(positions) - Forward.of(module).first_position, int(kept))
 
 
 def _stop_token_ids(module: Any, tokenizer: Any | None) -> set[int]:

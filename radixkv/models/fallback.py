@@ -23,10 +23,9 @@ from radixkv.attention.kv_store import KVStore
 from radixkv.errors import UnsupportedModel
 from radixkv.models.chunk import Chunk
 from radixkv.models.forward import Forward
+from radixkv.models.limits import reach
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.refusals import short
-
-_REACHES = ("sliding_window", "attention_chunk_size", "window_size")  # what configurations call it
 
 
 class OwnAttention:
@@ -134,13 +133,5 @@ def _specs(config: Any, cache: DynamicCache) -> Iterator[LayerSpec]:
             kv_heads=kv_heads,
             key_dim=key.shape[3],
             value_dim=value.shape[3],
-            window=_reach(config, kinds[index] if len(kinds) == len(cache.layers) else None),
+            window=reach(config, kinds[index] if len(kinds) == len(cache.layers) else None),
         )
-
-
-def _reach(config: Any, kind: str | None) -> int | None:
-    """How far back a layer of this kind sees, as the configuration has it; only the self-test's length hangs on it."""
-    if kind == "full_attention":
-        return None
-    found = [getattr(config, name, None) for name in _REACHES]
-    return max((reach for reach in found if isinstance(reach, int) and reach > 0), default=None)

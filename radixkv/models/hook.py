@@ -118,12 +118,18 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
     """While this is open, `model` computes attention as transformers does."""
-    before = model.config._attn_implementation
+    before = IMPLEMENTATION if _is_ours(model) else model.config._attn_implementation
     select(model, OWN)
     try:
         yield
     finally:
         select(model, before)
+
+
+def _is_ours(model: Any) -> bool:
+    """Whether any part of `model` computes attention by our function; the whole need not know of it."""
+    parts = (getattr(module, "config", None) for module in model.modules())
+    return any(getattr(config, "_attn_implementation", None) == IMPLEMENTATION for config in parts)
 
 
 def select(model: Any, implementation: str) -> None:

@@ -18,7 +18,9 @@ from radixkv.models.loaded import LayerSpec
 from radixkv.models.refusals import short
 
 # Tensors that many architectures pass along although plain attention has no use for them.
-_HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k"})
+_HARMLESS = frozenset(
+    {"position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "logits_to_keep"}
+)
 
 
 def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:

@@ -24,8 +24,8 @@ def check(model: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{kind} is an encoder-decoder; radixkv runs decoders")
     config = config.get_text_config()
-    if getattr(config, "add_cross_attention", False):
-        raise UnsupportedModel(f"{kind} attends to an encoder's output, too; radixkv runs decoders")
+    if getattr(config, "cross_attention_layers", None):
+        raise UnsupportedModel(f"{kind} attends to something else than its text, too; radixkv runs decoders")
     if getattr(config, "index_topk", None):
         raise UnsupportedModel(f"{kind} picks the keys that it attends to by an index, which the pool does not keep")
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)

@@ -19,6 +19,7 @@ from torch import Tensor
 from radixkv.errors import UnsupportedModel
 from radixkv.models.forward import Forward
 from radixkv.models.hook import own_attention
+from radixkv.models.limits import unsaid_reach
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.refusals import short
 from radixkv.models.rounding import TOLERANCE, relative_error
@@ -37,8 +38,8 @@ def self_test(loaded: LoadedModel) -> float:
 
     A model in 16 bits of up to a billion weights is also tested in float32: rounding could hide a small fault. Windows
     longer than the prompt are beyond this test (the prompt is as long as the budget allows): the probe has compared
-    them with the configuration. Costs about five forwards of some 50 tokens, or of 16 more than the longest window, or
-    than the chunk that it attends in.
+    them with the configuration; one that only the configuration names must not be longer. Costs about five forwards of
+    some 50 tokens, or of 16 more than the longest window, or than the chunk that it attends in.
     """
     length = _prompt_length(loaded)
     if loaded.dtype.itemsize < 4 and _weights(loaded) <= _WEIGHTS_TO_WIDEN:
@@ -92,9 +93,16 @@ def _prompt_length(loaded: LoadedModel) -> int:
     if loaded.max_length < _SHORTEST:
         raise UnsupportedModel(f"a context of {loaded.max_length} tokens is too short to be tested")
     budget = int(_TOKEN_WEIGHTS.get(loaded.device.type, 1e9) / max(_weights(loaded), 1))
-    limits = [limit + _BEYOND_WINDOW for layer in loaded.layers for limit in layer.reach if limit is not None]
-    reachable = [length for length in limits if length <= budget]
-    return min(max([_USUAL, *reachable]), loaded.max_length)
+    told = {limit for layer in loaded.layers for limit in layer.reach if limit is not None}
+    unsaid = unsaid_reach(loaded.config.get_text_config(), told)
+    wanted = [limit + _BEYOND_WINDOW for limit in (*told, unsaid) if limit is not None]
+    length = min(max([_USUAL, *(each for each in wanted if each <= budget)]), loaded.max_length)
+    if unsaid is not None and length <= unsaid < loaded.max_length and loaded.attention != "fallback":
+        raise UnsupportedModel(
+            f"{_kind(loaded)} is configured with a window of {unsaid} tokens that it does not pass to attention, and "
+            "that is too long to be tested"
+        )
+    return length
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import nn
 
 from radixkv import Engine, SamplingParams
 from radixkv.errors import UnsupportedModel
-from radixkv.models import adapter
+from radixkv.models import adapter, selftest
 from radixkv.models.hook import own_attention
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.runner import Chunk, Runner
@@ -173,6 +173,39 @@ def test_what_a_fallback_has_cached_can_be_computed_again(build: Callable[..., A
 def test_a_context_ends_where_a_model_begins_to_drop_keys(build: Callable[..., Any]) -> None:
     """Of tokens that are equal it drops any: which, hangs on how many others are there."""
     assert adapter.load(build(transformers.DogeConfig(**GROUPED, keep_window_size=64))).max_length == 64
+
+
+def test_a_context_ends_where_sparse_blocks_begin(build: Callable[..., Any]) -> None:
+    """Beyond, the answer would depend on whether it has seen a shorter prompt before."""
+    config = transformers.BigBirdConfig(**SIZES, is_decoder=True, block_size=4, num_random_blocks=1)
+    assert adapter.load(build(config)).max_length == 28
+
+
+def phimoe() -> Any:
+    return transformers.PhimoeConfig(**GROUPED, num_local_experts=2, sliding_window=53)
+
+
+@pytest.mark.usefixtures("exact_softmax")
+def test_a_window_that_attention_is_not_told(build: Callable[..., Any]) -> None:
+    """The model's mask has it, the call of its attention has not: only a prompt that is longer shows it."""
+    loaded = adapter.load(build(phimoe()))
+    assert loaded.attention == "fallback"
+    compare(loaded, 1e-3)  # its experts know no float64
+
+
+def test_a_window_that_attention_is_not_told_and_that_cannot_be_tested(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})  # as if the model were large
+    with pytest.raises(UnsupportedModel, match="a window of 53 tokens that it does not pass to attention"):
+        adapter.load(build(phimoe()), attention="torch")
+    assert adapter.load(build(phimoe())).attention == "fallback"
+
+
+def test_a_window_that_nobody_heeds_is_none(build: Callable[..., Any]) -> None:
+    config = transformers.LlamaConfig(**GROUPED)
+    config.sliding_window = 53
+    assert adapter.load(build(config)).attention == "torch"
 
 
 def test_the_fallback_has_to_be_allowed(build: Callable[..., Any]) -> None:

@@ -46,10 +46,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.BertConfig(**SIZES, intermediate_size=48, is_decoder=False),
         "later tokens",
     ),
-    "bert that reads an encoder": (
-        lambda: transformers.BertConfig(**SIZES, intermediate_size=48, is_decoder=True, add_cross_attention=True),
-        "encoder's output",
-    ),
     "deepseek_v32": (
         lambda: transformers.DeepseekV32Config(
             **{**GATED, "num_key_value_heads": 4},
