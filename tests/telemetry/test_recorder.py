@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 from hypothesis.stateful import initialize, invariant, rule
 
 from radixkv.cache import Hint, PrefixCache
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS, Mirror
-from radixkv.telemetry.node_records import runs
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import RequestRecord, SessionRecord
 from tests.cache.test_stateful import POLICIES, Verbs, how_long, sizes
 from tests.cache.verbs import held, prompt, publish
 from tests.cache.world import World
 from tests.telemetry.truth import assert_tells_the_truth, expand
-
-OFFSET = 1000.0  # seconds between the cache's clock and the recorder's
+from tests.telemetry.watching import OFFSET, watched
 
 
 class Told(Verbs):
@@ -75,17 +71,6 @@ class Told(Verbs):
 
 TestAddsUp = Told.TestCase
 TestAddsUp.settings = how_long(60)
-
-
-def watched(
-    num_blocks: int = 16, block_size: int = 4, **options: Any
-) -> tuple[PrefixCache, Recorder, Mirror, list[float]]:
-    """A cache, who watches it, what was told, and the time."""
-    now = [0.0]
-    cache = PrefixCache(num_blocks, block_size, clock=lambda: now[0])
-    recorder = Recorder(clock=lambda: now[0] + OFFSET, **options)
-    recorder.attach(cache)
-    return cache, recorder, Mirror(), now
 
 
 def test_the_first_time_tells_everything_and_says_so() -> None:
@@ -284,99 +269,3 @@ def test_a_hint_and_a_pin_are_told() -> None:
 
 def _request(number: int, phase: Any) -> RequestRecord:
     return RequestRecord(number, phase, None, None, 0, 1, 9, 9, 0, 0, 0, 0, 0, False, 0.0)
-
-
-def branched() -> tuple[PrefixCache, Recorder, Mirror, list[float], list[int], list[int]]:
-    """Two texts that part inside a block: the first one's block is the trunk's, too, the second one has a copy."""
-    cache, recorder, mirror, now = watched()
-    one, other = prompt(1, 6) + [50] * 4, prompt(1, 6) + [60] * 4
-    for now[0], text in ((1.0, one), (2.0, other)):
-        publish(cache, text)
-    tell(cache, recorder, mirror)
-    return cache, recorder, mirror, now, one, other
-
-
-def tell(cache: PrefixCache, recorder: Recorder, mirror: Mirror) -> None:
-    mirror.apply(recorder.collect())
-    cache.check()
-    assert_tells_the_truth(mirror, cache, OFFSET)
-
-
-def test_what_a_cut_leaves_above_is_told() -> None:
-    cache, recorder, mirror, _, one, _ = branched()
-    cache.discard(one, start=8)
-    tell(cache, recorder, mirror)
-    assert sorted(record.tokens for record in mirror.nodes.values()) == [0, 2, 4, 6]
-
-
-def test_a_trunk_that_takes_over_a_copy_is_told() -> None:
-    cache, recorder, mirror, _, one, other = branched()
-    cache.discard(one, start=6)
-    tell(cache, recorder, mirror)
-    trunk, branch = sorted((each for each in mirror.nodes.values() if each.tokens), key=lambda each: each.start)
-    assert expand(trunk.blocks)[-1] == expand(branch.blocks)[0]
-    assert (trunk.used, trunk.born) == (OFFSET + 2, OFFSET + 1)
-    cache.discard(other, start=6)
-    tell(cache, recorder, mirror)
-    (trunk,) = (each for each in mirror.nodes.values() if each.tokens)
-    assert (trunk.used, trunk.hits) == (OFFSET + 2, 1), "it inherits"
-
-
-def test_a_parent_inherits_the_time_of_what_was_evicted_below_it() -> None:
-    cache, recorder, mirror, now, one, other = branched()
-    now[0] = 9.0
-    publish(cache, one)
-    publish(cache, other)
-    tell(cache, recorder, mirror)
-    cache.discard(other, start=6)
-    cache.discard(one, start=6)
-    tell(cache, recorder, mirror)
-    assert [each.used for each in mirror.nodes.values() if each.tokens] == [OFFSET + 9]
-
-
-def test_pinned_blocks_follow_pins_and_blocks_that_change_under_them() -> None:
-    cache, recorder, mirror, _, one, other = branched()
-    pins = [cache.pin(one[:6])]
-    tell(cache, recorder, mirror)
-    pins.append(cache.pin(other))
-    tell(cache, recorder, mirror)
-    before = cache.stats().pinned_blocks
-    cache.discard(one, start=6)
-    tell(cache, recorder, mirror)
-    assert cache.stats().pinned_blocks == before - 1, "the trunk shares the copy now"
-    for pin in reversed(pins):
-        pin.release()
-        tell(cache, recorder, mirror)
-    assert cache.stats().pinned_blocks == 0
-
-
-def test_what_a_fork_alone_holds_is_told_although_a_node_has_it() -> None:
-    cache, recorder, mirror, _ = watched()
-    first = cache.open([])
-    first.extend([1, 2, 3, 4, 5, 6])
-    first.commit(publish=False)
-    twin = first.fork()
-    first.commit()
-    first.close()
-    tell(cache, recorder, mirror)
-    assert expand(mirror.sequences[twin.id].blocks) == twin.block_table.tolist()
-
-
-def test_who_comes_late_dates_what_is_there_by_now() -> None:
-    now = [0.0]
-    cache = PrefixCache(16, 4, clock=lambda: now[0])
-    publish(cache, prompt(1, 10))
-    now[0] = 50.0
-    recorder, mirror = Recorder(clock=lambda: now[0] + OFFSET), Mirror()
-    recorder.attach(cache)
-    publish(cache, prompt(1, 4), "a")
-    tell(cache, recorder, mirror)
-    assert {(each.born, each.used) for each in mirror.nodes.values()} == {(OFFSET + 50, OFFSET + 50)}
-
-
-@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 9)), max_size=40))
-def test_runs_are_the_blocks_again_in_as_few_runs_as_there_are(pieces: list[tuple[int, int]]) -> None:
-    blocks = [block for first, count in pieces for block in range(first, first + count)]
-    found = runs(array("i", blocks))
-    assert expand(found) == blocks
-    assert len(found) == 2 * sum(at == 0 or blocks[at] != blocks[at - 1] + 1 for at in range(len(blocks)))
