@@ -178,6 +178,8 @@ def _spec(spec: LayerSpec) -> str:
     parts = [f"{spec.heads} heads over {spec.kv_heads} KV heads, keys {spec.key_dim}, values {spec.value_dim}"]
     if spec.window is not None:
         parts.append(f"window {spec.window:,} (all KV is kept)")
+    if spec.chunk is not None:
+        parts.append(f"chunks of {spec.chunk:,} (all KV is kept)")
     if spec.softcap is not None:
         parts.append(f"softcap {spec.softcap:g}")
     if spec.sinks:

@@ -13,6 +13,7 @@ from radixkv.cli.finding import Finding, note, ok, problem
 from radixkv.errors import ChatError
 
 if TYPE_CHECKING:
+    from radixkv.cli.histories import Histories
     from radixkv.models.loaded import LoadedModel
 
 _SHOWN = 6  # stop tokens that are written out
@@ -75,15 +76,36 @@ def _chat(loaded: LoadedModel) -> Iterator[Finding]:
     except ChatError as error:
         yield problem("chat template", str(error))
         return
-    if found.difference:
-        yield note("chat template", f"an appended history is not what the template renders: {found.difference}")
-    else:
-        yield ok("chat template", "appended histories read exactly as the template renders them")
+    yield _growing(found)
+    if found.appends and not found.appends_with_tools:
+        lost = found.tried.loss(tools=True)
+        yield note(
+            "chat template", f"with tools, chat() renders histories anew: appending would lose something: {lost}"
+        )
+    yield from _untaken(found)
+
+
+def _growing(found: Histories) -> Finding:
+    """How a conversation grows, and why not otherwise."""
+    anew = "chat() renders histories anew (history='template')"
     if found.strips_thinking:
-        drops = "drops the thinking of earlier turns, so chat() renders histories anew (history='template')"
-        yield note("chat template", f"it {drops}: a turn's prefix is cached up to the last reply that thought")
-    missing = [
-        what for what, shown in (("system prompts", found.shows_system), ("tools", found.shows_tools)) if not shown
-    ]
+        drops = f"it drops the thinking of earlier turns, so {anew}"
+        return note("chat template", f"{drops}: a turn's prefix is cached up to the last reply that thought")
+    if not found.appends:
+        return note("chat template", f"{anew}: appending would lose something: {found.tried.loss(tools=False)}")
+    if found.inexact is not None:
+        nearly = "an appended history is not quite what it renders, and lacks nothing"
+        return note("chat template", f"{nearly}: {found.inexact}")
+    return ok("chat template", "appended histories read exactly as the template renders them")
+
+
+def _untaken(found: Histories) -> Iterator[Finding]:
+    """What does not reach the model, and what the template refuses for other reasons."""
+    shown = {"system prompts": found.shows_system, "tools": found.shows_tools}
+    missing = [what for what, is_shown in shown.items() if not is_shown]
     if missing:
         yield note("chat template", f"{' and '.join(missing)} do not reach the model: it has no place for them")
+    known = ([] if found.shows_system else ["system"]) + ([] if found.shows_tools else ["tools", "parallel calls"])
+    refused = {said: dialogue for dialogue, said in reversed(found.tried.refused) if dialogue not in known}
+    for said, dialogue in reversed(refused.items()):
+        yield note("chat template", f"it takes no {dialogue}: {said}")

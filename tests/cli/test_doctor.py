@@ -183,6 +183,13 @@ def test_what_a_real_checkpoint_has_besides_weights_is_said(examine: Any, tmp_pa
     assert "pickled weights only, and unpickling runs code" in found["model"][0][1]
 
 
+def test_attention_in_chunks_and_sinks_are_named(tiny: LoadedModel) -> None:
+    [spec, *_] = tiny.layers
+    heads = "3 heads over 3 KV heads, keys 64, values 64"
+    assert doctor._spec(replace(spec, chunk=8192)) == f"{heads}, chunks of 8,192 (all KV is kept)"
+    assert doctor._spec(replace(spec, sinks=True, window=128)) == f"{heads}, window 128 (all KV is kept), sinks"
+
+
 def test_a_context_without_a_limit_is_no_number(
     tiny: LoadedModel, examine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from radixkv.chat.appending import appending, history_mode
+from radixkv.chat.canned import TOOLS
 from radixkv.chat.template import ChatTemplate
 from radixkv.cli import language
 from radixkv.cli.histories import histories
@@ -73,68 +75,78 @@ def test_what_a_checkpoint_suggests_for_sampling_is_said(tiny: LoadedModel) -> N
 
 # ---- conversations
 
+OPENS = CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif")
+COUNTS = CHATML.replace("{%- for m", "{{ messages | length }}{%- for m")
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}assistant: "
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+NO_CALLS = CHATML.replace("{% for call in m.tool_calls or [] %}", "{% for call in [] %}")
+ONE_CALL = CHATML.replace(
+    "{% for call", "{{ raise_exception('one') if m.tool_calls and m.tool_calls | length > 1 }}{% for call"
+)
+DROPS = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def conversations(tiny: LoadedModel, template: str | None) -> list[str]:
+    model = replace(tiny, tokenizer=byte_tokenizer(template), stop_token_ids=STOPS)
+    return [f"{status}: {said}" for status, said in told(model, "chat template")]
+
 
 @pytest.mark.parametrize(
-    ("template", "strips", "exact"),
+    ("template", "said"),
     [
-        (CHATML, False, True),
-        (THINKING, True, True),
-        (MISTRAL, False, False),  # the system prompt moves to the last turn
-        (CHATML.replace("{{ m.content }}", "{{ '> ' if m.role == 'assistant' }}{{ m.content }}"), False, False),
-        (CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"), False, False),
-        (CHATML.replace("{%- for m", "{{ messages | length }}{%- for m"), False, False),
+        (CHATML, ["ok: appended histories read exactly as the template renders them"]),
+        (None, ["note: none: generate() and submit() work"]),
+        (THINKING, ["note: it drops the thinking of earlier turns, so chat() renders", "note: tools do not reach"]),
+        (
+            MISTRAL,
+            ["note: an appended history is not quite what it renders, and lacks nothing: system: token 7 is 'A'"],
+        ),
+        (COUNTS, ["note: chat() renders histories anew (history='template'): appending would lose something: plain: "]),
+        (
+            OPENS,
+            ["note: an appended history is not quite", "note: with tools, chat() renders histories anew: appending"],
+        ),
+        (PLAIN, ["ok: ", "note: tools do not reach the model: it has no place for them"]),
+        (NO_SYSTEM, ["ok: ", "note: system prompts and tools do not reach the model: it has no place for them"]),
+        (NO_CALLS, ["ok: ", "note: it takes no tools: the chat template does not show tool calls"]),
+        (DROPS, ["problem: the chat template drops an assistant's message"]),
+        ("{% for", ["problem: the model's chat template "]),
     ],
-    ids=["ChatML", "thinking", "Mistral", "quotes", "opens thinking", "counts"],
-)  # fmt: skip
-def test_appended_histories_are_compared_with_the_template(template: str, strips: bool, exact: bool) -> None:
-    found = histories(byte_tokenizer(template), STOPS)
-    assert (found.strips_thinking, found.difference is None) == (strips, exact)
+    ids=[
+        "ChatML",
+        "none",
+        "thinking",
+        "Mistral",
+        "counts",
+        "opens",
+        "plain",
+        "no system",
+        "no calls",
+        "drops",
+        "broken",
+    ],
+)
+def test_what_becomes_of_conversations_is_said(tiny: LoadedModel, template: str | None, said: list[str]) -> None:
+    lines = conversations(tiny, template)
+    assert [line[: len(start)] for line, start in zip(lines, said, strict=True)] == said
 
 
-def test_a_difference_says_where() -> None:
-    template = CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif")
-    found = histories(byte_tokenizer(template), STOPS)
-    assert found.difference is not None
-    assert found.difference.startswith("appended '<think>\\nIt is 4.<|im_end|>")
-    assert "rendered 'It is 4.<|im_end|>" in found.difference
+def test_a_refusal_is_said_once_in_its_own_words(tiny: LoadedModel) -> None:
+    lines = conversations(tiny, ONE_CALL)
+    assert lines[1:] == ["note: it takes no parallel calls: the model's chat template refuses this conversation: one"]
 
 
-def test_what_a_template_has_no_place_for() -> None:
-    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}assistant: "
-    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    assert histories(byte_tokenizer(CHATML), STOPS).shows_tools
-    assert histories(byte_tokenizer(CHATML), STOPS).shows_system
-    assert not histories(byte_tokenizer(plain), STOPS).shows_tools
-    found = histories(byte_tokenizer(refuses + plain), STOPS)
-    assert (found.shows_system, found.difference) == (False, None)
-
-
-def test_a_session_meets_what_was_found(tiny: LoadedModel) -> None:
-    """Where appending is exact, a second turn's prompt is the template's text, whole."""
-    tokenizer = byte_tokenizer()
-    template = ChatTemplate(tokenizer, STOPS)
-    ask: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
-    reply = [{"role": "assistant", "content": "you"}]
-    ids = template.opening(ask)
-    ids.extend(tokenizer.encode("you<|im_end|>", add_special_tokens=False))
-    assert template.said_text(template.continued(ids, ask)) == template.said_text(
-        template.opening([*ask, *reply, *ask])
-    )
+def test_what_is_said_of_a_history_is_what_a_session_does(tiny: LoadedModel) -> None:
+    for template in (CHATML, THINKING, MISTRAL, COUNTS, OPENS):
+        found = histories(byte_tokenizer(template), STOPS)
+        for tools, appends in ((None, found.appends), (TOOLS, found.appends_with_tools)):
+            session = ChatTemplate(byte_tokenizer(template), STOPS, tools)
+            assert (history_mode(session, "auto") == "append") is appends
+            if appending(session).loss(tools=tools is not None) is not None:
+                with pytest.raises(ChatError, match="would lose what the chat template writes"):
+                    history_mode(session, "append")
 
 
 def test_chat_needs_a_template() -> None:
     with pytest.raises(ChatError):
         histories(byte_tokenizer(None), STOPS)
-
-
-def test_findings_about_conversations(tiny: LoadedModel) -> None:
-    def about(template: str | None) -> list[str]:
-        model = replace(tiny, tokenizer=byte_tokenizer(template), stop_token_ids=STOPS)
-        return [f"{status}: {seen}"[:28] for status, seen in told(model, "chat template")]
-
-    assert about(CHATML) == ["ok: appended histories read e"[:28]]
-    assert about(None) == ["note: none: generate() and su"[:28]]
-    assert [each.partition(":")[0] for each in about(THINKING)] == ["ok", "note", "note"]  # no place for tools either
-    assert about(MISTRAL)[0] == "note: an appended history is "[:28]
-    drops = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert about(drops)[0].startswith("problem")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import adapter
+from radixkv.models import adapter, checkpoint
 from tests.models.checkpoints.files import edit, read, rewrite, same
 from tests.models.conftest import FAMILIES, make
 
@@ -90,6 +91,8 @@ def test_integers_are_not_taken_for_weights(one: Path) -> None:
     edit(one, lambda weights: weights.update({key: (100 * weights[key]).to(torch.int8)}))
     with pytest.raises(UnsupportedModel, match=f"{key} is stored as I8, and no quantization_config"):
         adapter.load(str(one))
+    rewrite(one / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    assert checkpoint.examine(one).tensors[key].dtype == "I8"
 
 
 def test_a_package_that_is_missing_is_named(one: Path) -> None:
@@ -131,11 +134,10 @@ def test_code_that_comes_with_a_model_runs_only_if_asked(
 ) -> None:
     mark = tmp_path / "mark"
     (one / "own.py").write_text(CODE.format(mark=str(mark)))
-    rewrite(
-        one / "config.json",
-        model_type="own",
-        auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
-    )
+    config = json.loads((one / "config.json").read_text())
+    del config["model_type"]  # the code says it
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (one / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     with pytest.raises(UnsupportedModel, match="it brings its own code; pass trust_remote_code=True if you have read"):
         adapter.load(str(one))
