@@ -7,6 +7,7 @@ async_engine.py   AsyncEngine: AsyncRequestEngine with chat() and resume()
 async_session.py  the session's verbs, awaited
 template.py       messages to token ids, never encoding again what was sampled
 messages.py       tool calls, tool results, replies
+tool_calls*.py    replies taken apart: _format, how models write calls; _block, where one ends; _json, what it asks for
 saved.py          a session as a JSON file
 """
 

@@ -15,6 +15,7 @@ DEEPEST = 100  # nested deeper than this is no call: what reads and writes JSON 
 _STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # up to its quote, or to what is not there yet
 _BETWEEN = re.compile(r"[\s\w.+,:-]*", re.ASCII)  # what stands between strings and brackets
 _SPACE = re.compile(r"\s*")
+_MISSING = object()
 
 
 class NotACall(Exception):
@@ -104,13 +105,13 @@ def parsed(text: str) -> Any:
 
 
 def name_and_arguments(entry: dict[str, Any], *, strict: bool = False) -> tuple[str, dict[str, Any]]:
-    """What an object asks for; raises NotACall unless it has a name, and arguments that are an object.
+    """What an object asks for; raises NotACall unless it has a name, and an object, or the text of one, as arguments.
 
-    Unless it is `strict`, they may lack, or be the text of an object.
+    Unless it is `strict`, arguments may lack.
     """
     name = entry.get("name")
-    given = entry.get("arguments", entry.get("parameters"))
-    arguments = given if strict else _meant(given)
+    given = next((entry[key] for key in ("arguments", "parameters") if key in entry), _MISSING)
+    arguments = {} if given is _MISSING and not strict else _meant(given)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise NotACall
     return name, arguments
