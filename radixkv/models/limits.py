@@ -10,6 +10,7 @@ from typing import Any
 from radixkv.models.forward import Forward
 
 _UNLIMITED = 1 << 30  # the context of a model that names no limit
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # of which a model has one, or none
 _REACHES = ("sliding_window", "attention_chunk_size", "window_size")
 
 
@@ -20,8 +21,8 @@ def max_length(model: Any) -> int:
     the prompt was cut. BigBird leaves out most of longer sequences, but only if it has seen no shorter one before.
     """
     config = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or _UNLIMITED
-    limits = [int(positions) - Forward.of(model).first_position, getattr(config, "keep_window_size", None)]
+    positions = min(int(found) for name in _POSITIONS if (found := getattr(config, name, None) or _UNLIMITED) > 0)
+    limits = [positions - Forward.of(model).first_position, getattr(config, "keep_window_size", None)]
     if getattr(config, "attention_type", None) == "block_sparse" and hasattr(model.base_model, "set_attention_type"):
         limits.append((5 + 2 * config.num_random_blocks) * config.block_size)
     return min(int(limit) for limit in limits if limit)

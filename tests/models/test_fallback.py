@@ -46,6 +46,22 @@ ARCHITECTURES: dict[str, tuple[Callable[[], Any], float]] = {
 }
 
 
+CONTEXTS = [
+    (transformers.MptConfig(**HEADS, d_model=32, n_layers=2, n_heads=4, max_seq_len=70), 70),
+    (
+        transformers.WhisperConfig(
+            **{**HEADS, "pad_token_id": 0}, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48,
+            max_target_positions=60, is_encoder_decoder=False, begin_suppress_tokens=None,
+        ),
+        60,
+    ),
+    # Of tokens that are equal it drops any behind so many: which, hangs on how many others are there.
+    (transformers.DogeConfig(**GROUPED, keep_window_size=64), 64),
+    # Beyond (5 + 2) blocks the answer would depend on whether it has seen a shorter prompt before.
+    (transformers.BigBirdConfig(**SIZES, is_decoder=True, block_size=4, num_random_blocks=1), 28),
+]  # fmt: skip
+
+
 @pytest.fixture(params=sorted(ARCHITECTURES))
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -170,15 +186,11 @@ def test_what_a_fallback_has_cached_can_be_computed_again(build: Callable[..., A
     assert runner.recheck(tokens, 8, table).positions == (2,)
 
 
-def test_a_context_ends_where_a_model_begins_to_drop_keys(build: Callable[..., Any]) -> None:
-    """Of tokens that are equal it drops any: which, hangs on how many others are there."""
-    assert adapter.load(build(transformers.DogeConfig(**GROUPED, keep_window_size=64))).max_length == 64
-
-
-def test_a_context_ends_where_sparse_blocks_begin(build: Callable[..., Any]) -> None:
-    """Beyond, the answer would depend on whether it has seen a shorter prompt before."""
-    config = transformers.BigBirdConfig(**SIZES, is_decoder=True, block_size=4, num_random_blocks=1)
-    assert adapter.load(build(config)).max_length == 28
+@pytest.mark.parametrize(("config", "length"), CONTEXTS, ids=lambda value: type(value).__name__)
+def test_a_context_ends_where_positions_do_or_keys_are_dropped(
+    build: Callable[..., Any], config: Any, length: int
+) -> None:
+    assert adapter.load(build(config)).max_length == length
 
 
 def phimoe() -> Any:
