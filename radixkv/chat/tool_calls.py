@@ -39,6 +39,7 @@ class CallReader:
         self._bare = form.bare  # a call may begin here without a tag
         self._fresh, self._said = fresh, False
         self._spaces = ""  # said only if words follow
+        self._ids: set[str] = set()
         self.calls: list[ToolCall] = []
 
     def push(self, text: str) -> list[Part]:
@@ -117,19 +118,20 @@ class CallReader:
             self._fresh, self._spaces = True, ""
 
     def _made(self, block: Block) -> list[ToolCall]:
-        calls: list[ToolCall] = []
-        for name, arguments, own in block.asked(self._held):
-            if not block.tagged and name not in self._names:
-                raise NotACall  # an answer in JSON
-            made = [*self.calls, *calls]
-            calls.append(ToolCall(self._id(own, made), name, arguments))
-        return calls
+        asked = block.asked(self._held)
+        if not block.tagged and any(name not in self._names for name, _, _ in asked):
+            raise NotACall  # an answer in JSON
+        return [
+            ToolCall(self._id(own, number), name, arguments)
+            for number, (name, arguments, own) in enumerate(asked, len(self.calls))
+        ]
 
-    def _id(self, own: object, made: list[ToolCall]) -> str:
-        allowed = self._form.short_ids and isinstance(own, str) and _OWN_ID.fullmatch(own)
-        if allowed and all(own != call.id for call in made):
-            return str(own)
-        return self._form.call_id(self._seed, len(made))
+    def _id(self, own: object, number: int) -> str:
+        made = self._form.call_id(self._seed, number)
+        if self._form.short_ids and isinstance(own, str) and _OWN_ID.fullmatch(own) and own not in self._ids:
+            made = own
+        self._ids.add(made)
+        return made
 
 
 def split_calls(text: str, form: CallFormat, names: Collection[str], seed: str) -> tuple[str, tuple[ToolCall, ...]]:
