@@ -154,8 +154,9 @@ class HistoryIndex:
                 shared = 0 if node.base is None else _common(node.base.whole(), ids)
                 node.kept = min(shared, len(prompt_ids))
                 node.ids, node.said = ids[node.kept :], len(emitted_ids)
-                node.thinking, node.date, node.session = _thinking(reply), date, session
+                node.thinking, node.date = _thinking(reply), date
                 self._weigh(node)
+            node.session = session  # of two conversations that begin alike, whoever got this last is likely to go on
             self._touch(node)
             self._trim()
 

@@ -210,6 +210,22 @@ def test_the_requests_of_a_conversation_share_a_number():
     assert [each.session for each in (first, other, again, third, stranger)] == [10, 11, 10, 10, 12]
 
 
+def test_conversations_that_begin_alike_are_numbered_apart() -> None:
+    """Whoever got a reply last is taken for who goes on from it; each keeps its number once it says something else."""
+    numbers = iter(range(10, 20))
+    told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, new_session=numbers.__next__)
+
+    def turn(*said: str) -> int:
+        messages = [message for text in said[:-1] for message in (user(text), assistant("hello"))]
+        prompt = told.prompt("x", [*messages, user(said[-1])])
+        told.remember(prompt, assistant("hello"), [*spelled("hello", 1), END])
+        return prompt.session
+
+    assert [turn("a"), turn("a", "b"), turn("a", "b", "c")] == [10, 10, 10]
+    assert [turn("a"), turn("a", "b"), turn("a", "b", "d")] == [11, 11, 11]
+    assert [turn("a", "b", "c", "e"), turn("a", "b", "d", "e")] == [10, 11]
+
+
 @pytest.mark.parametrize("style", ["ChatML", "Mistral"])
 def test_tool_calls_and_their_results_stand_behind_the_call_as_it_was_sampled(style: str):
     told, asked = conversations(style), [user("hello")]
