@@ -16,6 +16,9 @@ replies are what every client must get, word for word, with the same number of p
                 tokens: with HTTP it reads bodies, counts, writes events. What it takes beyond the loop in process is
                 the overhead of HTTP. Templates and tokenizers run on another thread, the engine on a third.
 
+(This file and its neighbour are not `http.py`: a script's folder comes first on Python's path, so a file of that name
+would be what `import http` finds in every script of this folder.)
+
 The last line is one JSON object; the exit code is 1 if a reply is missing or wrong, if not all were answered, or if the
 server has a request running or a block held once all clients have left.
 """
