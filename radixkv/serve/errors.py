@@ -73,7 +73,7 @@ def about(param: str) -> Iterator[None]:
         yield
     except (InvalidInput, ChatError) as error:
         told, named = as_api_error(error), _PARAMETER.match(str(error))
-        told.param = named[0] if named else param
+        told.param, told.code = named[0] if named else param, told.code or "invalid_value"
         raise told from error
 
 

@@ -216,7 +216,8 @@ def _vllms(moment: _Moment) -> Iterator[Metric]:
     gauges = {
         "num_requests_running": stats.running,
         "num_requests_waiting": stats.waiting,
-        "kv_cache_usage_perc": cache.held_blocks / cache.num_blocks,  # cached and held by nobody counts as free there
+        # Cached and held by nobody counts as free there. The second is its older name: dashboards ask for either.
+        **dict.fromkeys(("kv_cache_usage_perc", "gpu_cache_usage_perc"), cache.held_blocks / cache.num_blocks),
     }
     counters = {
         "prefix_cache_queries": stats.prompt_tokens,
@@ -261,6 +262,7 @@ _SAME = "What vLLM calls by this name"
 _VLLM_HISTOGRAMS = {
     "time_to_first_token_seconds": ("ttft_hit", "ttft_miss"),
     "inter_token_latency_seconds": ("gap",),
+    "time_per_output_token_seconds": ("gap",),  # its older name
     "request_time_per_output_token_seconds": ("gap_mean",),
     "e2e_request_latency_seconds": ("total",),
     "request_queue_time_seconds": ("queue",),
@@ -269,6 +271,7 @@ _VLLM_HISTOGRAMS = {
     "request_inference_time_seconds": ("inference",),
     "request_prompt_tokens": ("prompt_tokens",),
     "request_generation_tokens": ("output_tokens",),
+    "request_max_num_generation_tokens": ("longest",),
     "request_params_max_tokens": ("max_tokens",),
     "request_params_n": ("streams",),
 }

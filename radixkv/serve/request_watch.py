@@ -73,11 +73,12 @@ class Histogram:
 def _histograms() -> dict[str, Histogram]:
     """Of requests that finished, by name. `ttft_hit` is of those that found at least half of their prompt.
 
+    `longest` has the tokens of a request's longest reply.
     `gap` has the time before each token of a stream but its first, as the token came, of requests that did not finish,
     too; `gap_mean` has the mean of them once a stream.
     """
     seconds = ("ttft_hit", "ttft_miss", "queue", "prefill", "decode", "inference", "total")
-    counts = ("prompt_tokens", "output_tokens", "max_tokens")
+    counts = ("prompt_tokens", "output_tokens", "longest", "max_tokens")
     return {
         **{name: Histogram(SECONDS) for name in seconds},
         **{name: Histogram(GAPS) for name in ("gap", "gap_mean")},
@@ -187,6 +188,7 @@ class RequestWatch:
             "total": total,
             "prompt_tokens": usage.prompt_tokens,
             "output_tokens": sum(reply.usage.output_tokens for reply in replies),
+            "longest": max(reply.usage.output_tokens for reply in replies),
             "max_tokens": request.max_tokens,
             "streams": request.width,
         }

@@ -374,6 +374,7 @@ def test_what_only_the_engine_or_the_template_can_tell():
             answer = server.post(path, {"model": "fake", **body})
             assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
             assert answer.json()["error"]["param"] == param, answer.text
+            assert answer.json()["error"]["code"] in ("invalid_value", "context_length_exceeded"), answer.text
 
 
 def test_what_frameworks_send_along_is_taken():

@@ -161,8 +161,8 @@ def test_each_gap_between_tokens_is_counted_as_it_was(monkeypatch: pytest.Monkey
 
 def test_vllms_names_say_the_same() -> None:
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
-        for _ in range(2):
-            await engine.generate([[1, 2, 3, 4, 5, 6]], greedy(3))
+        await engine.generate([[1, 2, 3, 4, 5, 6]], greedy(3))
+        await engine.generate([[1, 2, 3, 4, 5, 6]], greedy(3, n=2))
         numbers, stats = read(await metrics.scrape()), await engine.stats()
         named = (("engine", "0"), ("model_name", "a-model"))
         expected = {
@@ -172,18 +172,22 @@ def test_vllms_names_say_the_same() -> None:
             "prefix_cache_queries_total": 12,
             "prefix_cache_hits_total": stats.cached_tokens,
             "prompt_tokens_total": 12,
-            "generation_tokens_total": 6,
+            "generation_tokens_total": 9,
             "num_preemptions_total": 0,
             "time_to_first_token_seconds_count": 2,
             "e2e_request_latency_seconds_count": 2,
-            "inter_token_latency_seconds_count": 4,
-            "request_time_per_output_token_seconds_count": 2,
-            "request_generation_tokens_sum": 6,
+            "inter_token_latency_seconds_count": 6,
+            "request_time_per_output_token_seconds_count": 3,
+            "request_generation_tokens_sum": 9,
+            "request_max_num_generation_tokens_sum": 6,
             "request_params_max_tokens_sum": 6,
+            # What older dashboards ask for.
+            "gpu_cache_usage_perc": 0,
+            "time_per_output_token_seconds_count": 6,
         }
         assert {name: numbers[f"vllm:{name}", named] for name in expected} == expected
         ended = (("engine", "0"), ("finished_reason", "length"), ("model_name", "a-model"))
-        assert numbers["vllm:request_success_total", ended] == 2
+        assert numbers["vllm:request_success_total", ended] == 3
         parts = [numbers[f"vllm:request_{part}_time_seconds_sum", named] for part in ("queue", "prefill", "decode")]
         assert sum(parts) == pytest.approx(numbers["vllm:e2e_request_latency_seconds_sum", named])
 
