@@ -121,7 +121,7 @@ def _machine(has_cuda: bool) -> Iterator[Finding]:
     """The devices, and their memory."""
     import torch
 
-    from radixkv.engine.sizing import free_memory
+    from radixkv.memory import free_memory
 
     for index in range(torch.cuda.device_count() if has_cuda else 0):
         properties = torch.cuda.get_device_properties(index)

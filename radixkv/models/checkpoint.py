@@ -86,7 +86,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             "model (peft's merge_and_unload) and save that"
         )
     if not path.is_file():
-        raise InvalidInput(f"{folder} is no model folder: it has no {CONFIG}")
+        inside = sorted([*folder.glob(f"*/{CONFIG}"), *folder.glob(f"snapshots/*/{CONFIG}")])  # of a training, the hub
+        hint = f", but {inside[0].parent} does" if inside else ""
+        raise InvalidInput(f"{folder} is no model folder: it has no {CONFIG}{hint}")
     config = read_object(path)
     if not isinstance(config.get("model_type"), str) and "auto_map" not in config:  # code of its own says it, too
         raise InvalidInput(f"{path} names no model_type, so nobody knows which model this is")
@@ -174,8 +176,10 @@ def _header(path: Path) -> dict[str, Stored]:
         with safe_open(path, framework="pt") as tensors:
             parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - it is no mapping
             return {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise InvalidInput(f"{path} is not whole ({error}): fetch or copy it again") from error
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error}") from error
 
 
 def _check_integers(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:

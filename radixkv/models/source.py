@@ -46,10 +46,10 @@ def read(
         revision = folder.name  # its commit: nothing changes between two files
     else:
         place, revision = str(folder), None
-    found = checkpoint.examine(folder)
-    _check_memory(found, name, dtype, device)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
     with _room_for(name), _own_reports(silent=name in BUNDLED):
+        found = checkpoint.examine(folder)
+        _check_memory(found, name, dtype, device)
         model = _read_model(found, name, place, dtype, options).to(device)
     tokenizer = _read_tokenizer(place, folder, options)
     _check_tokens(model, tokenizer, name)

@@ -65,6 +65,23 @@ def test_what_is_missing_or_broken_is_named(many: Path, fault: str) -> None:
     assert "hub" not in str(raised.value)
 
 
+@pytest.mark.parametrize("inside", ["checkpoint-500", "snapshots/0123"])
+def test_a_folder_around_a_model_says_where_it_is(one: Path, inside: str) -> None:
+    (one.parent / "around" / inside).parent.mkdir(parents=True)
+    one.rename(one.parent / "around" / inside)
+    with pytest.raises(InvalidInput, match=f"around is no model folder: it has no .*, but .*around/{inside} does"):
+        adapter.load(str(one.parent / "around"))
+
+
+def test_a_file_that_may_not_be_read_is_not_called_broken(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint, "safe_open", refuse)
+    with pytest.raises(InvalidInput, match=r"model\.safetensors cannot be read: .*Permission denied"):
+        adapter.load(str(one))
+
+
 @given(st.data())
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_that_is_cut_anywhere_is_refused(saved: Path, tmp_path: Path, data: st.DataObject) -> None:

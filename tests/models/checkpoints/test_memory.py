@@ -62,10 +62,14 @@ def test_running_out_of_memory_says_so(one: Path, error: Exception, monkeypatch:
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    for method in ("from_pretrained", "to"):
+    places = (
+        (checkpoint, "safe_open"),  # maps the whole file
+        (transformers.AutoModelForCausalLM, "from_pretrained"),
+        (transformers.LlamaForCausalLM, "to"),
+    )
+    for owner, name in places[isinstance(error, OSError) :]:  # which says of a file that it cannot be read
         with monkeypatch.context() as patch:
-            owner = transformers.AutoModelForCausalLM if method == "from_pretrained" else transformers.LlamaForCausalLM
-            patch.setattr(owner, method, fail)
+            patch.setattr(owner, name, fail)
             with pytest.raises(InvalidInput, match="no memory is left for the weights of") as raised:
                 read(one)
             assert "cannot find" not in str(raised.value)
