@@ -90,7 +90,8 @@ def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:
     The self-test may be shorter than a long window and too tame for a softcap, so that these must agree on paper.
     """
     config = model.config.get_text_config()
-    expected = getattr(config, "decoder_layers", None) or config.num_hidden_layers  # an encoder's may be others
+    named = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")  # of an encoder and a decoder, the latter's
+    expected = next(count for name in named if (count := getattr(config, name, None)))
     if len(layers) < expected:
         raise UnsupportedModel(
             f"{_kind(model)} shows {len(layers)} attention calls for {expected} layers: it does not go through the "

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import DynamicCache
-
 from radixkv.errors import UnsupportedModel
 
 # A layer of any other type keeps state or picks keys in a way that a pool of keys and values does not reproduce.
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_KNOWN_CACHES = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
 
 
 def check(model: Any) -> None:
@@ -31,18 +28,6 @@ def check(model: Any) -> None:
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
     if unknown:
         raise UnsupportedModel(f"{kind} has layers of type {', '.join(unknown)}")
-    _check_cache(kind, config)
-
-
-def _check_cache(kind: str, config: Any) -> None:
-    """What transformers itself would keep for this configuration."""
-    try:
-        layers = DynamicCache(config=config).layers
-    except Exception:  # a configuration that it cannot read says nothing
-        return
-    others = sorted({type(layer).__name__ for layer in layers} - _KNOWN_CACHES)
-    if others:
-        raise UnsupportedModel(f"{kind} keeps {', '.join(others)}, which is more than keys and values")
 
 
 def short(error: Exception) -> str:

@@ -90,7 +90,17 @@ def bart() -> Any:
     )  # fmt: skip
 
 
-CONFIGS = {make.__name__: make for make in (llama4, gemma3n, gemma4, deepseek_v3, gpt_oss, roberta, bart)}
+def got_ocr2() -> Any:
+    """A decoder behind an image tower; the whole of them does not know which attention its text part has."""
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
+        "output_channels": 8, "mlp_dim": 16, "global_attn_indexes": [],
+    }  # fmt: skip
+    text = {"model_type": "qwen2", **GROUPED, "image_token_index": 96}
+    return transformers.GotOcr2Config(vision_config=vision, text_config=text, image_token_index=96)
+
+
+CONFIGS = {make.__name__: make for make in (llama4, gemma3n, gemma4, deepseek_v3, gpt_oss, roberta, bart, got_ocr2)}
 # What transformers computes in float32 whatever the model's dtype: rotations, norms.
 TOLERANCE = {"deepseek_v3": 1e-4, "gemma3n": 1e-4, "gemma4": 1e-4, "gpt_oss": 1e-4, "llama4": 1e-4}
 IN_FLOAT32 = {"gpt_oss"}  # its experts know no float64
