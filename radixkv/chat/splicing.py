@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from radixkv.chat.messages import Message
@@ -88,6 +88,16 @@ class Splicing:
         return reply.spoken_from > 0 and self._form.thinking_in is not None
 
     def _rendered(self, thinking: set[int]) -> str:
+        """The history; some templates write one call a turn, models do not."""
+        try:
+            return self._render(thinking)
+        except ChatError:
+            if all(len(reply.calls) < 2 for reply in self._replies):
+                raise
+            self._replies = [replace(reply, calls=reply.calls[:1]) for reply in self._replies]
+            return self._render(thinking)
+
+    def _render(self, thinking: set[int]) -> str:
         messages = list(self._messages)
         for reply in self._replies:
             messages[reply.at] = self._form.reply(reply.marks, reply.calls, thinks=reply.at in thinking)

@@ -25,15 +25,16 @@ def speaking(dialect: Dialect, reply: Callable[[str], str]) -> Iterator[Engine]:
         check(engine)
 
 
+@pytest.mark.parametrize("history", ["append", "template"])
 @pytest.mark.parametrize("name", DIALECTS)
-def test_results_are_put_behind_the_calls_as_they_were_sampled(name: str) -> None:
+def test_results_are_put_behind_the_calls_as_they_were_sampled(name: str, history: str) -> None:
     dialect = DIALECTS[name]
     calls = CALLS[: dialect.most_calls]
 
     def reply(said: str) -> str:
         return "It is grey." if "grey" in said.rsplit("look", 1)[-1] else dialect.write(calls)
 
-    with speaking(dialect, reply) as engine, engine.chat(tools=TOOLS, history="append") as chat:
+    with speaking(dialect, reply) as engine, engine.chat(tools=TOOLS, history=history) as chat:
         ids: set[str] = set()
         for _ in range(2):
             asked = chat.send("look", GREEDY)
@@ -113,11 +114,12 @@ def test_a_tag_of_thinking_among_the_arguments_is_an_argument(thought: str, hist
         assert said.count(dialect.write([call])) == 2  # no part of a call is taken for thinking that may go
 
 
-def test_calls_that_a_template_would_not_write_in_one_turn_are_answered_all_the_same() -> None:
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_calls_that_a_template_would_not_write_in_one_turn_are_answered_all_the_same(history: str) -> None:
     """Llama's takes one call a turn; its models write several."""
     dialect = DIALECTS["Llama"]
     with speaking(dialect, lambda said: "Grey." if "ipython" in said else dialect.write(CALLS)) as engine:
-        chat = engine.chat(tools=TOOLS, history="append")
+        chat = engine.chat(tools=TOOLS, history=history)
         asked = chat.send("look", GREEDY)
         sampled = chat.token_ids
         answer = chat.tool_results([ToolResult(call.id, call.name) for call in asked.tool_calls], GREEDY)
