@@ -242,6 +242,8 @@ def test_ids_are_the_same_each_time_and_others_for_other_replies():
     first, second = split_calls(named, MISTRAL, NAMES, "0")[1]
     assert first.id == "123456789" and len(second.id) == 9
     assert [call.id for call in split_calls(GOOD + GOOD, HERMES, NAMES, "3")[1]] == ["call_3_0", "call_3_1"]
+    named = '<tool_call>{"name": "now", "id": "a1B2c3D4e"}</tool_call>'
+    assert [call.id for call in split_calls(named, HERMES, NAMES, "3")[1]] == ["call_3_0"]
 
 
 # ---- which format it is
