@@ -175,7 +175,8 @@ class Runner:
         Row i belongs to the last token of chunk i. Chunks may be of any mix of lengths, may share blocks that earlier
         steps have written, and write to slots of their own. Beside the pool this takes the activations of T = all
         tokens of the step (some T * hidden * 10 numbers, widest in the MLP) and len(chunks) * vocab logits: never
-        T * vocab, and never T * T scores. A chunk that is `alone` takes one forward more.
+        T * T scores, and T * vocab only where an architecture cannot leave rows out. A chunk that is `alone` takes one
+        forward more; by the fallback each takes its own.
         """
         with _on(self.store.device):
             self._backend.copy(copies)

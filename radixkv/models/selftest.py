@@ -31,6 +31,13 @@ _BEYOND_WINDOW = 16
 # Work that loading may spend: prompt tokens * weights. A tiny model gets some 600 tokens, a 7B model the usual 48.
 _TOKEN_WEIGHTS = {"cpu": 1e9, "cuda": 4e12}
 _WEIGHTS_TO_WIDEN = 1_000_000_000
+_PLACES = {  # where it computes otherwise than alone, and what may be the reason
+    "pool": (
+        "a paged pool",
+        "attention, or changes it in a way that transformers' attention interface does not show",
+    ),
+    "fallback": ("a cache filled from a pool", "keys and values, or attends to later tokens"),
+}
 
 
 def self_test(loaded: LoadedModel) -> float:
@@ -57,10 +64,10 @@ def _compare(loaded: LoadedModel, length: int) -> float:
     errors = [(relative_error(ours, own), name) for name, ours, own in results]
     worst, name = max(errors, key=lambda pair: (math.isnan(pair[0]), pair[0]))
     if not worst <= TOLERANCE.get(loaded.dtype, 1e-1):  # "not <=" also catches NaN
+        where, why = _PLACES["fallback" if loaded.attention == "fallback" else "pool"]
         raise UnsupportedModel(
-            f"{_kind(loaded)} does not compute the same over a paged pool: {name} differs from the model's own forward "
-            f"by {worst:.1e} of the logits' spread ({loaded.dtype}). It keeps state outside of its attention, or "
-            "changes it in a way that transformers' attention interface does not show"
+            f"{_kind(loaded)} does not compute the same over {where}: {name} differs from the model's own forward "
+            f"by {worst:.1e} of the logits' spread ({loaded.dtype}). It keeps state outside of its {why}"
         )
     return worst
 
