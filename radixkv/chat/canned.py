@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from radixkv.chat.messages import THINK_END, THINK_START, Message, ToolCall
-from radixkv.chat.reply_form import NO_MARKS, ReplyForm
+from radixkv.chat.reply_form import ReplyForm
 from radixkv.chat.splicing import from_stop
 from radixkv.chat.template import ChatTemplate
 from radixkv.errors import ChatError
@@ -84,10 +84,10 @@ def emitted(template: ChatTemplate, messages: Sequence[Message], at: int) -> str
         if _THOUGHT in shown:
             return shown + answer
         return f"{'' if opened else THINK_START}\n{_THOUGHT}\n{THINK_END}\n\n{answer}"
-    if opened:
-        return f"{THINK_END}\n\n{answer}"
-    lead = form.lead(template.rendering, NO_MARKS, after_results=after_results)
-    return lead.written + answer
+    shown, found, _ = _behind_prompt(template, [_LAST, reply, _LAST]).partition(answer)
+    if not found:
+        raise ChatError("the chat template drops an assistant's message")
+    return (f"{THINK_END}\n\n" if opened else "") + shown + answer
 
 
 def _with_calls(template: ChatTemplate, reply: Message, results: Sequence[Message]) -> str:

@@ -57,7 +57,7 @@ class ReplyForm:
     thinking_in: ThinkingField | None
     strips_thinking: bool
     calls_as_text: bool  # whether the arguments of calls must be JSON texts
-    leads: dict[tuple[tuple[str, ...], bool, bool], Lead] = field(default_factory=dict)
+    leads: dict[tuple[tuple[str, ...], bool, bool], tuple[Lead, ...]] = field(default_factory=dict)
 
     @property
     def opens_thinking(self) -> bool:
@@ -86,24 +86,21 @@ class ReplyForm:
         return [_with_texts(message) for message in messages] if self.calls_as_text else messages
 
     def lead(
-        self,
-        rendering: Rendering,
-        marks: Marks,
-        calls: CallNames = (),
-        *,
-        thinks: bool = False,
-        after_results: bool = False,
-    ) -> Lead:
-        """What stands before a reply in a history; raises ChatError if the template takes no such reply."""
+        self, rendering: Rendering, marks: Marks, calls: CallNames, before: str, *, thinks: bool, after_results: bool
+    ) -> Lead | None:
+        """What stands at the end of `before`, the text of a history up to a reply's first mark, and in no prompt.
+
+        None if nothing that is known. Raises ChatError if the template takes no such reply.
+        """
         names = tuple(name for _, name in calls)
         key = names, thinks, after_results
         if key not in self.leads:
             if len(self.leads) >= _LEADS:
                 self.leads.clear()
             anonymous = tuple((_ID, name) for name in names)
-            self.leads[key] = self._find_lead(rendering.neutral, anonymous, thinks, after_results)
-        found = self.leads[key]
-        return Lead(found.prompted, found.written.replace(_MARKS.thinking, marks.thinking))
+            self.leads[key] = self._find_leads(rendering.neutral, anonymous, thinks, after_results)
+        leads = [Lead(each.prompted, each.written.replace(_MARKS.thinking, marks.thinking)) for each in self.leads[key]]
+        return max((lead for lead in leads if before.endswith(lead.written)), key=_length, default=None)
 
     def spoken_from(self, text: str, *, opened: bool) -> int:
         """Where the thinking of a reply ends, in its text with control tokens, and so what is said begins.
@@ -117,17 +114,22 @@ class ReplyForm:
             return len(text) - len(text.partition(THINK_END)[2].lstrip())
         return len(text) if only_thinks(text) else 0
 
-    def _find_lead(self, rendering: Rendering, calls: CallNames, thinks: bool, after_results: bool) -> Lead:
+    def _find_leads(
+        self, rendering: Rendering, calls: CallNames, thinks: bool, after_results: bool
+    ) -> tuple[Lead, ...]:
+        """With an answer, and without one if there are calls: what stands first depends on that."""
         asked, last = self._asked() if after_results else ([_USER], _SAID)
         begins = rendering.render(asked).rpartition(last)[2]
         reply = self.reply(_MARKS, calls, thinks=thinks)
-        text = rendering.render([*asked, reply, *(_results(calls, _SAID) or [_USER])]).partition(last)[2]
-        found = [at for mark in (_MARKS.answer, _MARKS.call) if (at := text.find(mark)) >= 0]
-        if not found:
-            raise ChatError("the chat template drops an assistant's message")
-        before = text[: min(found)]
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, begins, strict=False)))
-        return Lead(begins[shared:], before[shared:])
+        found = []
+        for each in [reply, {**reply, "content": ""}] if calls else [reply]:
+            text = rendering.render([*asked, each, *(_results(calls, _SAID) or [_USER])]).partition(last)[2]
+            marks = [at for mark in (_MARKS.answer, _MARKS.call) if (at := text.find(mark)) >= 0]
+            if marks:
+                before = text[: min(marks)]
+                shared = _shared(before, begins)
+                found.append(Lead(begins[shared:], before[shared:]))
+        return tuple(found)
 
     def _asked(self) -> tuple[list[Message], str]:
         """A dialogue that ends with the result of a call, and what that result says."""
@@ -138,7 +140,6 @@ class ReplyForm:
 _KNOWN: WeakKeyDictionary[Any, dict[str, ReplyForm]] = WeakKeyDictionary()
 _MARKS = Marks("radixkv.answer.", "radixkv.thinking.", "radixkv.call.")
 _EARLIER = Marks("radixkv.before.", "radixkv.before.", "radixkv.before.")
-NO_MARKS = Marks("", "", "")
 _SAID, _RESULT = "radixkv.user.", "radixkv.result."
 _USER: Message = {"role": "user", "content": _SAID}
 _ID = "radixkv00"  # nine letters and digits: some templates take no other ids
@@ -220,6 +221,15 @@ def _with_text(call: Message) -> Message:
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": text}}
+
+
+def _length(lead: Lead) -> int:
+    return len(lead.written)
+
+
+def _shared(first: str, second: str) -> int:
+    """How many characters two texts share from the start."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _results(calls: CallNames, said: str) -> list[Message]:

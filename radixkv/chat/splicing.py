@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from radixkv.chat.messages import Message
 from radixkv.chat.rendering import Rendering
-from radixkv.chat.reply_form import CallNames, Lead, Marks, ReplyForm
+from radixkv.chat.reply_form import CallNames, Marks, ReplyForm
 from radixkv.errors import ChatError
 
 Piece: TypeAlias = tuple[str, Sequence[int]]  # text to encode, and ids to stand behind it
@@ -64,7 +64,7 @@ class Splicing:
 
         Raises ChatError if the template drops a reply.
         """
-        thinking = {reply.at for reply in self._replies if self._thinks(reply)}
+        thinking = {reply.at for reply in self._replies if reply.spoken_from}
         rest = self._rendered(thinking)
         shown = {reply.at for reply in self._replies if reply.at in thinking and reply.marks.thinking in rest}
         if shown != thinking:  # what is left without its thinking may begin otherwise: render it so
@@ -81,11 +81,9 @@ class Splicing:
         after_results = at > 0 and self._messages[at - 1].get("role") == "tool"
         calls = call_names(self._messages[at])
         opened = self._form.opens_thinking and not after_results
-        spoken_from = 0 if self._keep else _tokens_of_thinking(self._rendering, self._form, ids, opened=opened)
+        whole = self._keep or self._form.thinking_in is None  # then thinking is text as any other
+        spoken_from = 0 if whole else _tokens_of_thinking(self._rendering, self._form, ids, opened=opened)
         return _Sampled(at, ids, marks, calls, after_results, spoken_from)
-
-    def _thinks(self, reply: _Sampled) -> bool:
-        return reply.spoken_from > 0 and self._form.thinking_in is not None
 
     def _rendered(self, thinking: set[int]) -> str:
         """The history; some templates write one call a turn, models do not."""
@@ -120,17 +118,14 @@ class Splicing:
         The text of a history goes as far as a prompt goes; what it has beyond, the model has sampled.
         """
         ids = reply.ids if thinks or self._keep else reply.ids[reply.spoken_from :]
-        lead = self._lead(reply, thinks=thinks)
-        if not before.endswith(lead.written):
+        lead = self._form.lead(
+            self._rendering, reply.marks, reply.calls, before, thinks=thinks, after_results=reply.after_results
+        )
+        if lead is None:
             return before, ids
         if thinks or self._keep or reply.calls or self._begins_with(ids, lead.written):
             before = before.removesuffix(lead.written)
         return before + (lead.prompted if self._keep else ""), ids
-
-    def _lead(self, reply: _Sampled, *, thinks: bool) -> Lead:
-        return self._form.lead(
-            self._rendering, reply.marks, reply.calls, thinks=thinks, after_results=reply.after_results
-        )
 
     def _begins_with(self, ids: Sequence[int], written: str) -> bool:
         """Whether a reply has sampled a header itself, or what there is of it before it was cut short."""
