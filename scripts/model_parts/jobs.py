@@ -1,0 +1,98 @@
+"""Each architecture in a process of its own, some at once, so that one that hangs, grows or dies stops nothing.
+
+Knows processes and their limits. Does not know what a verdict is about.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from model_parts.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one architecture may take: seconds, and bytes of address space (Linux alone enforces those)."""
+
+    seconds: float = 120.0
+    memory: int = 8 << 30
+
+
+@dataclass
+class _Running:
+    name: str
+    kinds: tuple[str, ...]
+    process: Any
+    answer: Connection
+    ends: float
+
+
+def judged(todo: Sequence[tuple[str, tuple[str, ...]]], at_once: int, limits: Limits) -> Iterator[Verdict]:
+    """Yield a verdict of each, as they come. Whoever stops asking stops what still runs."""
+    context = multiprocessing.get_context("forkserver")  # torch is imported once, and forked from there
+    context.set_forkserver_preload(["model_parts.verdict", "radixkv.chat", "radixkv.models.adapter"])
+    waiting, running = list(reversed(todo)), list[_Running]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                running.append(_start(context, *waiting.pop(), limits))
+            soonest = min(each.ends for each in running) - time.monotonic()
+            wait([each.answer for each in running], max(soonest, 0.0))
+            for each in [each for each in running if each.answer.poll() or each.ends <= time.monotonic()]:
+                running.remove(each)
+                yield _ended(each, limits)
+    finally:
+        for each in running:
+            _stop(each)
+
+
+def _start(context: Any, name: str, kinds: tuple[str, ...], limits: Limits) -> _Running:
+    answer, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(theirs, name, kinds, limits.memory), daemon=True)
+    process.start()
+    theirs.close()
+    return _Running(name, kinds, process, answer, time.monotonic() + limits.seconds)
+
+
+def _work(answer: Connection, name: str, kinds: tuple[str, ...], memory: int) -> None:
+    """In the process: judge, and say so. Ctrl-C is for the parent, who ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch
+    from transformers.utils import logging
+
+    from model_parts.verdict import judge
+
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    answer.send(judge(name, kinds))
+
+
+def _ended(each: _Running, limits: Limits) -> Verdict:
+    """What a process said; if it said nothing, why."""
+    try:
+        if each.answer.poll():
+            verdict: Verdict = each.answer.recv()
+            return verdict
+        reason = f"took more than {limits.seconds:g} s"
+    except EOFError:
+        each.process.join(5)
+        reason = f"its process ended with {each.process.exitcode}, and said nothing"
+    finally:
+        _stop(each)
+    return Verdict(each.name, each.kinds, "failed", reason=reason)
+
+
+def _stop(each: _Running) -> None:
+    each.process.kill()  # whatever it had to say, it has said
+    each.process.join()
+    each.answer.close()

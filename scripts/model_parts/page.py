@@ -1,0 +1,168 @@
+"""The page about models: docs/models.md, made of the verdicts in docs/results/models.json.
+
+Knows verdicts and Markdown. Does not know how a verdict came about.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from model_parts.recipes import class_of
+from model_parts.verdict import AT_FAULT, RESULTS, Verdict
+
+_HEAD = """\
+# Which models run
+
+<!-- Written by `make models`; edit scripts/model_parts/page.py instead. -->
+
+transformers {transformers} maps AutoModelForCausalLM to {total} classes. `make models` builds each of them small,
+with random weights in float64, and loads it into a real engine. On {date}, with torch {torch}:
+
+{counts}
+
+{faults}Whatever this page says, each model is tested when it is loaded, and that decides. `radixkv doctor MODEL` says
+how yours comes out.
+
+## What the results mean
+
+**paged**: the model's attention reads and writes the pool through block tables. One forward computes all sequences of
+a step, whatever the mix of prefills and decodes, and shared prefixes are read once. Windows, chunks, softcaps and sinks
+cost nothing beside that. All keys and values are kept whatever the window, so that a prefix stays a hit. MLA is stored
+decompressed: as keys and values of every head, which takes more memory than its latent vector would, and `radixkv plan`
+counts them so.
+
+**fallback**: the model goes around transformers' attention interface, or bends attention in a way that the interface
+does not show (ALiBi, masks of its own). It runs by its own attention, over a cache that is filled from the pool. Hits,
+forks and answers are the same, but each sequence takes a forward of its own in each step, and each layer copies the
+sequence's whole context out of the pool for it. A warning at load says why; [architectures.md](architectures.md) says
+what it costs.
+
+**refused**: loading raises `UnsupportedModel` with the reason. The model keeps something else than keys and values of
+each token (recurrent and convolutional state, an index of what to attend to), or needs another model's output, or its
+answers over the pool were not its own.
+
+**cannot be built**: transformers itself makes no model of the class here, for the reason that stands there.
+
+## What was tried
+
+Each model has the kinds of layers that its architecture is known for: a window that is shorter than the prompts and
+longer than the self-test's unless a layer names it, experts that are routed to, sinks and softcaps that bite, rotary
+dims that are not the head's. The engine is asked for a prompt; then at once for one that leaves it inside a block, a
+short one, one that continues its reply, and three sampled streams that fork behind a common prefix; then for the first
+two again. Blocks have 4 tokens, chunks 17. Every row of logits that the engine computed is compared with the model's
+own forward over the same tokens, called without a cache, and every greedy token with its own choice. Where transformers
+narrows to float32 (softmax, norms, routers), both sides are kept in float64, so that errors are those of adding up in
+another order, and more than 1e-9 is wrong (1e-4 where a note says float32). *error* is the largest difference of any
+logit, rounded up.
+
+The reference is the model's own forward, `model(input_ids)`. Where transformers' `generate` says something else than
+that forward, a note says so. (RoBERTa's kind counts positions from the padding id on; `generate` counts from 0.) The
+token that pads is no text here, and never sampled. longrope and dynamic NTK are not in the table: radixkv fixes their
+frequencies to those for the longest context, so that short prompts differ from `model(input_ids)` on purpose.
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """All verdicts of one run, and what they were found with."""
+
+    transformers: str
+    torch: str
+    date: str
+    verdicts: tuple[Verdict, ...]
+
+
+def sorted_by_name(verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
+    """The order of the page, whatever order they came in."""
+    return tuple(sorted(verdicts, key=lambda each: each.name.lower()))
+
+
+def to_json(run: Run) -> str:
+    """A run as text: a line for each verdict, so that changes can be read."""
+    versions = {"transformers": run.transformers, "torch": run.torch, "date": run.date}
+    rows = ",\n  ".join(json.dumps(asdict(each)) for each in run.verdicts)
+    return f'{{"found with": {json.dumps(versions)},\n "verdicts": [\n  {rows}\n ]}}\n'
+
+
+def from_json(text: str) -> Run:
+    """The run that `to_json` wrote."""
+    known = json.loads(text)
+    verdicts = tuple(Verdict(**{**row, "kinds": tuple(row["kinds"])}) for row in known["verdicts"])
+    return Run(**known["found with"], verdicts=verdicts)
+
+
+def render(run: Run) -> str:
+    """The page, as Markdown."""
+    classes = [each for each in run.verdicts if class_of(each.name) == each.name]
+    variants = [each for each in run.verdicts if class_of(each.name) != each.name]
+    head = _HEAD.format(
+        transformers=run.transformers, torch=run.torch.partition("+")[0], date=run.date, total=len(classes),
+        counts=_counts(classes), faults=_faults(run.verdicts),
+    )  # fmt: skip
+    parts = [head, *_loaded(classes), "", *_others(classes), "", *_variants(variants)]
+    return "\n".join(parts) + "\n"
+
+
+def _counts(verdicts: Sequence[Verdict]) -> str:
+    counts = {result: sum(each.result == result for each in verdicts) for result in RESULTS}
+    return "\n".join([*_row("result", "classes"), *(_line(name, str(n)) for name, n in counts.items() if n)])
+
+
+def _faults(verdicts: Sequence[Verdict]) -> str:
+    bad = [each.name for each in verdicts if each.result in AT_FAULT]
+    return f"At fault: {', '.join(bad)}.\n\n" if bad else ""
+
+
+def _loaded(verdicts: Sequence[Verdict]) -> list[str]:
+    rows = [
+        _line(_named(each), each.result, each.attention, _error(each.error), _short(_because(each)))
+        for each in verdicts
+        if each.error is not None
+    ]
+    return ["## Those that load", "", *_row("architecture", "result", "attention", "error", "note"), *rows]
+
+
+def _others(verdicts: Sequence[Verdict]) -> list[str]:
+    rows = [_line(_named(each), each.result, _short(_because(each))) for each in verdicts if each.error is None]
+    return ["## Those that do not", "", *_row("architecture", "result", "reason"), *rows]
+
+
+def _variants(verdicts: Sequence[Verdict]) -> list[str]:
+    text = "What a class does may hang on its configuration. These are not counted above."
+    rows = [
+        _line(each.name, each.result, each.attention, _error(each.error), _short(_because(each))) for each in verdicts
+    ]
+    return ["## Variants", "", text, "", *_row("architecture", "result", "attention", "error", "note or reason"), *rows]
+
+
+def _because(each: Verdict) -> str:
+    """Reason and note; the reason without the class's name in front, which stands beside it."""
+    name, reason = class_of(each.name), each.reason
+    return "; ".join(filter(None, [reason.removeprefix(f"{name} ").removeprefix(f"{name}: "), each.note]))
+
+
+def _named(each: Verdict) -> str:
+    return f"{each.name} ({', '.join(each.kinds)})"
+
+
+def _error(error: float | None) -> str:
+    """Rounded up to a power of ten: what is behind that differs from run to run."""
+    if error is None or not math.isfinite(error):
+        return ""
+    return "0" if error == 0 else f"1e{math.ceil(math.log10(error))}"
+
+
+def _short(text: str, most: int = 240) -> str:
+    return text if len(text) <= most else text[: most - 3].rsplit(" ", 1)[0] + " ..."
+
+
+def _row(*titles: str) -> list[str]:
+    return [_line(*titles), _line(*("---" for _ in titles))]
+
+
+def _line(*cells: str) -> str:
+    clean = [" ".join(cell.split()).replace("|", "\\|") for cell in cells]
+    return f"| {' | '.join(clean)} |"

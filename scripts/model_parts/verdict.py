@@ -1,0 +1,86 @@
+"""One architecture's line: what came of building it and of its trial, and what its attention is like.
+
+Knows recipes and trials. Does not know processes, tables or pages.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from model_parts import recipes, trial
+
+RESULTS = ("paged", "fallback", "refused", "cannot be built", "wrong", "failed")
+AT_FAULT = ("wrong", "failed")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a class: `result` is one of RESULTS, `error` the largest difference of a logit, if it loads."""
+
+    name: str
+    kinds: tuple[str, ...]
+    result: str
+    reason: str = ""
+    attention: str = ""
+    error: float | None = None
+    note: str = ""
+    seconds: float = 0.0
+
+
+def judge(name: str, kinds: tuple[str, ...]) -> Verdict:
+    """Build a model of this class and try it; whatever goes wrong is part of the verdict."""
+    start = time.perf_counter()
+
+    def said(result: str, **more: Any) -> Verdict:
+        return Verdict(name, kinds, result, seconds=round(time.perf_counter() - start, 2), **more)
+
+    try:
+        model = recipes.build(name, kinds)
+        found = trial.attempt(model)
+    except recipes.CannotBeBuilt as error:
+        return said("cannot be built", reason=str(error))
+    except trial.Wrong as error:
+        return said("wrong", reason=str(error))
+    except Exception as error:  # nothing else may come out of building, loading and asking
+        return said("failed", reason=f"{type(error).__name__}: {error}")
+    if found.result == "refused":
+        return said("refused", reason=found.reason, note=found.note)
+    about = attention(found.layers, model.config.get_text_config())
+    return said(found.result, reason=found.reason, attention=about, error=found.error, note=found.note)
+
+
+def attention(layers: tuple[Any, ...], config: Any) -> str:
+    """What a model's attention is like, as the engine found it; experts as the configuration says."""
+    parts = [_heads(layers, config)]
+    for what, some in (
+        ("window", [layer for layer in layers if layer.window]),
+        ("chunks", [layer for layer in layers if getattr(layer, "chunk", None)]),
+        ("softcap", [layer for layer in layers if layer.softcap]),
+        ("sinks", [layer for layer in layers if layer.sinks]),
+    ):
+        if some:
+            parts.append(what if len(some) == len(layers) else f"{what} in {len(some)} of {len(layers)}")
+    if any(layer.key_dim != layer.value_dim for layer in layers):
+        parts.append("K wider than V")
+    if len({layer.shape for layer in layers}) > 1:
+        parts.append("sizes differ by layer")
+    depth = getattr(config, "decoder_layers", config.num_hidden_layers)  # of an encoder and a decoder, the latter
+    if len(layers) != depth:
+        parts.append(f"{len(layers)} calls in {depth} layers")
+    return ", ".join(parts + ["experts"] * _has_experts(config))
+
+
+def _heads(layers: tuple[Any, ...], config: Any) -> str:
+    if getattr(config, "kv_lora_rank", None):
+        return "MLA"
+    if all(layer.heads == layer.kv_heads for layer in layers):
+        return "MHA"
+    return "MQA" if all(layer.kv_heads == 1 for layer in layers) else "GQA"
+
+
+def _has_experts(config: Any) -> bool:
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    parts = (config, getattr(config, "ffn_config", None))
+    return any((getattr(part, name, None) or 0) > 1 for part in parts for name in names)
