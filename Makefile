@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint types bench bench-gpu kernels clean
+.PHONY: help demo test lint types bench bench-gpu kernels models clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -37,6 +37,9 @@ bench-gpu: $(READY) ## everything worth measuring on a GPU, in under ten minutes
 
 kernels: $(READY) ## compile every Triton kernel for GPUs that need not be here, and read what came out
 	$(BIN)/python scripts/compile_kernels.py
+
+models: $(READY) ## try every architecture that transformers has, small and random, and write docs/models.md
+	$(BIN)/python scripts/models.py
 
 clean:           ## forget .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,215 @@
+"""25 of the architectures that `make models` tries, of every kind; what the trial itself would find; and its page."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+command = importlib.import_module("scripts.models")
+exact, jobs, page, recipes, trial, verdict, witness = (
+    importlib.import_module(f"model_parts.{name}")
+    for name in ("exact", "jobs", "page", "recipes", "trial", "verdict", "witness")
+)
+
+PAGED = {
+    "GPT2LMHeadModel": "MHA",
+    "OPTForCausalLM": "MHA",
+    "GPTNeoXForCausalLM": "MHA",
+    "LlamaForCausalLM": "GQA",
+    "Qwen3ForCausalLM": "GQA, window in 2 of 4",
+    "Gemma2ForCausalLM": "GQA, window in 2 of 4, softcap",
+    "Gemma3nForCausalLM": "GQA, window in 2 of 4",
+    "Gemma4ForCausalLM": "GQA, window in 2 of 4, sizes differ by layer",
+    "GptOssForCausalLM": "GQA, window in 2 of 4, sinks, experts",
+    "MixtralForCausalLM": "GQA, window, experts",
+    "DeepseekV3ForCausalLM": "MLA, K wider than V, experts",
+    "LongcatFlashForCausalLM": "MLA, K wider than V, experts",
+    "DiffLlamaForCausalLM": "GQA",
+    "Llama4ForCausalLM": "GQA, chunks in 2 of 4, experts",
+    "RobertaForCausalLM": "MHA",
+}
+FALLBACK = {
+    "BloomForCausalLM": "attention interface",
+    "FalconForCausalLM": "attention interface",
+    "GPTJForCausalLM": "attention interface",
+    "GPTNeoForCausalLM": "attention interface",
+    "DogeForCausalLM": "mask",
+}
+REFUSED = {
+    "MambaForCausalLM": "recurrent",
+    "JambaForCausalLM": "recurrent",
+    "Qwen3NextForCausalLM": "recurrent",
+    "Lfm2ForCausalLM": "conv",
+    "DeepseekV32ForCausalLM": "index",
+}
+SAMPLE = [*PAGED, *FALLBACK, *REFUSED]
+CLASSES = recipes.classes()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_an_architecture_says_what_it_says_alone_or_is_refused(name: str) -> None:
+    if name not in CLASSES:
+        pytest.skip(f"this transformers has no {name}")
+    found = verdict.judge(name, CLASSES[name])
+    assert found.result == ("paged" if name in PAGED else "fallback" if name in FALLBACK else "refused"), found
+    if name in PAGED:
+        assert found.attention.startswith(PAGED[name])
+    else:
+        assert {**FALLBACK, **REFUSED}[name] in found.reason
+    assert name in REFUSED or found.error <= trial.EXACT
+
+
+def test_the_sample_has_every_kind() -> None:
+    assert len(SAMPLE) == len(set(SAMPLE)) == 25
+
+
+# ---- the trial finds what it is there to find
+
+
+class WithoutCopies(witness.Witness):  # type: ignore[misc, name-defined]
+    """An engine that forgets to copy blocks that streams part in."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        run = self._run
+        self._run = lambda chunks, copies: run(chunks, ())
+
+
+class OneSlotOff(witness.Witness):  # type: ignore[misc, name-defined]
+    """An engine whose decodes read another sequence's last block."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        run = self._run
+
+        def mixed_up(chunks: Sequence[Any], copies: Any) -> Any:
+            if len(chunks) > 1 and all(len(chunk.tokens) == 1 for chunk in chunks):
+                chunks[0].block_table[-1] = chunks[1].block_table[-1]
+            return run(chunks, copies)
+
+        self._run = mixed_up
+
+
+class Rounded(witness.Witness):  # type: ignore[misc, name-defined]
+    """An engine whose logits are right to six places."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        run = self._run
+        self._run = lambda chunks, copies: run(chunks, copies) + 1e-6
+
+
+@pytest.mark.parametrize("fault", [WithoutCopies, OneSlotOff, Rounded])
+def test_the_trial_finds_a_fault_behind_loading(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "Witness", fault)
+    found = verdict.judge("LlamaForCausalLM", CLASSES["LlamaForCausalLM"])
+    assert found.result == "wrong", found
+
+
+def test_the_trial_refuses_to_judge_a_model_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = recipes.build
+
+    def deaf(name: str, kinds: tuple[str, ...]) -> Any:
+        model = build(name, kinds)
+        for layer in model.model.layers:
+            torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        return model
+
+    monkeypatch.setattr(recipes, "build", deaf)
+    found = verdict.judge("LlamaForCausalLM", CLASSES["LlamaForCausalLM"])
+    assert (found.result, "ArithmeticError" in found.reason) == ("failed", True)
+
+
+def test_a_model_is_the_same_each_time() -> None:
+    one, two = (recipes.build("GemmaForCausalLM", ("gemma",)).state_dict() for _ in range(2))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+def test_widening_to_float32_loses_nothing_while_exact(exact_is_over: Callable[[], bool]) -> None:
+    third = torch.tensor([1.0, 2.0], dtype=torch.float64) / 3
+    with exact.exact():
+        for narrowed in (
+            third.float(),
+            third.to(torch.float32),
+            third.type(torch.float32),
+            third.to(dtype=torch.float32),
+        ):
+            assert torch.equal(narrowed, third)
+        assert torch.nn.functional.softmax(third, -1, dtype=torch.float32).dtype == torch.float64
+        assert third.to(torch.float16).dtype == torch.float16
+        assert third.half().float().dtype == torch.float32
+    assert exact_is_over()
+
+
+@pytest.fixture
+def exact_is_over() -> Callable[[], bool]:
+    return lambda: torch.ones(1, dtype=torch.float64).float().dtype == torch.float32
+
+
+# ---- processes, names and the page
+
+
+class Process:
+    """A process that was started, and what became of it."""
+
+    def __init__(self, exitcode: int | None = None) -> None:
+        self.exitcode, self.killed = exitcode, False
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def join(self, timeout: float | None = None) -> None:
+        assert self.killed or self.exitcode is not None, "this would wait for ever"
+
+
+def ended(process: Process, *, says: Any = None, silent: bool = False) -> Any:
+    answer, theirs = multiprocessing.Pipe(duplex=False)
+    if says is not None:
+        theirs.send(says)
+    elif not silent:
+        theirs.close()
+    running = jobs._Running("LlamaForCausalLM", ("llama",), process, answer, 0.0)
+    return jobs._ended(running, jobs.Limits(seconds=2.0))
+
+
+def test_a_process_is_ended_whatever_it_says() -> None:
+    said = verdict.Verdict("LlamaForCausalLM", ("llama",), "paged", error=0.0)
+    for process, options, expected in (
+        (Process(), {"says": said}, said),
+        (Process(), {"silent": True}, "took more than 2 s"),
+        (Process(exitcode=-9), {}, "its process ended with -9, and said nothing"),
+    ):
+        found = ended(process, **options)
+        assert found == expected if options.get("says") else (found.result, found.reason) == ("failed", expected)
+        assert process.killed
+
+
+def test_names_of_classes_and_types_and_variants() -> None:
+    chosen = dict(command._chosen(["gemma2", "LlamaForCausalLM", "FalconForCausalLM with ALiBi"]))
+    assert {"Gemma2ForCausalLM", "LlamaForCausalLM", "LlamaForCausalLM with YaRN"} <= set(chosen)
+    assert "FalconForCausalLM with ALiBi" in chosen and "FalconForCausalLM" not in chosen
+    assert len(command._chosen(None)) == len(CLASSES) + len(recipes.variants())
+    with pytest.raises(SystemExit, match=r"no nothing$"):
+        command._chosen(["gemma2", "nothing"])
+
+
+def test_the_page_is_what_the_data_says() -> None:
+    run = page.from_json((ROOT / "docs/results/models.json").read_text())
+    assert (ROOT / "docs/models.md").read_text() == page.render(run)
+    assert page.from_json(page.to_json(run)) == run
+
+
+def test_nothing_on_the_page_is_at_fault_and_every_refusal_has_a_reason() -> None:
+    run = page.from_json((ROOT / "docs/results/models.json").read_text())
+    assert not [each.name for each in run.verdicts if each.result in verdict.AT_FAULT]
+    assert all(each.reason for each in run.verdicts if each.result != "paged")
+    assert [each.name for each in run.verdicts] == [each.name for each in page.sorted_by_name(run.verdicts)]
