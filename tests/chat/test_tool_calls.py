@@ -227,6 +227,9 @@ def test_text_is_held_back_only_while_it_may_be_a_call():
     bare = CallReader(LLAMA, NAMES, "0")
     assert bare.push(" ") == [] and bare.push("I ") == [" I"]  # no call without a tag behind words
     assert bare.push("{") == [" {"]
+    named = CallReader(MISTRAL, NAMES, "0")
+    assert named.push("[TOOL_CALLS]I ") == []  # a name, perhaps
+    assert "".join(map(str, named.push("c"))) == "[TOOL_CALLS]I c"
 
 
 # ---- ids
