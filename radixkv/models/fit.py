@@ -38,8 +38,7 @@ def check(model: Any, found: Mapping[str, Any], name: str, tensors: Mapping[str,
 
 
 def _check_unused(model: Any, keys: Sequence[str], name: str, tensors: Mapping[str, Stored]) -> None:
-    buffers = {each for each, _ in model.named_buffers()}
-    keys = [key for key in keys if not _computed(key, buffers, tensors)]
+    keys = [key for key in keys if not _computed(key, tensors)]
     parts, config = {each for each, _ in model.named_modules()}, model.config.get_text_config()
     # The files of a model without a head leave the first word out.
     needed = [key for key in keys if any(_belongs(k, parts, config) for k in (key, f"{model.base_model_prefix}.{key}"))]
@@ -52,12 +51,9 @@ def _check_unused(model: Any, keys: Sequence[str], name: str, tensors: Mapping[s
         _log.warning("%s: %d weights are of parts that it runs without, %s among them", name, len(keys), keys[0])
 
 
-def _computed(key: str, buffers: Collection[str], tensors: Mapping[str, Stored]) -> bool:
+def _computed(key: str, tensors: Mapping[str, Stored]) -> bool:
     """Whether a tensor is one that models make themselves now, or do without: frequencies, masks, scales of KV."""
-    stored = tensors.get(key)
-    return (
-        key.rpartition(".")[2] in _COMPUTED | _OF_KV or key in buffers or (stored is not None and not stored.floating)
-    )
+    return key.rpartition(".")[2] in _COMPUTED | _OF_KV or (key in tensors and not tensors[key].floating)
 
 
 def _belongs(key: str, parts: Collection[str], config: Any) -> bool:
