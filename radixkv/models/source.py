@@ -44,8 +44,10 @@ def read(
     if folder is None:
         folder = _fetched(name, revision)
         revision = folder.name  # its commit: nothing changes between two files
+    elif revision is not None:
+        raise InvalidInput(f"revision={revision!r} is for models on the hub, and {name!r} is here")
     else:
-        place, revision = str(folder), None
+        place = str(folder)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
     with _room_for(name), _own_reports(silent=name in BUNDLED):
         found = checkpoint.examine(folder)

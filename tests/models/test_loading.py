@@ -134,6 +134,12 @@ def test_an_empty_name_and_a_file_are_refused(folder: Path) -> None:
         adapter.load(str(folder / "config.json"))
 
 
+def test_a_revision_of_a_folder_is_not_dropped_without_a_word(folder: Path) -> None:
+    for name in (str(folder), "tiny"):
+        with pytest.raises(InvalidInput, match=r"revision='v2' is for models on the hub, and .* is here"):
+            adapter.load(name, revision="v2")
+
+
 def test_devices_and_dtypes_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidInput, match="no CUDA device"):

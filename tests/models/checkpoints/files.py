@@ -15,8 +15,9 @@ from radixkv.models import source
 INDEX = "model.safetensors.index.json"
 
 
-def read(folder: Path | str, dtype: torch.dtype = torch.float32, *, trust: bool = False) -> tuple[Any, Any]:
-    return source.read(str(folder), dtype=dtype, device=torch.device("cpu"), revision=None, trust_remote_code=trust)
+def read(folder: Path | str, dtype: torch.dtype = torch.float32, *, revision: str | None = None) -> tuple[Any, Any]:
+    """The model and tokenizer as they are read, before anything of ours touches them."""
+    return source.read(str(folder), dtype=dtype, device=torch.device("cpu"), revision=revision, trust_remote_code=False)
 
 
 def rewrite(file: Path, **changes: Any) -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from radixkv.errors import InvalidInput, UnsupportedModel
 from tests.chat.worlds import byte_tokenizer
-from tests.models.checkpoints.files import INDEX, read, same, second_shard
+from tests.models.checkpoints.files import INDEX, read, rewrite, same, second_shard
 from tests.models.conftest import FAMILIES, make
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OTHER = "f" * 40
 
 
 @pytest.fixture
@@ -56,3 +57,16 @@ def test_what_the_cache_lacks_of_a_hub_model_is_an_input_error(hub: Path) -> Non
             read("some/model")
     with pytest.raises(InvalidInput, match="cannot find model 'other/model': no local folder of that name, and"):
         read("other/model")
+
+
+def test_a_revision_is_a_commit_or_a_name_of_one(hub: Path) -> None:
+    (hub.parent.parent / "refs" / "v2").write_text(OTHER)
+    shutil.copytree(hub, hub.with_name(OTHER))
+    rewrite(hub.with_name(OTHER) / "config.json", num_hidden_layers=1)
+    for revision, layers in ((None, 2), ("main", 2), (COMMIT, 2)):
+        assert len(read("some/model", revision=revision)[0].model.layers) == layers
+    for revision in ("v2", OTHER):
+        with pytest.raises(UnsupportedModel, match=r"no place for model\.layers\.1"):  # the configuration is another
+            read("some/model", revision=revision)
+    with pytest.raises(InvalidInput, match="cannot find model 'some/model'"):
+        read("some/model", revision="v3")
