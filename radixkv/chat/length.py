@@ -10,7 +10,7 @@ but for what some tokenizers put before each text that they are given.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,8 @@ class Vocabulary:
     """What the tokens of a tokenizer tell about a text's length.
 
     `neighbours` are each two characters that stand side by side in a token. `longest` has, for each letter and sign of
-    ASCII, the characters of the longest token with it.
+    ASCII that is a token by itself, the characters of the longest token with it. What is none by itself may be unknown,
+    and tokenizers make one token of many unknown characters.
     """
 
     neighbours: frozenset[str]
@@ -41,18 +42,18 @@ class Vocabulary:
         return _READ[tokenizer]
 
     @classmethod
-    def _read(cls, tokens: Iterable[str]) -> Vocabulary:
+    def _read(cls, tokens: Mapping[str, int]) -> Vocabulary:
         neighbours: set[str] = set()
         longest: dict[str, int] = {}
         for token in tokens:
             neighbours.update(left + right for left, right in pairwise(token))
             for letter in filter(_is_sign, {*token.lower(), *token.upper()}):  # some tokenizers read letters alike
                 longest[letter] = max(longest.get(letter, 0), len(token))
-        return cls(frozenset(neighbours), longest)
+        return cls(frozenset(neighbours), {letter: size for letter, size in longest.items() if letter in tokens})
 
     def parts(self, left: str, right: str) -> bool:
         """Whether certainly no token stands across two characters."""
-        if not _is_sign(left) or not (right in _SPELT or _is_sign(right)):
+        if left not in self.longest or not (right in _SPELT or _is_sign(right)):
             return False
         return not any(left + each in self.neighbours for each in _SPELT.get(right, right))
 

@@ -1,0 +1,124 @@
+"""Appending is tried before it is done: what it would lose is found, named and refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.chat.appending import appending, history_mode
+from radixkv.chat.template import ChatTemplate
+from radixkv.errors import ChatError
+from tests.chat.styles import STYLES
+from tests.chat.worlds import CHATML, THINKING, byte_tokenizer, chat_engine
+from tests.serve.styles import MISTRAL
+
+STOPS = frozenset(byte_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+# Numbers its turns, which an appended one begins again.
+ROUNDS = """{%- for m in messages %}
+{%- if m.role == 'user' %}[Round {{ loop.index0 // 2 + 1 }}] {% endif %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+# Numbers the results of tools.
+NUMBERED = CHATML.replace(
+    "{%- for m in messages if m.role != 'system' %}",
+    "{%- set found = namespace(results=0) %}{%- for m in messages if m.role != 'system' %}"
+    "{%- if m.role == 'tool' %}{% set found.results = found.results + messages | length %}"
+    "#{{ found.results }} {% endif %}",
+)
+# Writes no role where an assistant has spoken before.
+ROLELESS = CHATML.replace(
+    "<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role if messages | length > 4 or m.role != 'user' }}\n"
+)
+
+
+def of(template: str, tools: list | None = None) -> ChatTemplate:
+    return ChatTemplate(byte_tokenizer(template), STOPS, tools)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "differ", "refused"),
+    [
+        ("ChatML", "append", [], []),
+        ("Llama 3", "append", [], ["parallel calls"]),
+        ("Mistral", "append", ["tools", "parallel calls"], []),  # tools stand before each user's turn that is new
+        ("Qwen3", "template", ["thinking"], []),
+        ("gpt-oss", "template", ["thinking"], ["parallel calls"]),
+        (
+            "DeepSeek",
+            "template",
+            ["plain", "many turns", "system", "thinking", "tools", "parallel calls"],  # each opens with thinking
+            [],
+        ),
+    ],
+)
+def test_what_trying_finds_out(name: str, mode: str, differ: list[str], refused: list[str]) -> None:
+    style = STYLES[name]
+    template = ChatTemplate(style.tokenizer(), style.stop_ids)
+    found = appending(template)
+    assert [each.dialogue for each in found.differences] == differ
+    assert [dialogue for dialogue, _ in found.refused] == refused
+    assert found.loss(tools=True) is None
+    assert history_mode(template, "auto") == mode
+    assert history_mode(template, "append") == "append"
+    assert history_mode(template, "template") == "template"
+
+
+@pytest.mark.parametrize(("template", "lost"), [(ROUNDS, "4"), (ROLELESS, "user")], ids=["numbers", "roles"])
+def test_appending_that_would_lose_something_is_refused_with_the_tokens_that_differ(template: str, lost: str) -> None:
+    assert history_mode(of(template), "auto") == "template"
+    loss = appending(of(template)).loss(tools=False)
+    assert loss is not None
+    assert lost in loss.lost
+    assert loss.appended != loss.rendered
+    with pytest.raises(ChatError) as caught:
+        history_mode(of(template), "append")
+    for said in (loss.dialogue, f"token {loss.position}", repr(loss.appended), repr(loss.rendered), repr(lost)):
+        assert said in str(caught.value)
+
+
+def test_the_position_is_where_the_two_histories_part() -> None:
+    tokenizer = byte_tokenizer(ROUNDS)
+    loss = appending(of(ROUNDS)).loss(tools=False)
+    assert loss is not None
+    assert (loss.dialogue, loss.appended, loss.rendered, loss.lost) == ("many turns", "2", "3", ("3", "4"))
+    said = ["What is 2 + 2?", "It is four.", "And plus one?", "That makes five.", "Minus three?"]  # as far as the third
+    messages = [{"role": ("user", "assistant")[at % 2], "content": each} for at, each in enumerate(said)]
+    ids = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
+    assert tokenizer.decode(ids[: loss.position]).endswith("That makes five.<|im_end|>\n[Round ")
+
+
+def test_only_sessions_with_tools_care_for_what_is_lost_of_them() -> None:
+    assert history_mode(of(NUMBERED), "auto") == "append"
+    assert history_mode(of(NUMBERED, TOOLS), "auto") == "template"
+    with pytest.raises(ChatError, match=r"tools: token \d+ is '\d'"):
+        history_mode(of(NUMBERED, TOOLS), "append")
+
+
+@pytest.mark.parametrize("template", [THINKING, MISTRAL], ids=["thinking stays", "system stays where it was"])
+def test_what_only_stays_or_stands_elsewhere_is_not_lost(template: str) -> None:
+    found = appending(of(template))
+    assert found.differences
+    assert found.loss(tools=False) is None
+    assert history_mode(of(template), "append") == "append"
+
+
+def test_a_template_is_tried_once() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    assert appending(ChatTemplate(tokenizer, STOPS)) is appending(ChatTemplate(tokenizer, STOPS))
+    tokenizer.chat_template = ROUNDS
+    assert appending(ChatTemplate(tokenizer, STOPS)).differences
+
+
+def test_a_session_does_what_was_found() -> None:
+    with chat_engine(template=ROUNDS) as engine:
+        with pytest.raises(ChatError, match="history='append' would lose"):
+            engine.chat(history="append")
+        with engine.chat() as chat:
+            for text in ("one", "two"):
+                chat.send(text)
+            text = engine.model.tokenizer.decode(chat.token_ids)
+            assert [text.count(f"[Round {turn}]") for turn in (1, 2)] == [1, 1]
+        assert chat.closed
