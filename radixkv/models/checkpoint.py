@@ -151,6 +151,8 @@ def _no_weights(folder: Path, names: Sequence[str]) -> Exception:
     """Why there are no weights: they are pickled, or called otherwise, or not there."""
     if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
         return UnsupportedModel(f"{folder} has pickled weights only, and {_CONVERT}")
+    if any(folder.glob("*.gguf")):
+        return UnsupportedModel(f"{folder} has weights in GGUF only: take the model that they were made from")
     text = f"{folder} has no weights: no {' or '.join(names)}"
     others = sorted(each.name for each in folder.glob("*.safetensors"))
     if others:

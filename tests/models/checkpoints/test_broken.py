@@ -65,6 +65,12 @@ def test_what_is_missing_or_broken_is_named(many: Path, fault: str) -> None:
     assert "hub" not in str(raised.value)
 
 
+def test_gguf_is_no_weight_file(one: Path) -> None:
+    (one / "model.safetensors").rename(one / "model-Q4_K_M.gguf")
+    with pytest.raises(UnsupportedModel, match="has weights in GGUF only: take the model that they were made from"):
+        adapter.load(str(one))
+
+
 @pytest.mark.parametrize("inside", ["checkpoint-500", "snapshots/0123"])
 def test_a_folder_around_a_model_says_where_it_is(one: Path, inside: str) -> None:
     (one.parent / "around" / inside).parent.mkdir(parents=True)

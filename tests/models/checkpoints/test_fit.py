@@ -145,3 +145,8 @@ def test_code_that_comes_with_a_model_runs_only_if_asked(
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     loaded = adapter.load(str(one), trust_remote_code=True)
     assert (type(loaded.model).__name__, mark.exists()) == ("OwnModel", True)
+
+
+def test_code_that_transformers_needs_no_more_is_not_asked_for(one: Path) -> None:
+    rewrite(one / "config.json", auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"})
+    assert same(read(one)[0], make(FAMILIES["llama"]()))
