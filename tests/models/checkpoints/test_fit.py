@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import adapter, checkpoint
+from radixkv.models import adapter, checkpoint, source
 from tests.models.checkpoints.files import edit, read, rewrite, same
 from tests.models.conftest import FAMILIES, make
 
@@ -84,6 +84,22 @@ def test_a_wrong_shape_is_named_with_both(one: Path, capfd: pytest.CaptureFixtur
     with pytest.raises(InvalidInput, match=r"\[32, 48\] in the files, .* \[32, 50\] \(and 6 more\)"):
         adapter.load(str(one))
     assert "LOAD REPORT" not in capfd.readouterr().err  # transformers' table says it less well
+
+
+def test_only_the_table_that_we_say_better_is_kept_back() -> None:
+    log, heard = logging.getLogger("transformers.modeling_utils"), logging.Handler()
+    said: list[str] = []
+    heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # a class for one line
+    log.addHandler(heard)
+    try:
+        with source._own_reports(silent=False):
+            log.warning("Llama LOAD REPORT: x is MISSING")
+            log.warning("Llama LOAD REPORT: x has a CONVERSION error")
+            log.warning("something else")
+        log.warning("Llama LOAD REPORT behind it")
+    finally:
+        log.removeHandler(heard)
+    assert [each.rpartition(" ")[2] for each in said] == ["error", "else", "it"]
 
 
 def test_integers_are_not_taken_for_weights(one: Path) -> None:
