@@ -60,6 +60,35 @@ def test_requests_show_phases_waterfall_and_why(size: tuple[int, int]) -> None:
     hosted(view, REQUESTS, script, size)
 
 
+@BOTH
+def test_who_asked_in_which_namespace_and_what_they_found(size: tuple[int, int]) -> None:
+    view = SessionsView()
+    tenants = [
+        samples.session(number=each, used=1000.0 - each, namespace=f"(ada, desk-{each})", cached_tokens=100 * each)
+        for each in range(1, 6)
+    ]
+
+    async def script(pilot: Pilot[None]) -> None:
+        text = "\n".join(screen(pilot.app))
+        assert "Session #1 in (ada, desk-1): 3 turns" in text
+        if size[0] > 80:
+            assert "(ada, desk-1) 14%, (ada, desk-2) 29%" in text and "2 more" in text
+            assert text.count("(ada, desk-4)") == 1, "in its row, and not among the three above"
+        view.update(SESSIONS)
+        await pilot.pause()
+        if size[0] > 80:
+            assert "default 71%, red 71%" in "\n".join(screen(pilot.app))
+
+    hosted(view, state(sessions=tenants), script, size)
+
+
+def test_requests_name_their_namespace_where_there_is_room() -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        assert any("#4" in line and " red " in line for line in screen(pilot.app))
+
+    hosted(RequestsView(), REQUESTS, script, (160, 48))
+
+
 def test_the_cursor_tells_the_miss_and_selects_the_request() -> None:
     view = RequestsView()
 
@@ -97,7 +126,7 @@ def test_the_cursor_stays_with_its_row_when_rows_come_and_go() -> None:
     ("view", "shown", "orders"),
     [
         (RequestsView, REQUESTS, [[4, 3, 2, 1], [4, 3, 2, 1], None, None, None]),
-        (SessionsView, SESSIONS, [[2, 1, 3], None, [1, 2, 3], None, [1, 2, 3]]),
+        (SessionsView, SESSIONS, [[2, 1, 3], None, [1, 2, 3], None, [1, 2, 3], [1, 3, 2]]),
         (EvictionsView, EVICTIONS, [[2, 1], [2, 1], [2, 1], None, None]),
     ],
 )

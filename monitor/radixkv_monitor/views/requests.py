@@ -70,6 +70,7 @@ class RequestsView(Listing[RequestRow]):
         Column("TTFT", 7, lambda row, _: [(duration(row.request.ttft), "plain")], rank=1, right=True),
         Column("total", 7, lambda row, _: [(duration(row.total), "plain")], rank=3, right=True),
         Column("why not more", 18, lambda row, _: [(reasons.miss_word(row.request), "dim")], rank=4),
+        Column("namespace", 20, lambda row, _: [(row.request.namespace or "-", "dim")], rank=5),
         Column("waterfall", 14, _waterfall, grows=True),
     )
     orders: ClassVar[Sequence[Order[RequestRow]]] = (

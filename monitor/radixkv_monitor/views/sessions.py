@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -13,6 +14,9 @@ from radixkv_monitor.phrases import count, duration, share, some
 from radixkv_monitor.state import State
 from radixkv_monitor.views.listing import Listing, Order
 from radixkv_monitor.widgets.table import Cell, Column
+
+MOST_NAMED = 3
+"""Namespaces that the line above the list names."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,10 @@ class SessionsView(Listing[SessionRow]):
         Column("state", 10, _status),
         Column("turns", 6, lambda row, _: [(count(row.session.requests), "plain")], right=True),
         Column("tokens", 8, lambda row, _: [(count(row.session.tokens), "plain")], rank=1, right=True),
-        Column("served from cache", 20, _bar, grows=True, most=45),
+        Column("served from cache", 20, _bar, grows=True, most=36),
         Column("output", 8, lambda row, _: [(count(row.session.output_tokens), "plain")], rank=3, right=True),
         Column("last used", 10, lambda row, _: [(duration(row.idle), "plain")], rank=1, right=True),
-        Column("namespace", 14, lambda row, _: [(row.session.namespace or "-", "dim")], rank=2),
+        Column("namespace", 26, lambda row, _: [(row.session.namespace or "-", "dim")], rank=2),
     )
     orders: ClassVar[Sequence[Order[SessionRow]]] = (
         Order("last use", lambda row: row.idle, descending=False),
@@ -69,6 +73,7 @@ class SessionsView(Listing[SessionRow]):
         Order("hit share", lambda row: row.hit_share),
         Order("turns", lambda row: row.session.requests),
         Order("number", lambda row: row.session.number, descending=False),
+        Order("namespace", lambda row: row.session.namespace or "", descending=False),
     )
 
     def rows_of(self, state: State) -> Sequence[SessionRow]:
@@ -92,15 +97,36 @@ class SessionsView(Listing[SessionRow]):
         live = sum(1 for row in rows if row.session.live)
         asked = sum(row.session.prompt_tokens for row in rows)
         found = sum(row.session.cached_tokens for row in rows)
-        return f"{some(len(rows), 'session')}, {live:,} running · {share(found, asked)} of prompt tokens from cache"
+        head = f"{some(len(rows), 'session')}, {live:,} running · {share(found, asked)} of prompt tokens from cache"
+        return head + _by_namespace(rows)
 
     def detail(self, row: SessionRow, state: State) -> Content:
         """What the conversation costs and saves."""
         session = row.session
         turns = some(session.requests, "turn")
         computed = session.prompt_tokens - session.cached_tokens
+        lasted = duration(session.used - session.started)
         return Content(
-            f"Session #{session.number}: {turns} in {duration(session.used - session.started)}, now "
+            f"Session #{session.number}{_of(session.namespace)}: {turns} in {lasted}, now "
             f"{some(session.tokens, 'token')} long. Its prompts had {session.prompt_tokens:,} tokens in all; "
             f"{session.cached_tokens:,} were cached, {computed:,} had to be computed."
         )
+
+
+def _of(namespace: str | None) -> str:
+    return "" if namespace is None else f" in {namespace}"
+
+
+def _by_namespace(rows: Sequence[SessionRow]) -> str:
+    """Who asked for most, and what they found; nothing, where all ask in one namespace."""
+    asked: Counter[str] = Counter()
+    found: Counter[str] = Counter()
+    for row in rows:
+        name = row.session.namespace or "default"
+        asked[name] += row.session.prompt_tokens
+        found[name] += row.session.cached_tokens
+    if len(asked) < 2:
+        return ""
+    said = ", ".join(f"{name} {share(found[name], tokens)}" for name, tokens in asked.most_common(MOST_NAMED))
+    more = len(asked) - MOST_NAMED
+    return f" · {said}" + (f", {more:,} more" if more > 0 else "")
