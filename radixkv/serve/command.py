@@ -64,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         with engine:
             name = settings.model_name or engine.model.name
             where = address(sock)
-            server = Server(AsyncEngine(engine), settings, lambda: _say(f"{name} at {where}/v1"), _leave_soon)
+            with _as_typed():
+                server = Server(AsyncEngine(engine), settings, lambda: _say(f"{name} at {where}/v1"), _leave_soon)
             server.run(sockets=[sock])
     if server.cut_by is not None:
         os._exit(128 + server.cut_by)  # with torch loaded, Python's own way out takes seconds

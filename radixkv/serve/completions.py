@@ -149,4 +149,5 @@ async def _encoded(service: Service, prompt: TextOrIds) -> TokenIds:
     with about("prompt"):
         if isinstance(prompt, str):
             service.check_length([prompt])
+            return await service.aside(lambda: service.encoded(prompt))
         return await service.aside(lambda: encode(prompt, model.tokenizer, model.vocab_size))

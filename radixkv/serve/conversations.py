@@ -10,15 +10,16 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import count
 from json import dumps, loads
 from typing import Any, Literal
 
+from radixkv.chat.appending import history_mode
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine.guard import Guard
-from radixkv.errors import ChatError, InvalidInput
+from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
 
 Mode = Literal["auto", "append", "template"]
@@ -49,7 +50,8 @@ class Conversations:
 
     `mode` says where new messages go, as in `Engine.chat`: "append" puts them behind the ids that are known,
     "template" renders everything anew around the ids of the replies, "auto" appends unless the template leaves the
-    thinking of earlier replies out. `capacity` bounds the bytes that are remembered; with 0 the template encodes
+    thinking of earlier replies out. Where appending would lose what the template writes with tools, conversations with
+    tools are rendered. `capacity` bounds the bytes that are remembered; with 0 the template encodes
     everything. `new_session` numbers the conversations that begin. `limit` is how many tokens a prompt may have: one
     that grew beyond it by appending is rendered anew, if that makes it shorter.
     """
@@ -64,7 +66,10 @@ class Conversations:
         new_session: Callable[[], int] | None = None,
         limit: int | None = None,
     ) -> None:
-        """For one model's tokenizer, which may have no chat template: then `prompt` raises ChatError."""
+        """For one model's tokenizer, which may have no chat template: then `prompt` raises ChatError.
+
+        Raises InvalidInput for "append" where that would lose what the template writes even without tools.
+        """
         if mode not in MODES:
             raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {mode!r}")
         self._index = HistoryIndex(capacity)
@@ -73,9 +78,14 @@ class Conversations:
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
         # Reading a tokenizer's control tokens takes longer than a short prompt does.
         self._template = lru_cache(_TEMPLATES)(self._make_template)
+        if mode == "append" and getattr(tokenizer, "chat_template", None):
+            try:
+                history_mode(self._template("", ""), mode)
+            except ChatError as error:
+                raise InvalidInput(str(error)) from error
 
     def prompt(self, namespace: Hashable, messages: Sequence[Message], tools: Tools = None) -> ChatPrompt:
-        """The prompt of a conversation; raises ChatError where the template takes no such messages.
+        """The prompt of a conversation; raises ChatError where the template takes no such messages, PromptTooLong.
 
         O(bytes of the messages + tokens), and encoding what is not known.
         """
@@ -132,25 +142,25 @@ class Conversations:
         return self._template(text, date) if len(text) <= _LARGE else self._make_template(text, date)
 
     def _make_template(self, tools: str, date: str) -> ChatTemplate:
-        return ChatTemplate(self._tokenizer, self._stop_ids, loads(tools) if tools else None, date)
+        return ChatTemplate(self._tokenizer, self._stop_ids, loads(tools) if tools else None, date, self._limit)
 
-    @cached_property
-    def _appends(self) -> bool:
-        if self._mode == "auto":
-            return not self._template("", "").strips_thinking
-        return self._mode == "append"
+    def _appends(self, template: ChatTemplate) -> bool:
+        try:
+            return history_mode(template, self._mode) == "append"
+        except ChatError:  # it would lose something with tools, and these are some
+            return False
 
     def _from_known(self, template: ChatTemplate, known: Known, messages: Sequence[Message]) -> array[int] | None:
         """Ids with those that are known in their places; None if there are none, or the template cannot be used so."""
         if not known.messages:
             return None
         try:
-            if not self._appends:
+            if not self._appends(template):
                 return template.spliced(messages, known.said, keep_thinking=False)
             new = messages[known.messages :]
             answered = messages[known.messages - 1] if new and new[0].get("role") == "tool" else {}
             return template.continued(known.ids, new, _calls(answered))
-        except ChatError:
+        except (ChatError, PromptTooLong):
             return None
 
     def _cut(self, template: ChatTemplate, ids: Sequence[int], text: str) -> array[int] | None:

@@ -11,14 +11,17 @@ from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable,
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import Request
 
 from radixkv.chat import AsyncEngine
+from radixkv.chat.length import at_least
 from radixkv.chat.messages import THINK_START, Message
 from radixkv.chat.tool_calls_format import format_of
 from radixkv.engine import Chunk, Completion
+from radixkv.engine.prompts import TokenIds, encode
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.serve.auth import Auth, namespace
 from radixkv.serve.conversations import ChatPrompt, Conversations
@@ -34,6 +37,7 @@ from radixkv.serve.stream import first_of, gone
 
 Result = TypeVar("Result")
 _LARGE = 1 << 17  # bytes of JSON that take some milliseconds
+_LONG = 8  # characters for each token of the context: what is longer is likely to be too long, and is counted first
 _TAIL = 16  # tokens that a tag and the white space behind it take at most, spelt letter by letter
 
 
@@ -156,7 +160,20 @@ class Service:
 
         `more` tokens stand around the texts: a template marks each message with at least one.
         """
-        tokens = more - (-sum(map(len, texts)) // self._longest_token)
+        self._check_tokens(more - (-sum(map(len, texts)) // self._longest_token))
+
+    def encoded(self, text: str) -> TokenIds:
+        """Ids of a text; raises PromptTooLong, mostly before more of it is encoded than the context takes.
+
+        For the thread for tokenizers. Raises InvalidInput as `prompts.encode`.
+        """
+        model = self.engine.model
+        if model.tokenizer is not None and len(text) > _LONG * self.engine.context_limit:
+            pieces = partial(model.tokenizer.encode, add_special_tokens=False)
+            self._check_tokens(at_least(text, self.engine.context_limit, model.tokenizer, pieces))
+        return encode(text, model.tokenizer, model.vocab_size)
+
+    def _check_tokens(self, tokens: int) -> None:
         if tokens > self.engine.context_limit:
             raise PromptTooLong(
                 f"the prompt has at least {tokens} tokens, and the context {self.engine.context_limit}: shorten it"

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.chat.messages import split_thinking
-from radixkv.errors import ChatError, InvalidInput
+from radixkv.engine.guard import Guard
+from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.conversations import ChatPrompt, Conversations, Mode
 from radixkv.serve.messages import read_messages
 from radixkv.serve.reply import ReplyReader
@@ -296,9 +297,52 @@ def test_a_prompt_that_appending_makes_too_long_is_rendered_anew_if_that_is_shor
     assert limits[None] == limits[10_000] == (2, limits[None][1])
     assert limits[260] == (0, whole)
     assert whole < 260 < limits[None][1]
-    told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, limit=1)  # rendering anew would not be shorter
-    told.remember(told.prompt("x", messages), assistant("hello"), encoded("hello<|im_end|>"))
-    assert told.prompt("x", [*messages, assistant("hello"), user("b")]).known == 2
+    for limit in (None, len(encoded(rendered("ChatML", [*messages, assistant("hello"), user("b")]))) - 1):
+        told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, limit=limit)  # rendering anew would not be shorter
+        told.remember(told.prompt("x", messages), assistant("hello"), encoded("hello<|im_end|>"))
+        assert told.prompt("x", [*messages, assistant("hello"), user("b")]).known == 2
+
+
+def test_what_is_certainly_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the longest token of the vocabulary is; nor is it where the beginning is known."""
+    told, lengths = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, limit=500), []
+    told.remember(told.prompt("x", [user("a")]), assistant("hello"), [*spelled("hello", 1), END])
+    encode = Guard.encode
+
+    def counted(guard: Guard, text: str) -> list[int]:
+        lengths.append(len(text))
+        return encode(guard, text)
+
+    monkeypatch.setattr(Guard, "encode", counted)
+    for asked in ([user("hello you " * 100_000)], [user("a"), assistant("hello"), user("hello you " * 100_000)]):
+        with pytest.raises(PromptTooLong, match="more than the 500 tokens"):
+            told.prompt("x", asked)
+    assert sum(lengths) < 100_000
+
+
+LOSSY = CHATML + "{%- if messages|length > 2 %}{{ 'turns ' ~ messages|length }}{%- endif %}"
+LOSSY_WITH_TOOLS = CHATML + "{%- if tools and messages|length > 2 %}{{ 'turns ' ~ messages|length }}{%- endif %}"
+
+
+def test_what_appending_would_lose_is_rendered() -> None:
+    """A template that counts turns: behind known ids there would be another number."""
+
+    def third(told: Conversations, tools: Any) -> str:
+        """The prompt of the third turn; both replies are known."""
+        messages = [user("a")]
+        for _ in range(2):
+            told.remember(told.prompt("x", messages, tools), assistant("hello"), [*spelled("hello", 1), END])
+            messages = [*messages, assistant("hello"), user("b")]
+        prompt = told.prompt("x", messages, tools)
+        assert prompt.known == 4
+        return decoded(prompt)
+
+    assert third(Conversations(byte_tokenizer(LOSSY), STOPS, 1 << 20), None).endswith("turns 5")
+    assert third(Conversations(byte_tokenizer(LOSSY_WITH_TOOLS), STOPS, 1 << 20), TOOLS).endswith("turns 5")
+    told = Conversations(byte_tokenizer(LOSSY_WITH_TOOLS), STOPS, 1 << 20, "append")
+    assert third(told, TOOLS).endswith("turns 5") and "turns" not in third(told, None)
+    with pytest.raises(InvalidInput, match="history='append' would lose"):
+        Conversations(byte_tokenizer(LOSSY), STOPS, 1 << 20, "append")
 
 
 def test_a_list_of_tools_of_any_length_is_rendered():

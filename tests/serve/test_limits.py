@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import threading
@@ -16,7 +17,7 @@ from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import DEEPEST
 from radixkv.serve.limits import Gate
 from radixkv.serve.messages import written
-from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, until
+from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, tokenizer, until
 
 SMALL = Settings(max_running=2, max_waiting=1)
 
@@ -173,6 +174,26 @@ def test_prompts_that_are_too_long():
         assert "at least" in refused("/v1/chat/completions", messages=[{"role": "user", "content": "x" * 100_000}])
     with served(model=fake_model(max_length=10)) as server:
         assert "leaves no room" in refused("/v1/completions", prompt=list(range(5, 30)))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_text_is_encoded_only_as_far_as_it_may_fit(path, monkeypatch):
+    """Where the vocabulary has a long run of spaces, the first look tells little."""
+    lengths, words = [], copy.deepcopy(tokenizer())
+    encode = words.encode
+
+    def counted(text, **options):
+        lengths.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(words, "encode", counted)
+    with served(model=fake_model(tokenizer=words, max_length=500)) as server:
+        monkeypatch.setattr(server.service, "_longest_token", 128)
+        long = server.post(path, {"model": "fake", "prompt": "So be it. " * 5_000})
+        assert 0 < sum(lengths) < 25_000
+        fits = server.post(path, {"model": "fake", "prompt": " " * 400})
+    assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
+    assert long.json()["error"]["param"] == "prompt" and fits.status_code == 200
 
 
 LONG = "x" * 100_000

@@ -11,13 +11,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
 
 from radixkv.errors import EngineClosed
 from radixkv.serve import Settings
-from tests.serve.served import CHAT, ask, events, hosted, texts, until
+from tests.serve.served import CHAT, Hosted, ask, events, hosted, texts, until
 
 LONG = {**CHAT, "stream": True, "ignore_eos": True, "max_tokens": 40}
 
@@ -28,12 +29,26 @@ def asking(host, body, answers):
     return thread
 
 
+def given(host: Hosted) -> list[Any]:
+    """Grows by each request that the engine is given: what it has not got when the end comes, it does not take."""
+    start, requests = host.engine._start, []
+
+    def noted(request: Any) -> Any:
+        handle = start(request)
+        requests.append(request)
+        return handle
+
+    host.engine._start = noted
+    return requests
+
+
 def test_streams_finish_and_nothing_new_begins():
     with hosted() as host:
         host.runner.gate = threading.Semaphore(5)
         answers: list[httpx.Response] = []
+        requests = given(host)
         clients = [asking(host, LONG, answers), asking(host, {**LONG, "stream": False}, answers)]
-        until(lambda: host.service.gate.inside == 2)
+        until(lambda: len(requests) == 2)
         for _ in range(6):
             assert host.runner.began.acquire(timeout=20)
         host.stop()
@@ -57,8 +72,9 @@ def test_what_does_not_finish_in_time_is_told_so():
     with hosted(Settings(drain_timeout=0.2)) as host:
         host.runner.gate = threading.Semaphore(5)
         answers: list[httpx.Response] = []
+        requests = given(host)
         clients = [asking(host, LONG, answers), asking(host, {**LONG, "stream": False}, answers)]
-        until(lambda: host.service.gate.inside == 2)
+        until(lambda: len(requests) == 2)
         for _ in range(6):
             assert host.runner.began.acquire(timeout=20)
         host.stop()
