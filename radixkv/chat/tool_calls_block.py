@@ -50,8 +50,7 @@ class Block:
         value = parsed(text[self._at : self._json_end])
         if self._name is None:
             return [(*name_and_arguments(entry, strict=not self.tagged), entry.get("id")) for entry in entries(value)]
-        if not isinstance(value, dict):
-            raise NotACall
+        assert isinstance(value, dict), "it began with a brace"
         return [(self._name, value, self._own)]
 
     # ---- inside

@@ -194,6 +194,7 @@ def test_a_quote_that_never_ends_does_not_hide_what_follows_nor_hold_it_back():
         (MISTRAL, "[TOOL_CALLS]now[ARGS][1]", "[TOOL_CALLS]now[ARGS][1]", []),
         (MISTRAL, '[TOOL_CALLS] [{"name": "now"}, 5]', '[TOOL_CALLS] [{"name": "now"}, 5]', []),
         (MISTRAL, "[TOOL_CALLS]I cannot{}", "[TOOL_CALLS]I cannot{}", []),
+        (MISTRAL, '[TOOL_CALLS]now[FOO]{"name": "now"}', None, []),
         (MISTRAL, f"[TOOL_CALLS]{'n' * 400}[ARGS]{{}}", None, []),
         (MISTRAL, "[TOOL_CALLS]now[ARGS]{} Done.", "Done.", [NOW]),
         (LLAMA, '<|python_tag|>now.call(zone="UTC")', None, []),
