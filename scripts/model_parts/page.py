@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from model_parts.recipes import class_of
 from model_parts.verdict import AT_FAULT, RESULTS, Verdict
@@ -51,12 +51,12 @@ answers over the pool were not its own.
 Each model has the kinds of layers that its architecture is known for: a window that is shorter than the prompts and
 longer than the self-test's unless a layer names it, experts that are routed to, sinks and softcaps that bite, rotary
 dims that are not the head's. The engine is asked for a prompt; then at once for one that leaves it inside a block, a
-short one, one that continues its reply, and three sampled streams that fork behind a common prefix; then for the first
-two again. Blocks have 4 tokens, chunks 17. Every row of logits that the engine computed is compared with the model's
-own forward over the same tokens, called without a cache, and every greedy token with its own choice. Where transformers
-narrows to float32 (softmax, norms, routers), both sides are kept in float64, so that errors are those of adding up in
-another order, and more than 1e-9 is wrong (1e-4 where a note says float32). *error* is the largest difference of any
-logit, rounded up.
+short one, a single token, one that continues its reply, and three sampled streams that fork behind a common prefix;
+then for the first two again, and for one that goes on to the end of the context. Blocks have 4 tokens, chunks 17. Every
+row of logits that the engine computed is compared with the model's own forward over the same tokens, called without a
+cache, and every greedy token with its own choice. Where transformers narrows to float32 (softmax, norms, routers), both
+sides are kept in float64, so that errors are those of adding up in another order, and more than 1e-9 is wrong (1e-4
+where a note says float32). *error* bounds the difference of any logit.
 
 The reference is the model's own forward, `model(input_ids)`. Where transformers' `generate` says something else than
 that forward, a note says so. (RoBERTa's kind counts positions from the padding id on; `generate` counts from 0.) The
@@ -83,7 +83,8 @@ def sorted_by_name(verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
 def to_json(run: Run) -> str:
     """A run as text: a line for each verdict, so that changes can be read."""
     versions = {"transformers": run.transformers, "torch": run.torch, "date": run.date}
-    rows = ",\n  ".join(json.dumps(asdict(each)) for each in run.verdicts)
+    verdicts = [replace(each, error=_rounded(each.error), seconds=0.0) for each in run.verdicts]
+    rows = ",\n  ".join(json.dumps(asdict(each)) for each in verdicts)
     return f'{{"found with": {json.dumps(versions)},\n "verdicts": [\n  {rows}\n ]}}\n'
 
 
@@ -149,10 +150,12 @@ def _named(each: Verdict) -> str:
 
 
 def _error(error: float | None) -> str:
-    """Rounded up to a power of ten: what is behind that differs from run to run."""
-    if error is None or not math.isfinite(error):
-        return ""
-    return "0" if error == 0 else f"1e{math.ceil(math.log10(error))}"
+    return "" if error is None else f"< {error:.0e}".replace("e-0", "e-")
+
+
+def _rounded(error: float | None) -> float | None:
+    """Up to a power of ten, and no smaller than 1e-12: what is behind that differs from run to run."""
+    return None if error is None else 10.0 ** max(-12, math.ceil(math.log10(max(error, 1e-300)) - 1e-9))
 
 
 def _short(text: str, most: int = 240) -> str:

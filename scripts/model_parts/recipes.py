@@ -21,6 +21,9 @@ from model_parts.overrides import OVERRIDES, VARIANTS
 WINDOW = 53
 """Shorter than the trial's prompts, and longer than what loading tries unless a layer names its window."""
 
+CONTEXT = 128
+"""The longest sequence: the trial fills it."""
+
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), 97),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "lru_width"), 32),
@@ -35,8 +38,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "swa_num_attention_heads"), 4),
     **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 256),
-    **dict.fromkeys(("max_target_positions",), 256),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), CONTEXT),
+    **dict.fromkeys(("max_target_positions",), CONTEXT),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), 1),
@@ -62,6 +65,9 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("shape_vocab_size", "pronunciation_vocab_size"), 97),
     **dict.fromkeys(("nemo_conv_channels", "ext_pw_out_channel", "depthwise_separable_out_channel"), 32),
     **dict.fromkeys(("o_lora_rank", "router_hidden_size"), 16),
+    **dict.fromkeys(("image_token_id", "image_token_index"), 90),  # text may have them, too
+    **dict.fromkeys(("video_token_id", "video_token_index"), 91),
+    **dict.fromkeys(("audio_token_id", "audio_token_index"), 92),
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -81,7 +87,7 @@ _IF_SET: dict[str, Any] = {
     "query_pre_attn_scalar": 16,
     **dict.fromkeys(("image_size", "position_embedding_size"), 32),
     **dict.fromkeys(("output_proj_dims", "mm_embed_dim", "output_channels", "mlp_dim", "out_hidden_size"), 32),
-    "original_max_position_embeddings": 256,
+    "original_max_position_embeddings": CONTEXT,
 }
 """The same, where a configuration's own default is not None: setting these would make another architecture of it."""
 

@@ -139,8 +139,9 @@ def _tried(engine: Engine, own: Any, tolerance: float) -> Found:
 def _talk(engine: Engine) -> list[tuple[list[int], list[int]]]:
     """Ask for prompts, one and several at once; (prompt, reply) of what was answered greedily.
 
-    The first fills the cache. Then come at once one that leaves it inside a block, one of its own, one that goes on
-    behind its reply, and one that falls into three streams behind a prefix: they part inside a block, too.
+    The first is cached. Then come at once one that leaves it inside a block, a short one, a single token, one that goes
+    on behind its reply, and one that falls into three streams behind a prefix: they part inside a block, too. At last
+    one that goes on to the end of the context.
     """
     rng = random.Random(7)
 
@@ -150,12 +151,13 @@ def _talk(engine: Engine) -> list[tuple[list[int], list[int]]]:
     stem = text(71)
     first = stem + text(6)
     spoken = _answered(engine, [first], [_GREEDY])
-    beside = [stem[:59] + text(17), text(9), [*first, *spoken[0][1], *text(5)], stem[:66]]
-    spoken += _answered(engine, beside, [_GREEDY, _GREEDY, _GREEDY, _FORKED])[:3]
+    beside = [stem[:59] + text(17), text(9), text(1), [*first, *spoken[0][1], *text(5)], stem[:66]]
+    spoken += _answered(engine, beside, [_GREEDY, _GREEDY, _GREEDY, _GREEDY, _FORKED])[:4]
     again = _answered(engine, [first, beside[0]], [_GREEDY, _GREEDY])
     if again != spoken[:2]:
         raise Wrong("asked again, with everything cached, it answers something else")
-    return spoken
+    rest = min(engine.context_limit, 2 * len(first)) - len(first) - 2
+    return spoken + _answered(engine, [first + text(rest)], [replace(_GREEDY, max_tokens=2)])
 
 
 def _answered(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import multiprocessing
 import sys
@@ -127,6 +128,20 @@ def test_the_trial_refuses_to_judge_a_model_that_does_not_listen(monkeypatch: py
     monkeypatch.setattr(recipes, "build", deaf)
     found = verdict.judge("LlamaForCausalLM", CLASSES["LlamaForCausalLM"])
     assert (found.result, "ArithmeticError" in found.reason) == ("failed", True)
+
+
+def test_the_trial_finds_a_token_that_is_not_the_likeliest() -> None:
+    own = recipes.build("GemmaForCausalLM", ("gemma",))
+    best = int(trial._logits(own, [5, 6, 7])[-1, 1:].argmax()) + 1
+    trial._check_greedy(own, [5, 6, 7], [best])
+    with pytest.raises(trial.Wrong, match="greedy"):
+        trial._check_greedy(own, [5, 6, 7], [best % 96 + 1])
+
+
+def test_a_trial_without_a_hit_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial.Engine, "load", functools.partial(trial.Engine.load, prefix_cache=False))
+    found = verdict.judge("GemmaForCausalLM", ("gemma",))
+    assert (found.result, "had no cached tokens" in found.reason) == ("failed", True), found
 
 
 def test_a_model_is_the_same_each_time() -> None:
