@@ -1,4 +1,4 @@
-"""How long sequences may be, and how far back their tokens see, as a configuration has it.
+"""How long sequences may be, how far back their tokens see, and where they may go, as a configuration has it.
 
 Knows names that configurations use. Does not know whether a model keeps to them: the probe and the self-test do.
 """
@@ -11,6 +11,7 @@ from radixkv.models.forward import Forward
 
 _UNLIMITED = 1 << 30  # the context of a model that names no limit
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # of which a model has one, or none
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _REACHES = ("sliding_window", "attention_chunk_size", "window_size")
 
 
@@ -44,3 +45,9 @@ def unsaid_reach(config: Any, told: set[int]) -> int | None:
     kinds = set(getattr(config, "layer_types", None) or ())
     limit = None if kinds else reach(config)
     return None if limit in told else limit
+
+
+def experts(config: Any) -> int:
+    """To how many experts a layer routes its tokens; 0 if it does not."""
+    parts = (config, getattr(config, "ffn_config", None))
+    return max(getattr(part, name, None) or 0 for part in parts for name in _EXPERTS)

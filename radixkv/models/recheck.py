@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
+from radixkv.models.limits import experts
 from radixkv.models.loaded import LoadedModel
 
 # The same token computed in chunks of other lengths, or beside others, comes out up to 9e-6 (float32), 7e-3 (float16)
 # or 6e-2 (bfloat16) of its head's root mean square away (docs/results/determinism.md).
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # what configurations call them
-
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
@@ -38,11 +37,10 @@ class Recheck:
 
 def obstacle(loaded: LoadedModel, *, exact: bool) -> str | None:
     """Why this model's KV cannot be compared within a tolerance; None if it can."""
-    config = loaded.config.get_text_config()
-    experts = max((getattr(config, name, None) or 0 for name in _EXPERTS), default=0)
-    if experts > 1 and not exact:
+    count = experts(loaded.config.get_text_config())
+    if count > 1 and not exact:
         return (
-            f"this model routes tokens to {experts} experts, and rounding may change the route, so that KV computed "
+            f"this model routes tokens to {count} experts, and rounding may change the route, so that KV computed "
             "again differs without being wrong: load the engine with deterministic=True to audit it"
         )
     return None

@@ -19,7 +19,7 @@ from torch import Tensor
 from radixkv.errors import UnsupportedModel
 from radixkv.models.forward import Forward
 from radixkv.models.hook import own_attention
-from radixkv.models.limits import unsaid_reach
+from radixkv.models.limits import experts, unsaid_reach
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.refusals import short
 from radixkv.models.rounding import TOLERANCE, relative_error
@@ -31,6 +31,7 @@ _BEYOND_WINDOW = 16
 # Work that loading may spend: prompt tokens * weights. A tiny model gets some 600 tokens, a 7B model the usual 48.
 _TOKEN_WEIGHTS = {"cpu": 1e9, "cuda": 4e12}
 _WEIGHTS_TO_WIDEN = 1_000_000_000
+_ROUTED = 0.5  # of the logits' spread; what has nothing to do with them is 1.4 away
 _PLACES = {  # where it computes otherwise than alone, and what may be the reason
     "pool": (
         "a paged pool",
@@ -49,21 +50,29 @@ def self_test(loaded: LoadedModel) -> float:
     some 50 tokens, or of 16 more than the longest window, or than the chunk that it attends in.
     """
     length = _prompt_length(loaded)
-    if loaded.dtype.itemsize < 4 and _weights(loaded) <= _WEIGHTS_TO_WIDEN:
+    proven = loaded.dtype.itemsize < 4 and _weights(loaded) <= _WEIGHTS_TO_WIDEN
+    if proven:
         with _widened(loaded) as exact:
             _compare(exact, length)
-    return _compare(loaded, length)
+    return _compare(loaded, length, proven=proven)
 
 
-def _compare(loaded: LoadedModel, length: int) -> float:
-    """The largest relative error of the scenario; raises UnsupportedModel if it is too large, or if anything fails."""
+def _compare(loaded: LoadedModel, length: int, *, proven: bool = False) -> float:
+    """The relative error of the scenario; raises UnsupportedModel if it is too large, or if anything fails.
+
+    It is that of the worst row. In 16 bits it is that of the middle row, if the algorithm is `proven` in float32, or if
+    rounding may send a token to another expert, which shows in some rows; with both, it may be large.
+    """
+    routed = loaded.dtype.itemsize < 4 and experts(loaded.config.get_text_config()) > 1
+    allowed = _ROUTED if routed and proven else TOLERANCE.get(loaded.dtype, 1e-1)
     try:
         results = _Scenario(loaded, length).results()
     except Exception as error:
         raise UnsupportedModel(f"{_kind(loaded)} failed in its self-test: {short(error)}") from error
     errors = [(relative_error(ours, own), name) for name, ours, own in results]
-    worst, name = max(errors, key=lambda pair: (math.isnan(pair[0]), pair[0]))
-    if not worst <= TOLERANCE.get(loaded.dtype, 1e-1):  # "not <=" also catches NaN
+    errors.sort(key=lambda pair: (math.isnan(pair[0]), pair[0]))
+    worst, name = errors[len(errors) // 2 if (routed or proven) and not math.isnan(errors[-1][0]) else -1]
+    if not worst <= allowed:  # "not <=" also catches NaN
         where, why = _PLACES["fallback" if loaded.attention == "fallback" else "pool"]
         raise UnsupportedModel(
             f"{_kind(loaded)} does not compute the same over {where}: {name} differs from the model's own forward "

@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import adapter
+from radixkv.models import adapter, selftest
+from radixkv.models.rounding import TOLERANCE, relative_error
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -187,3 +188,33 @@ def test_a_model_without_a_head_is_refused() -> None:
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(InvalidInput, match="a name, a folder or a transformers model, not a dict"):
         adapter.load({})
+
+
+def test_rounding_that_routes_tokens_is_no_fault(build: Callable[..., Any]) -> None:
+    """In bfloat16 a few of its tokens go to other experts than in one forward of all: some logits differ widely."""
+    config = transformers.MixtralConfig(**{**GATED, "num_hidden_layers": 4}, num_local_experts=8)
+    loaded = adapter.load(build(config, torch.bfloat16))
+    errors = [relative_error(ours, own) for _, ours, own in selftest._Scenario(loaded, 48).results()]
+    assert loaded.attention == "torch"
+    assert max(errors) > TOLERANCE[torch.bfloat16]
+    model = build(config, torch.bfloat16)
+    model.model.layers[0].input_layernorm = Leaky(model.model.layers[0].input_layernorm)
+    with pytest.raises(UnsupportedModel, match="own forward by"):
+        adapter.load(model)
+
+
+def test_routed_16_bits_of_a_large_model_are_judged_by_most_rows(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "_WEIGHTS_TO_WIDEN", 0)
+    config = transformers.MixtralConfig(**{**GATED, "num_hidden_layers": 4}, num_local_experts=8)
+    assert adapter.load(build(config, torch.bfloat16)).attention == "torch"
+    model = build(config, torch.bfloat16)
+    model.model.layers[0].input_layernorm = Leaky(model.model.layers[0].input_layernorm)
+    with pytest.raises(UnsupportedModel, match="own forward by"):
+        adapter.load(model)
+    model = build(config, torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    with pytest.raises(UnsupportedModel, match="nan"):
+        adapter.load(model)
