@@ -47,7 +47,8 @@ class Difference:
     def __str__(self) -> str:
         """One line for people."""
         where = f"{self.dialogue}: token {self.position} is {self.appended!r} where the template has {self.rendered!r}"
-        lost = ", ".join(map(repr, self.lost[:_SHOWN])) + (", ..." if len(self.lost) > _SHOWN else "")
+        words = list(dict.fromkeys(self.lost))
+        lost = ", ".join(map(repr, words[:_SHOWN])) + (", ..." if len(words) > _SHOWN else "")
         return f"{where}; lost is {lost}" if lost else where
 
 
