@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from radixkv.errors import InvalidInput, UnsupportedModel
 
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
+INDEX, ADAPTER = f"{WEIGHTS}.index.json", "adapter_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _CONVERT = "unpickling runs code; convert them with model.save_pretrained(folder), which writes safetensors"
 _LFS = b"version https://git-lfs"  # how the stand-in for a large file begins, in a clone made without git-lfs
@@ -80,9 +80,9 @@ def examine(folder: Path) -> Checkpoint:
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration; raises InvalidInput if there is none that says which model this is."""
     path = folder / CONFIG
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER).is_file():
         raise UnsupportedModel(
-            f"{folder} holds an adapter (adapter_config.json), which radixkv does not apply: merge it into its base "
+            f"{folder} holds an adapter ({ADAPTER}), which radixkv does not apply: merge it into its base "
             "model (peft's merge_and_unload) and save that"
         )
     if not path.is_file():

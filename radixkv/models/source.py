@@ -83,7 +83,8 @@ def _fetched(name: str, revision: str | None) -> Path:
     try:
         folder = Path(str(cached_file(name, checkpoint.CONFIG, revision=revision))).parent
         maybe["revision"] = folder.name
-        cached_file(name, checkpoint.GENERATION, **maybe)
+        for file in (checkpoint.GENERATION, checkpoint.ADAPTER):
+            cached_file(name, file, **maybe)
         for file in checkpoint.weight_names(folder, checkpoint.read_config(folder)):
             if cached_file(name, file, **maybe) is not None:
                 for shard in checkpoint.shards(folder, file):
@@ -109,7 +110,7 @@ def _check_memory(found: Checkpoint, name: str, dtype: torch.dtype | str, device
     for place, free in places.items():
         if needed > free:
             half, kind = found.bytes_in(2), str(dtype).removeprefix("torch.") if itemsize else "they are saved"
-            advice = f"; with dtype='bfloat16' they take {half:,}" if half < needed and half <= free else ""
+            advice = f"; with dtype='bfloat16' they take {half:,}" if half <= free else ""
             raise InvalidInput(
                 f"the weights of {name!r} take {needed:,} bytes as {kind}, and {free:,} are free on {place}{advice}"
             )

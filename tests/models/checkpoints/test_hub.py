@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from radixkv.errors import InvalidInput, UnsupportedModel
+from radixkv.models import source
 from tests.chat.worlds import byte_tokenizer
 from tests.models.checkpoints.files import INDEX, read, rewrite, same, second_shard
 from tests.models.conftest import FAMILIES, make
@@ -43,10 +45,10 @@ def test_the_files_of_a_hub_model_are_looked_at_before_they_are_read(hub: Path) 
     with pytest.raises(UnsupportedModel, match=r"names 'evil\.bin' for weights"):
         read("some/model")
     (hub / INDEX).write_text(json.dumps({"weight_map": {"x": "../../../x.safetensors"}}))
-    with pytest.raises(InvalidInput, match="for weights, which is not in"):
+    with pytest.raises(InvalidInput, match=r"^\S+ names .* for weights, which is not in"):
         read("some/model")
     (hub / "config.json").write_text("{")
-    with pytest.raises(InvalidInput, match=r"config\.json cannot be read"):
+    with pytest.raises(InvalidInput, match=r"^\S+config\.json cannot be read"):
         read("some/model")
 
 
@@ -70,3 +72,19 @@ def test_a_revision_is_a_commit_or_a_name_of_one(hub: Path) -> None:
             read("some/model", revision=revision)
     with pytest.raises(InvalidInput, match="cannot find model 'some/model'"):
         read("some/model", revision="v3")
+
+
+def test_all_that_is_looked_at_is_fetched_first_and_of_one_commit(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def note(name: str, file: str, **options: Any) -> str | None:
+        asked.append((file, options["revision"]))
+        return str(hub / file) if (hub / file).exists() else None
+
+    monkeypatch.setattr(source, "cached_file", note)
+    read("some/model", revision="main")
+    (first, revision), *others = asked
+    assert (first, revision) == ("config.json", "main")
+    assert {revision for _, revision in others} == {COMMIT}
+    small = {"generation_config.json", "adapter_config.json", "model.safetensors", INDEX}
+    assert {file for file, _ in others} == small | {each.name for each in hub.glob("*.safetensors")}
