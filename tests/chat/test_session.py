@@ -480,7 +480,7 @@ def test_a_stop_string_before_the_minimum_stays():
         assert (got.thinking, got.text, got.finish_reason) == ("END", "END yes ", "stop")
 
 
-@pytest.mark.parametrize("nested", ["[" * 5000, '{"name": "f", "arguments": "' + "[" * 5000 + '"}'])
+@pytest.mark.parametrize("nested", ["[" * 1100, '{"name": "f", "arguments": "' + "[" * 1100 + '"}'])
 def test_a_call_nested_too_deep_to_read_stays_text(nested):
     world = chat_engine(lambda _: f"<tool_call>{nested}</tool_call>")
     with world as engine, engine.chat(tools=[{"name": "f"}]) as chat:
