@@ -214,6 +214,21 @@ def test_a_window_that_attention_is_not_told_and_that_cannot_be_tested(
     assert adapter.load(build(phimoe())).attention == "fallback"
 
 
+@pytest.mark.usefixtures("forced")
+def test_a_foreign_window_is_tested_or_not_believed(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that comes with a model may drop what lies behind its window, as transformers' cache for it does."""
+
+    class Foreign(transformers.MistralForCausalLM):  # type: ignore[misc]  # transformers shows no types
+        pass
+
+    config = transformers.MistralConfig(**GROUPED, sliding_window=53)
+    assert adapter.load(Foreign(config).eval()).attention == "fallback"
+    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})  # as if the model were large
+    assert adapter.load(build(config)).attention == "fallback"
+    with pytest.raises(UnsupportedModel, match="a window of 53 tokens, which is too long to be tested"):
+        adapter.load(Foreign(config).eval())
+
+
 def test_a_window_that_nobody_heeds_is_none(build: Callable[..., Any]) -> None:
     config = transformers.LlamaConfig(**GROUPED)
     config.sliding_window = 53

@@ -13,6 +13,7 @@ from torch import nn
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter, selftest
 from radixkv.models.rounding import TOLERANCE, relative_error
+from radixkv.models.scenario import Scenario
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -194,7 +195,7 @@ def test_rounding_that_routes_tokens_is_no_fault(build: Callable[..., Any]) -> N
     """In bfloat16 a few of its tokens go to other experts than in one forward of all: some logits differ widely."""
     config = transformers.MixtralConfig(**{**GATED, "num_hidden_layers": 4}, num_local_experts=8)
     loaded = adapter.load(build(config, torch.bfloat16))
-    errors = [relative_error(ours, own) for _, ours, own in selftest._Scenario(loaded, 48).results()]
+    errors = [relative_error(ours, own) for _, ours, own in Scenario(loaded, 48).results()]
     assert loaded.attention == "torch"
     assert max(errors) > TOLERANCE[torch.bfloat16]
     model = build(config, torch.bfloat16)

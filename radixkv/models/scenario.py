@@ -1,0 +1,104 @@
+"""What the self-test has a model compute, over a pool and alone.
+
+Knows how an engine cuts, shares and copies. Does not know how far apart both may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.models.forward import Forward
+from radixkv.models.hook import own_attention
+from radixkv.models.loaded import LoadedModel
+from radixkv.models.runner import Chunk, Runner
+
+BLOCK = 4  # small blocks: more of them are shared, copied and part-filled in a short prompt
+SHORTEST = 8
+
+
+@dataclass
+class _Prompt:
+    """One sequence of the scenario: its tokens, its blocks, and what came out after which of its tokens."""
+
+    tokens: NDArray[np.int32]
+    table: NDArray[np.int32]
+    computed: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+
+    def chunk(self, start: int, end: int) -> Chunk:
+        positions = np.arange(start, end)
+        slots = self.table[positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+        return Chunk(self.tokens[start:end], start, slots, self.table[: -(-end // BLOCK)])
+
+
+class Scenario:
+    """Three prompts over one scattered pool: a whole one, one that branches off inside a block, a short late one.
+
+    What an architecture keeps elsewhere than in its keys and values shows in one of these: the prompts take turns, each
+    is cut where the others are not, and one starts behind what another has computed.
+    """
+
+    def __init__(self, loaded: LoadedModel, length: int) -> None:
+        self._loaded = loaded
+        self._branch = length // 2 | 1  # odd: inside a block, so that the branch copies it
+        random = np.random.default_rng(20)
+        tokens = self._tokens(random, length)
+        blocks = -(-length // BLOCK)
+        tables = random.permutation(3 * blocks).astype(np.int32).reshape(3, blocks)
+        shared = self._branch // BLOCK
+        tokens[1, : self._branch], tables[1, :shared] = tokens[0, : self._branch], tables[0, :shared]
+        self._whole, self._other = _Prompt(tokens[0], tables[0]), _Prompt(tokens[1], tables[1])
+        self._late = _Prompt(tokens[2, :SHORTEST], tables[2])
+        self._copy = (int(tables[0, shared]), int(tables[1, shared]))
+        self._runner = Runner(loaded, 3 * blocks, BLOCK)
+
+    def _tokens(self, random: np.random.Generator, length: int) -> NDArray[np.int32]:
+        """Three prompts. A model that counts positions by itself may leave out what pads: then it shows here.
+
+        One that is told positions is told those of all tokens, also of those that its own forward would not count.
+        """
+        tokens = random.integers(0, self._loaded.vocab_size, (3, length), dtype=np.int32)
+        padding = getattr(self._loaded.config.get_text_config(), "pad_token_id", None)
+        if isinstance(padding, int) and 0 <= padding < self._loaded.vocab_size:
+            tokens[tokens == padding] = (padding + 1) % self._loaded.vocab_size
+            if not Forward.of(self._loaded.model).positions:
+                tokens[:, 2] = padding
+        return tokens
+
+    def results(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Run it; return (what was done, our logits, the model's own logits) of every chunk."""
+        end, branch = len(self._whole.tokens), self._branch
+        self._step("a first chunk", [(self._whole, 0, branch)])
+        self._step("a second chunk", [(self._whole, branch, end - 2)])
+        self._step(
+            "a prefill behind a shared prefix and a copied block, beside a decode",
+            [(self._whole, end - 2, end - 1), (self._other, branch, end - 1), (self._late, 0, 1)],
+            [self._copy],
+        )
+        self._step(
+            "two decodes beside a chunk behind a single token",
+            [(self._other, end - 1, end), (self._late, 1, len(self._late.tokens)), (self._whole, end - 1, end)],
+        )
+        prompts = (self._whole, self._other, self._late)
+        return [result for prompt in prompts for result in self._compared(prompt)]
+
+    def _step(
+        self, name: str, parts: Sequence[tuple[_Prompt, int, int]], copies: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        logits = self._runner.run([prompt.chunk(start, end) for prompt, start, end in parts], copies)
+        for (prompt, _, end), row in zip(parts, logits, strict=True):
+            prompt.computed[end - 1] = (name, row)
+
+    @torch.inference_mode()
+    def _compared(self, prompt: _Prompt) -> list[tuple[str, Tensor, Tensor]]:
+        """Beside each of our logits, those of one forward of the whole prompt by the model alone."""
+        rows = torch.tensor(sorted(prompt.computed), device=self._loaded.device)
+        tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(self._loaded.device)
+        with own_attention(self._loaded.model):
+            own = Forward.of(self._loaded.model).logits(self._loaded.model, tokens, rows, use_cache=False)
+        return [(*prompt.computed[int(row)], logits) for row, logits in zip(rows, own, strict=True)]
