@@ -5,8 +5,13 @@ session.py        ChatSession: turns, fork, rewind, edit
 reply_stream.py   a reply while it is computed
 async_engine.py   AsyncEngine: AsyncRequestEngine with chat() and resume()
 async_session.py  the session's verbs, awaited
-template.py       messages to token ids, never encoding again what was sampled
-messages.py       tool calls, tool results, replies
+template.py       messages to token ids, never encoding again what was sampled; length.py, what is certainly too long
+rendering.py      messages to text, text to ids; pinned_date.py, a clock that stands still
+reply_form.py     how a template writes replies, found out by marks
+splicing.py       a history as its template writes it, with the sampled ids in it
+appending.py      whether appending loses something, tried with the dialogues of canned.py
+messages.py       tool calls, tool results, replies; channels.py, thinking in channels
+reading.py        what a reply is taken for
 tool_calls*.py    replies taken apart: _format, how models write calls; _block, where one ends; _json, what it asks for
 saved.py          a session as a JSON file
 """

@@ -94,12 +94,14 @@ class ReplyForm:
         """
         names = tuple(name for _, name in calls)
         key = names, thinks, after_results
-        if key not in self.leads:
+        known = self.leads.get(key)
+        if known is None:  # others may look, too, and find the same
+            anonymous = tuple((_ID, name) for name in names)
+            known = self._find_leads(rendering.neutral, anonymous, thinks, after_results)
             if len(self.leads) >= _LEADS:
                 self.leads.clear()
-            anonymous = tuple((_ID, name) for name in names)
-            self.leads[key] = self._find_leads(rendering.neutral, anonymous, thinks, after_results)
-        leads = [Lead(each.prompted, each.written.replace(_MARKS.thinking, marks.thinking)) for each in self.leads[key]]
+            self.leads[key] = known
+        leads = [Lead(each.prompted, each.written.replace(_MARKS.thinking, marks.thinking)) for each in known]
         return max((lead for lead in leads if before.endswith(lead.written)), key=_length, default=None)
 
     def spoken_from(self, text: str, *, opened: bool) -> int:
@@ -217,10 +219,11 @@ def _with_texts(message: Message) -> Message:
 
 
 def _with_text(call: Message) -> Message:
-    function = call["function"]
-    arguments = function["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
+    function = call.get("function") or {}
+    arguments = function.get("arguments", "")
+    if isinstance(arguments, str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
 
 
 def _length(lead: Lead) -> int:

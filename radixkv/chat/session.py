@@ -14,17 +14,14 @@ from array import array
 from collections.abc import Hashable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from radixkv.chat.appending import HistoryMode, history_mode
-from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, split_thinking, tool_messages
+from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, tool_messages
+from radixkv.chat.reading import Reading
 from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.template import ChatTemplate
-from radixkv.chat.tool_calls import split_calls
-from radixkv.chat.tool_calls_format import CallFormat, format_of, tool_names
 from radixkv.engine import Completion
 from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, SessionClosed
 from radixkv.models.sampling_params import SamplingParams, checked_params, is_int
@@ -77,6 +74,7 @@ class ChatSession:
         _check_choice("overflow", overflow, ("error", "drop_oldest"))
         self._engine = engine
         self._template = template
+        self._reading = Reading(template)
         self._opening: list[Message] = [deepcopy(dict(message)) for message in opening]
         self._namespace = namespace
         self._number = engine._new_session()
@@ -271,7 +269,8 @@ class ChatSession:
 
     def _record(self, stream: ReplyStream, completion: Completion) -> Reply:
         """The turn is complete: it becomes part of the history."""
-        reply = self._reply(completion, stream)
+        used = {call.id for turn in stream.turns for call in turn.tool_calls}
+        reply = self._reading.reply(completion, stream.prompt, stream.params, len(stream.turns), used)
         message: Message = {"role": "assistant", "content": reply.text}
         if reply.tool_calls:
             message["tool_calls"] = [call.as_message() for call in reply.tool_calls]
@@ -282,48 +281,6 @@ class ChatSession:
         if stream.edits:
             self._demote(before)
         return reply
-
-    def _reply(self, completion: Completion, stream: ReplyStream) -> Reply:
-        whole = self._said(completion, stream.params)
-        thinking, said = split_thinking(whole, opened=self._template.opens_thinking(stream.prompt))
-        text, calls = self._split_calls(said, stream.turns)
-        tags = self._call_format.tags if self._call_format else ()
-        if said == whole and not calls and not any(tag in said for tag in tags):
-            text = completion.text  # without control tokens and stop strings
-        return Reply(
-            text,
-            calls,
-            completion.usage,
-            completion.finish_reason,
-            completion.token_ids,
-            thinking=thinking,
-            logprobs=completion.logprobs,
-        )
-
-    def _split_calls(self, said: str, turns: list[Turn]) -> tuple[str, tuple[ToolCall, ...]]:
-        """The text outside tool calls, and the calls, under ids that no turn has."""
-        form = self._call_format
-        if form is None:
-            return said, ()
-        used = {call.id for turn in turns for call in turn.tool_calls}
-        seed = next(seed for seed in map(str, count(len(turns))) if form.call_id(seed, 0) not in used)
-        return split_calls(said, form, tool_names(self._template.tools), seed)
-
-    @cached_property
-    def _call_format(self) -> CallFormat | None:
-        """How the model writes tool calls; None without tools, or for a model that writes them in another way."""
-        return format_of(self._engine.model.tokenizer) if self._template.tools else None
-
-    def _said(self, completion: Completion, params: SamplingParams) -> str:
-        """The text with control tokens, up to the stop string if one ended it."""
-        ids = completion.token_ids
-        text = self._template.said_text(ids)
-        if completion.finish_reason != "stop" or ids[-1] in self._template.stop_ids | {*params.stop_token_ids}:
-            return text
-        # Up to the last token but one of the minimum, a stop string is text as any other.
-        start = len(self._template.said_text(ids[: max(params.min_tokens - 1, 0)]))
-        found = [at for stop in params.stop if (at := text.find(stop, start)) >= 0]
-        return text[: min(found, default=len(text))]
 
     # ---- state
 
