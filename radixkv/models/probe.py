@@ -68,13 +68,13 @@ class _Recorder:
 
 
 def _check_call(call: AttentionCall) -> None:
-    """Refuse masks, biases, bidirectional and cross attention, and tensors whose meaning we do not know."""
+    """Refuse masks, biases, bidirectional and cross attention, and tensors and numbers whose meaning we do not know."""
     who = type(call.module).__name__
     if call.mask is not None:
         raise UnsupportedModel(f"{who} passes its own attention mask, which a shared pool cannot honour")
     if call.extra.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
         raise UnsupportedModel(f"{who} attends to later tokens too; radixkv runs causal decoders")
-    unknown = sorted(k for k, v in call.extra.items() if isinstance(v, Tensor) and k not in _HARMLESS)
+    unknown = sorted(k for k, v in call.extra.items() if _tells_something(v) and k not in _HARMLESS)
     if unknown:
         raise UnsupportedModel(f"{who} passes {', '.join(unknown)} to attention, which radixkv does not know")
     queries, keys = call.query.shape, call.key.shape
@@ -82,6 +82,11 @@ def _check_call(call: AttentionCall) -> None:
         raise UnsupportedModel(
             f"{who} asks for attention of {tuple(queries)} over {tuple(keys)}, not of one token over itself"
         )
+
+
+def _tells_something(value: Any) -> bool:
+    """Whether an argument could be a window, a scale or a bias; flags are about outputs."""
+    return isinstance(value, Tensor | int | float) and not isinstance(value, bool)
 
 
 def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:

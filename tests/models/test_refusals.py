@@ -165,6 +165,17 @@ def _refuse_many_rows(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
         raise ArithmeticError("too many")
 
 
+def test_a_number_that_attention_does_not_know_is_refused(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It might be a window that is longer than the test's prompt."""
+    model = build("llama")
+    forward = type(model.model).forward
+    monkeypatch.setattr(type(model.model), "forward", lambda self, **given: forward(self, **given, lookback=200))
+    with pytest.raises(UnsupportedModel, match="LlamaAttention passes lookback to attention"):
+        adapter.load(model, attention="torch")
+
+
 def test_nan_weights_fail_the_self_test(build: Callable[..., Any]) -> None:
     model = build("llama")
     with torch.no_grad():
