@@ -23,12 +23,12 @@ class Settings:
     `retry_after` seconds. A request counts from before its body is read, so at most `max_running + max_waiting` bodies
     are held.
     A body has at most `max_body` bytes and arrives within `body_timeout` seconds, a prompt has at most
-    `max_prompt_tokens` (None: what fits the context). A request ends `timeout` seconds after it came (None: never), and
-    so does one whose reader has taken nothing for `send_timeout`. At the end, streams have `drain_timeout` to finish.
+    `max_prompt_tokens` (None: what fits the context). A request ends `timeout` seconds after its body has come (None:
+    never), or once its reader has taken nothing for `send_timeout`. At the end, streams have `drain_timeout` to finish.
     `history_bytes` bounds what is remembered of conversations, so that a client that sends them again hits the cache;
     0 remembers nothing. `history` says where new messages go: "append" puts them behind the ids that are known,
     "template" renders everything around those of the replies, "auto" appends unless the template leaves the thinking of
-    earlier replies out. `vllm_metrics` adds vLLM's names to /metrics.
+    earlier replies out, or appending would lose what it writes. `vllm_metrics` adds vLLM's names to /metrics.
     """
 
     host: str = "127.0.0.1"

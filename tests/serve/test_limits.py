@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import socket
 import threading
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from radixkv.cli.main import main
+from radixkv.errors import RequestTimedOut
 from radixkv.serve import Settings
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import DEEPEST
@@ -133,10 +136,14 @@ def test_the_engine_has_the_time_that_is_left(monkeypatch):
 
         monkeypatch.setattr(server.service.engine, "submit", noted)
         server.chat(max_tokens=1)
-        server.service.settings.__dict__["timeout"] = 1e-9  # over before anything could be done
-        late = server.post("/v1/completions", {"model": "fake", "prompt": [5, 6]})
+        over = SimpleNamespace(state=SimpleNamespace(deadline=0.0))  # between being encoded and being handed over
+
+        async def left() -> None:
+            server.service.time_left(over)
+
+        with pytest.raises(RequestTimedOut, match="100 s have passed"):
+            asyncio.run(left())
     assert len(given) == 1 and 0 < given[0] < 100
-    assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
 
 
 def test_bodies_that_are_too_large():
