@@ -1,7 +1,8 @@
 """An OpenAI-compatible server over one engine; `radixkv serve MODEL` runs it. Needs the extra `radixkv[serve]`.
 
 command.py        arguments to settings; server.py runs it on a socket, and ends it
-app.py            which path leads to which endpoint; openapi.py describes them
+app.py            which path leads to which endpoint; openapi.py describes them, with openapi_requests.py and
+                  openapi_answers.py for bodies, made of json_schema.py
 service.py        what all endpoints share; settings.py what it is told, asking.py its requests
 chats.py          conversations; completions.py  texts and token ids
 schemas.py        bodies, checked; fields.py and messages.py do the reading

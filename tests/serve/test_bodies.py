@@ -1,0 +1,197 @@
+"""A body that is wrong is refused with a sentence that names the field; what asks for nothing is taken."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from radixkv.serve.fields import DEEPEST
+from tests.serve.served import ASKED, CHAT, served
+
+WRONG = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hello"}, "messages"),
+    ({"messages": ["Hello"]}, "messages[0]"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
+    ({"model": None}, "model"),
+    ({"model": 5}, "model"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"n": 0}, "n"),
+    ({"n": 10**6}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"seed": 2**70}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["x", "x" * 4097]}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {"five": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_cost": True}}, "stream_options.include_cost"),
+    ({"tools": [5]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"functions": []}, "functions"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"store": True}, "store"),
+    ({"temprature": 1}, "temprature"),
+    ({"temprature": None}, "temprature"),
+]
+
+
+def test_whatever_is_wrong_is_named():
+    with served() as server:
+        for change, param in WRONG:
+            answer = server.post("/v1/chat/completions", {**CHAT, **change})
+            assert answer.status_code == 400, (change, answer.text)
+            error = answer.json()["error"]
+            assert error["param"] == param, (change, error)
+            assert param.split(".")[-1].split("[")[0] in error["message"] and error["type"] == "invalid_request_error"
+        for change, param in [
+            ({"prompt": []}, "prompt"),
+            ({"prompt": [1, "x"]}, "prompt[0]"),
+            ({"prompt": [[]]}, "prompt[0]"),
+            ({"prompt": "x", "best_of": 3}, "best_of"),
+            ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+            ({"prompt": "x", "suffix": "y"}, "suffix"),
+            ({"prompt": ["x"] * 600, "n": 2}, "n"),
+        ]:
+            answer = server.post("/v1/completions", {"model": "fake", **change})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param, (change, answer.text)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"model": NaN}',
+        b'{"model": "\\ud800"}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    ],
+)
+def test_what_is_no_json_object(body):
+    with served() as server:
+        answer = server.client.post("/v1/chat/completions", content=body)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_what_is_nested_too_deeply_is_named(path):
+    def nested(depth):
+        inner = {"type": "string"}
+        for _ in range(depth):
+            inner = {"items": inner}
+        return inner
+
+    def tools(depth):
+        return [{"type": "function", "function": {"name": "f", "parameters": nested(depth)}}]
+
+    with served() as server:
+        deep = server.post(path, {"model": "fake", "messages": ASKED, "tools": tools(600)})
+        fits = server.post(path, {"model": "fake", "messages": ASKED, "tools": tools(DEEPEST - 4)})
+        over = server.post(path, {"model": "fake", "messages": ASKED, "tools": tools(DEEPEST - 3)})
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(nested(600))}}
+        told = server.post(path, {"model": "fake", "messages": [*ASKED, {"role": "assistant", "tool_calls": [call]}]})
+    for answer in (deep, over):
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "tools" and f"more than {DEEPEST} deep" in error["message"]
+    assert fits.status_code == 200, fits.text
+    assert told.status_code in (200, 400) and "recursion" not in told.text, told.text
+
+
+def test_a_large_body_is_read_beside_the_others():
+    words = [{"role": "user", "content": "x"}] * 10_000
+    with served() as server:
+        wrong = server.post("/v1/chat/completions", {**CHAT, "messages": [*words, {"role": "user"}]})
+        long = server.post("/v1/chat/completions", {**CHAT, "messages": words})
+    assert wrong.json()["error"]["param"] == "messages[10000].content"
+    assert long.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_what_only_the_engine_or_the_template_can_tell():
+    with served() as server:
+        for path, body, param in [
+            ("/v1/completions", {"prompt": [5000]}, "prompt"),
+            ("/v1/completions", {"prompt": ["x", ""]}, "prompt"),
+            ("/v1/completions", {"prompt": [5] * 2000}, "prompt"),
+            ("/v1/completions", {"prompt": "x", "stop_token_ids": [5000]}, "stop_token_ids"),
+            ("/v1/completions", {"prompt": "x", "logit_bias": {"5000": 1}}, "logit_bias"),
+            ("/v1/completions", {"prompt": "x", "min_tokens": 17}, "min_tokens"),
+            ("/v1/completions", {"prompt": "x", "n": 100}, "n"),
+            ("/v1/chat/completions", {"messages": ASKED, "stop_token_ids": [5000]}, "stop_token_ids"),
+            ("/v1/chat/completions", {"messages": ASKED, "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 3000}]}, "messages"),
+            ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
+            ("/tokenize", {"messages": ASKED * 3000}, "messages"),
+        ]:
+            answer = server.post(path, {"model": "fake", **body})
+            assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
+            assert answer.json()["error"]["param"] == param, answer.text
+            assert answer.json()["error"]["code"] in ("invalid_value", "context_length_exceeded"), answer.text
+
+
+def test_what_frameworks_send_along_is_taken():
+    """Fields that ask for nothing, as clients and frameworks write them."""
+    said = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": [{"id": "c1", "type": "function", "index": 0, "function": {"name": "f", "arguments": ""}}],
+    }
+    parts = {"role": "user", "name": "ada", "content": [{"type": "text", "text": "Hi", "cache_control": {}}]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "done"}
+    body = {
+        **CHAT,
+        "messages": [{"role": "developer", "content": "Be brief."}, parts, said, result, *ASKED],
+        "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": None}}],
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "response_format": {"type": "text"},
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "max_completion_tokens": 2,
+        "seed": None,
+        "stop": None,
+    }
+    with served() as server:
+        assert server.post("/v1/chat/completions", body).status_code == 200
