@@ -67,6 +67,24 @@ def test_a_short_prompt_is_the_same_beside_a_long_one(build: Callable[..., Any],
     torch.testing.assert_close(run(runner, 20)[0], run(runner, 20, 60)[0], rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("config", [longrope, dynamic])
+def test_the_fallback_is_fixed_too(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, config: Callable[[], Any]
+) -> None:
+    """Keys that a short chunk has cached are those that a long prompt reads."""
+
+    def refuse(model: Any) -> None:
+        raise UnsupportedModel("told so")
+
+    monkeypatch.setattr(adapter, "probe", refuse)
+    runner = Runner(adapter.load(build(config(), torch.float64)), 40, 4)
+    whole = run(runner, 60)[0]
+    tokens, table = np.random.default_rng(0).integers(3, 97, 60).astype(np.int32), np.arange(15, dtype=np.int32)
+    run(runner, 20)  # the first blocks anew
+    cut = runner.run([Chunk(tokens[20:], 20, np.arange(20, 60), table)])[0]
+    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-4)  # its softmax is float32's
+
+
 def test_without_freezing_the_self_test_would_refuse_it(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
