@@ -7,7 +7,7 @@ service.py        what all endpoints share; settings.py what it is told, asking.
 chats.py          conversations; completions.py  texts and token ids
 schemas.py        bodies, checked; fields.py and messages.py do the reading
 reply.py          a reply taken apart; shapes.py  usage and log probabilities; stream.py  events
-conversations.py  what was said before, found again; history.py remembers it
+conversations.py  what was said before, found again; history.py remembers it, in a tree of history_nodes.py
 auth.py           API keys to tenants, tenants to namespaces; limits.py  how much at once
 metrics.py        what Prometheus reads; request_watch.py counts it
 frame.py          request ids, the log, an answer whatever goes wrong; errors.py  in OpenAI's shape

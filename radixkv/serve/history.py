@@ -11,21 +11,18 @@ Messages are compared in full, never by a hash, and only within one namespace an
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from radixkv.chat.messages import Message
+from radixkv.serve.history_nodes import Node, below, check_ids, common, nearest, reply_ids
 
 Tools: TypeAlias = Sequence[Any] | None
 
-_NODE_BYTES = (
-    700  # what a node costs beside its text and its ids: the object, its children's dict, two entries in dicts
-)
 _THINKING = "reasoning_content"
 
 
@@ -58,39 +55,6 @@ class HistoryStats:
     capacity: int
 
 
-class _Node:
-    """One message behind all that stand before it; with `ids`, a reply of the engine's.
-
-    The ids of prompt and reply are the first `kept` of `base`'s, and `ids`; the last `said` of them are the reply's.
-    """
-
-    __slots__ = ("base", "children", "date", "ids", "kept", "key", "parent", "said", "session", "thinking")
-
-    def __init__(self, parent: _Node | None, key: Any) -> None:
-        self.parent, self.key = parent, key
-        self.children: dict[str, _Node] = {}
-        self.ids: array[int] | None = None
-        self.base: _Node | None = None
-        self.kept = self.said = 0
-        self.thinking: str | None = None
-        self.date: str | None = None
-        self.session: int | None = None
-
-    @property
-    def size(self) -> int:
-        """Bytes, near enough."""
-        ids = 0 if self.ids is None else self.ids.itemsize * len(self.ids)
-        thinking = 0 if self.thinking is None else sys.getsizeof(self.thinking)
-        return _NODE_BYTES + _size(self.key) + ids + thinking
-
-    def whole(self) -> array[int]:
-        """Ids of prompt and reply. O(tokens)."""
-        assert self.ids is not None
-        if self.base is None:
-            return self.ids[:]
-        return _front(self.base, self.kept) + self.ids
-
-
 class HistoryIndex:
     """From (namespace, tools, messages) to the ids that the engine emitted for them; may be used from any thread.
 
@@ -102,8 +66,8 @@ class HistoryIndex:
     def __init__(self, capacity: int) -> None:
         """Start empty; `capacity` is in bytes, 0 remembers nothing."""
         self._capacity = capacity
-        self._roots: dict[Hashable, _Node] = {}
-        self._recent: OrderedDict[_Node, int] = OrderedDict()  # to their bytes; a parent always behind its children
+        self._roots: dict[Hashable, Node] = {}
+        self._recent: OrderedDict[Node, int] = OrderedDict()  # to their bytes; a parent always behind its children
         self._bytes = 0
         self._lookups = self._found = self._remembered = self._forgotten = self._replies = 0
         self._lock = threading.Lock()
@@ -123,7 +87,7 @@ class HistoryIndex:
                 return Known(0, array("i"), {}, None, None)
             last = path[replies[-1]]
             self._touch(last)
-            said = {at: _reply(path[at]) for at in replies}
+            said = {at: reply_ids(path[at]) for at in replies}
             return Known(replies[-1] + 1, last.whole(), said, last.date, last.session)
 
     def remember(
@@ -150,8 +114,8 @@ class HistoryIndex:
             if node.ids is None or not node.children:  # replies behind it may build on the ids that it has
                 self._replies += node.ids is None
                 self._remembered += 1
-                node.base = _nearest(node.parent)
-                shared = 0 if node.base is None else _common(node.base.whole(), ids)
+                node.base = nearest(node.parent)
+                shared = 0 if node.base is None else common(node.base.whole(), ids)
                 node.kept = min(shared, len(prompt_ids))
                 node.ids, node.said = ids[node.kept :], len(emitted_ids)
                 node.thinking, node.date = _thinking(reply), date
@@ -177,10 +141,10 @@ class HistoryIndex:
     def check(self) -> None:
         """Raise AssertionError if the books are wrong. O(all that is remembered)."""
         with self._lock:
-            seen: set[_Node] = set()
+            seen: set[Node] = set()
             for where, root in self._roots.items():
                 assert root.parent is None and root.key == where, "a root is filed under another key"
-                seen.update(_below(root))
+                seen.update(below(root))
             assert seen == set(self._recent), "a node is in the tree or in the order, not in both"
             order = {node: at for at, node in enumerate(self._recent)}
             for node in seen:
@@ -189,16 +153,16 @@ class HistoryIndex:
                 for key, child in node.children.items():
                     assert child.key == key and child.parent is node, "a child is filed under another key"
                     assert order[child] < order[node], "a message is more recent than one behind it"
-                _check_ids(node)
+                check_ids(node)
             assert self._bytes == sum(self._recent.values()) <= self._capacity, "too many bytes, or miscounted"
             assert self._replies == sum(node.ids is not None for node in seen), "replies were miscounted"
 
     # ---- inside
 
     @staticmethod
-    def _path(node: _Node | None, keys: Sequence[str], messages: Sequence[Message]) -> list[_Node]:
+    def _path(node: Node | None, keys: Sequence[str], messages: Sequence[Message]) -> list[Node]:
         """The nodes of the longest beginning that is in the tree."""
-        path: list[_Node] = []
+        path: list[Node] = []
         for key, message in zip(keys, messages, strict=True):
             node = None if node is None else node.children.get(key)
             if node is None or not _thought_alike(node, message):
@@ -206,26 +170,26 @@ class HistoryIndex:
             path.append(node)
         return path
 
-    def _grow(self, where: Hashable, keys: Sequence[str]) -> _Node:
+    def _grow(self, where: Hashable, keys: Sequence[str]) -> Node:
         """The node of the last message; those that are missing on the way are made."""
         node = self._roots.get(where)
         if node is None:
-            node = self._roots[where] = _Node(None, where)
+            node = self._roots[where] = Node(None, where)
             self._weigh(node)
         for key in keys:
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = _Node(node, key)
+                child = node.children[key] = Node(node, key)
                 self._weigh(child)
             node = child
         return node
 
-    def _weigh(self, node: _Node) -> None:
+    def _weigh(self, node: Node) -> None:
         size = node.size
         self._bytes += size - self._recent.get(node, 0)
         self._recent[node] = size
 
-    def _touch(self, node: _Node | None) -> None:
+    def _touch(self, node: Node | None) -> None:
         """Make a node the most recent, and what stands before it more recent still: the oldest is always a leaf."""
         while node is not None:
             self._recent.move_to_end(node)
@@ -235,7 +199,7 @@ class HistoryIndex:
         while self._bytes > self._capacity:
             self._forget(next(iter(self._recent)))
 
-    def _forget(self, node: _Node | None) -> None:
+    def _forget(self, node: Node | None) -> None:
         """Drop a leaf, and what stands before it as far as it says nothing and leads nowhere."""
         while node is not None and not node.children:
             self._bytes -= self._recent.pop(node)
@@ -279,7 +243,7 @@ def _thinking(message: Message) -> str | None:
     return message.get(_THINKING) or None
 
 
-def _thought_alike(node: _Node, message: Message) -> bool:
+def _thought_alike(node: Node, message: Message) -> bool:
     """Whether the client sends the reply's thinking back as it was, or not at all."""
     thinking = _thinking(message)
     return thinking is None or thinking == node.thinking
@@ -287,64 +251,3 @@ def _thought_alike(node: _Node, message: Message) -> bool:
 
 def _tools_key(tools: Tools) -> str:
     return json.dumps(tools, ensure_ascii=False) if tools else ""
-
-
-# ---- nodes
-
-
-def _nearest(node: _Node | None) -> _Node | None:
-    """The closest reply before a message."""
-    while node is not None and node.ids is None:
-        node = node.parent
-    return node
-
-
-def _front(node: _Node, length: int) -> array[int]:
-    """The first `length` ids of a reply and its prompt. O(length)."""
-    pieces: list[array[int]] = []
-    below: _Node | None = node
-    while below is not None:
-        assert below.ids is not None
-        start = below.kept if below.base is not None else 0
-        if length > start:
-            pieces.append(below.ids[: length - start])
-            length = start
-        below = below.base
-    return sum(reversed(pieces), array("i"))
-
-
-def _reply(node: _Node) -> array[int]:
-    assert node.ids is not None
-    return node.ids[len(node.ids) - node.said :]
-
-
-def _common(first: array[int], second: array[int]) -> int:
-    """How many ids two sequences share from the start; one comparison where one begins with the other."""
-    length = min(len(first), len(second))
-    if first[:length] == second[:length]:
-        return length
-    return next(at for at in range(length) if first[at] != second[at])
-
-
-def _below(node: _Node) -> Iterator[_Node]:
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting.extend(node.children.values())
-
-
-def _check_ids(node: _Node) -> None:
-    if node.ids is None:
-        assert node.base is None and not node.kept and not node.said, "a message that is no reply has ids"
-        return
-    assert 0 <= node.said <= len(node.ids), "a reply's ids are not all its own"
-    if node.base is not None:
-        above = node.parent
-        while above is not None and above is not node.base:
-            above = above.parent
-        assert above is node.base and node.kept <= len(node.base.whole()), "a reply builds on what is not before it"
-
-
-def _size(key: Any) -> int:
-    return sum(map(_size, key)) if isinstance(key, tuple) else sys.getsizeof(key)
