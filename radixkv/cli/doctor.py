@@ -66,8 +66,8 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     except Exception as error:  # whatever it is, it is what somebody wants to read here
         if "debug" in arguments:
             raise
-        kind = "" if isinstance(error, RadixKVError) else f"{type(error).__name__}: "
-        yield problem("model", f"{arguments.model}: {kind}{error}")
+        text = str(error) if isinstance(error, RadixKVError) else f"{type(error).__name__}: {error}"
+        yield problem("model", text if arguments.model in text else f"{arguments.model}: {text}")
         return
     yield from _model(loaded, said)
     yield _pool(loaded, arguments)

@@ -92,7 +92,7 @@ def test_a_line_for_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_model_that_is_not_there_is_a_problem(examine: Any) -> None:
     status, found = examine("/no/such/folder")
-    assert (status, found["model"]) == (1, [("problem", "/no/such/folder: there is no model folder /no/such/folder")])
+    assert (status, found["model"]) == (1, [("problem", "there is no model folder /no/such/folder")])
     assert "torch" in found
     assert "pool" not in found
     with pytest.raises(ValueError, match="no model folder"):
