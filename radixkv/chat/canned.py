@@ -79,15 +79,22 @@ def emitted(template: ChatTemplate, messages: Sequence[Message], at: int) -> str
         return _with_calls(template, reply, list(takewhile(_is_result, messages[at + 1 :])))
     answer = str(reply["content"]).rpartition(THINK_END)[2].lstrip()
     opened = form.opens_thinking and not after_results
+    in_history, found, behind = _behind_prompt(template, [_LAST, reply, _LAST]).partition(answer)
+    said = answer + _closing(behind, template.stop_texts)
     if THINK_END in reply["content"] or "reasoning_content" in reply:
         shown = _behind_prompt(template, [_LAST, reply], is_last=True).partition(answer)[0]
         if _THOUGHT in shown:
-            return shown + answer
-        return f"{'' if opened else THINK_START}\n{_THOUGHT}\n{THINK_END}\n\n{answer}"
-    shown, found, _ = _behind_prompt(template, [_LAST, reply, _LAST]).partition(answer)
+            return shown + said
+        return f"{'' if opened else THINK_START}\n{_THOUGHT}\n{THINK_END}\n\n{said}"
     if not found:
         raise ChatError("the chat template drops an assistant's message")
-    return (f"{THINK_END}\n\n" if opened else "") + shown + answer
+    return (f"{THINK_END}\n\n" if opened else "") + in_history + said
+
+
+def _closing(behind: str, stops: Sequence[str]) -> str:
+    """What a model samples between its answer and the token that ends it, if the answer is ended at all."""
+    turn = behind.partition(_LAST["content"])[0]
+    return turn[: min((at for at in map(turn.find, stops) if at >= 0), default=0)]
 
 
 def _with_calls(template: ChatTemplate, reply: Message, results: Sequence[Message]) -> str:

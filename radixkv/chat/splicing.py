@@ -110,7 +110,9 @@ class Splicing:
             )
         before = text[: min(text.find(mark) for mark in marks)]
         behind = text[max(text.rfind(mark) + len(mark) for mark in marks) :]
-        return before, from_stop(behind, self._stops) if reply.calls else behind
+        if reply.calls:
+            return before, from_stop(behind, self._stops)
+        return before, unsaid(self._rendering, behind, reply.ids, self._stops)
 
     def _placed(self, reply: _Sampled, before: str, *, thinks: bool) -> Piece:
         """The text to stand before a reply's ids, and those of them that are left.
@@ -144,6 +146,20 @@ def from_stop(tail: str, stops: Sequence[str]) -> str:
     if not found:
         raise ChatError("the chat template does not end a tool call with a stop token: use history='template'")
     return tail[min(found) :]
+
+
+def unsaid(rendering: Rendering, tail: str, ids: Sequence[int], stops: Sequence[str]) -> str:
+    """What stands behind an answer and was not sampled with it: some models close it before they end their turn.
+
+    `ids` are the answer's, without a stop token.
+    """
+    closing = tail[: min((at for at in map(tail.find, stops) if at >= 0), default=0)]
+    closes = rendering.encode(closing)
+    for n in range(min(len(closes), len(ids)), 0, -1):  # a reply that was cut may lack some
+        if list(ids[-n:]) == closes[:n]:
+            return tail[len(rendering.text(closes[:n])) :]
+    said = rendering.text(ids[-len(closing) :]) if closing else ""
+    return tail[len(closing) :] if closing and said.endswith(closing) else tail
 
 
 def unused_word(values: Any) -> str:

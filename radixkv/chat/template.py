@@ -19,7 +19,7 @@ from radixkv.chat.length import at_least
 from radixkv.chat.messages import THINK_START, Message, ToolCall
 from radixkv.chat.rendering import Rendering
 from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form
-from radixkv.chat.splicing import Splicing, from_stop, unused_word
+from radixkv.chat.splicing import Splicing, from_stop, unsaid, unused_word
 from radixkv.errors import ChatError, PromptTooLong
 
 _TAG = 16  # tokens that a tag and the white space behind it take at most, spelt letter by letter
@@ -78,7 +78,11 @@ class ChatTemplate:
         template has it there too; it is closed with the template's if it was cut short.
         """
         calls = tuple((call.id, call.name) for call in answers)
-        return self._extended(array("i", self._without_stop(ids)), self._behind_reply(new, calls))
+        said = self._without_stop(ids)
+        tail = self._behind_reply(new, calls)
+        if not calls:
+            tail = unsaid(self.rendering, tail, said, self.stop_texts)
+        return self._extended(array("i", said), tail)
 
     def spliced(
         self, messages: Sequence[Message], said: Mapping[int, Sequence[int]], *, keep_thinking: bool

@@ -1,0 +1,100 @@
+"""Replies that a template writes otherwise than models sample them: each prompt is the text that the template gives."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from radixkv.chat.appending import appending
+from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.template import ChatTemplate
+from tests.chat.worlds import byte_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+WAYS = pytest.mark.parametrize("append", [True, False], ids=["append", "template"])
+
+# An answer is closed before its turn ends.
+CLOSED = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{%- if m.role == 'assistant' %}<|say|>{{ m.content }}<|said|>{% else %}
+{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+
+
+def tokenizer_of(template: str, *controls: str, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(controls)})
+    tokenizer.add_tokens(list(words))
+    return tokenizer
+
+
+class Talk:
+    """Turns of a session, without an engine: what was sampled, and the texts of the prompts."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, append: bool, tools: Any = None, stops: Sequence[str] = ()
+    ) -> None:
+        ids = tokenizer.convert_tokens_to_ids([*stops, "<|im_end|>"])
+        self.template = ChatTemplate(tokenizer, frozenset(ids), tools)
+        self.append = append
+        self.messages: list[Message] = []
+        self.said: dict[int, list[int]] = {}
+        self.ids = array("i")
+
+    def ask(self, *new: Message) -> str:
+        asked = self.messages[-1].get("tool_calls", ()) if self.messages and new[0]["role"] == "tool" else ()
+        calls = [ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in asked]
+        before = self.ids
+        self.messages += new
+        if not before:
+            self.ids = self.template.opening(self.messages)
+        elif self.append:
+            self.ids = self.template.continued(before, new, calls)
+        else:
+            self.ids = self.template.spliced(self.messages, self.said, keep_thinking=False)
+        return self.template.rendering.text(self.ids)
+
+    def hear(self, sampled: str, **message: Any) -> None:
+        ids = self.template.rendering.encode(sampled)
+        self.said[len(self.messages)] = ids
+        self.messages.append({"role": "assistant", **message})
+        self.ids = self.ids + array("i", ids)
+
+    def written(self) -> str:
+        """The whole history as the template gives it."""
+        rendering = self.template.rendering
+        return rendering.text(rendering.encode(rendering.render(self.messages)))
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def called(*names: str) -> list[Message]:
+    return [ToolCall(f"call0000{at}", name, {"at": "Oslo"}).as_message() for at, name in enumerate(names)]
+
+
+def result(text: str, at: int = 0) -> Message:
+    return {"role": "tool", "tool_call_id": f"call0000{at}", "name": "look", "content": text}
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "sampled", ["Hello.<|said|><|im_end|>", "Hello.", "Hello.<|said|>"], ids=["whole", "cut", "late"]
+)
+def test_what_closes_an_answer_stands_there_once(append: bool, sampled: str) -> None:
+    talk = Talk(tokenizer_of(CLOSED, "<|say|>", "<|said|>"), append=append)
+    talk.ask(user("Hi."))
+    talk.hear("<|say|>" + sampled, content="Hello.")
+    assert talk.ask(user("And <|said|>?")) == talk.written()
+    talk.hear("<|say|>Yes." + sampled.removeprefix("Hello."), content="Yes.")
+    assert talk.ask(user("End?")) == talk.written()
+
+
+def test_trying_samples_what_closes_an_answer() -> None:
+    template = Talk(tokenizer_of(CLOSED, "<|say|>", "<|said|>"), append=True).template
+    assert appending(template).differences == ()
