@@ -12,7 +12,7 @@ from time import strftime
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixkv.chat.messages import ToolCall
@@ -22,7 +22,7 @@ from tests.chat.styles import DATE, NEED, STYLES, Style, sampled_call, written_c
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"at": {"type": "string"}}}}]
 TOOLS_TEXT = '[{"type": "function", "function": {"name": "look", "parameters": {"at": {"type": "string"}}}}]'
 SYSTEM = "You are Mira."
-EXAMPLES = settings(max_examples=12, derandomize=True)
+EXAMPLES = settings(max_examples=10, derandomize=True, deadline=None)
 each_style = pytest.mark.parametrize("name", STYLES)
 
 WORDS = st.text("hello y?.,\n🎈é<|", min_size=1, max_size=12).map(lambda text: text.strip() or "?")
@@ -54,6 +54,17 @@ STEPS = st.builds(
     cut=st.none() | st.integers(1, 30),
     seed=st.integers(0, 99),
 )
+
+
+# Calls, thinking, and neither, in earlier turns and in the last one; cut in its first word, and not at all.
+EVERYTHING = [
+    Step("hello <|im_end|>", "One.", thinks=False, calls=({"at": "a"}, {"zoom": 2}), cut=None, seed=1),
+    Step("you", "Two.", thinks=True, calls=({"at": '"}'},), cut=None, seed=2),
+    Step("and?", "Three.", thinks=True, calls=(), cut=9, seed=3),
+    Step("x", "Four.", thinks=True, calls=(), cut=None, seed=4),
+    Step("y", "Five.", thinks=False, calls=(), cut=None, seed=5),
+    Step("z", "Six.", thinks=True, calls=({},), cut=None, seed=6),
+]
 
 
 def spelled(style: Style, text: str, seed: int) -> list[int]:
@@ -166,6 +177,8 @@ def spoken(style: Style, step: Step, *, opened: bool) -> str:
 
 @each_style
 @EXAMPLES
+@example(steps=EVERYTHING, system=True, tools=True)
+@example(steps=EVERYTHING, system=False, tools=False)
 @given(steps=st.lists(STEPS, min_size=1, max_size=4), system=st.booleans(), tools=st.booleans())
 def test_an_appended_history_is_what_was_seen_before_and_what_is_new(
     name: str, steps: list[Step], system: bool, tools: bool
@@ -234,6 +247,8 @@ def in_full(style: Style, answer: str, thinks: bool, calls: Sequence[ToolCall] =
 
 @each_style
 @EXAMPLES
+@example(steps=EVERYTHING, system=True, tools=True)
+@example(steps=EVERYTHING, system=False, tools=False)
 @given(steps=st.lists(STEPS, min_size=1, max_size=4), system=st.booleans(), tools=st.booleans())
 def test_a_rendered_history_is_the_template_s_with_the_replies_as_they_were_sampled(
     name: str, steps: list[Step], system: bool, tools: bool
