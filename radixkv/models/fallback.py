@@ -23,9 +23,11 @@ from radixkv.attention.kv_store import KVStore
 from radixkv.errors import UnsupportedModel
 from radixkv.models.chunk import Chunk
 from radixkv.models.forward import Forward
+from radixkv.models.hook import OWN, own_attention
 from radixkv.models.limits import reach
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.refusals import short
+from radixkv.models.rounding import agree
 
 
 class OwnAttention:
@@ -89,19 +91,38 @@ class PoolLayer(DynamicLayer):  # type: ignore[misc]  # transformers shows no ty
 def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
     """Return what each layer of the model's cache holds, in order, and the width of its logits.
 
-    Raises UnsupportedModel, with the reason, if one token leaves something else than its keys and values there. Costs
-    one forward of one token.
+    Raises UnsupportedModel, with the reason, if one token leaves something else than its keys and values there, or sees
+    those behind it. Costs five forwards of up to eight tokens.
     """
     cache = DynamicCache()
     token = torch.zeros(1, dtype=torch.long, device=model.device)
     try:
         with torch.inference_mode():
             logits = _logits(Forward.of(model), model, token, token, cache)
+            causal = _is_causal(model)
     except Exception as error:
-        raise UnsupportedModel(f"it failed on its first token: {short(error)}") from error
+        raise UnsupportedModel(f"it failed on its first tokens: {short(error)}") from error
     if not cache.layers:
         raise UnsupportedModel("it does not use the cache that it is given")
+    if not causal:
+        raise UnsupportedModel("a token changes what comes of those before it")
     return tuple(_specs(model.config.get_text_config(), cache)), int(logits.shape[-1])
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether the last token of a short prompt leaves alone all rows before it, also by torch's attention.
+
+    transformers prefers that one, and some attentions of its own are causal where that one is not.
+    """
+    tokens = torch.arange(2, 10, device=model.device) % model.get_input_embeddings().num_embeddings
+    changed, rows, forward = tokens.clone(), torch.arange(7, device=model.device), Forward.of(model)
+    changed[-1] = 1
+    for implementation in (OWN, "sdpa") if getattr(model, "_supports_sdpa", False) else (OWN,):
+        with own_attention(model, implementation):
+            before, after = (forward.logits(model, prompt, rows, use_cache=False) for prompt in (tokens, changed))
+        if not agree(after, before, before.dtype):
+            return False
+    return True
 
 
 def _logits(forward: Forward, model: Any, tokens: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:

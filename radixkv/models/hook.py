@@ -116,10 +116,10 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
 @contextmanager
-def own_attention(model: Any) -> Iterator[None]:
+def own_attention(model: Any, implementation: str = OWN) -> Iterator[None]:
     """While this is open, `model` computes attention as transformers does."""
     before = IMPLEMENTATION if _is_ours(model) else model.config._attn_implementation
-    select(model, OWN)
+    select(model, implementation)
     try:
         yield
     finally:

@@ -7,16 +7,16 @@ transformers' rotary modules; does not know layers or pools.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from radixkv.errors import UnsupportedModel
 
 
-def freeze(model: nn.Module, max_length: int) -> list[str]:
+def freeze(model: Any, max_length: int) -> list[str]:
     """Fix the frequencies of every rotary module of `model` to those for sequences of up to `max_length` tokens.
 
     Returns the names of the modules that were changed: their answers for short sequences may differ from what
@@ -32,6 +32,8 @@ def freeze(model: nn.Module, max_length: int) -> list[str]:
             raise UnsupportedModel(
                 f"{name} mixes rotary types {sorted(set(kinds.values()))}, some of which depend on the batch"
             )
+        if kinds is not None and _is_of_text(module, model) and not _stands_still(module, kinds, max_length):
+            raise UnsupportedModel(f"{name} still rotates a token by how long the longest sequence beside it is")
     return frozen
 
 
@@ -49,6 +51,8 @@ def _freeze_one(module: Any, name: str, kind: str, max_length: int) -> None:
         parameters = module.config.rope_parameters
         if max_length > parameters["original_max_position_embeddings"]:
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, seq_len=max_length)
+            if "long_mscale" in parameters:  # Phimoe's chooses between two scales by itself
+                parameters["short_mscale"] = parameters["long_mscale"]
     elif max_length > module.original_max_seq_len:
         frequencies, module.attention_scaling = ROPE_INIT_FUNCTIONS[kind](
             module.config, module.inv_freq.device, seq_len=max_length
@@ -56,3 +60,31 @@ def _freeze_one(module: Any, name: str, kind: str, max_length: int) -> None:
     with torch.no_grad():
         module.inv_freq.copy_(frequencies)
     module.rope_type = f"frozen-{kind.replace('dynamic', 'ntk')}"
+
+
+def _is_of_text(module: Any, model: Any) -> bool:
+    """Whether `module` rotates tokens, and not pieces of images, whose positions have two numbers."""
+    return type(getattr(module, "config", None)) is type(model.config.get_text_config())
+
+
+@torch.no_grad()
+def _stands_still(module: Any, kinds: Any, max_length: int) -> bool:
+    """Whether tokens are rotated as they are beside one at the end of the context; True if that cannot be tried."""
+    if "position_ids" not in signature(module.forward).parameters:
+        return True
+    near = (
+        torch.arange(4, device=module.inv_freq.device)[None] if hasattr(module, "inv_freq") else torch.arange(4)[None]
+    )
+    far = torch.cat([near, near.new_full((1, 1), max_length - 1)], dim=1)
+    x = torch.zeros(1, 1, 1, device=near.device)
+    for kind in kinds if isinstance(kinds, dict) else [None]:
+        options = {} if kind is None else {"layer_type": kind}
+        alone, beside = (module(x, position_ids=positions, **options) for positions in (near, far))
+        if not all(torch.equal(a, b[:, :4]) for a, b in zip(_parts(alone), _parts(beside), strict=True)):
+            return False
+    return True
+
+
+def _parts(rotation: Any) -> list[torch.Tensor]:
+    """Cosines and sines [1, tokens, dim], or complex numbers that are both."""
+    return [rotation] if isinstance(rotation, torch.Tensor) else list(rotation)

@@ -258,7 +258,7 @@ class Keeping(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shifted = torch.cat([self.last.expand_as(x[:, :1]), x[:, :-1]], dim=1)
-        if x.shape[1] < 40:  # as a module that takes long prompts to be new ones
+        if 9 <= x.shape[1] < 40:  # as a module that takes long prompts to be new ones
             self.last = x[:, -1:].detach()
         result: torch.Tensor = self.inner(x) + 0.1 * shifted
         return result

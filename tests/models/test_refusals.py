@@ -192,6 +192,13 @@ def test_bidirectional_attention_is_refused(build: Callable[..., Any]) -> None:
         adapter.load(model, attention="torch")
 
 
+def test_a_model_that_is_causal_in_one_of_its_attentions_only_is_refused(build: Callable[..., Any]) -> None:
+    """transformers runs this one with torch's attention, which then sees all tokens; its own would stay causal."""
+    config = transformers.GemmaConfig(**GATED, head_dim=8, use_bidirectional_attention=True)
+    with pytest.raises(UnsupportedModel, match="a token changes what comes of those before it"):
+        adapter.load(build(config))
+
+
 def test_a_model_without_a_head_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="ForCausalLM"):
         adapter.load(transformers.LlamaModel(transformers.LlamaConfig(**GATED)))

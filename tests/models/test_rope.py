@@ -121,6 +121,28 @@ def test_a_moving_rope_of_unknown_make_is_refused(build: Callable[..., Any]) -> 
         adapter.load(model)
 
 
+def test_a_rope_that_chooses_by_itself_is_fixed_too(build: Callable[..., Any]) -> None:
+    """Phimoe's scales what it rotates by one of two factors."""
+    scales = {"short_mscale": 1.0, "long_mscale": 1.5}
+    config = transformers.PhimoeConfig(
+        **SIZES, num_local_experts=2, max_position_embeddings=128, sliding_window=None,
+        rope_parameters={**longrope().rope_parameters, **scales},
+    )  # fmt: skip
+    runner = Runner(adapter.load(build(config)), 40, 4)
+    torch.testing.assert_close(run(runner, 20)[0], run(runner, 20, 60)[0], rtol=0, atol=1e-4)
+
+
+def test_a_rope_that_still_moves_is_refused(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    rotary = type(model.model.rotary_emb)
+    forward = rotary.forward
+    monkeypatch.setattr(
+        rotary, "forward", lambda self, x, position_ids: forward(self, x, position_ids + position_ids.max())
+    )
+    with pytest.raises(UnsupportedModel, match="still rotates a token by how long the longest sequence"):
+        adapter.load(model)
+
+
 def test_frequencies_by_layer_type_that_move_are_refused(build: Callable[..., Any]) -> None:
     model = build(dynamic())
     model.model.rotary_emb.rope_type = {"full_attention": "dynamic", "sliding_attention": "default"}
