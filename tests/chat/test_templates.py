@@ -16,7 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixkv.chat.messages import ToolCall
+from radixkv.chat.splicing import from_stop
 from radixkv.chat.template import ChatTemplate
+from radixkv.errors import ChatError
 from tests.chat.styles import DATE, NEED, STYLES, Style, sampled_call, written_call
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"at": {"type": "string"}}}}]
@@ -284,3 +286,30 @@ def first_visible(style: Style, ids: list[int], step: Step) -> int:
 
 def within(part: list[int], whole: list[int]) -> bool:
     return any(whole[at : at + len(part)] == part for at in range(len(whole) - len(part) + 1))
+
+
+@each_style
+@pytest.mark.parametrize("append", [True, False])
+def test_nobody_speaks_in_marks(name: str, append: bool) -> None:
+    """Marks stand for replies while a history is rendered; a user may have heard of them."""
+    style = STYLES[name]
+    names = [
+        *(f"{kind}{at}" for kind in ("answer", "thinking", "call") for at in range(6)),
+        "reply",
+        "thinking",
+        "call",
+    ]
+    marks = " ".join(f"radixkv.{name}. radixkv..{name}." for name in [*names, "user", "result", "before"])
+    for system in (True, False):
+        talk = Talk(style, append=append, system=system, tools=False)
+        for turn in range(3):
+            prompt = talk.see_user(marks)
+            assert talk.decoded(prompt).count(marks) == turn + 1
+            assert not append or talk.decoded(prompt) == talk.text
+            talk.hear(spelled(style, style.says(marks[:40]), turn), {"content": marks[:40]}, stop=style.stops[0])
+
+
+def test_what_closes_a_call_is_skipped_as_far_as_the_first_token_that_may_stop_a_reply() -> None:
+    assert from_stop('"}</call><b>result<a>', ["<a>", "<b>", "<c>"]) == "<b>result<a>"
+    with pytest.raises(ChatError, match="does not end a tool call"):
+        from_stop('"}</call>', ["<a>"])
