@@ -74,11 +74,10 @@ def emitted(template: ChatTemplate, messages: Sequence[Message], at: int) -> str
     Raises ChatError where the template does not show the reply.
     """
     reply, form = messages[at], template.form
-    after_results = messages[at - 1]["role"] == "tool"
     if reply.get("tool_calls"):
         return _with_calls(template, reply, list(takewhile(_is_result, messages[at + 1 :])))
     answer = str(reply["content"]).rpartition(THINK_END)[2].lstrip()
-    opened = form.opens_thinking and not after_results
+    opened = form.opens_thinking(after_results=messages[at - 1]["role"] == "tool")
     in_history, found, behind = _behind_prompt(template, [_LAST, reply, _LAST]).partition(answer)
     said = answer + _closing(behind, template.stop_texts)
     if THINK_END in reply["content"] or "reasoning_content" in reply:

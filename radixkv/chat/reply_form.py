@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
@@ -50,19 +50,20 @@ class Lead:
 class ReplyForm:
     """The findings about a template. `thinking_in` is where it looks for thinking, None if it knows none.
 
-    `begins` is the text from behind a user's words to where a reply begins.
+    `begins` is the text from behind a user's words to where a reply begins; `begins_behind_results` the one from behind
+    a tool's, empty if the template takes no results.
     """
 
     begins: str
     thinking_in: ThinkingField | None
     strips_thinking: bool
     calls_as_text: bool  # whether the arguments of calls must be JSON texts
+    begins_behind_results: str = ""
     leads: dict[tuple[tuple[str, ...], bool, bool], tuple[Lead, ...]] = field(default_factory=dict)
 
-    @property
-    def opens_thinking(self) -> bool:
+    def opens_thinking(self, *, after_results: bool) -> bool:
         """Whether a prompt ends with an open tag, so that the model's first words are thinking."""
-        return self.begins.rstrip().endswith(THINK_START)
+        return (self.begins_behind_results if after_results else self.begins).rstrip().endswith(THINK_START)
 
     def reply(self, marks: Marks, calls: CallNames = (), *, thinks: bool = False) -> Message:
         """A message of the assistant's that says marks only."""
@@ -120,7 +121,7 @@ class ReplyForm:
         self, rendering: Rendering, calls: CallNames, thinks: bool, after_results: bool
     ) -> tuple[Lead, ...]:
         """With an answer, and without one if there are calls: what stands first depends on that."""
-        asked, last = self._asked() if after_results else ([_USER], _SAID)
+        asked, last = self.asked_behind_results() if after_results else ([_USER], _SAID)
         begins = rendering.render(asked).rpartition(last)[2]
         reply = self.reply(_MARKS, calls, thinks=thinks)
         found = []
@@ -133,7 +134,7 @@ class ReplyForm:
                 found.append(Lead(begins[shared:], before[shared:]))
         return tuple(found)
 
-    def _asked(self) -> tuple[list[Message], str]:
+    def asked_behind_results(self) -> tuple[list[Message], str]:
         """A dialogue that ends with the result of a call, and what that result says."""
         called = self.reply(_EARLIER, _ONE_CALL)
         return [_USER, called, *_results(_ONE_CALL, _RESULT)], _RESULT
@@ -163,7 +164,14 @@ def _find(rendering: Rendering) -> ReplyForm:
         raise ChatError("the chat template drops what a user says")
     thinking_in = _thinking_in(rendering)
     strips = _strips(rendering, thinking_in or "content")
-    return ReplyForm(begins, thinking_in, strips, _takes_calls_as_text(rendering))
+    form = ReplyForm(begins, thinking_in, strips, _takes_calls_as_text(rendering))
+    return replace(form, begins_behind_results=_begins_behind_results(rendering, form))
+
+
+def _begins_behind_results(rendering: Rendering, form: ReplyForm) -> str:
+    asked, last = form.asked_behind_results()
+    _, found, begins = (_attempt(rendering, asked) or "").rpartition(last)
+    return begins if found else ""
 
 
 def _thinking_in(rendering: Rendering) -> ThinkingField | None:

@@ -80,7 +80,7 @@ class Splicing:
         marks = Marks(f"{word}answer{at}.", f"{word}thinking{at}.", f"{word}call{at}.")
         after_results = at > 0 and self._messages[at - 1].get("role") == "tool"
         calls = call_names(self._messages[at])
-        opened = self._form.opens_thinking and not after_results
+        opened = self._form.opens_thinking(after_results=after_results)
         whole = self._keep or self._form.thinking_in is None  # then thinking is text as any other
         spoken_from = 0 if whole else _tokens_of_thinking(self._rendering, self._form, ids, opened=opened)
         return _Sampled(at, ids, marks, calls, after_results, spoken_from)

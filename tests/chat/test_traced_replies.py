@@ -24,6 +24,25 @@ CLOSED = """{%- for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
 
+# Each prompt opens the thinking, one behind results, too; that of replies before the last user's message is left out,
+# and an EMPTY one may be written in its place.
+OPENED = """{%- set last = namespace(at=0) %}
+{%- for m in messages if m.role == 'user' %}{% set last.at = messages.index(m) %}{% endfor %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}
+{%- if loop.index0 > last.at %}{{ '<think>\n' ~ (m.reasoning_content or '') ~ '\n</think>\n\n' }}
+{%- else %}EMPTY{% endif %}
+{%- endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '\n' if m.content or not loop.first }}<call>{{ call.function.name }}:
+{{- call.function.arguments.items() | list }}</call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+FORGOTTEN = OPENED.replace("EMPTY", "")
+
 
 def tokenizer_of(template: str, *controls: str, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer(template)
@@ -42,6 +61,7 @@ class Talk:
         self.template = ChatTemplate(tokenizer, frozenset(ids), tools)
         self.append = append
         self.messages: list[Message] = []
+        self.truth: list[Message] = []  # with the thinking, which a session's messages lack
         self.said: dict[int, list[int]] = {}
         self.ids = array("i")
 
@@ -50,6 +70,7 @@ class Talk:
         calls = [ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in asked]
         before = self.ids
         self.messages += new
+        self.truth += new
         if not before:
             self.ids = self.template.opening(self.messages)
         elif self.append:
@@ -58,16 +79,17 @@ class Talk:
             self.ids = self.template.spliced(self.messages, self.said, keep_thinking=False)
         return self.template.rendering.text(self.ids)
 
-    def hear(self, sampled: str, **message: Any) -> None:
+    def hear(self, sampled: str, thinking: str = "", **message: Any) -> None:
         ids = self.template.rendering.encode(sampled)
         self.said[len(self.messages)] = ids
         self.messages.append({"role": "assistant", **message})
+        self.truth.append({**self.messages[-1], "reasoning_content": thinking} if thinking else self.messages[-1])
         self.ids = self.ids + array("i", ids)
 
     def written(self) -> str:
         """The whole history as the template gives it."""
         rendering = self.template.rendering
-        return rendering.text(rendering.encode(rendering.render(self.messages)))
+        return rendering.text(rendering.encode(rendering.render(self.truth)))
 
 
 def user(text: str) -> Message:
@@ -98,3 +120,20 @@ def test_what_closes_an_answer_stands_there_once(append: bool, sampled: str) -> 
 def test_trying_samples_what_closes_an_answer() -> None:
     template = Talk(tokenizer_of(CLOSED, "<|say|>", "<|said|>"), append=True).template
     assert appending(template).differences == ()
+
+
+def test_thinking_about_results_is_left_out_where_each_prompt_opens_it() -> None:
+    talk = Talk(tokenizer_of(FORGOTTEN, words=["<think>", "</think>"]), append=False, tools=TOOLS)
+    talk.ask(user("Where?"))
+    talk.hear(
+        "I look.\n</think>\n\n<call>look:[('at', 'Oslo')]</call><|im_end|>",
+        "I look.",
+        content="",
+        tool_calls=called("look"),
+    )
+    assert talk.ask(result("Here.")) == talk.written()
+    talk.hear("It says so.\n</think>\n\nHere.<|im_end|>", "It says so.", content="Here.")
+    assert talk.ask(user("Sure?")) == talk.written()
+    assert talk.written().count("says so") == 0
+    talk.hear("Hm.\n</think>\n\nYes.<|im_end|>", "Hm.", content="Yes.")
+    assert talk.ask(user("Bye.")) == talk.written()
