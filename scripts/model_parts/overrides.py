@@ -126,10 +126,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """Model type -> fields of its configuration; a part that is a configuration takes a dict of its own."""
 
 
-def _rope(kind: str, **more: float) -> dict[str, Any]:
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
+_LONG = _rope(
+    "longrope",
+    short_factor=[1.0, 1.1, 1.2, 1.3],
+    long_factor=[1.0, 2.0, 3.0, 4.0],
+    short_mscale=1.0,
+    long_mscale=1.5,
+    original_max_position_embeddings=64,
+)
 _GROUPED = {"experts_implementation": "grouped_mm"}  # what transformers takes unasked; there is none in float64
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -178,6 +186,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3nForCausalLM with one shared layer": ("gemma3n_text", {"num_kv_shared_layers": 1}),
     "Phi3ForCausalLM with part of the RoPE": ("phi3", {"partial_rotary_factor": 0.5}),
     "JetMoeForCausalLM with one expert a token": ("jetmoe", {"num_experts_per_tok": 1}),
+    "LlamaForCausalLM with dynamic NTK": ("llama", _rope("dynamic", factor=4.0)),
+    "Phi3ForCausalLM with longrope": ("phi3", {**_LONG, "sliding_window": None}),
+    "PhimoeForCausalLM with longrope": ("phimoe", {**_LONG, "sliding_window": None}),
     "DogeForCausalLM with experts": ("doge", {"is_moe": True, "num_experts": 16}),
     "GPT2LMHeadModel with scales by layer": (
         "gpt2",

@@ -60,8 +60,9 @@ where a note says float32). *error* bounds the difference of any logit.
 
 The reference is the model's own forward, `model(input_ids)`. Where transformers' `generate` says something else than
 that forward, a note says so. (RoBERTa's kind counts positions from the padding id on; `generate` counts from 0.) The
-token that pads is no text here, and never sampled. longrope and dynamic NTK are not in the table: radixkv fixes their
-frequencies to those for the longest context, so that short prompts differ from `model(input_ids)` on purpose.
+token that pads is no text here, and never sampled. longrope's frequencies are fixed to those for the longest context,
+so that prompts within the original one differ from `model(input_ids)` on purpose: those are compared with themselves,
+alone and beside long ones.
 """
 
 
