@@ -70,7 +70,7 @@ def at_least(text: str, enough: int, tokenizer: Any, encode: Callable[[str], lis
     """Tokens that `text` certainly has, with what `encode` makes of its pieces; counting stops beyond `enough`.
 
     O(enough) tokens are encoded, but for stretches that cannot be cut: one word of a million letters, say, whose
-    letters are counted first.
+    letters are counted first, or Chinese without any ASCII, which is encoded whole.
     """
     vocabulary = Vocabulary.of(tokenizer)
     tokens = at = 0
