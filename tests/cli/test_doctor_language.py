@@ -77,6 +77,7 @@ def test_what_a_checkpoint_suggests_for_sampling_is_said(tiny: LoadedModel) -> N
 
 OPENS = CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif")
 COUNTS = CHATML.replace("{%- for m", "{{ messages | length }}{%- for m")
+COUNTS_WITH_TOOLS = CHATML.replace("{%- for m", "{{ messages | length if tools }}{%- for m")
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}assistant: "
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
 NO_CALLS = CHATML.replace("{% for call in m.tool_calls or [] %}", "{% for call in [] %}")
@@ -106,6 +107,7 @@ def conversations(tiny: LoadedModel, template: str | None) -> list[str]:
             OPENS,
             ["note: an appended history is not quite", "note: with tools, chat() renders histories anew: appending"],
         ),
+        (COUNTS_WITH_TOOLS, ["ok: ", "note: with tools, chat() renders histories anew: appending would lose"]),
         (PLAIN, ["ok: ", "note: tools do not reach the model: it has no place for them"]),
         (NO_SYSTEM, ["ok: ", "note: system prompts and tools do not reach the model: it has no place for them"]),
         (NO_CALLS, ["ok: ", "note: it takes no tools: the chat template does not show tool calls"]),
@@ -119,6 +121,7 @@ def conversations(tiny: LoadedModel, template: str | None) -> list[str]:
         "Mistral",
         "counts",
         "opens",
+        "counts with tools",
         "plain",
         "no system",
         "no calls",
