@@ -9,6 +9,9 @@ import pytest
 import torch
 import transformers
 
+from radixkv.errors import UnsupportedModel
+from radixkv.models import adapter
+
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -73,3 +76,13 @@ def exact_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference must be exact too: transformers' eager attention takes its softmax in float32 always."""
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim=-1, dtype=None: softmax(x, dim=dim))
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model runs over the pool."""
+
+    def refuse(model: Any) -> None:
+        raise UnsupportedModel("told so")
+
+    monkeypatch.setattr(adapter, "probe", refuse)

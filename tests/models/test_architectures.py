@@ -17,9 +17,9 @@ from radixkv.errors import InvalidInput
 from radixkv.models import adapter
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.runner import Runner
+from tests.models.alone import compare, forwarded, generated
 from tests.models.conftest import GROUPED, SIZES
-from tests.models.mill import Mill, prompts, random_steps
-from tests.models.test_fallback import forwarded, generated, own_logits
+from tests.models.mill import prompts
 
 
 def llama4(**options: Any) -> Any:
@@ -116,12 +116,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_logits_equal_the_own_forward(build: Callable[..., Any], kind: str) -> None:
     loaded = adapter.load(build(CONFIGS[kind](), torch.float32 if kind in IN_FLOAT32 else torch.float64))
     assert loaded.attention == "torch"
-    mill = Mill(loaded, num_blocks=70)
-    rows = random_steps(mill, seed=3, steps=9)
-    assert len(rows) > 25
-    assert mill.hits > 50
-    for tokens, logits in rows:
-        torch.testing.assert_close(logits, own_logits(loaded, tokens), rtol=0, atol=TOLERANCE.get(kind, 1e-9))
+    compare(loaded, TOLERANCE.get(kind, 1e-9))
 
 
 def test_an_engine_answers_as_the_model_generates(build: Callable[..., Any], kind: str) -> None:

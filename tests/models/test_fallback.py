@@ -15,13 +15,13 @@ from torch import nn
 
 from radixkv import Engine, SamplingParams
 from radixkv.errors import UnsupportedModel
-from radixkv.models import adapter, selftest
-from radixkv.models.hook import own_attention
-from radixkv.models.loaded import LoadedModel
+from radixkv.models import adapter
+from radixkv.models.fallback import PoolLayer
 from radixkv.models.runner import Chunk, Runner
 from radixkv.models.selftest import self_test
+from tests.models.alone import compare, generated
 from tests.models.conftest import GROUPED, SIZES
-from tests.models.mill import Mill, prompts, random_steps
+from tests.models.mill import prompts
 
 HEADS: dict[str, Any] = {"vocab_size": 97, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 # The second number is how exactly the architecture computes in float64: some keep parts of it in float32.
@@ -46,54 +46,9 @@ ARCHITECTURES: dict[str, tuple[Callable[[], Any], float]] = {
 }
 
 
-CONTEXTS = [
-    (transformers.MptConfig(**HEADS, d_model=32, n_layers=2, n_heads=4, max_seq_len=70), 70),
-    (
-        transformers.WhisperConfig(
-            **{**HEADS, "pad_token_id": 0}, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48,
-            max_target_positions=60, is_encoder_decoder=False, begin_suppress_tokens=None,
-        ),
-        60,
-    ),
-    # Of tokens that are equal it drops any behind so many: which, hangs on how many others are there.
-    (transformers.DogeConfig(**GROUPED, keep_window_size=64), 64),
-    # Beyond (5 + 2) blocks the answer would depend on whether it has seen a shorter prompt before.
-    (transformers.BigBirdConfig(**SIZES, is_decoder=True, block_size=4, num_random_blocks=1), 28),
-]  # fmt: skip
-
-
 @pytest.fixture(params=sorted(ARCHITECTURES))
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture
-def forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model runs over the pool."""
-
-    def refuse(model: Any) -> None:
-        raise UnsupportedModel("told so")
-
-    monkeypatch.setattr(adapter, "probe", refuse)
-
-
-@torch.inference_mode()
-def own_logits(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
-    """The model on its own: logits after the last of `tokens`."""
-    with own_attention(loaded.model):
-        found: torch.Tensor = loaded.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-    return found
-
-
-def compare(loaded: LoadedModel, tolerance: float) -> None:
-    """Random steps over random branches are the model's own forward, each of them."""
-    mill = Mill(loaded, num_blocks=70)
-    rows = random_steps(mill, seed=3, steps=9)
-    assert len(rows) > 25
-    assert mill.hits > 50
-    assert mill.copied > 1
-    for tokens, logits in rows:
-        torch.testing.assert_close(logits, own_logits(loaded, tokens), rtol=0, atol=tolerance)
 
 
 @pytest.mark.usefixtures("exact_softmax")
@@ -132,24 +87,6 @@ def test_an_engine_answers_as_the_model_generates(
     ]
 
 
-def forwarded(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
-    """The greedy reply by its own forward, which has to see everything anew for each token."""
-    tokens = list(prompt)
-    for _ in range(count):
-        with torch.inference_mode():
-            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tuple(tokens[len(prompt) :])
-
-
-def generated(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
-    """What transformers' own loop generates greedily."""
-    ids = torch.tensor([prompt])
-    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
-    reply: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
-    return tuple(reply)
-
-
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_run_and_are_tested(build: Callable[..., Any], dtype: torch.dtype) -> None:
@@ -184,55 +121,6 @@ def test_what_a_fallback_has_cached_can_be_computed_again(build: Callable[..., A
     assert runner.recheck(tokens, 8, table).positions == ()
     runner.store.keys[1][0, 1, 2] += 1.0  # the third token of the third block
     assert runner.recheck(tokens, 8, table).positions == (2,)
-
-
-@pytest.mark.parametrize(("config", "length"), CONTEXTS, ids=lambda value: type(value).__name__)
-def test_a_context_ends_where_positions_do_or_keys_are_dropped(
-    build: Callable[..., Any], config: Any, length: int
-) -> None:
-    assert adapter.load(build(config)).max_length == length
-
-
-def phimoe() -> Any:
-    return transformers.PhimoeConfig(**GROUPED, num_local_experts=2, sliding_window=53)
-
-
-@pytest.mark.usefixtures("exact_softmax")
-def test_a_window_that_attention_is_not_told(build: Callable[..., Any]) -> None:
-    """The model's mask has it, the call of its attention has not: only a prompt that is longer shows it."""
-    loaded = adapter.load(build(phimoe()))
-    assert loaded.attention == "fallback"
-    compare(loaded, 1e-3)  # its experts know no float64
-
-
-def test_a_window_that_attention_is_not_told_and_that_cannot_be_tested(
-    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})  # as if the model were large
-    with pytest.raises(UnsupportedModel, match="a window of 53 tokens that it does not pass to attention"):
-        adapter.load(build(phimoe()), attention="torch")
-    assert adapter.load(build(phimoe())).attention == "fallback"
-
-
-@pytest.mark.usefixtures("forced")
-def test_a_foreign_window_is_tested_or_not_believed(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that comes with a model may drop what lies behind its window, as transformers' cache for it does."""
-
-    class Foreign(transformers.MistralForCausalLM):  # type: ignore[misc]  # transformers shows no types
-        pass
-
-    config = transformers.MistralConfig(**GROUPED, sliding_window=53)
-    assert adapter.load(Foreign(config).eval()).attention == "fallback"
-    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})  # as if the model were large
-    assert adapter.load(build(config)).attention == "fallback"
-    with pytest.raises(UnsupportedModel, match="a window of 53 tokens, which is too long to be tested"):
-        adapter.load(Foreign(config).eval())
-
-
-def test_a_window_that_nobody_heeds_is_none(build: Callable[..., Any]) -> None:
-    config = transformers.LlamaConfig(**GROUPED)
-    config.sliding_window = 53
-    assert adapter.load(build(config)).attention == "torch"
 
 
 def test_the_fallback_has_to_be_allowed(build: Callable[..., Any]) -> None:
@@ -270,6 +158,26 @@ def test_state_in_a_module_is_refused(build: Callable[..., Any]) -> None:
     model.model.layers[1].mlp = Keeping(model.model.layers[1].mlp)
     with pytest.raises(UnsupportedModel, match=r"nor does its own attention over a cache do: .* own forward by"):
         adapter.load(model)
+
+
+@pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize(("times", "said"), [(0, "layer 1 of the cache was not written"), (2, "is written twice")])
+def test_a_step_that_writes_otherwise_than_the_first_fails(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, times: int, said: str
+) -> None:
+    """It would leave slots as they were, and call that cached."""
+    runner = Runner(adapter.load(build("llama")), 4, 4)
+    update = PoolLayer.update
+
+    def otherwise(self: PoolLayer, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any) -> Any:
+        found = key_states, value_states
+        for _ in range(times if self._layer else 1):
+            found = update(self, key_states, value_states)
+        return found
+
+    monkeypatch.setattr(PoolLayer, "update", otherwise)
+    with pytest.raises(RuntimeError, match=said):
+        runner.run([Chunk(np.arange(3, 6, dtype=np.int32), 0, np.arange(3), np.zeros(1, dtype=np.int32))])
 
 
 def test_a_model_that_leaves_out_what_pads_is_refused(build: Callable[..., Any]) -> None:

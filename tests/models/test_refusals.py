@@ -199,6 +199,14 @@ def test_a_model_that_is_causal_in_one_of_its_attentions_only_is_refused(build: 
         adapter.load(build(config))
 
 
+def test_layers_that_read_an_image_are_refused() -> None:
+    config = transformers.models.mllama.configuration_mllama.MllamaTextConfig(
+        **GATED, cross_attention_layers=[1], rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
+    )
+    with pytest.raises(UnsupportedModel, match="something else than its text"):
+        adapter.load(transformers.MllamaForCausalLM(config))
+
+
 def test_a_model_without_a_head_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="ForCausalLM"):
         adapter.load(transformers.LlamaModel(transformers.LlamaConfig(**GATED)))

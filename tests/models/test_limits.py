@@ -1,0 +1,79 @@
+"""How long sequences may be and how far back tokens see, where configurations and models do not agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transformers
+
+from radixkv.errors import UnsupportedModel
+from radixkv.models import adapter, selftest
+from tests.models.alone import compare
+from tests.models.conftest import GROUPED, SIZES
+from tests.models.test_fallback import HEADS
+
+CONTEXTS = [
+    (transformers.MptConfig(**HEADS, d_model=32, n_layers=2, n_heads=4, max_seq_len=70), 70),
+    (
+        transformers.WhisperConfig(
+            **{**HEADS, "pad_token_id": 0}, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48,
+            max_target_positions=60, is_encoder_decoder=False, begin_suppress_tokens=None,
+        ),
+        60,
+    ),
+    # Of tokens that are equal it drops any behind so many: which, hangs on how many others are there.
+    (transformers.DogeConfig(**GROUPED, keep_window_size=64), 64),
+    # Beyond (5 + 2) blocks the answer would depend on whether it has seen a shorter prompt before.
+    (transformers.BigBirdConfig(**SIZES, is_decoder=True, block_size=4, num_random_blocks=1), 28),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "length"), CONTEXTS, ids=lambda value: type(value).__name__)
+def test_a_context_ends_where_positions_do_or_keys_are_dropped(
+    build: Callable[..., Any], config: Any, length: int
+) -> None:
+    assert adapter.load(build(config)).max_length == length
+
+
+def phimoe() -> Any:
+    return transformers.PhimoeConfig(**GROUPED, num_local_experts=2, sliding_window=53)
+
+
+@pytest.mark.usefixtures("exact_softmax")
+def test_a_window_that_attention_is_not_told(build: Callable[..., Any]) -> None:
+    """The model's mask has it, the call of its attention has not: only a prompt that is longer shows it."""
+    loaded = adapter.load(build(phimoe()))
+    assert loaded.attention == "fallback"
+    compare(loaded, 1e-3)  # its experts know no float64
+
+
+def test_a_window_that_attention_is_not_told_and_that_cannot_be_tested(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})  # as if the model were large
+    with pytest.raises(UnsupportedModel, match="a window of 53 tokens that it does not pass to attention"):
+        adapter.load(build(phimoe()), attention="torch")
+    assert adapter.load(build(phimoe())).attention == "fallback"
+
+
+@pytest.mark.usefixtures("forced")
+def test_a_foreign_window_is_tested_or_not_believed(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that comes with a model may drop what lies behind its window, as transformers' cache for it does."""
+
+    class Foreign(transformers.MistralForCausalLM):  # type: ignore[misc]  # transformers shows no types
+        pass
+
+    config = transformers.MistralConfig(**GROUPED, sliding_window=53)
+    assert adapter.load(Foreign(config).eval()).attention == "fallback"
+    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})  # as if the model were large
+    assert adapter.load(build(config)).attention == "fallback"
+    with pytest.raises(UnsupportedModel, match="a window of 53 tokens, which is too long to be tested"):
+        adapter.load(Foreign(config).eval())
+
+
+def test_a_window_that_nobody_heeds_is_none(build: Callable[..., Any]) -> None:
+    config = transformers.LlamaConfig(**GROUPED)
+    config.sliding_window = 53
+    assert adapter.load(build(config)).attention == "torch"
