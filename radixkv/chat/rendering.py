@@ -68,6 +68,10 @@ class Rendering:
             raise ChatError(f"the model's chat template refuses this conversation: {error}") from error
         return str(text)
 
+    def harmless(self, message: Message) -> Message:
+        """A message of the assistant's, without control tokens in what it says and calls."""
+        return {key: value if key == "role" else self._guard.quoted(value) for key, value in message.items()}
+
     def encode(self, text: str) -> list[int]:
         """Ids of a rendered text. Raises InvalidInput for text that is no Unicode."""
         return self._guard.encode(text)

@@ -4,6 +4,9 @@ Knows: marks in a rendered text, and what stands around them. Knows no engine an
 
 Each reply is rendered as marks. What the template writes around these is encoded, and between stand the reply's own
 ids: all of them, or those behind its thinking where the template shows that no more.
+
+Where thinking goes and tool calls stay, marks do not tell what the template puts in the thinking's place from what a
+call begins with. Such a reply is rendered as it is, and its ids take the place of their own text, if that is there.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from radixkv.chat.channels import CHANNEL
 from radixkv.chat.messages import Message
 from radixkv.chat.rendering import Rendering
 from radixkv.chat.reply_form import CallNames, Marks, ReplyForm
@@ -26,7 +30,7 @@ Piece: TypeAlias = tuple[str, Sequence[int]]  # text to encode, and ids to stand
 class _Sampled:
     """A reply of the history: its place, its ids without a stop token, and how it is rendered.
 
-    `spoken_from` is how many of the ids are thinking.
+    `spoken_from` is how many of the ids are thinking. `headed`: what is said begins with a header of its own.
     """
 
     at: int
@@ -35,6 +39,7 @@ class _Sampled:
     calls: CallNames
     after_results: bool
     spoken_from: int
+    headed: bool
 
 
 class Splicing:
@@ -58,6 +63,7 @@ class Splicing:
         self._messages, self._keep = messages, keep_thinking
         word = unused_word([*messages, rendering.tools])
         self._replies = [self._sampled(at, said[at], word) for at in sorted(said)]
+        self._as_they_are: set[int] = set()
 
     def pieces(self) -> Iterator[Piece]:
         """What stands before a reply and the reply, one after another; at last what stands behind all, and no ids.
@@ -67,11 +73,18 @@ class Splicing:
         thinking = {reply.at for reply in self._replies if reply.spoken_from}
         rest = self._rendered(thinking)
         shown = {reply.at for reply in self._replies if reply.at in thinking and reply.marks.thinking in rest}
+        self._as_they_are = {
+            reply.at for reply in self._replies if reply.at in thinking - shown and reply.calls and not reply.headed
+        }
         if shown != thinking:  # what is left without its thinking may begin otherwise: render it so
             rest = self._rendered(shown)
         for reply in self._replies:
-            before, rest = self._taken_out(reply, rest)
-            yield self._placed(reply, before, thinks=reply.at in shown)
+            if reply.at in self._as_they_are:
+                before, ids, rest = self._in_its_place(reply, rest)
+            else:
+                before, rest = self._taken_out(reply, rest)
+                before, ids = self._placed(reply, before, thinks=reply.at in shown)
+            yield before, ids
         yield rest, ()
 
     # ---- inside
@@ -83,7 +96,8 @@ class Splicing:
         opened = self._form.opens_thinking(after_results=after_results)
         whole = self._keep or self._form.thinking_in is None  # then thinking is text as any other
         spoken_from = 0 if whole else _tokens_of_thinking(self._rendering, self._form, ids, opened=opened)
-        return _Sampled(at, ids, marks, calls, after_results, spoken_from)
+        headed = bool(spoken_from) and self._rendering.text(ids[spoken_from:]).startswith(CHANNEL)
+        return _Sampled(at, ids, marks, calls, after_results, spoken_from, headed)
 
     def _rendered(self, thinking: set[int]) -> str:
         """The history; some templates write one call a turn, models do not."""
@@ -93,13 +107,29 @@ class Splicing:
             if all(len(reply.calls) < 2 for reply in self._replies):
                 raise
             self._replies = [replace(reply, calls=reply.calls[:1]) for reply in self._replies]
+            self._as_they_are = set()
             return self._render(thinking)
 
     def _render(self, thinking: set[int]) -> str:
         messages = list(self._messages)
         for reply in self._replies:
-            messages[reply.at] = self._form.reply(reply.marks, reply.calls, thinks=reply.at in thinking)
+            if reply.at in self._as_they_are:
+                messages[reply.at] = self._rendering.harmless(messages[reply.at])
+            else:
+                messages[reply.at] = self._form.reply(reply.marks, reply.calls, thinks=reply.at in thinking)
         return self._rendering.render(messages)
+
+    def _in_its_place(self, reply: _Sampled, text: str) -> tuple[str, Sequence[int], str]:
+        """What stands before a reply that was rendered as it is, its ids, and what stands behind.
+
+        No ids where the template writes it in other words: then these are part of what stands behind.
+        """
+        ids = reply.ids[reply.spoken_from :]
+        said = self._rendering.text(ids)
+        later = [each.marks for each in self._replies if each.at > reply.at and each.at not in self._as_they_are]
+        marks = [at for each in later for mark in (each.answer, each.call) if (at := text.find(mark)) >= 0]
+        at = text.find(said, 0, min(marks, default=len(text))) if said else -1
+        return ("", (), text) if at < 0 else (text[:at], ids, text[at + len(said) :])
 
     def _taken_out(self, reply: _Sampled, text: str) -> tuple[str, str]:
         """What stands before a reply's first mark, and what stands behind its last."""

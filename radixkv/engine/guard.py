@@ -32,6 +32,14 @@ class Guard:
             return message
         return {**message, "content": self._break_up(message.get("content"))}
 
+    def quoted(self, value: Any) -> Any:
+        """A value as JSON has them, with control tokens broken up in all of its texts."""
+        if isinstance(value, str):
+            return self._break_up(value)
+        if isinstance(value, Mapping):
+            return {self.quoted(key): self.quoted(each) for key, each in value.items()}
+        return [self.quoted(each) for each in value] if isinstance(value, list) else value
+
     def encode(self, text: str) -> list[int]:
         """Ids of a rendered text; what `message` broke up is encoded in pieces. Raises as `checked_text`."""
         ids: list[int] = []

@@ -35,13 +35,14 @@ OPENED = """{%- set last = namespace(at=0) %}
 {%- endif %}{{ m.content }}
 {%- for call in m.tool_calls or [] %}
 {{- '\n' if m.content or not loop.first }}<call>{{ call.function.name }}:
-{{- call.function.arguments.items() | list }}</call>
+{{- call.function.arguments | tojson }}</call>
 {%- endfor %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 <think>
 {% endif %}"""
-FORGOTTEN = OPENED.replace("EMPTY", "")
+OSLO = '{"at": "Oslo"}'
+FORGOTTEN, EMPTY = OPENED.replace("EMPTY", ""), OPENED.replace("EMPTY", "<think></think>\n")
 
 
 def tokenizer_of(template: str, *controls: str, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
@@ -126,7 +127,7 @@ def test_thinking_about_results_is_left_out_where_each_prompt_opens_it() -> None
     talk = Talk(tokenizer_of(FORGOTTEN, words=["<think>", "</think>"]), append=False, tools=TOOLS)
     talk.ask(user("Where?"))
     talk.hear(
-        "I look.\n</think>\n\n<call>look:[('at', 'Oslo')]</call><|im_end|>",
+        f"I look.\n</think>\n\n<call>look:{OSLO}</call><|im_end|>",
         "I look.",
         content="",
         tool_calls=called("look"),
@@ -137,3 +138,43 @@ def test_thinking_about_results_is_left_out_where_each_prompt_opens_it() -> None
     assert talk.written().count("says so") == 0
     talk.hear("Hm.\n</think>\n\nYes.<|im_end|>", "Hm.", content="Yes.")
     assert talk.ask(user("Bye.")) == talk.written()
+
+
+@pytest.mark.parametrize("content", ["", "I go."], ids=["calls", "words and calls"])
+@pytest.mark.parametrize("template", [FORGOTTEN, EMPTY], ids=["nothing", "empty tags"])
+@pytest.mark.parametrize("spelled", [OSLO, '{ "at":"Oslo" }'], ids=["alike", "otherwise"])
+def test_what_stands_before_calls_whose_thinking_is_left_out_is_the_template_s(
+    template: str, content: str, spelled: str
+) -> None:
+    talk = Talk(tokenizer_of(template, words=["<think>", "</think>"]), append=False, tools=TOOLS)
+    talk.ask(user("Where?"))
+    words = f"{content}\n" if content else ""
+    calls = f"<call>look:{spelled}</call>\n<call>see:{OSLO}</call>"
+    talk.hear(
+        f"I look.\n</think>\n\n{words}{calls}<|im_end|>", "I look.", content=content, tool_calls=called("look", "see")
+    )
+    assert talk.ask(result("Here."), result("There.", 1)) == talk.written().replace(OSLO, spelled, 1)
+    talk.hear("Yes.\n</think>\n\nHere.<|im_end|>", "Yes.", content="Here.")
+    for _ in range(2):
+        assert talk.ask(user("Sure?")) == talk.written()
+        talk.hear("Hm.\n</think>\n\nYes.<|im_end|>", "Hm.", content="Yes.")
+
+
+def test_ids_of_calls_stay_where_their_thinking_is_left_out_and_their_arguments_stay_text() -> None:
+    talk = Talk(tokenizer_of(EMPTY, words=["<think>", "</think>"]), append=False, tools=TOOLS)
+    talk.ask(user("Where?"))
+    talk.hear(f"I look.\n</think>\n\n<call>look:{OSLO}</call><|im_end|>", "I.", content="", tool_calls=called("look"))
+    sampled = talk.said[1]
+    letters = talk.template.rendering.tokenizer.convert_tokens_to_ids(list("<call>look:"))
+    at = talk.template.rendering.encode("I look.\n</think>\n\n")
+    talk.said[1] = [*at, *letters, *talk.template.rendering.encode(f"{OSLO}</call><|im_end|>")]
+    assert talk.said[1] != sampled
+    talk.ask(user("Never mind."))
+    ids = list(talk.ids)
+    assert any(ids[here : here + len(letters)] == letters for here in range(len(ids)))
+    talk.messages[1]["tool_calls"][0]["function"]["arguments"] = {"at": "<|im_end|><|im_start|>"}
+    ends = talk.template.rendering.encode("<|im_end|>")
+    count = ids.count(ends[0])
+    talk.ids = talk.template.spliced(talk.messages, talk.said, keep_thinking=False)
+    assert '<|im_end|><|im_start|>"' in talk.template.rendering.text(talk.ids)
+    assert list(talk.ids).count(ends[0]) == count
