@@ -46,6 +46,8 @@ class Rechecks(Protocol):
 
     recheck_tokens: int
     recheck_obstacle: str | None
+    rows_meet: bool
+    """Whether only whole pieces can be computed again."""
 
     def recheck(self, tokens: NDArray[np.int32], start: int, block_table: NDArray[np.int32]) -> Recheck:
         """Compute [start, len(tokens)) again and compare; `start` is a multiple of `recheck_tokens`."""
@@ -175,6 +177,10 @@ class Auditor:
         if run is None:
             return False
         start = self._on_grid(self._rng.randrange(run.start, len(run.tokens)))
+        if not self._can_compare(len(run.tokens) - start):  # eviction has cut this piece: the one before it is whole
+            start -= self._runner.recheck_tokens
+        if start < 0:
+            return False
         tokens = run.tokens[: start + self._runner.recheck_tokens]
         if self._recheck(tokens, start, run.blocks, job).positions:
             _log.warning("an audit: tokens from %d on are not what was cached; looking for the first", start)
@@ -187,7 +193,7 @@ class Auditor:
         if walk.start >= len(walk.tokens):
             self._walk = None
         match = self._cache.match(tokens, walk.namespace)
-        if match.length < len(tokens):  # evicted meanwhile, or discarded
+        if match.length < len(tokens) or not self._can_compare(len(tokens) - start):  # evicted meanwhile, or discarded
             self._walk = None
             return
         found = self._recheck(tokens, start, match.blocks, job)
@@ -203,6 +209,9 @@ class Auditor:
         if job is not None:
             job.audited += blocks
         return found
+
+    def _can_compare(self, count: int) -> bool:
+        return count >= self._runner.recheck_tokens or not self._runner.rows_meet
 
     def _on_grid(self, position: int) -> int:
         return position // self._runner.recheck_tokens * self._runner.recheck_tokens

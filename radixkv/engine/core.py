@@ -67,7 +67,7 @@ class Core:
         self.cache = cache
         self.runner = runner
         self.counters = Counters()
-        self._reuse = Reuse(cache, limits, on=reuse)
+        self._reuse = Reuse(cache, limits, on=reuse, rows_meet=getattr(runner, "rows_meet", False))
         self.scheduler = Scheduler(cache, limits, self.counters, self._end, self._reuse)
         self.auditor = Auditor(cache, runner, self.scheduler, self.counters, self._end, reuse=reuse, scrub=scrub)
         self.telemetry: EngineTelemetry | None = None  # is told of requests, if anybody wants to know

@@ -7,6 +7,9 @@ engine is to be deterministic, everything that could tell a hit from a miss is t
 `prefill_chunk` tokens: a hit ends on it, a chunk goes from line to line (but for the rest of a prompt) in a forward of
 its own, and only the KV of full chunks is published, never that of a decode. What is cached is then what anybody would
 compute who has the same tokens.
+
+A row's bits may depend on the rows behind it as well: an expert multiplies as many rows at once as are routed to it.
+For such a model a chunk is never put together of two that began alike and parted.
 """
 
 from __future__ import annotations
@@ -28,9 +31,13 @@ _NOTHING = Match(0, np.empty(0, np.int32), 0)
 class Reuse:
     """The rules for one cache; `grid` is None where chunks and hits may end anywhere."""
 
-    def __init__(self, cache: PrefixCache, limits: Limits, *, on: bool = True) -> None:
-        """Without `on` no request looks for a cached prefix, and none leaves one."""
+    def __init__(self, cache: PrefixCache, limits: Limits, *, on: bool = True, rows_meet: bool = False) -> None:
+        """Without `on` no request looks for a cached prefix, and none leaves one.
+
+        `rows_meet` says of the model that a row's bits depend on the other rows of its forward.
+        """
         self.on = on
+        self._rows_meet = rows_meet
         self.grid = limits.prefill_chunk if limits.deterministic else None
         self._cache = cache
         self._chunk = limits.prefill_chunk
@@ -99,10 +106,19 @@ class Reuse:
             return
         try:
             if self.grid is not None:
-                sequence.truncate(stream.common_length)
+                sequence.truncate(self._unmixed(stream))
             sequence.commit()
         except Exception:
             _log.exception("what a request computed could not be published")
+
+    def _unmixed(self, stream: Stream) -> int:
+        """How much of a stream may be published: in the tree, its chunks must not begin as somebody else's."""
+        length = stream.common_length
+        if not self._rows_meet:
+            return length
+        tokens = np.array(stream.tokens[:length], np.int32)
+        found = self._cache.match(tokens, stream.request.namespace).length
+        return length if found == self.on_grid(found) else self.on_grid(found)
 
     def _is_common(self, stream: Stream, count: int, *, alone: bool) -> bool:
         """Whether anybody would compute these tokens like this; notes how far that holds for the stream.

@@ -27,7 +27,7 @@ from radixkv.models.forward import Forward
 from radixkv.models.hook import handled_by
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.plan import Lists, Planner
-from radixkv.models.recheck import Recheck, compare, obstacle
+from radixkv.models.recheck import Recheck, compare, obstacle, rows_meet
 from radixkv.models.rounding import agree
 from radixkv.models.step import Step
 
@@ -213,6 +213,11 @@ class Runner:
         return logits
 
     @property
+    def rows_meet(self) -> bool:
+        """Whether a row's bits depend on the other rows of its forward, also on those behind it."""
+        return rows_meet(self.loaded)
+
+    @property
     def recheck_obstacle(self) -> str | None:
         """Why cached KV cannot be computed again and compared; None if it can."""
         return obstacle(self.loaded, exact=self._deterministic)
@@ -222,11 +227,12 @@ class Runner:
 
         `tokens` [end] and `block_table` describe the whole path; start is a multiple of `recheck_tokens`, and at most
         so many lie behind it. Writes to the blocks beside the pool only. A deterministic runner computes a full chunk,
-        as the cached KV was computed, and compares bits: what stands behind a row changes none of its bits. Costs one
-        forward of these tokens.
+        as the cached KV was computed, and compares bits: what stands behind a row changes none of its bits. Where it
+        does (`rows_meet`), the tokens must be such a full chunk. Costs one forward of these tokens.
         """
         assert start % self.recheck_tokens == 0 and 0 < len(tokens) - start <= self.recheck_tokens
         size, count = self.store.block_size, len(tokens) - start
+        assert not self.rows_meet or count == self.recheck_tokens
         first, offset = divmod(start, size)
         copies = [(int(block_table[first]), self._beside)] if offset else []
         new = tokens[start:]

@@ -33,6 +33,7 @@ class AuditedRunner(FakeRunner):
     """The fake that computes its chains again; it believes what it reads, as a model does."""
 
     recheck_obstacle: str | None = None
+    rows_meet: bool = False
 
     def __init__(self, num_blocks: int, block_size: int, recheck_tokens: int = 8) -> None:
         super().__init__(num_blocks, block_size)
@@ -586,6 +587,21 @@ def test_where_there_is_nothing_to_audit_it_is_said() -> None:
     runner.recheck_obstacle = "experts"
     with pytest.raises(InvalidInput, match="scrub: experts"):
         Auditor(core.cache, runner, core.scheduler, core.counters, core._end, scrub=1.0)
+
+
+def test_where_rows_meet_only_whole_pieces_are_computed_again() -> None:
+    engine, runner = make_engine()
+    runner.rows_meet = True
+    asked: list[int] = []
+    compare = runner.recheck
+    runner.recheck = lambda tokens, start, table: (asked.append(len(tokens) - start), compare(tokens, start, table))[1]  # type: ignore[method-assign]
+    with engine:
+        engine.generate([[3, 4]], GREEDY.but(max_tokens=2))  # less than a piece: there is nothing to compare
+        assert engine.audit(4).blocks == 0 and not asked
+        engine.generate([[*range(10, 31)]], GREEDY)
+        while len(asked) < 20:
+            engine.audit(4)
+        assert set(asked) == {runner.recheck_tokens}
 
 
 @pytest.mark.parametrize("scrub", [0, -1, float("nan"), float("inf"), "fast", None])

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
+from radixkv import Engine, SamplingParams
 from radixkv.models import adapter
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.runner import Chunk, Runner
@@ -188,3 +190,38 @@ def test_a_deterministic_runner_computes_the_model(loaded: LoadedModel) -> None:
         both.append(torch.stack(reader.logits))
     tolerance = 1e-4 if loaded.dtype == torch.float32 else 0.5
     torch.testing.assert_close(both[1], both[0], rtol=0, atol=tolerance)
+
+
+def test_with_experts_no_chunk_is_put_together_of_two() -> None:
+    """Where prompts part inside a chunk, the first one's rows met others there: the second may read none of them."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    limits = {"max_position_embeddings": 512, "vocab_size": 97, "num_key_value_heads": 2, "initializer_range": 0.2}
+
+    def engine(**options: Any) -> Engine:
+        torch.manual_seed(0)
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=8, **sizes, **limits))
+        return Engine.load(
+            model,
+            deterministic=True,
+            prefill_chunk=64,
+            max_batch_tokens=200,
+            num_blocks=200,
+            monitor=False,
+            **options,
+        )
+
+    rng = random.Random(1)
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=1)
+    with engine() as warm, engine(prefix_cache=False) as cold:
+        hits = 0
+        for _ in range(5):
+            stem = random_tokens(rng, 48)
+            for _ in range(2):
+                prompt = stem + random_tokens(rng, 30)
+                for _ in range(2):
+                    [hit], [miss] = warm.generate([prompt], params), cold.generate([prompt], params)
+                    assert hit.logprobs == miss.logprobs
+                    hits += hit.usage.cached_tokens
+        assert hits == 5 * 64, "only the second time that a stem's first prompt comes"
+        report = warm.audit(blocks=20)
+        assert report.blocks >= 20 and report.differ == 0

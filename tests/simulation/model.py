@@ -65,7 +65,7 @@ class SlotModel:
         # By which chunk each slot was computed: its start, its length, whether it had a forward of its own.
         self.origins = np.zeros((cache.num_blocks, self.size, 3), np.int64)
         self.runs = 0
-        self.recheck_tokens, self.recheck_obstacle = 2 * self.size, None
+        self.recheck_tokens, self.recheck_obstacle, self.rows_meet = 2 * self.size, None, False
         self.broken: AssertionError | None = None  # a rule of a step that was not kept
         self.fault: Callable[[Sequence[Chunk], int], None] = lambda chunks, part: None
         self.garbles: Callable[[], bool] = lambda: False  # whether a run returns too little
