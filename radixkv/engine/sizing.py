@@ -1,15 +1,13 @@
 """How much memory the KV pool gets.
 
-Knows: bytes, and how much memory is free here. Knows no cache and no model.
+Knows: bytes, and shares of what is free. Knows no cache and no model.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from radixkv.errors import InvalidInput
 from radixkv.kv_size import bytes_of
+from radixkv.memory import free_memory
 
 _CPU_SHARE = 4
 _CPU_MOST = 4 * 2**30
@@ -53,40 +51,3 @@ def _automatic(device: str) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1 - _GPU_SHARE) * total))
     return min(free_memory() // _CPU_SHARE, _CPU_MOST)
-
-
-def free_memory() -> int:
-    """Bytes that this process may still take: what the machine has available, within the control group's limit."""
-    return min(_available(), _left_in_cgroup())
-
-
-def _available() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux: take half of the machine's memory for free
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def _left_in_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            return max(0, int((folder / limit).read_text()) - int((folder / used).read_text()) + _files(folder, used))
-        except (OSError, ValueError):  # no such version of control groups, or "max": no limit
-            continue
-    return 2**63
-
-
-def _files(folder: Path, used: str) -> int:
-    """Bytes of files that the control group's `used` counts, and that Linux gives up when memory is asked for."""
-    try:
-        lines = (folder / used).with_name("memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    stat = dict(line.split() for line in lines)
-    prefix = "total_" if "total_inactive_file" in stat else ""  # version 1: with the groups below this one
-    return sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))

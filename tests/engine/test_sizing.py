@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from radixkv import memory
 from radixkv.engine import RequestEngine, sizing
 from radixkv.errors import InvalidInput
 
@@ -28,14 +29,14 @@ def test_auto_is_a_quarter_of_what_is_free_and_at_most_four_gib(monkeypatch):
 
 
 def test_free_memory_keeps_within_the_control_group(tmp_path):
-    assert 0 < sizing.free_memory() < 2**50
+    assert 0 < memory.free_memory() < 2**50
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    assert sizing._left_in_cgroup(tmp_path) == 600
+    assert memory.left_in_cgroup(tmp_path) == 600
     (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 50\nactive_file 200\n")
-    assert sizing._left_in_cgroup(tmp_path) == 850  # file pages are given up when memory is asked for
+    assert memory.left_in_cgroup(tmp_path) == 850  # file pages are given up when memory is asked for
     (tmp_path / "memory.max").write_text("max\n")
-    assert sizing._left_in_cgroup(tmp_path) == 2**63
+    assert memory.left_in_cgroup(tmp_path) == 2**63
 
 
 def test_a_group_of_version_one_counts_what_is_below_it(tmp_path):
@@ -44,7 +45,7 @@ def test_a_group_of_version_one_counts_what_is_below_it(tmp_path):
     (folder / "memory.limit_in_bytes").write_text("1000\n")
     (folder / "memory.usage_in_bytes").write_text("900\n")
     (folder / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 300\ntotal_active_file 200\n")
-    assert sizing._left_in_cgroup(tmp_path) == 600
+    assert memory.left_in_cgroup(tmp_path) == 600
 
 
 @pytest.mark.parametrize(
