@@ -204,7 +204,7 @@ class ChatSession:
     ) -> ReplyStream:
         """Ask for a reply to `new` behind the first `keep` turns (all, if None), in place of those that follow."""
         self._settle()
-        params = checked_params(params)
+        params = checked_params(params, self._engine.default_params)
         if params.n != 1:
             raise InvalidInput(f"a conversation has one reply a turn, got n={params.n}: fork the session instead")
         turns = self._turns[:keep]

@@ -51,7 +51,7 @@ def _token(tokenizer: Any | None, token: int) -> str:
 
 
 def _sampling(loaded: LoadedModel) -> Iterator[Finding]:
-    """What the checkpoint suggests for sampling, which no request follows unasked."""
+    """What the checkpoint suggests for sampling."""
     from radixkv.models.sampling_params import SamplingParams
     from radixkv.models.suggested import suggested
 
@@ -59,9 +59,7 @@ def _sampling(loaded: LoadedModel) -> Iterator[Finding]:
     own = {name: value for name, value in asdict(suggested(loaded.model)).items() if value != usual[name]}
     if own:
         written = ", ".join(f"{name}={value}" for name, value in own.items())
-        yield note(
-            "sampling", f"the checkpoint suggests SamplingParams({written}): a request without params ignores it"
-        )
+        yield ok("sampling", f"a request without params has the checkpoint's SamplingParams({written})")
 
 
 def _chat(loaded: LoadedModel) -> Iterator[Finding]:

@@ -176,6 +176,11 @@ class AsyncRequestEngine:
         """Tokens that prompt and reply may have together: what the model allows, or what the pool holds."""
         return self._engine.context_limit
 
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request without params uses: the defaults, with what the model's generation_config.json suggests."""
+        return self._engine.default_params
+
     # ---- inside
 
     async def _prepared(

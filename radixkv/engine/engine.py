@@ -358,6 +358,11 @@ class RequestEngine:
         return self._model
 
     @property
+    def default_params(self) -> SamplingParams:
+        """What a request without params uses: the defaults, with what the model's generation_config.json suggests."""
+        return self._intake.default_params
+
+    @property
     def context_limit(self) -> int:
         """Tokens that prompt and reply may have together: what the model allows, or what the pool holds."""
         return self._intake.context_limit

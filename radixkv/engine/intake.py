@@ -17,6 +17,7 @@ from radixkv.engine.prompts import Prompt, TokenIds
 from radixkv.engine.request import Request, derive_seed
 from radixkv.errors import InvalidInput, PromptTooLong
 from radixkv.models.sampling_params import SamplingParams, checked_params, is_int
+from radixkv.models.suggested import suggested
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
@@ -33,6 +34,7 @@ class Intake:
         self._pool_tokens = pool_tokens
         self._seed = seed
         self._numbers = itertools.count(1)
+        self.default_params = suggested(getattr(model, "model", None))
 
     @property
     def context_limit(self) -> int:
@@ -56,7 +58,7 @@ class Intake:
     ) -> Request:
         """A request; without `sample` it only computes the prompt. Raises InvalidInput and its kinds."""
         ids = self.encode(prompt, reply=True)
-        params = checked_params(params)
+        params = checked_params(params, self.default_params)
         self._check(params)
         check_namespace(namespace)
         check_seconds("timeout", timeout)

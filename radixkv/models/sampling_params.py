@@ -109,10 +109,10 @@ class SamplingParams:
             raise InvalidInput(f"{name} must be a number {sign} {low:g}{limit}, not {value!r}")
 
 
-def checked_params(params: object) -> SamplingParams:
-    """`params` themselves, the defaults for None; raises InvalidInput for anything else."""
+def checked_params(params: object, default: SamplingParams | None = None) -> SamplingParams:
+    """`params` themselves, `default` for None; raises InvalidInput for anything else."""
     if params is None:
-        return SamplingParams()
+        return default or SamplingParams()
     if not isinstance(params, SamplingParams):
         raise InvalidInput(f"params must be SamplingParams(...) or None, got {type(params).__name__}")
     return params

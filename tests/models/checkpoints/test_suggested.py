@@ -7,10 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 
+from radixkv.chat import Engine
 from radixkv.models.sampling_params import SamplingParams
 from radixkv.models.suggested import suggested
+from tests.chat.worlds import byte_tokenizer
 from tests.models.checkpoints.files import read, rewrite
+from tests.models.conftest import GROUPED, make
 
 ALL: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
 
@@ -40,3 +44,21 @@ def test_a_value_out_of_range_is_left_out_alone(wrong: dict[str, Any]) -> None:
 
 def test_a_model_may_have_no_settings() -> None:
     assert suggested(object()) == SamplingParams()
+
+
+def test_requests_and_turns_without_params_follow_the_file(tmp_path: Path) -> None:
+    config = {**GROUPED, "num_hidden_layers": 1, "vocab_size": 300, "eos_token_id": None}
+    make(transformers.LlamaConfig(**config)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "hello"}]
+    with Engine.load(str(tmp_path), num_blocks=60, monitor=False) as engine:
+        assert engine.default_params == SamplingParams()
+        [greedy] = engine.generate([chat], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_k": 1}')
+    with Engine.load(str(tmp_path), num_blocks=60, monitor=False) as engine:
+        assert engine.default_params == SamplingParams(top_k=1)
+        ids = engine.generate([chat])[0].token_ids
+        assert ids[:40] == greedy.token_ids[: len(ids)]
+        assert engine.chat().send("hello").token_ids == ids
+        drawn = {engine.generate([chat], SamplingParams(max_tokens=40, seed=seed))[0].token_ids for seed in range(3)}
+        assert len(drawn) == 3  # params that are passed count as they are
