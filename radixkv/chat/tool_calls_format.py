@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from radixkv.engine.guard import template_text
+
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
@@ -51,7 +53,7 @@ FORMATS = (HERMES, MISTRAL, LLAMA)  # in this order: models that were trained fu
 
 def format_of(tokenizer: Any | None) -> CallFormat | None:
     """The form that a model's template writes, else the one whose tag is a token of its own; None for another form."""
-    template = _template(tokenizer)
+    template = template_text(tokenizer)
     added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
     written = [form for form in FORMATS if form.start in template]
     return next(iter([*written, *(form for form in FORMATS if form.start in added)]), None)
@@ -62,9 +64,3 @@ def tool_names(tools: Sequence[Any] | None) -> frozenset[str]:
     schemas = [tool for tool in tools or () if isinstance(tool, dict)]
     functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in schemas]
     return frozenset(name for function in functions if isinstance(name := function.get("name"), str))
-
-
-def _template(tokenizer: Any | None) -> str:
-    """All templates, if there are several by name."""
-    given = getattr(tokenizer, "chat_template", None) or ""
-    return "\n".join(map(str, given.values())) if isinstance(given, dict) else str(given)

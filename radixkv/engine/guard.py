@@ -60,11 +60,23 @@ class Guard:
 
     @cached_property
     def _controls(self) -> list[str]:
-        """Texts of all control tokens, longest first."""
+        """Texts of all control tokens, longest first.
+
+        A token that stands in the chat template is one, whether it is marked as special or not: some are not (Qwen's
+        `</tool_response>`), and text must not end what the template has begun.
+        """
         tokenizer = self._tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        special = {str(token) for token in tokenizer.all_special_tokens} | {t.content for t in added if t.special}
-        return sorted((text for text in special if len(text) > 1), key=lambda text: (-len(text), text))
+        template = template_text(tokenizer)
+        controls = {str(token) for token in tokenizer.all_special_tokens}
+        controls |= {t.content for t in added if t.special or (t.content.strip() and t.content in template)}
+        return sorted((text for text in controls if len(text) > 1), key=lambda text: (-len(text), text))
+
+
+def template_text(tokenizer: Any | None) -> str:
+    """The source of a tokenizer's chat template, of all of them if it has several; empty if it has none."""
+    given = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(map(str, given.values())) if isinstance(given, Mapping) else str(given)
 
 
 def checked_text(text: str) -> str:
