@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from radixkv.chat.messages import THINK_END, THINK_START, Message, ToolCall
-from radixkv.chat.reply_form import ReplyForm
+from radixkv.chat.reply_form import ReplyForm, shared
 from radixkv.chat.splicing import from_stop
 from radixkv.chat.template import ChatTemplate
 from radixkv.errors import ChatError
@@ -108,8 +108,7 @@ def _with_calls(template: ChatTemplate, reply: Message, results: Sequence[Messag
 def _behind_prompt(template: ChatTemplate, messages: Sequence[Message], *, is_last: bool = False) -> str:
     """What the template writes from where the first reply of a dialogue begins."""
     text = template.rendering.render(messages, reply=not is_last).partition(_LAST["content"])[2]
-    begins = template.form.begins
-    return text[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, begins, strict=False))) :]
+    return text[shared(text, template.form.begins) :]
 
 
 def _is_result(message: Message) -> bool:

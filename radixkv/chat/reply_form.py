@@ -10,6 +10,7 @@ template's, a space is put in front.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -70,10 +71,12 @@ class ReplyForm:
         message: Message = {"role": "assistant", "content": marks.answer}
         if calls:  # a template may show content and calls in any order, or only one of them: mark both
             message["tool_calls"] = [_call(each, marks.call, as_text=self.calls_as_text) for each in calls]
-        if thinks:
-            message.update(self.thoughtful(marks.thinking, marks.answer))
-        if thinks and calls and "reasoning_content" in message:
-            message["content"] = ""  # templates with channels take thinking or words before a call, not both
+        if thinks and calls:  # tags before a call are words to some templates that know them before an answer
+            message["reasoning_content"] = marks.thinking
+            if self.thinking_in == "reasoning_content":
+                message["content"] = ""  # templates with channels take thinking or words before a call, not both
+        elif thinks:
+            message = self.thoughtful(marks.thinking, marks.answer)
         return message
 
     def thoughtful(self, thinking: str, answer: str) -> Message:
@@ -130,8 +133,8 @@ class ReplyForm:
             marks = [at for mark in (_MARKS.answer, _MARKS.call) if (at := text.find(mark)) >= 0]
             if marks:
                 before = text[: min(marks)]
-                shared = _shared(before, begins)
-                found.append(Lead(begins[shared:], before[shared:]))
+                length = shared(before, begins)
+                found.append(Lead(begins[length:], before[length:]))
         return tuple(found)
 
     def asked_behind_results(self) -> tuple[list[Message], str]:
@@ -147,6 +150,7 @@ _SAID, _RESULT = "radixkv.user.", "radixkv.result."
 _USER: Message = {"role": "user", "content": _SAID}
 _ID = "radixkv00"  # nine letters and digits: some templates take no other ids
 _ONE_CALL: CallNames = ((_ID, "look"),)
+_TAG_BEGUN = re.compile(r"(?:<|\[)[^<>\[\]\s]*\Z")
 _LEADS = 1000  # that are remembered; the names of tools are the callers'
 
 
@@ -238,9 +242,11 @@ def _length(lead: Lead) -> int:
     return len(lead.written)
 
 
-def _shared(first: str, second: str) -> int:
-    """How many characters two texts share from the start."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+def shared(first: str, second: str) -> int:
+    """How many characters two texts share from the start; a tag is shared as a whole, or not at all."""
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    begun = _TAG_BEGUN.search(first[:length])
+    return length if begun is None else begun.start()
 
 
 def _results(calls: CallNames, said: str) -> list[Message]:

@@ -117,22 +117,25 @@ class ChatTemplate:
         """The text from behind an assistant's words to the beginning of the next reply."""
         word = unused_word([*new, self.tools])
         marks = Marks(f"{word}reply.", f"{word}thinking.", f"{word}call.")
+        # Words of a turn with calls may stand behind its results; some templates show no calls without words, though.
         text = self._around_reply(marks, calls, new)
-        found = [at + len(mark) for mark in (marks.answer, marks.call) if (at := text.rfind(mark)) >= 0]
+        if calls and marks.call not in text:
+            text = self._around_reply(marks, calls, new, words=marks.answer)
+        _, found, tail = text.rpartition(marks.call if marks.call in text else marks.answer)
         if not found:
             raise ChatError("the chat template drops assistant messages: use history='template'")
-        tail = text[max(found) :]
         return from_stop(tail, self.stop_texts) if calls else tail
 
-    def _around_reply(self, marks: Marks, calls: CallNames, new: Sequence[Message]) -> str:
+    def _around_reply(self, marks: Marks, calls: CallNames, new: Sequence[Message], words: str = "") -> str:
         """A reply that says marks only, and the new messages; some templates write one call a turn, models do not."""
-        user: Message = {"role": "user", "content": "x"}
+        reply = self.form.reply(marks, calls)
+        reply["content"] = words if calls else marks.answer
         try:
-            return self.rendering.render([user, self.form.reply(marks, calls), *new])
+            return self.rendering.render([{"role": "user", "content": "x"}, reply, *new])
         except ChatError:
             if len(calls) < 2:
                 raise
-            return self.rendering.render([user, self.form.reply(marks, calls[:1]), *new])
+            return self._around_reply(marks, calls[:1], new, words)
 
     @cached_property
     def stop_texts(self) -> list[str]:

@@ -7,7 +7,7 @@ import json
 import random
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import strftime
 from typing import Any
 
@@ -313,3 +313,65 @@ def test_what_closes_a_call_is_skipped_as_far_as_the_first_token_that_may_stop_a
     assert from_stop('"}</call><b>result<a>', ["<a>", "<b>", "<c>"]) == "<b>result<a>"
     with pytest.raises(ChatError, match="does not end a tool call"):
         from_stop('"}</call>', ["<a>"])
+
+
+# ---- habits that the six have not
+
+
+def habit(template: str, *control: str, stops: tuple[str, ...] = ("<|im_end|>",)) -> ChatTemplate:
+    """A template with these control tokens beside ChatML's."""
+    style = replace(STYLES["ChatML"], name="habit", template=template, control=(*STYLES["ChatML"].control, *control))
+    tokenizer = style.tokenizer()
+    return ChatTemplate(tokenizer, frozenset(tokenizer.convert_tokens_to_ids(list(stops))))
+
+
+CALL = ToolCall("call00001", "look", {"at": "a"})
+RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "look", "content": "sunny"}
+
+
+def test_words_that_stand_behind_the_results_of_their_own_turn() -> None:
+    """A turn is one message to some templates: call, results, and only then what was said beside the call."""
+    template = """{%- for m in messages %}
+{%- if m.role == 'tool' %}{% elif m.tool_calls %}<|im_start|>{{ m.role }}<call>
+{{- m.tool_calls[0].function.arguments | tojson }}<|end|>
+{%- for r in messages if r.role == 'tool' %}<result>{{ r.content }}</result>{% endfor %}{{ m.content }}
+{%- else %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant {% endif %}"""
+    chat = habit(template, "<|end|>", stops=("<|end|>", "<|im_end|>"))
+    ids = chat.opening([{"role": "user", "content": "Hi"}])
+    sampled = chat.rendering.encode('<call>{"at": "a"}<|end|>')
+    after = chat.continued(ids + array("i", sampled), [RESULT], [CALL])
+    assert chat.rendering.text(after[len(ids) :]) == '<call>{"at": "a"}<|end|><result>sunny</result>'
+
+
+def test_a_tag_is_no_place_where_a_prompt_and_a_history_part() -> None:
+    """A prompt opens thinking where a history closes it: both begin with the same sign."""
+    template = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{%- if m.role == 'assistant' %}</think>{{ m.content.split('</think>')[-1] }}{% else %} {{ m.content }}{% endif %}<|im_end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant<think>{% endif %}"""
+    chat = habit(template)
+    asked = [{"role": "user", "content": "Hi"}]
+    history = [*asked, {"role": "assistant", "content": "Yes."}, *asked]
+    said = {1: chat.rendering.encode("Hmm.</think>Yes.<|im_end|>")}
+    assert chat.rendering.text(chat.spliced(history, said, keep_thinking=False)) == chat.rendering.render(history)
+    whole = chat.rendering.text(chat.spliced(history, said, keep_thinking=True))
+    assert "<|im_start|>assistant<think>Hmm.</think>Yes.<|im_end|>" in whole
+
+
+def test_tags_that_a_template_knows_before_an_answer_and_not_before_a_call() -> None:
+    template = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.tool_calls %}{{ m.content }}<call>{{ m.tool_calls[0].function.arguments | tojson }}
+{%- else %}{{ m.content.split('</think>')[-1].lstrip() }}{% endif %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+    chat = habit(template)
+    history = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL.as_message()]},
+    ]
+    said = {1: chat.rendering.encode('<think>\nHmm.\n</think>\n\n<call>{"at": "a"}<|im_end|>')}
+    ids = chat.spliced([*history, RESULT], said, keep_thinking=False)
+    assert chat.rendering.text(ids) == chat.rendering.render([*history, RESULT])
