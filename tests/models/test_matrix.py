@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts"))
 command = importlib.import_module("scripts.models")
 exact, jobs, page, recipes, trial, verdict, witness = (
     importlib.import_module(f"model_parts.{name}")
