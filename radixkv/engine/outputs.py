@@ -40,7 +40,7 @@ class Chunk:
     """One step of one stream: a sampled token and the text that it released.
 
     `text` is empty while the text might still turn out to be part of a stop string or of an unfinished character.
-    `finish_reason` is set on a stream's last chunk only.
+    `finish_reason` is set on a stream's last chunk only. `held` characters are known behind `text`, and kept back.
     """
 
     text: str
@@ -48,6 +48,7 @@ class Chunk:
     index: int = 0
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

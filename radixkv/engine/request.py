@@ -186,7 +186,7 @@ class Stream:
         if logprobs is not None:
             self.logprobs.append(logprobs)
         text = self._advance(token, self.output_length)
-        return Chunk(text, (token,), self.index, logprobs, self.finish_reason)
+        return Chunk(text, (token,), self.index, logprobs, self.finish_reason, self.text.held)
 
     def _advance(self, token: int, length: int) -> str:
         request = self.request

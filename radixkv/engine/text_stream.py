@@ -82,6 +82,11 @@ class TextStream:
         """All text released so far."""
         return "".join(self._released)
 
+    @property
+    def held(self) -> int:
+        """How many characters are held back, because a stop string may begin with them."""
+        return len(self._held)
+
     def push(self, token: int, *, watch: bool = True) -> str:
         """Add a token; returns the text that it releases. Stop strings count only if `watch`. Sets `stopped`."""
         if self._detokenizer is None:

@@ -6,7 +6,8 @@ app.py            which path leads to which endpoint; openapi.py describes them,
 service.py        what all endpoints share; settings.py what it is told, asking.py its requests
 chats.py          conversations; completions.py  texts and token ids
 schemas.py        bodies, checked; fields.py and messages.py do the reading
-reply.py          a reply taken apart; shapes.py  usage and log probabilities; stream.py  events
+reply.py          a reply taken apart; tagged_text.py  with its control tokens
+shapes.py         usage and log probabilities; stream.py  events
 conversations.py  what was said before, found again; history.py remembers it, in a tree of history_nodes.py
 auth.py           API keys to tenants, tenants to namespaces; limits.py  how much at once
 metrics.py        what Prometheus reads; request_watch.py counts it

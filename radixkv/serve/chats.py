@@ -29,6 +29,7 @@ from radixkv.serve.schemas import ChatRequest, read_chat
 from radixkv.serve.service import Service
 from radixkv.serve.shapes import answer, streams, usage
 from radixkv.serve.stream import DONE, EventStream, data, whole
+from radixkv.serve.tagged_text import TaggedText
 
 _NO_CONTENT = b'"content":""'
 
@@ -65,6 +66,7 @@ class ChatAnswer:
         self._parts: dict[int, tuple[bytes, bytes]] = {}
         thinking = service.opens_thinking(prompt.ids)
         self._readers = [self._reader(index, thinking) for index in range(wanted.asked.params.n)]
+        self._texts = [TaggedText(service.hidden_tags) for _ in self._readers]
 
     def _reader(self, index: int, thinking: bool) -> ReplyReader:
         """The same request gets the same ids of calls, whole and as events."""
@@ -90,7 +92,7 @@ class ChatAnswer:
         """Wait for all replies and read them; token by token if some tags are not part of the text."""
         if self._service.hidden_tags:
             async for chunk in handle:
-                self._readers[chunk.index].push(self._service.shown(chunk))
+                self._readers[chunk.index].push(self._texts[chunk.index].push(chunk))
         completion = await handle.result()
         for each in streams([completion]):
             if not self._service.hidden_tags:
@@ -133,7 +135,7 @@ class ChatAnswer:
     def _of_chunk(self, chunk: Chunk) -> bytes:
         """The events for one token: none while its text is held back."""
         reader = self._readers[chunk.index]
-        pieces = reader.push(self._service.shown(chunk))
+        pieces = reader.push(self._texts[chunk.index].push(chunk))
         if chunk.finish_reason is not None:
             pieces += reader.finish()
         if len(pieces) == 1 and pieces[0].content and chunk.logprobs is None and chunk.finish_reason is None:

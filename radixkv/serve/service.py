@@ -20,7 +20,7 @@ from radixkv.chat import AsyncEngine
 from radixkv.chat.length import at_least
 from radixkv.chat.messages import THINK_START, Message
 from radixkv.chat.tool_calls_format import format_of
-from radixkv.engine import Chunk, Completion
+from radixkv.engine import Completion
 from radixkv.engine.prompts import TokenIds, encode
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.serve.auth import Auth, namespace
@@ -53,7 +53,7 @@ class Service:
     """One engine behind one set of endpoints. The engine is its maker's to close.
 
     `call_format` is how the model writes tool calls, None if that is not known here. `hidden_tags` are the tags of
-    thinking and of tool calls that are control tokens, which texts leave out, by id.
+    thinking, of channels and of tool calls that are control tokens, which texts leave out, by id.
     """
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
@@ -83,6 +83,7 @@ class Service:
         self.token_texts = TokenTexts(tokenizer)
         self.call_format = format_of(tokenizer)
         self.hidden_tags = _hidden_tags(tokenizer, tags(self.call_format))
+        self.has_channels = CHANNEL in added_texts(tokenizer)
         self._longest_token = _longest_token(tokenizer)
         # One thread, since a tokenizer is not for two at once; it goes with the last reference to this.
         self._thinking = ThreadPoolExecutor(1, "radixkv-serve")
@@ -182,10 +183,6 @@ class Service:
     def opens_thinking(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with an open tag, so that its reply begins with thinking."""
         return "".join(self.token_texts[token] for token in ids[-_TAIL:]).rstrip().endswith(THINK_START)
-
-    def shown(self, chunk: Chunk) -> str:
-        """A chunk's text with the tags that texts leave out."""
-        return chunk.text + "".join(self.hidden_tags.get(token, "") for token in chunk.token_ids)
 
     def note(self, facts: dict[str, Any], completions: Sequence[Completion]) -> None:
         """Numbers of a request that is complete, for the log."""

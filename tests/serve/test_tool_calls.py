@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.chat.tool_calls_format import FORMATS
+from radixkv.engine import Chunk
+from radixkv.engine.text_stream import TextStream
 from radixkv.serve.reply import ReplyReader
+from radixkv.serve.tagged_text import TaggedText
 from tests.chat.tool_call_dialects import DIALECTS, TOOLS, Dialect
 from tests.serve.served import LOCAL, Served, fake_model, served
 
@@ -151,3 +154,43 @@ def test_pieces_make_no_difference_with_thinking_either(form: Any, text: str, th
     ends = [min(cut, len(text)) for cut in cuts]
     pieces = [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
     assert read(pieces) == read(list(text)) == read([text])
+
+
+@pytest.mark.parametrize("name", [name for name in DIALECTS if "Mistral" in name])
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "events"])
+def test_a_tag_stands_where_it_was_sampled_though_a_stop_string_may_begin_before_it(name: str, streams: bool) -> None:
+    dialect = DIALECTS[name]
+    with speaking(dialect, lambda _: "So. " + dialect.write(CALLS)) as (client, _):
+        options = {"stop": ["weathers", ". x", "now?"], "stream": streams}
+        answer = ask(client, [user("look")], **options)
+        if streams:
+            deltas = [chunk.choices[0].delta for chunk in answer]
+            calls = [call for delta in deltas for call in delta.tool_calls or ()]
+            content = "".join(delta.content or "" for delta in deltas)
+        else:
+            calls, content = answer.choices[0].message.tool_calls, answer.choices[0].message.content
+        assert (asked(calls), content) == (CALLS, "So.")
+
+
+@settings(max_examples=60, derandomize=True)
+@given(said=st.lists(st.sampled_from("ab12"), max_size=14), stop=st.sampled_from(["ab", "aab", "zz"]))
+def test_tags_in_a_text_of_which_some_is_held_back(said: list[str], stop: str) -> None:
+    tokenizer = DIALECTS["Mistral, by name"].tokenizer()
+    tags = dict(zip(tokenizer.convert_tokens_to_ids(["[TOOL_CALLS]", "[ARGS]"]), ["<1>", "<2>"], strict=True))
+    texts, tagged, out = TextStream(tokenizer, [], [stop]), TaggedText(tags), ""
+    for each in said:
+        token = list(tags)[int(each) - 1] if each.isdigit() else tokenizer.convert_tokens_to_ids(each)
+        out += tagged.push(Chunk(texts.push(token), (token,), held=texts.held))
+        if texts.stopped:
+            break
+    out += tagged.push(Chunk("" if texts.stopped else texts.flush(), ()))
+    left = "".join(said).replace("1", "").replace("2", "").partition(stop)[0]
+    expected = ""
+    for each in said:
+        if each.isdigit():
+            expected += f"<{each}>"
+        elif left:
+            expected, left = expected + left[0], left[1:]
+        else:
+            break
+    assert out == expected
