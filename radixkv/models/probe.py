@@ -104,6 +104,12 @@ def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:
         )
     if getattr(config, "attn_logit_softcapping", None) and not all(layer.softcap for layer in layers):
         raise UnsupportedModel(f"{_kind(model)} is configured with a softcap that it does not pass to attention")
+    _check_windows(model, layers)
+
+
+def _check_windows(model: Any, layers: tuple[LayerSpec, ...]) -> None:
+    """Refuse windows that are not those of the configuration."""
+    config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds and getattr(config, "sliding_window", None) and len(kinds) == len(layers):
         for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):

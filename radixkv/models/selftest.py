@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from radixkv.errors import UnsupportedModel
 from radixkv.models.limits import experts, unsaid_reach
@@ -65,16 +66,21 @@ def _compare(loaded: LoadedModel, length: int, *, proven: bool = False) -> float
         results = Scenario(loaded, length).results()
     except Exception as error:
         raise UnsupportedModel(f"{_kind(loaded)} failed in its self-test: {short(error)}") from error
-    errors = [(relative_error(ours, own), name) for name, ours, own in results]
-    errors.sort(key=lambda pair: (math.isnan(pair[0]), pair[0]))
-    worst, name = errors[len(errors) // 2 if (routed or proven) and not math.isnan(errors[-1][0]) else -1]
-    if not worst <= allowed:  # "not <=" also catches NaN
+    found, name = _judged(results, middle=routed or proven)
+    if not found <= allowed:  # "not <=" also catches NaN
         where, why = _PLACES["fallback" if loaded.attention == "fallback" else "pool"]
         raise UnsupportedModel(
             f"{_kind(loaded)} does not compute the same over {where}: {name} differs from the model's own forward "
-            f"by {worst:.1e} of the logits' spread ({loaded.dtype}). It keeps state outside of its {why}"
+            f"by {found:.1e} of the logits' spread ({loaded.dtype}). It keeps state outside of its {why}"
         )
-    return worst
+    return found
+
+
+def _judged(results: list[tuple[str, Tensor, Tensor]], *, middle: bool) -> tuple[float, str]:
+    """Error and name of the row that counts: the worst, or the `middle` one if none has a NaN."""
+    errors = [(relative_error(ours, own), name) for name, ours, own in results]
+    errors.sort(key=lambda pair: (math.isnan(pair[0]), pair[0]))
+    return errors[len(errors) // 2 if middle and not math.isnan(errors[-1][0]) else -1]
 
 
 def _kind(loaded: LoadedModel) -> str:
