@@ -53,7 +53,7 @@ class Service:
     """One engine behind one set of endpoints. The engine is its maker's to close.
 
     `call_format` is how the model writes tool calls, None if that is not known here. `hidden_tags` are the tags of
-    thinking, of channels and of tool calls that are control tokens, which texts leave out, by id.
+    thinking and of tool calls that are control tokens, which texts leave out, by id.
     """
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
@@ -83,7 +83,6 @@ class Service:
         self.token_texts = TokenTexts(tokenizer)
         self.call_format = format_of(tokenizer)
         self.hidden_tags = _hidden_tags(tokenizer, tags(self.call_format))
-        self.has_channels = CHANNEL in added_texts(tokenizer)
         self._longest_token = _longest_token(tokenizer)
         # One thread, since a tokenizer is not for two at once; it goes with the last reference to this.
         self._thinking = ThreadPoolExecutor(1, "radixkv-serve")
