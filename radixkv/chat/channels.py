@@ -6,38 +6,137 @@ Knows: the control tokens of a channel, as text. Knows no template, no token id 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
+from typing import TypeAlias
 
 CHANNEL, BODY = "<|channel|>", "<|message|>"
-_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+_START = "<|start|>"
+_CLOSES = ("<|end|>", "<|return|>", "<|call|>")
+_ENDS = (*_CLOSES, _START)
+TAGS = (CHANNEL, BODY, "<|constrain|>", *_ENDS)
 _THOUGHT = "analysis"
-_PART = re.compile(
-    rf"(?P<head>(?:<\|start\|>)?(?:assistant)?[^<]*{re.escape(CHANNEL)}\s*(?P<channel>\w+)(?P<more>.*?)){re.escape(BODY)}"
-    rf"(?P<body>.*?)(?:{'|'.join(map(re.escape, _ENDS[:3]))}|(?={re.escape(_ENDS[3])})|\Z)",
+_HEAD = re.compile(
+    rf"\s*(?:{re.escape(_START)})?(?:assistant)?[^<]*{re.escape(CHANNEL)}\s*(?P<channel>\w+).*?{re.escape(BODY)}",
     re.DOTALL,
 )
+_BEGINS = (_START, CHANNEL, "assistant", "to=")
+_LONGEST_HEAD = 300  # characters, the token before its body included
+
+Part: TypeAlias = tuple[bool, str]
+"""Whether it is thought, not said, and a text."""
+
+
+class ChannelReader:
+    """Takes the text of one reply bit by bit, control tokens included; hands out what is thought and what is said.
+
+    White space around all thinking is dropped; a line's end stands between two messages of it. What is said to a tool,
+    and what is no message, is said as it is. How the text comes in pieces makes no difference.
+    """
+
+    def __init__(self) -> None:
+        """Begin where a reply begins."""
+        self._held = ""
+        self._kind: str | None = None  # of the body that is read, None before one
+        self._spaces = ""  # thought only if more is
+        self._thought = False  # whether anything was
+        self.messages = 0
+
+    def push(self, text: str) -> list[Part]:
+        """Take more text; returns what is certain now. O(text + what is held)."""
+        self._held += text
+        return list(self._read(final=False))
+
+    def finish(self) -> list[Part]:
+        """The reply is complete: what was held is what it looks like."""
+        return list(self._read(final=True))
+
+    # ---- inside
+
+    def _read(self, *, final: bool) -> Iterator[Part]:
+        before = None
+        while self._held and before != (self._kind, self._held):
+            before = self._kind, self._held
+            yield from self._begin(final) if self._kind is None else self._go_on(self._kind, final)
+
+    def _begin(self, final: bool) -> Iterator[Part]:
+        """To the body behind a head; what is no head is text, as far as the next may stand."""
+        at = self._held.find(BODY, 0, _LONGEST_HEAD)
+        if at < 0 and not final and len(self._held) < _LONGEST_HEAD and _may_begin(self._held):
+            return
+        match = _HEAD.fullmatch(self._held, 0, at + len(BODY)) if at >= 0 and _may_begin(self._held) else None
+        if match is None:
+            self._kind = "text"
+            yield from self._take(1)
+        elif "to=" in match[0]:
+            self._kind = "tool"
+            yield from self._take(match.end())
+        else:
+            self._held = self._held[match.end() :]
+            self._kind = "thought" if match["channel"] == _THOUGHT else "said"
+            self._spaces += "\n" if self._thought and self._kind == "thought" else ""
+        self.messages += match is not None
+
+    def _go_on(self, kind: str, final: bool) -> Iterator[Part]:
+        """To the end of a body, or of a text that is none."""
+        ends = (_START, CHANNEL) if kind == "text" else _ENDS
+        found = min(((at, end) for end in ends if (at := self._held.find(end)) >= 0), default=None)
+        if found is None:
+            yield from self._take(len(self._held) - (0 if final else _undecided(self._held, ends)))
+            return
+        at, end = found
+        yield from self._take(at)
+        self._kind = None
+        if end in _CLOSES:
+            self._held = self._held.removeprefix(end)
+            if kind == "tool":
+                yield False, end
+
+    def _take(self, length: int) -> Iterator[Part]:
+        text, self._held = self._held[:length], self._held[length:]
+        if self._kind == "thought":
+            yield from self._think(text)
+        elif text:
+            yield False, text
+
+    def _think(self, text: str) -> Iterator[Part]:
+        text = self._spaces + text if self._thought else text.lstrip()
+        words = text.rstrip()
+        self._spaces = text[len(words) :]
+        if words:
+            self._thought = True
+            yield True, words
 
 
 def split_channels(text: str) -> tuple[str, str] | None:
-    """(thinking, what is said) of a reply with its control tokens; None if it is in no channels.
-
-    What is said to a tool, and what is no message yet, stays as it is.
+    """(thinking, what is said) of a reply with its control tokens; None if it is in no channels. O(characters).
 
     >>> split_channels("<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>Yes.")
     ('so', 'Yes.')
     """
-    parts = list(_PART.finditer(text))
-    if not parts:
+    reader = ChannelReader()
+    parts = reader.push(text) + reader.finish()
+    if not reader.messages:
         return None
-    thought: list[str] = []
-    said: list[str] = []
-    for part in parts:
-        if "to=" in part["head"]:
-            said.append(part[0])
-        else:
-            (thought if part["channel"] == _THOUGHT else said).append(part["body"])
-    return "\n".join(thought).strip(), "".join(said) + text[parts[-1].end() :]
+    thinking, said = ("".join(part for thought, part in parts if thought is wanted) for wanted in (True, False))
+    return thinking, said
 
 
 def only_thinks(text: str) -> bool:
     """Whether a reply was cut before anything was said."""
     return text.startswith(CHANNEL + _THOUGHT) and not any(end in text for end in _ENDS)
+
+
+def _may_begin(text: str) -> bool:
+    """Whether a head may begin so."""
+    text = text.lstrip()
+    return any(text.startswith(begin) or begin.startswith(text) for begin in _BEGINS)
+
+
+def _undecided(text: str, tags: Collection[str]) -> int:
+    """Characters at the end that may belong to one of `tags`.
+
+    >>> _undecided("So be it. <|e", ["<|start|>", "<|end|>"])
+    3
+    """
+    longest = min(len(text), max(map(len, tags)) - 1)
+    return next((n for n in range(longest, 0, -1) if any(tag.startswith(text[-n:]) for tag in tags)), 0)

@@ -74,6 +74,7 @@ class ChatAnswer:
         return ReplyReader(
             reads_calls=self._wanted.reads_calls,
             thinking=thinking,
+            channels=self._service.has_channels,
             form=self._service.call_format,
             names=tool_names(self._wanted.tools),
             seed=f"{asked}_{index}",

@@ -1,7 +1,8 @@
 """A reply's text, taken apart while it comes: thinking, what is said, tool calls.
 
-Knows: <think> tags. Knows no token, no JSON of a response and no HTTP, and not how calls are written. Text is only held
-back while it may still turn out to be part of a tag or of a call, or white space before one.
+Knows: <think> tags, and that a model may write in channels. Knows no token, no JSON of a response and no HTTP, and not
+how channels and calls are written. Text is only held back while it may still turn out to be part of a tag or of a call,
+or white space before one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from radixkv.chat import channels as in_channels
+from radixkv.chat.channels import ChannelReader
 from radixkv.chat.messages import THINK_END, THINK_START, ToolCall
 from radixkv.chat.tool_calls import CallReader, Part
 from radixkv.chat.tool_calls_format import HERMES, CallFormat
@@ -35,6 +38,7 @@ class ReplyReader:
         *,
         reads_calls: bool,
         thinking: bool,
+        channels: bool = False,
         form: CallFormat | None = HERMES,
         names: Collection[str] = (),
         seed: str = "0",
@@ -42,11 +46,13 @@ class ReplyReader:
         """`thinking` says that the prompt ended with an open tag, `reads_calls` that calls are to be taken out.
 
         `form` is how the model writes them, `names` are the tools that there are, and `seed` makes the calls' ids.
+        `channels` are looked for where a reply does not begin with a tag.
         """
         self._form = form if reads_calls else None
         self._names, self._seed = names, seed
         self._state = "thinking" if thinking else "start"
-        self._readers = {"start": self._start, "thinking": self._think, "text": self._say}
+        self._readers = {"start": self._start, "thinking": self._think, "text": self._say, "channels": self._listen}
+        self._channels = ChannelReader() if channels else None
         self._calls: CallReader | None = None
         self._taken: list[str] = []
         self._held = ""
@@ -71,8 +77,10 @@ class ReplyReader:
         """The reply is complete: what was held is what it looks like."""
         pieces = list(self._read())
         if self._state == "start":  # no tag came after all
-            self._state, self._fresh = "text", False
+            self._begin_text()
             pieces += self._read()
+        if self._channels is not None:
+            pieces += self._heard(self._channels.finish())
         if self._calls is not None:
             return pieces + self._pieces(self._calls.finish())
         rest, self._held = self._held, ""
@@ -93,8 +101,11 @@ class ReplyReader:
         if text.startswith(THINK_START):
             self._held, self._state = text.removeprefix(THINK_START), "thinking"
         elif not THINK_START.startswith(text):
-            self._state, self._fresh = "text", False
+            self._begin_text()
         yield from ()
+
+    def _begin_text(self) -> None:
+        self._state, self._fresh = "text" if self._channels is None else "channels", False
 
     def _think(self) -> Iterator[Piece]:
         thinking, tag, rest = self._held.partition(THINK_END)
@@ -104,13 +115,30 @@ class ReplyReader:
         else:
             yield from self._give_all_but(_undecided(self._held, THINK_END), "thinking")
 
+    def _listen(self) -> Iterator[Piece]:
+        text, self._held = self._held, ""
+        assert self._channels is not None
+        yield from self._heard(self._channels.push(text))
+
+    def _heard(self, parts: Sequence[in_channels.Part]) -> list[Piece]:
+        """What a reader of channels made certain."""
+        return [
+            piece
+            for thought, text in parts
+            for piece in (self._give("thinking", text) if thought else self._said(text))
+        ]
+
     def _say(self) -> Iterator[Piece]:
+        text, self._held = self._held, ""
+        yield from self._said(text)
+
+    def _said(self, text: str) -> Iterator[Piece]:
+        """Text that is not thought, and may hold calls."""
         if self._form is None:
-            yield from self._give_all_but(0, "content")
+            yield from self._give("content", text)
             return
         if self._calls is None:
             self._calls = CallReader(self._form, self._names, self._seed, fresh=self._fresh)
-        text, self._held = self._held, ""
         yield from self._pieces(self._calls.push(text))
 
     def _pieces(self, parts: Sequence[Part]) -> list[Piece]:
@@ -146,7 +174,7 @@ class ReplyReader:
 
 def tags(form: CallFormat | None) -> tuple[str, ...]:
     """The texts that a reader of replies looks for, and that may be control tokens."""
-    return (THINK_START, THINK_END, *(form.tags if form else ()))
+    return (THINK_START, THINK_END, *in_channels.TAGS, *(form.tags if form else ()))
 
 
 def _undecided(text: str, tag: str) -> int:

@@ -17,10 +17,12 @@ from typing import Any, NoReturn, TypeVar
 from starlette.requests import Request
 
 from radixkv.chat import AsyncEngine
+from radixkv.chat.channels import CHANNEL
 from radixkv.chat.length import at_least
 from radixkv.chat.messages import THINK_START, Message
 from radixkv.chat.tool_calls_format import format_of
 from radixkv.engine import Completion
+from radixkv.engine.guard import template_text
 from radixkv.engine.prompts import TokenIds, encode
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.serve.auth import Auth, namespace
@@ -53,7 +55,8 @@ class Service:
     """One engine behind one set of endpoints. The engine is its maker's to close.
 
     `call_format` is how the model writes tool calls, None if that is not known here. `hidden_tags` are the tags of
-    thinking and of tool calls that are control tokens, which texts leave out, by id.
+    thinking, of channels and of tool calls that are control tokens, which texts leave out, by id. `has_channels`: the
+    model may write what it thinks and what it says as messages of their own.
     """
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
@@ -82,7 +85,8 @@ class Service:
         )
         self.token_texts = TokenTexts(tokenizer)
         self.call_format = format_of(tokenizer)
-        self.hidden_tags = _hidden_tags(tokenizer, tags(self.call_format))
+        self.hidden_tags = _hidden_tags(tokenizer, tags(self.call_format), engine.model.stop_token_ids)
+        self.has_channels = CHANNEL in template_text(tokenizer)
         self._longest_token = _longest_token(tokenizer)
         # One thread, since a tokenizer is not for two at once; it goes with the last reference to this.
         self._thinking = ThreadPoolExecutor(1, "radixkv-serve")
@@ -204,9 +208,10 @@ class Service:
         return RequestTimedOut(f"the request did not finish in time: {self.settings.timeout:g} s have passed")
 
 
-def _hidden_tags(tokenizer: Any | None, tags: Collection[str]) -> dict[int, str]:
+def _hidden_tags(tokenizer: Any | None, tags: Collection[str], stops: Collection[int]) -> dict[int, str]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {number: token.content for number, token in added.items() if token.special and token.content in tags}
+    hidden = {number: token.content for number, token in added.items() if token.special and token.content in tags}
+    return {number: tag for number, tag in hidden.items() if number not in stops}  # a reply's end says nothing
 
 
 def _longest_token(tokenizer: Any | None) -> int:
