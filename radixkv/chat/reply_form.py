@@ -61,6 +61,7 @@ class ReplyForm:
     calls_as_text: bool  # whether the arguments of calls must be JSON texts
     begins_behind_results: str = ""
     leads: dict[tuple[tuple[str, ...], bool, bool], tuple[Lead, ...]] = field(default_factory=dict)
+    thinking: dict[bytes, int] = field(default_factory=dict)  # splicing's: how long that of a reply is
 
     def opens_thinking(self, *, after_results: bool) -> bool:
         """Whether a prompt ends with an open tag, so that the model's first words are thinking."""
@@ -87,7 +88,11 @@ class ReplyForm:
 
     def taken(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with calls as the template takes them."""
-        return [_with_texts(message) for message in messages] if self.calls_as_text else messages
+        take = _with_text if self.calls_as_text else _with_object
+        return [
+            {**each, "tool_calls": list(map(take, each["tool_calls"]))} if each.get("tool_calls") else each
+            for each in messages
+        ]
 
     def lead(
         self, rendering: Rendering, marks: Marks, calls: CallNames, before: str, *, thinks: bool, after_results: bool
@@ -206,7 +211,8 @@ def _takes_calls_as_text(rendering: Rendering) -> bool:
     """Whether the arguments of a call must be a JSON text; most templates write an object as JSON themselves."""
     for as_text in (False, True):
         form = ReplyForm("", None, strips_thinking=False, calls_as_text=as_text)
-        if _attempt(rendering, [_USER, form.reply(_MARKS, _ONE_CALL), *_results(_ONE_CALL, _RESULT)]) is not None:
+        text = _attempt(rendering, [_USER, form.reply(_MARKS, _ONE_CALL), *_results(_ONE_CALL, _RESULT)])
+        if text is not None and "{'mark'" not in text:  # which is Python's way to write an object
             return as_text
     return False
 
@@ -224,18 +230,23 @@ def _call(name: tuple[str, str], mark: str, *, as_text: bool) -> Message:
     return _with_text(call) if as_text else call
 
 
-def _with_texts(message: Message) -> Message:
-    """The message with the arguments of its calls as JSON texts."""
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_text(call) for call in calls]} if calls else message
-
-
 def _with_text(call: Message) -> Message:
+    """A call with its arguments as a JSON text."""
     function = call.get("function") or {}
     arguments = function.get("arguments", "")
     if isinstance(arguments, str):
         return call
     return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+
+
+def _with_object(call: Message) -> Message:
+    """A call with its arguments as an object, if they are one."""
+    function = call.get("function") or {}
+    try:
+        arguments = json.loads(function.get("arguments", ""))
+    except (TypeError, ValueError, RecursionError):  # no text, or none that JSON can read
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _length(lead: Lead) -> int:

@@ -12,9 +12,11 @@ call begins with. Such a reply is rendered as it is, and its ids take the place 
 from __future__ import annotations
 
 import json
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from radixkv.chat.channels import CHANNEL
@@ -23,6 +25,7 @@ from radixkv.chat.rendering import Rendering
 from radixkv.chat.reply_form import CallNames, Marks, ReplyForm
 from radixkv.errors import ChatError
 
+_REMEMBERED = 20_000  # replies whose thinking was found
 Piece: TypeAlias = tuple[str, Sequence[int]]  # text to encode, and ids to stand behind it
 
 
@@ -161,7 +164,9 @@ class Splicing:
 
     def _begins_with(self, ids: Sequence[int], written: str) -> bool:
         """Whether a reply has sampled a header itself, or what there is of it before it was cut short."""
-        said = self._rendering.text(ids)
+        if not written:
+            return True
+        said = self._rendering.text(ids[: 4 * len(written) + 4])  # a character may take four tokens
         return said.startswith(written) or (said != "" and written.startswith(said))
 
 
@@ -202,6 +207,16 @@ def unused_word(values: Any) -> str:
 
 
 def _tokens_of_thinking(rendering: Rendering, form: ReplyForm, ids: Sequence[int], *, opened: bool) -> int:
-    """How many of a reply's ids lie within its thinking, its closing tag and the white space behind it."""
-    until = form.spoken_from(rendering.text(ids), opened=opened)
-    return bisect_right(range(1, len(ids) + 1), until, key=lambda n: len(rendering.text(ids[:n]))) if until else 0
+    """How many of a reply's ids lie within its thinking, its closing tag and the white space behind it.
+
+    Each turn asks for those of all replies before, and finding out decodes a reply some ten times: so it is remembered.
+    """
+    key = blake2b(array("i", ids).tobytes(), digest_size=16, person=b"opened" * opened).digest()
+    known = form.thinking.get(key)
+    if known is None:
+        until = form.spoken_from(rendering.text(ids), opened=opened)
+        known = bisect_right(range(1, len(ids) + 1), until, key=lambda n: len(rendering.text(ids[:n]))) if until else 0
+        if len(form.thinking) >= _REMEMBERED:
+            form.thinking.clear()
+        form.thinking[key] = known
+    return known

@@ -7,6 +7,7 @@ import json
 import random
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import strftime
 from typing import Any
@@ -325,6 +326,11 @@ def habit(template: str, *control: str, stops: tuple[str, ...] = ("<|im_end|>",)
     return ChatTemplate(tokenizer, frozenset(tokenizer.convert_tokens_to_ids(list(stops))))
 
 
+CHATML_LIKE = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}CALLS<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 CALL = ToolCall("call00001", "look", {"at": "a"})
 RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "look", "content": "sunny"}
 
@@ -348,7 +354,8 @@ def test_words_that_stand_behind_the_results_of_their_own_turn() -> None:
 def test_a_tag_is_no_place_where_a_prompt_and_a_history_part() -> None:
     """A prompt opens thinking where a history closes it: both begin with the same sign."""
     template = """{%- for m in messages %}<|im_start|>{{ m.role }}
-{%- if m.role == 'assistant' %}</think>{{ m.content.split('</think>')[-1] }}{% else %} {{ m.content }}{% endif %}<|im_end|>
+{%- if m.role == 'assistant' %}</think>{{ m.content.split('</think>')[-1] }}{% else %} {{ m.content }}{% endif %}
+{{- '<|im_end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant<think>{% endif %}"""
     chat = habit(template)
@@ -375,3 +382,37 @@ def test_tags_that_a_template_knows_before_an_answer_and_not_before_a_call() -> 
     said = {1: chat.rendering.encode('<think>\nHmm.\n</think>\n\n<call>{"at": "a"}<|im_end|>')}
     ids = chat.spliced([*history, RESULT], said, keep_thinking=False)
     assert chat.rendering.text(ids) == chat.rendering.render([*history, RESULT])
+
+
+@pytest.mark.parametrize(("written", "as_text"), [("| tojson", False), ("", True)])
+def test_calls_are_given_to_a_template_in_the_form_that_it_writes_as_json(written: str, as_text: bool) -> None:
+    """Agents log the arguments of calls as objects or as texts; some templates write only one of them as JSON."""
+    call = "{% for call in m.tool_calls or [] %}<call>{{ call.function.arguments ARGS }}{% endfor %}"
+    chat = habit(CHATML_LIKE.replace("CALLS", call.replace("ARGS", written)))
+    assert chat.form.calls_as_text == as_text
+    asks = [CALL.as_message(), CALL.as_message()]
+    asks[1]["function"]["arguments"] = '{"at": "a"}'
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": asks}, RESULT]
+    assert chat.rendering.text(chat.opening(messages)).count('<call>{"at": "a"}') == 2
+    for odd in ({}, {"function": None}, {"function": {"name": "look"}}, {"function": {"arguments": "[1"}}):
+        messages[1]["tool_calls"] = [odd]
+        with suppress(ChatError):  # what a template cannot read is its own to refuse
+            chat.opening(messages)
+
+
+def test_thinking_is_looked_for_once_in_each_reply() -> None:
+    style = STYLES["Qwen3"]
+    chat = ChatTemplate(style.tokenizer(), style.stop_ids, None, DATE)
+    messages: list[dict[str, Any]] = []
+    said: dict[int, list[int]] = {}
+    for turn in range(6):
+        messages.append({"role": "user", "content": f"question {turn}"})
+        said[len(messages)] = spelled(style, style.thinks(f"answer {turn}"), turn)
+        messages.append({"role": "assistant", "content": f"answer {turn}"})
+    messages.append({"role": "user", "content": "and?"})
+    first = chat.spliced(messages, said, keep_thinking=False)
+    decoded: list[int] = []
+    text = chat.rendering.text
+    chat.rendering.text = lambda ids: decoded.append(len(ids)) or text(ids)  # type: ignore[method-assign,func-returns-value]
+    assert chat.spliced(messages, said, keep_thinking=False) == first
+    assert sum(decoded) < sum(map(len, said.values()))
