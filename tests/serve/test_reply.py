@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixkv.chat.channels import TAGS
+from radixkv.chat.messages import split_thinking
 from radixkv.serve.reply import ReplyReader
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
@@ -29,8 +31,8 @@ PARTS = st.sampled_from(
 )
 
 
-def read(texts, reads_calls=True, thinking=False):
-    reader = ReplyReader(reads_calls=reads_calls, thinking=thinking)
+def read(texts, reads_calls=True, thinking=False, channels=False):
+    reader = ReplyReader(reads_calls=reads_calls, thinking=thinking, channels=channels)
     pieces = [piece for text in texts for piece in reader.push(text)] + reader.finish()
     assert "".join(piece.content for piece in pieces) == reader.content
     assert "".join(piece.thinking for piece in pieces) == reader.thinking
@@ -80,3 +82,77 @@ def test_pieces_make_no_difference(parts, reads_calls, thinking, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(pieces, reads_calls, thinking) == read([text], reads_calls, thinking)
+
+
+# ---- channels
+
+AGAIN = "<|start|>assistant"
+THOUGHT, SPOKEN = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+TO_A_TOOL = " to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
+HEADS = [
+    THOUGHT,
+    SPOKEN,
+    f"{AGAIN}{TO_A_TOOL}",
+    f"{AGAIN}{SPOKEN}",
+    "<|end|>",
+    "analysis",
+    "assistant",
+    "to=",
+    "<|",
+    "x" * 280,
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "thinking", "calls"),
+    [
+        (f"{SPOKEN}Yes.<|return|>", "Yes.", "", []),
+        (f"{THOUGHT} hm. <|end|>{AGAIN}{SPOKEN} Yes. ", " Yes. ", "hm.", []),
+        (f"{THOUGHT}a\n<|end|>{AGAIN}{THOUGHT} b\n<|end|>{AGAIN}{SPOKEN}Yes.", "Yes.", "a\n\n b", []),
+        (f"{THOUGHT}hm<|end|>{AGAIN}{TO_A_TOOL}", f"{AGAIN}{TO_A_TOOL}", "hm", []),
+        (f"{THOUGHT}never ends", "", "never ends", []),
+        (f"{THOUGHT}hm<|end|>{AGAIN}", AGAIN, "hm", []),
+        (f"{SPOKEN}So: {CALL}", "So:", "", [NOW]),
+        ("<|channel|>ana", "<|channel|>ana", "", []),
+        ("<|channel|><|message|>hm", "<|channel|><|message|>hm", "", []),
+        ("Hello <b>you</b>.", "Hello <b>you</b>.", "", []),
+        (f"No head. {SPOKEN}Yes.", "No head. Yes.", "", []),
+        (f"assistant {'x' * 300}{SPOKEN}Yes.", f"assistant {'x' * 300}Yes.", "", []),
+        ("  Hello", "  Hello", "", []),
+        ("<think>hm</think> Yes.", "Yes.", "hm", []),
+    ],
+)
+def test_what_a_reply_in_channels_says(text, content, thinking, calls):
+    assert read([text], channels=True) == (content, thinking, calls)
+    assert read(text, channels=True) == (content, thinking, calls)  # letter by letter
+    if not calls:
+        assert split_thinking(text) == (thinking, content)  # as a session reads it
+
+
+def test_what_is_said_in_a_channel_is_told_at_once():
+    reader = ReplyReader(reads_calls=True, thinking=False, channels=True)
+    texts = [
+        "<|channel|>",
+        "analysis",
+        "<|message|>",
+        "So",
+        " it is",
+        "<|end|>",
+        *f"{AGAIN}{SPOKEN}",
+        "Ye",
+        "s <",
+        "b>",
+    ]
+    pieces = [piece for text in texts for piece in reader.push(text)]
+    assert [piece.thinking or piece.content for piece in pieces] == ["So", " it is", "Ye", "s", " <b>"]
+
+
+@given(st.lists(PARTS | st.sampled_from([*HEADS, *TAGS]), max_size=12), st.booleans(), st.data())
+def test_pieces_make_no_difference_to_channels(parts, reads_calls, data):
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = read([text], reads_calls, channels=True)
+    assert read(pieces, reads_calls, channels=True) == whole
+    if not reads_calls:
+        assert split_thinking(text) == (whole[1], whole[0])

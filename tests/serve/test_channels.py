@@ -1,0 +1,78 @@
+"""Replies in channels over HTTP: what is thought and what is said come apart, and are found again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.chat.styles import STYLES
+from tests.chat.test_live_styles import Scripted, sampled
+from tests.serve.served import CHAT, Served, fake_model, served, texts
+
+STYLE = STYLES["gpt-oss"]
+THOUGHT = STYLE.thinks("hello you")
+CHATS = "/v1/chat/completions"
+
+
+@contextmanager
+def saying(*replies: str | Sequence[int]) -> Iterator[Served]:
+    tokenizer = STYLE.tokenizer()
+    model = fake_model(tokenizer=tokenizer, vocab_size=len(tokenizer), stop_token_ids=STYLE.stop_ids)
+    ids = [sampled(STYLE, reply) if isinstance(reply, str) else list(reply) for reply in replies]
+    with served(model=model, brain=Scripted(ids)) as server:
+        yield server
+
+
+def message(answer: Any) -> Any:
+    return answer["choices"][0]["message"]
+
+
+def test_thinking_and_answer_come_apart() -> None:
+    with saying(THOUGHT, THOUGHT) as server:
+        said = message(server.chat())
+        assert (said["reasoning_content"], said["content"]) == ("Hmm, hello you?", "hello you")
+        told = server.events(CHATS, CHAT)
+        assert texts(told) == {0: "hello you"}
+        assert texts(told, "reasoning_content") == {0: "Hmm, hello you?"}
+        assert sum(bool(event["choices"][0]["delta"].get("reasoning_content")) for event in told) > 3  # bit by bit
+
+
+def test_a_reply_without_thinking_has_none() -> None:
+    with saying(STYLE.says("hello you"), "hello you") as server:
+        for _ in range(2):  # the second in no channel at all
+            said = message(server.chat())
+            assert said["content"] == "hello you" and "reasoning_content" not in said
+
+
+@pytest.mark.parametrize("with_thinking", [True, False])
+def test_what_was_sampled_is_found_again(with_thinking: bool) -> None:
+    with saying(STYLE.says("hello you"), THOUGHT, STYLE.says("bye")) as server:
+        messages = list(CHAT["messages"])
+        for _ in range(2):
+            answer = server.chat(messages=messages)
+            said = dict(message(answer))
+            if not with_thinking:
+                said.pop("reasoning_content", None)
+            messages += [said, {"role": "user", "content": "again"}]
+        before = answer["usage"]["prompt_tokens"]
+        answer = server.chat(messages=messages)
+        assert server.service.conversations.stats.found == 2
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= before  # up to where thinking was left out
+        assert message(answer)["content"] == "bye"
+
+
+def test_a_reply_that_a_stop_string_cut_is_found_again() -> None:
+    with saying(THOUGHT, THOUGHT, STYLE.says("bye")) as server:
+        answers = [message(server.chat(stop=stop)) for stop in (["o you"], ["o yo"])]
+        assert [said["reasoning_content"] for said in answers] == ["Hmm, hell"] * 2
+        assert [said["content"] for said in answers] == [""] * 2
+        server.chat(messages=[*CHAT["messages"], answers[0], {"role": "user", "content": "again"}])
+        assert server.service.conversations.stats.found == 1
+
+
+def test_a_reply_cut_in_a_head_is_as_it_is() -> None:
+    with saying(THOUGHT) as server:
+        assert message(server.chat(max_tokens=1))["content"] == "<|channel|>"
