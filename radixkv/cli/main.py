@@ -141,7 +141,11 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="longest prompt (default: the context)")
     group.add_argument("--timeout", type=float, metavar="S", help="seconds a request may take (default: no limit)")
     group.add_argument(
-        "--drain", type=float, default=30.0, metavar="S", help="seconds that replies have to finish at the end"
+        "--drain",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that replies have to finish at the end; a second signal cuts everything off (default 30)",
     )
     group.add_argument(
         "--history-memory",
@@ -154,7 +158,8 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "append", "template"),
         default="auto",
         help="where new messages go: behind what is known (append), or through the template, around the replies that "
-        "are known; auto (the default) appends unless the template leaves the thinking of earlier replies out",
+        "are known; auto (the default) appends unless the template leaves the thinking of earlier replies out, or "
+        "appending would lose what it writes",
     )
 
 
