@@ -416,3 +416,22 @@ def test_thinking_is_looked_for_once_in_each_reply() -> None:
     chat.rendering.text = lambda ids: decoded.append(len(ids)) or text(ids)  # type: ignore[method-assign,func-returns-value]
     assert chat.spliced(messages, said, keep_thinking=False) == first
     assert sum(decoded) < sum(map(len, said.values()))
+
+
+def test_a_stop_token_that_the_tokenizer_does_not_have_ends_nothing() -> None:
+    style = STYLES["ChatML"]
+    ids = style.tokenizer().encode('<tool_call>\n{"name": "look", "arguments": {"at": "a"}}\n</tool_call><|im_end|>')
+    known, more = (
+        ChatTemplate(style.tokenizer(), style.stop_ids | extra) for extra in (frozenset(), frozenset({9999}))
+    )
+    assert more.continued(array("i", ids), [RESULT], [CALL]) == known.continued(array("i", ids), [RESULT], [CALL])
+
+
+def test_a_header_that_was_cut_is_not_written_once_more() -> None:
+    style = STYLES["gpt-oss"]
+    template = ChatTemplate(style.tokenizer(), style.stop_ids, None, DATE)
+    asked = {"role": "user", "content": "Hi"}
+    for cut in ("<|channel|>", "<|channel|>fin", "<|channel|>final<|message|>", "<|channel|>final<|message|>Ye"):
+        said = {1: style.tokenizer().encode(cut, add_special_tokens=False)}
+        ids = template.spliced([asked, {"role": "assistant", "content": "Ye"}, asked], said, keep_thinking=False)
+        assert f"<|start|>assistant{cut}<|end|><|start|>user" in template.rendering.text(ids)
