@@ -6,6 +6,7 @@ Knows names and shapes of weights, and what transformers says of them after load
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,14 +17,22 @@ _log = logging.getLogger(__name__)
 _COMPUTED = {"inv_freq", "masked_bias"}  # older files have these, and a model makes them itself
 _OF_KV = {"k_scale", "v_scale"}  # of a KV cache in 8 bits, which is not kept
 _AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # layers behind the last, for tokens after the next
+# In the names of what stands beside a decoder's layers and gives it other things than text, or reads it for other ends.
+_BESIDE = {
+    "vision", "visual", "vit", "image", "images", "img", "video", "audio", "speech", "mm", "multi", "modal",
+    "multimodal", "connector", "resampler", "projector", "pooler", "mtp", "nextn",
+}  # fmt: skip
 
 
 def check(model: Any, found: Mapping[str, Any], name: str, tensors: Mapping[str, Stored]) -> None:
     """Refuse a model some of whose weights would be random, or whose files have more layers, biases or norms than it.
 
-    `found` is transformers' loading info. Raises InvalidInput for shapes, UnsupportedModel for names. Weights of parts
-    that the model has nothing of (an image tower, say) get one warning.
+    `found` is transformers' loading info. Raises InvalidInput for shapes and for experts that are missing,
+    UnsupportedModel for names, and for a way to quantize that nothing has followed. Weights of parts that the model has
+    nothing of (an image tower, say) get one warning.
     """
+    _check_quantized(model, name)
+    _check_experts(name, tensors)
     if found["mismatched_keys"]:
         key, stored, wanted = min(found["mismatched_keys"])
         raise InvalidInput(
@@ -37,11 +46,35 @@ def check(model: Any, found: Mapping[str, Any], name: str, tensors: Mapping[str,
     _check_unused(model, sorted(found["unexpected_keys"]), name, tensors)
 
 
+def _check_quantized(model: Any, name: str) -> None:
+    """transformers skips a method that it does not know, and takes what is stored for the weights themselves."""
+    stated = getattr(model.config, "quantization_config", None)  # removed again where weights were widened at load
+    if stated and getattr(model, "hf_quantizer", None) is None:
+        method = stated.get("quant_method") if isinstance(stated, Mapping) else getattr(stated, "quant_method", None)
+        raise UnsupportedModel(
+            f"{name!r} is quantized by {method!r}, which transformers does not know: what is stored would be taken for "
+            "the weights themselves"
+        )
+
+
+def _check_experts(name: str, tensors: Mapping[str, Stored]) -> None:
+    """transformers stacks the experts of a layer in the order of their numbers, and would close a gap."""
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for key in tensors:
+        before, found, behind = key.partition(".experts.")
+        if found and behind.partition(".")[0].isdecimal():
+            numbers[before + found].add(int(behind.partition(".")[0]))
+    for experts, here in numbers.items():
+        missing = next(number for number in range(len(here) + 1) if number not in here)
+        if missing < len(here):
+            raise InvalidInput(f"{name!r} lacks {experts.lstrip('.')}{missing}, and has {max(here)}: fetch it again")
+
+
 def _check_unused(model: Any, keys: Sequence[str], name: str, tensors: Mapping[str, Stored]) -> None:
     keys = [key for key in keys if not _computed(key, tensors)]
     parts, config = {each for each, _ in model.named_modules()}, model.config.get_text_config()
-    # The files of a model without a head leave the first word out.
-    needed = [key for key in keys if any(_belongs(k, parts, config) for k in (key, f"{model.base_model_prefix}.{key}"))]
+    before = f"{model.base_model_prefix}." if _headless(model, tensors) else ""
+    needed = [key for key in keys if _belongs(key, parts, config) or _belongs(before + key, parts, config)]
     if needed:
         raise UnsupportedModel(
             f"{name!r}: the model that the configuration describes has no place for {needed[0]}{_more(needed)}, and "
@@ -51,19 +84,36 @@ def _check_unused(model: Any, keys: Sequence[str], name: str, tensors: Mapping[s
         _log.warning("%s: %d weights are of parts that it runs without, %s among them", name, len(keys), keys[0])
 
 
+def _headless(model: Any, tensors: Mapping[str, Stored]) -> bool:
+    """Whether the files are those of the model without a head, which leave the first word out."""
+    weights = {key for key, _ in model.named_parameters()}
+    return any(key not in weights and f"{model.base_model_prefix}.{key}" in weights for key in tensors)
+
+
 def _computed(key: str, tensors: Mapping[str, Stored]) -> bool:
     """Whether a tensor is one that models make themselves now, or do without: frequencies, masks, scales of KV."""
     return key.rpartition(".")[2] in _COMPUTED | _OF_KV or (key in tensors and not tensors[key].floating)
 
 
 def _belongs(key: str, parts: Collection[str], config: Any) -> bool:
-    """Whether a weight is of a part that the model has, of one of its layers, or of a layer behind the last."""
+    """Whether a weight is of a part that the model has, of one of its layers, beside them, or of one behind the last.
+
+    What lies beside the layers is a norm, a projection or a table of positions, unless its name says otherwise.
+    """
     words = key.split(".")
     depth = next(at for at in range(len(words), -1, -1) if ".".join(words[:at]) in parts)
     inside, rest = words[:depth], words[depth:]
     if len(rest) < 2 or any(word.isdigit() for word in inside):
         return True
-    return rest[0].isdigit() and not _guesses_ahead(int(rest[0]), config)
+    if rest[0].isdigit():
+        return not _guesses_ahead(int(rest[0]), config)
+    return _holds_layers(inside, parts) and not any(_BESIDE & set(word.split("_")) for word in (*inside, rest[0]))
+
+
+def _holds_layers(inside: Sequence[str], parts: Collection[str]) -> bool:
+    """Whether the outermost part of these has numbered parts in it."""
+    split = (part.split(".") for part in parts)
+    return any(words[:1] == inside[:1] and any(map(str.isdigit, words)) for words in split)
 
 
 def _guesses_ahead(layer: int, config: Any) -> bool:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import adapter, checkpoint, source
+from radixkv.models import adapter, checkpoint, fit, source
 from tests.models.checkpoints.files import edit, read, rewrite, same
-from tests.models.conftest import FAMILIES, make
+from tests.models.conftest import FAMILIES, GROUPED, make
 
 # ---- what does not fit together
 
@@ -24,6 +25,10 @@ PLACELESS = [
     "model.norm.bias",
     "lm_head.bias",
     "logit_scale",
+    "model.embed_layernorm.weight",
+    "model.embed_positions.weight",
+    "model.project_out.weight",
+    "model.norm.more.weight",
 ]
 
 
@@ -50,7 +55,17 @@ def test_a_layer_that_guesses_ahead_is_left_out(one: Path, caplog: pytest.LogCap
         read(one)
 
 
-@pytest.mark.parametrize("key", ["vision_tower.patch.weight", "model.visual.blocks.0.weight", "score.weight"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vision_tower.patch.weight",
+        "model.visual.blocks.0.weight",
+        "model.multi_modal_projector.weight",
+        "model.mtp_layers.0.norm.weight",
+        "score.weight",
+        "lm_head.more.weight",
+    ],
+)
 def test_weights_of_other_parts_get_one_warning(one: Path, key: str, caplog: pytest.LogCaptureFixture) -> None:
     edit(one, lambda weights: weights.update({key: torch.ones(3)}))
     assert same(read(one)[0], make(FAMILIES["llama"]()))
@@ -109,6 +124,38 @@ def test_integers_are_not_taken_for_weights(one: Path) -> None:
         adapter.load(str(one))
     rewrite(one / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     assert checkpoint.examine(one).tensors[key].dtype == "I8"
+
+
+def test_a_way_to_quantize_that_nobody_follows_is_refused(one: Path) -> None:
+    """transformers logs that it does not know the method, and takes the integers for the weights."""
+    key = "model.layers.1.mlp.up_proj.weight"
+    edit(one, lambda weights: weights.update({key: (100 * weights[key]).to(torch.int8)}))
+    rewrite(one / "config.json", quantization_config={"quant_method": "foo"})
+    with pytest.raises(UnsupportedModel, match="is quantized by 'foo', which transformers does not know: what is"):
+        adapter.load(str(one))
+
+
+def test_a_way_to_quantize_that_transformers_follows_is_not_refused() -> None:
+    model = make(FAMILIES["llama"]())
+    model.config.quantization_config = {"quant_method": "fp8"}
+    found: dict[str, list[str]] = {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": []}
+    with pytest.raises(UnsupportedModel, match="is quantized by 'fp8'"):
+        fit.check(model, found, "here", {})
+    model.hf_quantizer = object()  # as transformers leaves it behind
+    fit.check(model, found, "here", {})
+
+
+def test_a_gap_in_the_experts_is_not_closed(tmp_path: Path) -> None:
+    make(transformers.MixtralConfig(**GROUPED, num_local_experts=4)).save_pretrained(tmp_path)
+    read(tmp_path)
+
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in weights if ".layers.1." in key and ".experts.2." in key]:
+            weights[key.replace(".experts.2.", ".experts.7.")] = weights.pop(key)
+
+    edit(tmp_path, rename)
+    with pytest.raises(InvalidInput, match=r"lacks model\.layers\.1\.\w+\.experts\.2, and has 7: fetch it again"):
+        read(tmp_path)
 
 
 def test_a_package_that_is_missing_is_named(one: Path) -> None:
