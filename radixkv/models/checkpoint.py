@@ -70,11 +70,21 @@ def examine(folder: Path) -> Checkpoint:
     config = read_config(folder)
     if (folder / GENERATION).is_file():
         _check_generation(folder / GENERATION)
-    tensors: dict[str, Stored] = {}
-    for file in _weight_files(folder, config):
-        tensors.update(_header(folder / file))
+    tensors = _tensors(folder, _weight_files(folder, config))
     _check_integers(folder, config, tensors)
     return Checkpoint(folder, config, tensors)
+
+
+def _tensors(folder: Path, files: Sequence[str]) -> dict[str, Stored]:
+    """Every tensor of these files. transformers would take one that two of them have from the last."""
+    found: dict[str, Stored] = {}
+    where: dict[str, str] = {}
+    for file in files:
+        for name, stored in _header(folder / file).items():
+            if name in found:
+                raise InvalidInput(f"{folder}: {name} lies in {where[name]} and in {file}: fetch or copy it again")
+            found[name], where[name] = stored, file
+    return found
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -86,6 +96,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             "model (peft's merge_and_unload) and save that"
         )
     if not path.is_file():
+        _check_kind(path)
         inside = sorted([*folder.glob(f"*/{CONFIG}"), *folder.glob(f"snapshots/*/{CONFIG}")])  # of a training, the hub
         hint = f", but {inside[0].parent} does" if inside else ""
         raise InvalidInput(f"{folder} is no model folder: it has no {CONFIG}{hint}")
@@ -140,6 +151,7 @@ def _weight_files(folder: Path, config: Mapping[str, Any]) -> list[str]:
     files = shards(folder, name)
     missing = [each for each in files if not (folder / each).is_file()]
     if missing:
+        _check_kind(folder / missing[0])
         raise InvalidInput(
             f"{folder} lacks {len(missing)} of the {len(files)} files that {name} names, {missing[0]} among them: "
             "fetch or copy it again"
@@ -149,6 +161,8 @@ def _weight_files(folder: Path, config: Mapping[str, Any]) -> list[str]:
 
 def _no_weights(folder: Path, names: Sequence[str]) -> Exception:
     """Why there are no weights: they are pickled, or called otherwise, or not there."""
+    for name in names:
+        _check_kind(folder / name)
     if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
         return UnsupportedModel(f"{folder} has pickled weights only, and {_CONVERT}")
     if any(folder.glob("*.gguf")):
@@ -159,6 +173,14 @@ def _no_weights(folder: Path, names: Sequence[str]) -> Exception:
         more = " and others" if len(others) > 1 else ""
         text += f", but {others[0]}{more}: the index is missing, or the name is wrong"
     return InvalidInput(text)
+
+
+def _check_kind(path: Path) -> None:
+    """Raise InvalidInput if something of this name is there that is no file."""
+    if path.is_dir():
+        raise InvalidInput(f"{path} is a folder, not a file")
+    if path.is_symlink():
+        raise InvalidInput(f"{path} is a link to nothing, as in a cache that was cleaned: fetch or copy it again")
 
 
 def _check_name(folder: Path, source: Path, name: object) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
@@ -49,12 +50,13 @@ def read(
     else:
         place = str(folder)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
-    with _room_for(name), _own_reports(silent=name in BUNDLED):
+    with _room_for(name), _own_reports(silent=name in BUNDLED), _readable():
         found = checkpoint.examine(folder)
         _check_memory(found, name, dtype, device)
         model = _read_model(found, name, place, dtype, options).to(device)
     tokenizer = _read_tokenizer(place, folder, options)
     _check_tokens(model, tokenizer, name)
+    _keep_named_stops(model, tokenizer, found)
     return model, tokenizer
 
 
@@ -68,10 +70,11 @@ def _folder(name: str) -> Path | None:
     if name in BUNDLED:
         return BUNDLED[name]
     path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise InvalidInput(f"{name} is a file; give the folder that holds config.json and the weights")
+    with _readable():
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise InvalidInput(f"{name} is a file; give the folder that holds config.json and the weights")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name:
         raise InvalidInput(f"there is no model folder {name}")
     return None
@@ -80,6 +83,9 @@ def _folder(name: str) -> Path | None:
 def _fetched(name: str, revision: str | None) -> Path:
     """The folder into which the configuration and weights of a hub model are fetched, unless they lie there already."""
     maybe: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    bundled = "" if "/" in name else f"; the bundled model is {' or '.join(map(repr, BUNDLED))}"
+    if not isinstance(try_to_load_from_cache(name, checkpoint.CONFIG, revision=revision), str):
+        _log.warning("%s: there is no folder of that name: looking for it on the hub%s", name, bundled)
     try:
         folder = Path(str(cached_file(name, checkpoint.CONFIG, revision=revision))).parent
         maybe["revision"] = folder.name
@@ -93,7 +99,8 @@ def _fetched(name: str, revision: str | None) -> Path:
     except InvalidInput:
         raise
     except (OSError, ValueError) as error:
-        raise InvalidInput(f"cannot find model {name!r}: no local folder of that name, and {error}") from error
+        said = f"cannot find model {name!r}: no local folder of that name, and {_text(error)}{bundled}"
+        raise InvalidInput(said) from error
     return folder
 
 
@@ -164,6 +171,15 @@ def _room_for(name: str) -> Iterator[None]:
         raise InvalidInput(f"no memory is left for the weights of {name!r}: {advice} ({_text(error)})") from error
 
 
+@contextmanager
+def _readable() -> Iterator[None]:
+    """A folder or file without the right to look at it is InvalidInput; Path.is_file raises for such."""
+    try:
+        yield
+    except PermissionError as error:
+        raise InvalidInput(f"{error.filename} cannot be read: {error.strerror}") from error
+
+
 def _no_memory(error: Exception) -> bool:
     """torch has a class for this on a GPU, on a CPU it raises a RuntimeError; reading a file may raise yet others."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
@@ -190,17 +206,43 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _check_tokens(model: Any, tokenizer: Any | None, name: str) -> None:
-    """Tokens that were added to a tokenizer and not to the model have no embedding: prompts with them are refused."""
+    """Warn of tokens that the model has no embedding for: of a tokenizer that has more, of another model's settings."""
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if tokenizer is None or rows is None:
+    if rows is None:
         return
-    beyond = sorted((id_, token) for token, id_ in tokenizer.get_vocab().items() if id_ >= rows)
+    stops = [each for each in stop_ids(_settings(model)) if each >= rows]
+    if stops:
+        said = "%s: its generation settings end replies at token %d, and it has %d tokens: they may be another model's"
+        _log.warning(said, name, min(stops), rows)
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    beyond = sorted((id_, token) for token, id_ in vocabulary.items() if id_ >= rows)
     if beyond:
         first, token = beyond[0]
         _log.warning(
             "%s: the tokenizer has %d tokens that the model has no embedding for, %r (%d) among them: prompts with "
             "them are refused", name, len(beyond), token, first,
         )  # fmt: skip
+
+
+def _keep_named_stops(model: Any, tokenizer: Any | None, found: Checkpoint) -> None:
+    """Take the stop token out of the configuration if it is the default of transformers' class, and others are named.
+
+    Where the files name none at all the default stays: it is what transformers would end a reply at.
+    """
+    parts = [found.config, *(part for part in found.config.values() if isinstance(part, dict))]
+    config = model.config.get_text_config()
+    if not any("eos_token_id" in part for part in parts) and stop_ids(_settings(model)) | stop_ids(tokenizer):
+        config.eos_token_id = None
+
+
+def _settings(model: Any) -> Any | None:
+    return getattr(model, "generation_config", None)
+
+
+def stop_ids(settings: Any) -> set[int]:
+    """The stop tokens that these settings, or this tokenizer, name."""
+    ids = getattr(settings, "eos_token_id", None)
+    return set(ids) if isinstance(ids, list | tuple) else set() if ids is None else {ids}
 
 
 # ---- what is printed meanwhile

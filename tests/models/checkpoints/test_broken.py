@@ -22,6 +22,16 @@ def _cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def _folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _link(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("gone")
+
+
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda at: (at / "config.json").unlink(), "is no model folder: it has no config.json"),
     "config no JSON": (lambda at: (at / "config.json").write_text("{"), r"config\.json cannot be read: Expecting"),
@@ -48,6 +58,20 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "shard cut short": (lambda at: _cut(second_shard(at)), r"model-00002-of-00012\.safetensors is not whole .*again"),
     "shard empty": (lambda at: second_shard(at).write_bytes(b""), r"model-00002-of-00012\.safetensors is not whole"),
+    "shard a link to nothing": (
+        lambda at: _link(second_shard(at)),
+        r"model-00002-of-00012\.safetensors is a link to nothing, as in a cache that was cleaned: fetch or copy",
+    ),
+    "index a link to nothing": (lambda at: _link(at / INDEX), r"index\.json is a link to nothing"),
+    "config a link to nothing": (lambda at: _link(at / "config.json"), r"config\.json is a link to nothing"),
+    "weights a folder": (
+        lambda at: (at / INDEX).rename(at / "model.safetensors") and _folder(at / "model.safetensors"),
+        r"model\.safetensors is a folder, not a file",
+    ),
+    "a weight in two shards": (
+        lambda at: shutil.copy(second_shard(at), at / "model-00012-of-00012.safetensors"),
+        r"lies in model-00002-of-00012\.safetensors and in model-00012-of-00012\.safetensors: fetch or copy it again",
+    ),
     "shard of Git LFS": (
         lambda at: second_shard(at).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
         r"model-00002-of-00012\.safetensors stands in for the weights \(Git LFS\): run git lfs pull",
@@ -85,6 +109,18 @@ def test_a_file_that_may_not_be_read_is_not_called_broken(one: Path, monkeypatch
 
     monkeypatch.setattr(checkpoint, "safe_open", refuse)
     with pytest.raises(InvalidInput, match=r"model\.safetensors cannot be read: .*Permission denied"):
+        adapter.load(str(one))
+
+
+@pytest.mark.parametrize("asked", ["is_dir", "is_file"])
+def test_a_folder_that_may_not_be_entered_is_an_input_error(
+    one: Path, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, asked, refuse)
+    with pytest.raises(InvalidInput, match=f"^{one}.* cannot be read: Permission denied$"):
         adapter.load(str(one))
 
 

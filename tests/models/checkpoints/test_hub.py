@@ -61,6 +61,17 @@ def test_what_the_cache_lacks_of_a_hub_model_is_an_input_error(hub: Path) -> Non
         read("other/model")
 
 
+def test_who_is_asked_for_a_mistyped_name_is_said_first(hub: Path, caplog: pytest.LogCaptureFixture) -> None:
+    read("some/model")
+    assert not caplog.records
+    with pytest.raises(InvalidInput) as raised:
+        read("tinny")
+    assert str(raised.value).endswith("; the bundled model is 'tiny'")
+    assert "\n" not in str(raised.value)
+    [said] = [each.getMessage() for each in caplog.records]
+    assert said == "tinny: there is no folder of that name: looking for it on the hub; the bundled model is 'tiny'"
+
+
 def test_a_revision_is_a_commit_or_a_name_of_one(hub: Path) -> None:
     (hub.parent.parent / "refs" / "v2").write_text(OTHER)
     shutil.copytree(hub, hub.with_name(OTHER))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from radixkv.chat import Engine
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter, checkpoint
 from radixkv.models.sampling_params import SamplingParams
+from tests.chat.worlds import byte_tokenizer
 from tests.models.checkpoints.files import edit, read, rewrite, same
 from tests.models.conftest import FAMILIES, GROUPED, make
 
@@ -95,6 +97,30 @@ def test_stop_tokens_are_those_of_all_files(one: Path, ids: Any, stops: set[int]
 def test_a_generation_config_may_be_missing(one: Path) -> None:
     (one / "generation_config.json").unlink()
     assert adapter.load(str(one)).stop_token_ids == {2}
+
+
+def test_the_stop_token_of_a_class_counts_only_where_no_file_names_one(one: Path) -> None:
+    """LlamaConfig's is 2, also for a model whose token 2 is a letter."""
+    config = json.loads((one / "config.json").read_text())
+    del config["eos_token_id"]
+    (one / "config.json").write_text(json.dumps(config))
+    rewrite(one / "generation_config.json", eos_token_id=7)
+    assert adapter.load(str(one)).stop_token_ids == {7}
+    (one / "generation_config.json").write_text("{}")
+    assert adapter.load(str(one)).stop_token_ids == {2}
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "5"
+    tokenizer.save_pretrained(one)
+    assert adapter.load(str(one)).stop_token_ids == {tokenizer.convert_tokens_to_ids("5")}
+
+
+def test_a_stop_token_that_the_model_has_not_gets_a_warning(one: Path, caplog: pytest.LogCaptureFixture) -> None:
+    read(one)
+    assert not caplog.records
+    rewrite(one / "generation_config.json", eos_token_id=[7, 5000, 4000])
+    assert adapter.load(str(one)).stop_token_ids == {2, 7}
+    said = "its generation settings end replies at token 4000, and it has 97 tokens: they may be another model's"
+    assert [each.getMessage() for each in caplog.records] == [f"{one}: {said}"]
 
 
 @pytest.mark.parametrize(
