@@ -67,7 +67,9 @@ class Reply:
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
-def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
+def split_thinking(
+    text: str, *, opened: bool = False, tags: tuple[str, str] = (THINK_START, THINK_END)
+) -> tuple[str, str]:
     """(thinking, answer) of a reply with its control tokens; `opened` if its prompt ended with an open tag.
 
     A reply that was cut before the end of its thinking is thinking only.
@@ -75,9 +77,10 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
     >>> split_thinking("<think>so</think>Yes.")
     ('so', 'Yes.')
     """
-    if opened or text.lstrip().startswith(THINK_START):
-        thinking, _, answer = text.partition(THINK_END)
-        return thinking.lstrip().removeprefix(THINK_START).strip(), answer.lstrip()
+    start, end = tags
+    if opened or text.lstrip().startswith(start):
+        thinking, _, answer = text.partition(end)
+        return thinking.lstrip().removeprefix(start).strip(), answer.lstrip()
     return split_channels(text) or ("", text)  # a tag elsewhere is text, or part of a call's arguments
 
 

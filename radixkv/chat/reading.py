@@ -30,7 +30,8 @@ class Reading:
     ) -> Reply:
         """The reply of turn `turn` to `prompt`; its calls have none of the `used` ids. O(tokens)."""
         whole = self._said(completion, params)
-        thinking, said = split_thinking(whole, opened=self._template.opens_thinking(prompt))
+        opened = self._template.opens_thinking(prompt)
+        thinking, said = split_thinking(whole, opened=opened, tags=self._template.form.thinking_tags)
         text, calls = self._split_calls(said, turn, used)
         tags = self._form.tags if self._form else ()
         if said == whole and not calls and not any(tag in said for tag in tags):

@@ -60,6 +60,8 @@ class ReplyForm:
     strips_thinking: bool
     calls_as_text: bool  # whether the arguments of calls must be JSON texts
     begins_behind_results: str = ""
+    thinking_tags: tuple[str, str] = (THINK_START, THINK_END)
+    words_behind_results: bool = False  # a turn's words stand behind the results of its calls
     leads: dict[tuple[tuple[str, ...], bool, bool], tuple[Lead, ...]] = field(default_factory=dict)
     thinking: dict[bytes, int] = field(default_factory=dict)  # splicing's: how long that of a reply is
 
@@ -76,6 +78,8 @@ class ReplyForm:
             message["reasoning_content"] = marks.thinking
             if self.thinking_in == "reasoning_content":
                 message["content"] = ""  # templates with channels take thinking or words before a call, not both
+        elif calls and self.words_behind_results:
+            message["content"] = ""
         elif thinks:
             message = self.thoughtful(marks.thinking, marks.answer)
         return message
@@ -121,8 +125,9 @@ class ReplyForm:
         again = text.rfind(self.begins) if CHANNEL in text else -1
         if again >= 0:  # what is said is a message of its own
             return again + len(self.begins)
-        if opened or text.lstrip().startswith(THINK_START):
-            return len(text) - len(text.partition(THINK_END)[2].lstrip())
+        start, end = self.thinking_tags
+        if opened or text.lstrip().startswith(start):
+            return len(text) - len(text.partition(end)[2].lstrip())
         return len(text) if only_thinks(text) else 0
 
     def _find_leads(
@@ -174,7 +179,30 @@ def _find(rendering: Rendering) -> ReplyForm:
     thinking_in = _thinking_in(rendering)
     strips = _strips(rendering, thinking_in or "content")
     form = ReplyForm(begins, thinking_in, strips, _takes_calls_as_text(rendering))
+    form = replace(
+        form,
+        thinking_tags=_thinking_tags(rendering, form) or form.thinking_tags,
+        words_behind_results=_words_behind_results(rendering, form),
+    )
     return replace(form, begins_behind_results=_begins_behind_results(rendering, form))
+
+
+def _words_behind_results(rendering: Rendering, form: ReplyForm) -> bool:
+    text = _attempt(rendering, [_USER, form.reply(_MARKS, _ONE_CALL), *_results(_ONE_CALL, _RESULT)]) or ""
+    return 0 <= text.find(_RESULT) < text.find(_MARKS.answer)
+
+
+def _thinking_tags(rendering: Rendering, form: ReplyForm) -> tuple[str, str] | None:
+    """What stands before and behind thinking, if these are tags of the template's own; channels are messages."""
+    if form.thinking_in != "reasoning_content":
+        return None
+    text = _attempt(rendering, [_USER, form.reply(_MARKS, thinks=True)], reply=False) or ""
+    said = text.rpartition(_SAID)[2]
+    start, thought, rest = said[shared(said, form.begins) :].partition(_MARKS.thinking)
+    end, answered, _ = rest.partition(_MARKS.answer)
+    tags = start.strip(), end.strip()
+    own = thought and answered and all(tags) and not any(tag in said for tag in (THINK_START, THINK_END, CHANNEL))
+    return tags if own else None
 
 
 def _begins_behind_results(rendering: Rendering, form: ReplyForm) -> str:

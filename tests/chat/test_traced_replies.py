@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from radixkv.chat.appending import appending
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.template import ChatTemplate
-from tests.chat.worlds import byte_tokenizer
+from tests.chat.worlds import byte_tokenizer, chat_engine
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 WAYS = pytest.mark.parametrize("append", [True, False], ids=["append", "template"])
@@ -41,6 +41,31 @@ OPENED = """{%- set last = namespace(at=0) %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 <think>
 {% endif %}"""
+# Thinking in tags of its own, which goes once a user speaks; a turn with calls has the results in it, then its words.
+OWN_TAGS = """{%- set state = namespace(last=0, open=false) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set state.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- set at = loop.index %}
+{%- if m.role == 'assistant' %}
+{{- '<|im_start|>assistant\n' if not state.open }}
+{%- if m.reasoning_content and at > state.last %}{{ '<|muse>deep\n' ~ m.reasoning_content ~ '\n<muse|>' }}{% endif %}
+{%- set state.open = m.tool_calls and not m.content %}
+{%- for call in m.tool_calls or [] %}
+{{- '<call>' ~ call.function.name ~ (call.function.arguments | tojson) ~ '</call>' }}
+{%- endfor %}
+{%- set results = namespace(go_on=m.tool_calls) %}
+{%- for r in messages[at:] %}
+{%- if r.role != 'tool' %}{% set results.go_on = false %}{% endif %}
+{%- if results.go_on %}<|result>{{ r.content }}<result|>{% endif %}
+{%- endfor %}
+{{- m.content }}{{ '<|im_end|>\n' if m.content }}
+{%- elif m.role != 'tool' %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not state.open %}<|im_start|>assistant
+{% endif %}"""
+OWN = ("<|muse>", "<muse|>", "<|result>", "<result|>")
 OSLO = '{"at": "Oslo"}'
 FORGOTTEN, EMPTY = OPENED.replace("EMPTY", ""), OPENED.replace("EMPTY", "<think></think>\n")
 
@@ -178,3 +203,37 @@ def test_ids_of_calls_stay_where_their_thinking_is_left_out_and_their_arguments_
     talk.ids = talk.template.spliced(talk.messages, talk.said, keep_thinking=False)
     assert '<|im_end|><|im_start|>"' in talk.template.rendering.text(talk.ids)
     assert list(talk.ids).count(ends[0]) == count
+
+
+@WAYS
+def test_results_stand_behind_their_call_where_a_turn_s_words_come_last(append: bool) -> None:
+    talk = Talk(tokenizer_of(OWN_TAGS, *OWN), append=append, tools=TOOLS, stops=["<|result>"])
+    talk.ask(user("Where?"))
+    talk.hear(
+        f"<|muse>deep\nI look.\n<muse|><call>look{OSLO}</call><|result>",
+        "I look.",
+        content="",
+        tool_calls=called("look"),
+    )
+    assert talk.ask(result("Here.")) == talk.written()
+    talk.hear("It is here.<|im_end|>", content="It is here.")
+    text = talk.ask(user("Sure?"))
+    assert text.count("<|result>Here.<result|>It is here.<|im_end|>") == 1
+    assert text == talk.written() or append
+    template = talk.template
+    assert appending(template).loss(tools=True) is None
+    assert (template.form.words_behind_results, template.form.begins_behind_results) == (True, "<result|>")
+
+
+def test_thinking_in_tags_of_the_template_s_own_is_read_and_left_out() -> None:
+    def reply(said: str) -> str:
+        return f"<|muse>deep\nHm, {said}.\n<muse|>{said}!"
+
+    with chat_engine(reply, template=OWN_TAGS) as engine, engine.chat() as chat:
+        first = chat.send("one")
+        assert (first.thinking, first.text) == ("Hm, one.", "one!")
+        assert chat.send("two").text == "two!"
+        text = engine.model.tokenizer.decode(chat.token_ids)
+        assert "Hm, one." not in text and "Hm, two." in text
+        assert "<|im_start|>assistant\none!<|im_end|>" in text
+    assert chat.closed
