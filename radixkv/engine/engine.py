@@ -125,7 +125,8 @@ class RequestEngine:
         `max_sequences` sequences, and at most `prefill_chunk` of one prompt. `order` says who comes in first: "fcfs",
         or "longest-prefix", whose cached prefix is longest, until `max_overtakes` have passed somebody. `victim` says
         who gives way when blocks run out, to come back later: who is "cheapest" to bring back, or who came in "last".
-        `attention` is "torch", "triton", or "auto": Triton on CUDA where it serves the model, torch elsewhere.
+        `attention` is "torch", "triton", or "auto": Triton on CUDA where it serves the model, torch elsewhere, and the
+        model's own, sequence by sequence, where it is right over neither (the "fallback", see docs/architectures.md).
         `compile` fuses the model around its attention while it is loaded, which takes a minute: True, False, or "auto",
         on CUDA unless `deterministic`.
         `prefix_cache=False` computes every prompt in full and shares nothing, for comparisons.
