@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from radixkv.chat.messages import Message
@@ -19,10 +20,14 @@ TOOL_NAME = r"[a-zA-Z0-9_.-]{1,64}"
 
 
 def read_messages(given: object) -> list[Message]:
-    """Check a conversation; raises ApiError, which says where it is wrong."""
+    """Check a conversation; raises ApiError, which says where it is wrong.
+
+    Results of tool calls come in the order of the calls: most templates write no ids, so that their places alone say
+    which is whose.
+    """
     if not isinstance(given, list) or not given:
         raise bad_request("messages must be an array of at least one message", "messages", "invalid_type")
-    return [_message(Fields(each, f"messages[{at}]")) for at, each in enumerate(given)]
+    return _in_order([_message(Fields(each, f"messages[{at}]")) for at, each in enumerate(given)])
 
 
 def read_tools(given: Sequence[Any] | None) -> list[JsonObject] | None:
@@ -34,6 +39,20 @@ def read_tools(given: Sequence[Any] | None) -> list[JsonObject] | None:
         _check_function(Fields(fields.need("function"), fields.path("function")))
         fields.close()
     return list(given) if given else None
+
+
+def _in_order(messages: list[Message]) -> list[Message]:
+    """The messages with the results behind each reply in the order of its calls, if it is clear whose they are."""
+    ordered: list[Message] = []
+    places: dict[str, int] = {}
+    for is_result, run in groupby(messages, key=lambda message: message["role"] == "tool"):
+        each = list(run)
+        if is_result and {message["tool_call_id"] for message in each} <= places.keys():
+            each.sort(key=lambda message: places[message["tool_call_id"]])
+        ordered += each
+        calls = [call["id"] for call in each[-1].get("tool_calls") or ()]
+        places = {call: at for at, call in enumerate(calls)} if len({*calls}) == len(calls) else {}
+    return ordered
 
 
 def _message(fields: Fields) -> Message:

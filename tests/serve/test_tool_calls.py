@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from radixkv.chat.tool_calls_format import FORMATS
 from radixkv.engine import Chunk
 from radixkv.engine.text_stream import TextStream
+from radixkv.serve.messages import read_messages
 from radixkv.serve.reply import ReplyReader
 from radixkv.serve.tagged_text import TaggedText
 from tests.chat.tool_call_dialects import DIALECTS, TOOLS, Dialect
@@ -73,6 +74,39 @@ def test_calls_and_their_results_are_sent_again_and_all_of_it_is_cached(name: st
         assert len(set(ids)) == len(ids) == 2 * len(CALLS)
         if "Mistral" in name:
             assert all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "forgotten"])
+def test_results_stand_in_the_order_of_the_calls(known: bool) -> None:
+    dialect = DIALECTS["Qwen"]
+    prompts = []
+
+    def reply(said: str) -> str:
+        prompts.append(said)
+        return "It is grey." if "grey" in said else dialect.write(CALLS)
+
+    with speaking(dialect, reply) as (client, _):
+        called = ask(client, [user("look")]).choices[0].message
+        told = [user("look"), called if known else {**called.model_dump(exclude_none=True), "content": "Now."}]
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": f"grey {at}"}
+            for at, call in enumerate(called.tool_calls)
+        ]
+        prompts.clear()
+        counted = [ask(client, [*told, *order]).usage.prompt_tokens_details for order in (results, results[::-1])]
+        assert prompts and all(said.find("grey 0") < said.find("grey 1") for said in prompts)
+        assert counted[1].cached_tokens > counted[0].cached_tokens  # the same prompt
+
+
+def test_results_that_are_nobodys_stay_where_they_are() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": {}}}
+    results = [{"role": "tool", "tool_call_id": each, "content": ""} for each in "bca"]
+    for calls in ("a", "ab", "abba", "abcc"):
+        reply = {"role": "assistant", "content": "", "tool_calls": [{**call, "id": each} for each in calls]}
+        assert read_messages([user("look"), reply, *results])[2:] == results
+    reply["tool_calls"] = [{**call, "id": each} for each in "abc"]
+    whole = read_messages([*results, reply, *results, user("look"), *results])
+    assert [message.get("tool_call_id") for message in whole] == [*"bca", None, *"abc", None, *"bca"]
 
 
 @pytest.mark.parametrize("name", DIALECTS)
