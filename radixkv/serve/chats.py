@@ -74,6 +74,7 @@ class ChatAnswer:
         return ReplyReader(
             reads_calls=self._wanted.reads_calls,
             thinking=thinking,
+            thinking_tags=self._service.thinking_tags,
             channels=self._service.has_channels,
             form=self._service.call_format,
             names=tool_names(self._wanted.tools),

@@ -16,7 +16,7 @@ from json import dumps, loads
 from typing import Any, Literal
 
 from radixkv.chat.appending import history_mode
-from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.messages import THINK_END, THINK_START, Message, ToolCall
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine.guard import Guard
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
@@ -129,6 +129,14 @@ class Conversations:
             return not self._template("", "").strips_thinking
         except ChatError:
             return False
+
+    @property
+    def thinking_tags(self) -> tuple[str, str]:
+        """What stands before and behind the thinking of a reply."""
+        try:
+            return self._template("", "").form.thinking_tags
+        except ChatError:
+            return THINK_START, THINK_END
 
     @property
     def stats(self) -> HistoryStats:

@@ -1,8 +1,8 @@
 """A reply's text, taken apart while it comes: thinking, what is said, tool calls.
 
-Knows: <think> tags, and that a model may write in channels. Knows no token, no JSON of a response and no HTTP, and not
-how channels and calls are written. Text is only held back while it may still turn out to be part of a tag or of a call,
-or white space before one.
+Knows: that thinking stands in tags, or a model writes in channels. Knows no token, no JSON of a response and no HTTP,
+and not how channels and calls are written. Text is only held back while it may still turn out to be part of a tag or of
+a call, or white space before one.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class ReplyReader:
         *,
         reads_calls: bool,
         thinking: bool,
+        thinking_tags: tuple[str, str] = (THINK_START, THINK_END),
         channels: bool = False,
         form: CallFormat | None = HERMES,
         names: Collection[str] = (),
@@ -45,10 +46,13 @@ class ReplyReader:
     ) -> None:
         """`thinking` says that the prompt ended with an open tag, `reads_calls` that calls are to be taken out.
 
+        `thinking_tags` stand before and behind what is thought.
+
         `form` is how the model writes them, `names` are the tools that there are, and `seed` makes the calls' ids.
         `channels` are looked for where a reply does not begin with a tag.
         """
         self._form = form if reads_calls else None
+        self._opening, self._closing = thinking_tags
         self._names, self._seed = names, seed
         self._state = "thinking" if thinking else "start"
         self._readers = {"start": self._start, "thinking": self._think, "text": self._say, "channels": self._listen}
@@ -98,9 +102,9 @@ class ReplyReader:
     def _start(self) -> Iterator[Piece]:
         """Thinking begins a reply, or there is none."""
         text = self._held.lstrip()
-        if text.startswith(THINK_START):
-            self._held, self._state = text.removeprefix(THINK_START), "thinking"
-        elif not THINK_START.startswith(text):
+        if text.startswith(self._opening):
+            self._held, self._state = text.removeprefix(self._opening), "thinking"
+        elif not self._opening.startswith(text):
             self._begin_text()
         yield from ()
 
@@ -108,12 +112,12 @@ class ReplyReader:
         self._state, self._fresh = "text" if self._channels is None else "channels", False
 
     def _think(self) -> Iterator[Piece]:
-        thinking, tag, rest = self._held.partition(THINK_END)
+        thinking, tag, rest = self._held.partition(self._closing)
         if tag:
             yield from self._give("thinking", thinking.rstrip())
             self._held, self._state, self._fresh = rest, "text", True
         else:
-            yield from self._give_all_but(_undecided(self._held, THINK_END), "thinking")
+            yield from self._give_all_but(_undecided(self._held, self._closing), "thinking")
 
     def _listen(self) -> Iterator[Piece]:
         text, self._held = self._held, ""
@@ -172,9 +176,9 @@ class ReplyReader:
             yield Piece(content=text)
 
 
-def tags(form: CallFormat | None) -> tuple[str, ...]:
+def tags(form: CallFormat | None, thinking: tuple[str, str]) -> tuple[str, ...]:
     """The texts that a reader of replies looks for, and that may be control tokens."""
-    return (THINK_START, THINK_END, *in_channels.TAGS, *(form.tags if form else ()))
+    return (*thinking, *in_channels.TAGS, *(form.tags if form else ()))
 
 
 def _undecided(text: str, tag: str) -> int:

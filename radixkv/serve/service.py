@@ -85,7 +85,9 @@ class Service:
         )
         self.token_texts = TokenTexts(tokenizer)
         self.call_format = format_of(tokenizer)
-        self.hidden_tags = _hidden_tags(tokenizer, tags(self.call_format), engine.model.stop_token_ids)
+        self.thinking_tags = self.conversations.thinking_tags
+        shown = tags(self.call_format, self.thinking_tags)
+        self.hidden_tags = _hidden_tags(tokenizer, shown, engine.model.stop_token_ids)
         self.has_channels = CHANNEL in template_text(tokenizer)
         self._longest_token = _longest_token(tokenizer)
         # One thread, since a tokenizer is not for two at once; it goes with the last reference to this.
@@ -210,7 +212,8 @@ class Service:
 
 def _hidden_tags(tokenizer: Any | None, tags: Collection[str], stops: Collection[int]) -> dict[int, str]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    hidden = {number: token.content for number, token in added.items() if token.special and token.content in tags}
+    special = {number: token.content for number, token in added.items() if token.special}
+    hidden = {number: text for number, text in special.items() if any(text in tag for tag in tags)}
     return {number: tag for number, tag in hidden.items() if number not in stops}  # a reply's end says nothing
 
 
