@@ -6,7 +6,7 @@ reply_stream.py   a reply while it is computed
 async_engine.py   AsyncEngine: AsyncRequestEngine with chat() and resume()
 async_session.py  the session's verbs, awaited
 template.py       messages to token ids, never encoding again what was sampled; length.py, what is certainly too long
-rendering.py      messages to text, text to ids; pinned_date.py, a clock that stands still
+rendering.py      messages to text, text to ids
 reply_form.py     how a template writes replies, found out by marks
 splicing.py       a history as its template writes it, with the sampled ids in it
 appending.py      whether appending loses something, tried with the dialogues of canned.py

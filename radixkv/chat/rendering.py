@@ -12,8 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from radixkv.chat.messages import Message
-from radixkv.chat.pinned_date import check_date, pinned, today
+from radixkv.engine.chat_template import rendered, template_source
 from radixkv.engine.guard import Guard
+from radixkv.engine.pinned_date import check_date, today
 from radixkv.errors import ChatError, InvalidInput
 
 _ANY_TOOL = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
@@ -43,10 +44,7 @@ class Rendering:
     @cached_property
     def template(self) -> str:
         """The template's source; raises ChatError if the tokenizer has several and none for this conversation."""
-        try:
-            return str(self.tokenizer.get_chat_template(None, tools=self.tools))
-        except ValueError as error:
-            raise ChatError(f"the model's chat template cannot be read: {error}") from error
+        return template_source(self.tokenizer, self.tools)
 
     def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
         """The text of a conversation; with `reply` up to where the next reply begins.
@@ -54,19 +52,7 @@ class Rendering:
         Raises ChatError if the template takes no such messages.
         """
         guarded = [self._guard.message(message) for message in messages]
-        template, values = self._pinned
-        try:
-            text = self.tokenizer.apply_chat_template(
-                guarded,
-                tools=self.tools,
-                chat_template=template,
-                add_generation_prompt=reply,
-                tokenize=False,
-                **values,
-            )
-        except Exception as error:  # templates raise what they like, jinja's own errors among it
-            raise ChatError(f"the model's chat template refuses this conversation: {error}") from error
-        return str(text)
+        return rendered(self.tokenizer, guarded, self.date, self.tools, reply=reply)
 
     def harmless(self, message: Message) -> Message:
         """A message of the assistant's, without control tokens in what it says and calls."""
@@ -85,11 +71,6 @@ class Rendering:
         """The same template without anything of this conversation in it, for what others are to know of it, too."""
         named = self.tools and not isinstance(self.tokenizer.chat_template, str)  # of several, one may be for tools
         return Rendering(self.tokenizer, _ANY_TOOL if named else None, _ANY_DATE, self._guard)
-
-    @cached_property
-    def _pinned(self) -> tuple[str, dict[str, Any]]:
-        template, values = pinned(self.template, self.date)
-        return template, dict(values)
 
 
 def _json_copy(tools: Sequence[Any]) -> list[Any]:

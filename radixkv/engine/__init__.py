@@ -10,6 +10,7 @@ request.py        a request and its streams
 reuse.py          what of the cache is used and left there; deterministic or not
 audit.py          computes cached KV again and compares; quarantine.py drops what differs, audit_report.py tells
 limits.py, waiting.py, coalescing.py, demand.py, preemption.py: the scheduler's rules
+guard.py, chat_template.py, pinned_date.py: messages to text, on the day when a conversation began
 handle.py, async_handle.py, outputs.py, text_stream.py, prompts.py, sizing.py, stats.py, warmed.py
 """
 

@@ -11,7 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.engine.chat_template import rendered
 from radixkv.engine.guard import Guard, Message, checked_text
+from radixkv.engine.pinned_date import today
 from radixkv.errors import InvalidInput, InvalidTokens
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
@@ -22,7 +24,8 @@ def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int, *, reply: boo
     """Token ids int32[n] of a text, of token ids, or of chat messages.
 
     `reply` says that a chat prompt is to end where the assistant's turn begins.
-    Raises InvalidTokens (empty, not ints, outside the vocabulary) or InvalidInput (text without a tokenizer).
+    Raises InvalidTokens (empty, not ints, outside the vocabulary), InvalidInput (text without a tokenizer) or
+    ChatError (messages that the template does not take).
     """
     if isinstance(prompt, str):
         ids: Any = _need(tokenizer, "text").encode(checked_text(prompt))
@@ -39,16 +42,17 @@ def is_chat(prompt: object) -> bool:
 
 
 def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[int]:
-    """Render messages through the tokenizer's chat template and encode them.
+    """Render messages through the tokenizer's chat template, as a session that begins today does, and encode them.
 
-    Control tokens are the template's only: those that a user or a tool spells stay text.
+    Control tokens are the template's only: those that a user or a tool spells stay text. Raises ChatError if the
+    template takes no such messages.
     """
     tokenizer = _need(tokenizer, "chat messages")
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInput("this tokenizer has no chat template: pass text or token ids instead of chat messages")
     guard = Guard(tokenizer)
     guarded = [guard.message(message) for message in messages]
-    return guard.encode(tokenizer.apply_chat_template(guarded, add_generation_prompt=reply, tokenize=False))
+    return guard.encode(rendered(tokenizer, guarded, today(), reply=reply))
 
 
 def checked_ids(ids: Any, vocab_size: int) -> TokenIds:

@@ -5,7 +5,6 @@ Knows: one model's chat template, and what was said before (history.py). Knows n
 
 from __future__ import annotations
 
-import datetime
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
@@ -19,6 +18,7 @@ from radixkv.chat.appending import history_mode
 from radixkv.chat.messages import THINK_END, THINK_START, Message, ToolCall
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine.guard import Guard
+from radixkv.engine.pinned_date import today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
 
@@ -90,7 +90,7 @@ class Conversations:
         O(bytes of the messages + tokens), and encoding what is not known.
         """
         known = self._index.ids_for(namespace, messages, tools)
-        date = known.date or datetime.date.today().strftime("%d %b %Y")
+        date = known.date or today()
         template = self._template_of(tools, date)
         ids, covered = self._from_known(template, known, messages), known.messages
         if ids is None or (self._limit is not None and len(ids) > self._limit):

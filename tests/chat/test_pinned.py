@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from radixkv.chat.pinned_date import check_date, pinned, today
 from radixkv.chat.template import ChatTemplate
+from radixkv.engine.pinned_date import check_date, pinned, today
 from radixkv.errors import ChatError, InvalidInput
 from tests.chat.styles import STYLES
 from tests.chat.worlds import CHATML, byte_tokenizer, chat_engine
@@ -85,6 +85,31 @@ def test_a_conversation_that_goes_on_after_midnight_keeps_its_prefix(history: st
         with engine.chat() as later:
             assert later.send("one").usage.cached_tokens < 10
             assert engine.model.tokenizer.decode(later.token_ids).startswith("Monday, 03 February 2031|")
+
+
+# Llama 3.1's: another day unless it is told one. And Llama 3.2's, which asks the clock, here for the microsecond, too.
+TOLD = "{{ date_string if date_string is defined else '26 Jul 2024' }}|" + CHATML
+ASKED = "{{ strftime_now('%d %b %Y, %H:%M:%S.%f') }}|" + CHATML
+
+
+@pytest.mark.parametrize("template", [TOLD, ASKED, CLOCK])
+def test_what_is_warmed_asked_once_and_said_in_a_conversation_is_the_same(template: str) -> None:
+    opening = [{"role": "system", "content": "You are Mira, and nobody else is. " * 4}]
+    with chat_engine(template=template) as engine:
+        warm = engine.warm(opening, pin=True)
+        with engine.chat(opening[0]["content"]) as chat:
+            said = chat.send("Hi").usage
+            assert said.cached_tokens >= warm.pinned_tokens > 128
+            asked = engine.submit([*opening, *HI]).result().usage
+            assert asked.cached_tokens == asked.prompt_tokens - 1 == said.prompt_tokens - 1
+            assert engine.probe(chat.history).matched == len(chat.token_ids) - 1
+
+
+def test_messages_that_the_template_refuses_are_refused_with_its_words() -> None:
+    with chat_engine(template="{{ raise_exception('Never on Mondays') }}") as engine:
+        for ask in (engine.submit, engine.warm, engine.probe, lambda messages: engine.generate([messages])):
+            with pytest.raises(ChatError, match="refuses this conversation: Never on Mondays"):
+                ask(HI)
 
 
 def test_a_saved_date_that_is_none_is_damage(tmp_path) -> None:

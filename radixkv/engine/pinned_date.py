@@ -1,7 +1,8 @@
 """The day on which a conversation began, for templates that write the date.
 
 Knows: how a template asks for it. A template that was rendered after midnight would write another day into the system
-prompt, and the whole conversation would have to be computed again; so the clock of a conversation stands still.
+prompt, and the whole conversation would have to be computed again; so the clock of a conversation stands still. What is
+rendered once, for `warm` or `submit`, has the day's date as well: it finds what conversations of that day left there.
 """
 
 from __future__ import annotations
@@ -49,6 +50,6 @@ def check_date(date: object) -> str:
 def _codes(date: str) -> tuple[tuple[str, str], ...]:
     """What stands for each code of strftime, in the order in which they are to be replaced."""
     moment = datetime.datetime.strptime(date, _FORM)
-    letters = "aAbBcdDeFgGhHIjklmMpPrRSTuUVwWxXyYzZ"
+    letters = "aAbBcdDefFgGhHIjklmMpPrRSTuUVwWxXyYzZ"
     codes = {code: moment.strftime(code) for letter in letters for code in (f"%{letter}", f"%-{letter}")}
     return (("%%", "\0"), *codes.items(), ("\0", "%"))
