@@ -69,8 +69,21 @@ def unigrams() -> PreTrainedTokenizerFast:
     return fast(raw)
 
 
-AROUND = {"bytes_and_merges": 0, "pieces": 1, "unigrams": 1}  # the mark that is put before each text
-TOKENIZERS = {each.__name__: each for each in (bytes_and_merges, pieces, unigrams)}
+@cache
+def unsplit() -> PreTrainedTokenizerFast:
+    """Bytes that are not split into words: tokens may end with a space or with a line's end."""
+    vocab = {symbol: at for at, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("x", "="), ("=", "Ċ"), ("e", "Ġ"), ("h", "eĠ"), ("1", "Ġ"), ("=", "=")]
+    for pair in merges:
+        vocab["".join(pair)] = len(vocab)
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    return fast(raw)
+
+
+AROUND = {"bytes_and_merges": 0, "unsplit": 0, "pieces": 1, "unigrams": 1}  # the mark that is put before each text
+TOKENIZERS = {each.__name__: each for each in (bytes_and_merges, unsplit, pieces, unigrams)}
 TEXTS = st.lists(
     st.sampled_from([*WORDS, " ", " the", "<|end|>", "a", "b1", "::", "q"]) | st.text(max_size=3), max_size=80
 ).map("".join)

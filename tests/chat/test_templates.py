@@ -435,3 +435,10 @@ def test_a_header_that_was_cut_is_not_written_once_more() -> None:
         said = {1: style.tokenizer().encode(cut, add_special_tokens=False)}
         ids = template.spliced([asked, {"role": "assistant", "content": "Ye"}, asked], said, keep_thinking=False)
         assert f"<|start|>assistant{cut}<|end|><|start|>user" in template.rendering.text(ids)
+
+
+def test_results_of_calls_that_a_template_does_not_write() -> None:
+    chat = habit(CHATML_LIKE.replace("CALLS", ""))
+    ids = array("i", chat.rendering.encode('<call>{"at": "a"}<|im_end|>'))
+    text = chat.rendering.text(chat.continued(ids, [RESULT], [CALL]))
+    assert text == '<call>{"at": "a"}<|im_end|>\n<|im_start|>tool\nsunny<|im_end|>\n<|im_start|>assistant\n'
