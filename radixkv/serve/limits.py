@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
 
 from starlette.requests import ClientDisconnect, Request
 
 from radixkv.serve.errors import ApiError
 from radixkv.serve.settings import Settings
+
+_LINGER = 1.0  # seconds that the rest of a body may take that is too large
 
 
 class Gate:
@@ -85,6 +87,8 @@ async def read_body(request: Request, settings: Settings) -> bytes:
         raise ApiError(415, message, param="Content-Encoding", code="unsupported_media_type")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > settings.max_body:
+        if "expect" not in request.headers:  # whoever asks first has sent nothing
+            await _drop(request.stream())
         raise _too_large(settings)
     try:
         async with asyncio.timeout(settings.body_timeout):
@@ -97,11 +101,21 @@ async def read_body(request: Request, settings: Settings) -> bytes:
 
 async def _received(request: Request, settings: Settings) -> bytes:
     body = bytearray()
-    async for part in request.stream():
+    parts = request.stream()
+    async for part in parts:
         body += part
         if len(body) > settings.max_body:
+            await _drop(parts)
             raise _too_large(settings)
     return bytes(body)
+
+
+async def _drop(parts: AsyncGenerator[bytes, None]) -> None:
+    """Take what still comes, for a while: closed while it sends, a client sees a reset connection and no answer."""
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_LINGER):
+            async for _ in parts:
+                pass
 
 
 def _too_large(settings: Settings) -> ApiError:
