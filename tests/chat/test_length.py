@@ -135,7 +135,7 @@ def test_one_endless_word_is_counted_by_its_letters(name: str) -> None:
 def test_letters_are_counted_alike_in_either_case() -> None:
     raw = Tokenizer(
         models.BPE(
-            vocab={"<unk>": 0, "a": 1, "b": 2, "ab": 3, "abab": 4, "A": 5, "B": 6},
+            vocab={"<unk>": 0, "a": 1, "b": 2, "ab": 3, "abab": 4, "A": 5, "B": 6, "AB": 7, "BA": 8},
             merges=[("a", "b"), ("ab", "ab")],
             unk_token="<unk>",
         )
@@ -209,3 +209,13 @@ def test_dropping_the_oldest_turns_makes_room_for_what_fits_alone() -> None:
         with pytest.raises(ContextOverflow, match="more than 400"):
             chat.send("Hello you. " * 5000, greedy)
         assert chat.turns == 1
+
+
+def test_white_space_is_known_as_vocabularies_spell_it() -> None:
+    tokenizer = unsplit()
+    text = "he x=\n1 " * 9  # "he ", "x=", "=\n" and "1 " are tokens
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(length, "_AROUND", 0)
+        for piece in range(1, 16):
+            patch.setattr(length, "_PIECE", piece)
+            assert at_least(text, 10**9, tokenizer, encoder(tokenizer)) == len(encoder(tokenizer)(text))
