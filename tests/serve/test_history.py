@@ -191,3 +191,11 @@ def test_arguments_that_are_no_object_are_the_same_only_letter_by_letter(argumen
     assert index.ids_for("x", sent(arguments)).messages == 2
     for other in (arguments + "\n", f" {arguments}", arguments.replace(",", ", ") + " ", json.dumps(arguments)):
         assert index.ids_for("x", sent(other)).messages == 0
+
+
+def test_tools_in_another_order_are_another_prompt() -> None:
+    index, asked, reply = HistoryIndex(1 << 20), said("user", "Paris?"), said("assistant", "a")
+    tools = [{"type": "function", "function": {"name": name}} for name in ("weather", "now")]
+    index.remember("x", [asked], reply, [1], [2], tools=tools)
+    assert index.ids_for("x", [asked, reply], tools).messages == 2
+    assert index.ids_for("x", [asked, reply], tools[::-1]).messages == 0
