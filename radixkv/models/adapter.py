@@ -44,8 +44,8 @@ def load(
     layers are laid out for the CPU; a built model keeps its own weights beside that. `attention` is "torch", "triton",
     or "auto": Triton on CUDA where it serves the model, with one warning where it does not, and torch elsewhere; with
     "auto" a model whose attention cannot be replaced runs by the fallback, with one warning that says why. Raises
-    InvalidInput if there is nothing to load, or no such attention, UnsupportedModel with the reason if it cannot be run
-    exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
+    InvalidInput if there is nothing whole to load, or no such attention, UnsupportedModel with the reason if it cannot
+    be run exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
     """
     place = _device(device)
     backends.check(attention, place)
@@ -90,6 +90,8 @@ def _paged_or_own(
             own = replace(_inspect(module, tokenizer, name, fallback.probe), attention="fallback")
             proven = _packed(own, keep=keep)
         except UnsupportedModel as second:
+            if str(second) == str(reason):  # of the model itself, however it attends
+                raise
             raise UnsupportedModel(f"{reason}; nor does its own attention over a cache do: {second}") from second
         _log.warning("%s: each sequence runs by itself, by the fallback: %s", name, reason)
         return proven
@@ -184,6 +186,8 @@ def _built(model: Any, device: torch.device, dtype: str | torch.dtype) -> Any:
         raise InvalidInput(f"a model is a name, a folder or a transformers model, not a {type(model).__name__}")
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{type(model).__name__} has no language model head; load its ...ForCausalLM class")
+    if any(each.is_meta for each in model.parameters()):
+        raise InvalidInput(f"this {type(model).__name__} lies on the meta device, without weights; load them first")
     return _cast(model.to(device), _dtype(dtype, model.dtype))
 
 
@@ -213,8 +217,5 @@ def _name_of(model: Any) -> str:
 
 def _stop_token_ids(module: Any, tokenizer: Any | None) -> set[int]:
     """Every end-of-sequence id that the generation settings, the configuration or the tokenizer names."""
-    found: set[int] = set()
-    for source_of_ids in (getattr(module, "generation_config", None), module.config.get_text_config(), tokenizer):
-        ids = getattr(source_of_ids, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
-    return found
+    settings = (getattr(module, "generation_config", None), module.config.get_text_config(), tokenizer)
+    return set().union(*(source.stop_ids(each) for each in settings))

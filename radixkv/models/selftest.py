@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from radixkv.errors import UnsupportedModel
+from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models.limits import experts, unsaid_reach
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.refusals import short
@@ -57,6 +57,8 @@ def self_test(loaded: LoadedModel) -> float:
 def _compare(loaded: LoadedModel, length: int, *, proven: bool = False) -> float:
     """The relative error of the scenario; raises UnsupportedModel if it is too large, or if anything fails.
 
+    Raises InvalidInput if the model's own logits are no numbers: no other way to attend would help.
+
     It is that of the worst row. In 16 bits it is that of the middle row, if the algorithm is `proven` in float32, or if
     rounding may send a token to another expert, which shows in some rows; with both, it may be large.
     """
@@ -66,6 +68,11 @@ def _compare(loaded: LoadedModel, length: int, *, proven: bool = False) -> float
         results = Scenario(loaded, length).results()
     except Exception as error:
         raise UnsupportedModel(f"{_kind(loaded)} failed in its self-test: {short(error)}") from error
+    if not all(own.isfinite().all() for _, _, own in results):
+        raise InvalidInput(
+            f"{_kind(loaded)} gives nan or infinity by its own forward: its weights are damaged, or too large for "
+            f"{loaded.dtype}"
+        )
     found, name = _judged(results, middle=routed or proven)
     if not found <= allowed:  # "not <=" also catches NaN
         where, why = _PLACES["fallback" if loaded.attention == "fallback" else "pool"]

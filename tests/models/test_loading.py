@@ -140,6 +140,12 @@ def test_a_revision_of_a_folder_is_not_dropped_without_a_word(folder: Path) -> N
             adapter.load(name, revision="v2")
 
 
+def test_a_model_without_its_weights_is_refused(build: Callable[..., Any]) -> None:
+    model = build("llama").to("meta")
+    with pytest.raises(InvalidInput, match="LlamaForCausalLM lies on the meta device, without weights; load them"):
+        adapter.load(model)
+
+
 def test_devices_and_dtypes_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidInput, match="no CUDA device"):

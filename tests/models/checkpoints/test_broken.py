@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from radixkv.errors import InvalidInput, RadixKVError, UnsupportedModel
 from radixkv.models import adapter, checkpoint
-from tests.models.checkpoints.files import INDEX, read, rewrite, second_shard
+from tests.models.checkpoints.files import INDEX, edit, read, rewrite, second_shard
 
 
 def _cut(file: Path) -> None:
@@ -109,6 +109,19 @@ def test_a_file_that_may_not_be_read_is_not_called_broken(one: Path, monkeypatch
 
     monkeypatch.setattr(checkpoint, "safe_open", refuse)
     with pytest.raises(InvalidInput, match=r"model\.safetensors cannot be read: .*Permission denied"):
+        adapter.load(str(one))
+
+
+def test_weights_that_hold_a_nan_are_called_damaged(one: Path) -> None:
+    edit(one, lambda weights: weights["model.norm.weight"][3].fill_(torch.nan))
+    said = "gives nan or infinity by its own forward: its weights are damaged, or too large for torch.float32"
+    with pytest.raises(InvalidInput, match=f"^LlamaForCausalLM {said}$"):
+        adapter.load(str(one))
+
+
+def test_a_reason_that_any_attention_meets_is_said_once(one: Path) -> None:
+    rewrite(one / "config.json", max_position_embeddings=4)
+    with pytest.raises(UnsupportedModel, match=r"^a context of 4 tokens is too short to be tested$"):
         adapter.load(str(one))
 
 
