@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from radixkv.chat.messages import THINK_END, THINK_START, Message, ToolCall
+from radixkv.chat.messages import THINK_END, Message, ToolCall
 from radixkv.chat.reply_form import ReplyForm, shared
 from radixkv.chat.splicing import from_stop
 from radixkv.chat.template import ChatTemplate
@@ -35,7 +35,10 @@ _THOUGHT = "Numbers, so arithmetic."
 
 @dataclass(frozen=True)
 class Dialogue:
-    """So many turns and one more question; `calls` are made in the first turn."""
+    """So many turns and one more question; `calls` are made in the first turn.
+
+    With calls the model thinks, too, if the template knows thinking.
+    """
 
     name: str
     turns: int
@@ -51,10 +54,11 @@ class Dialogue:
     def messages(self, form: ReplyForm) -> list[Message]:
         """As a template takes them that writes replies in this form."""
         messages = [_SYSTEM] if self.system else []
+        thinks = self.thinks or (self.with_tools and form.thinking_in is not None)
         for at, (question, answer) in enumerate(_TURNS[: self.turns]):
             messages.append({"role": "user", "content": question})
-            messages += _called(self.calls) if at == 0 else []
-            messages.append(form.thoughtful(_THOUGHT, answer) if self.thinks else _says(answer))
+            messages += _called(self.calls, _THOUGHT if thinks else "") if at == 0 else []
+            messages.append(form.thoughtful(_THOUGHT, answer) if thinks else _says(answer))
         return list(form.taken([*messages, _LAST]))
 
 
@@ -73,21 +77,21 @@ def emitted(template: ChatTemplate, messages: Sequence[Message], at: int) -> str
 
     Raises ChatError where the template does not show the reply.
     """
-    reply, form = messages[at], template.form
+    reply = messages[at]
+    opened = template.form.opens_thinking(after_results=messages[at - 1]["role"] == "tool")
     if reply.get("tool_calls"):
-        return _with_calls(template, reply, list(takewhile(_is_result, messages[at + 1 :])))
+        return _with_calls(template, reply, list(takewhile(_is_result, messages[at + 1 :])), opened=opened)
     answer = str(reply["content"]).rpartition(THINK_END)[2].lstrip()
-    opened = form.opens_thinking(after_results=messages[at - 1]["role"] == "tool")
     in_history, found, behind = _behind_prompt(template, [_LAST, reply, _LAST]).partition(answer)
     said = answer + _closing(behind, template.stop_texts)
     if THINK_END in reply["content"] or "reasoning_content" in reply:
         shown = _behind_prompt(template, [_LAST, reply], is_last=True).partition(answer)[0]
         if _THOUGHT in shown:
             return shown + said
-        return f"{'' if opened else THINK_START}\n{_THOUGHT}\n{THINK_END}\n\n{said}"
+        return _thought(template, opened=opened) + said
     if not found:
         raise ChatError("the chat template drops an assistant's message")
-    return (f"{THINK_END}\n\n" if opened else "") + in_history + said
+    return (f"{THINK_END}\n\n" if opened and THINK_END not in in_history else "") + in_history + said
 
 
 def _closing(behind: str, stops: Sequence[str]) -> str:
@@ -96,13 +100,24 @@ def _closing(behind: str, stops: Sequence[str]) -> str:
     return turn[: min((at for at in map(turn.find, stops) if at >= 0), default=0)]
 
 
-def _with_calls(template: ChatTemplate, reply: Message, results: Sequence[Message]) -> str:
+def _thought(template: ChatTemplate, *, opened: bool) -> str:
+    """Thinking that the template shows nowhere; a model thinks all the same."""
+    start, end = template.form.thinking_tags
+    return f"{'' if opened else start}\n{_THOUGHT}\n{end}\n\n"
+
+
+def _with_calls(template: ChatTemplate, reply: Message, results: Sequence[Message], *, opened: bool) -> str:
     text = _behind_prompt(template, [_LAST, reply, *results])
     last = str(_CALLS[len(reply["tool_calls"]) - 1].arguments["to"])
     _, found, behind = text.partition(last)
     if not found:
         raise ChatError("the chat template does not show tool calls")
-    return text.removesuffix(from_stop(behind, template.stop_texts))
+    said = text.removesuffix(from_stop(behind, template.stop_texts))
+    if _THOUGHT in said:
+        return said
+    if "reasoning_content" in reply:
+        return _thought(template, opened=opened) + said
+    return (f"{THINK_END}\n\n" if opened and THINK_END not in said else "") + said
 
 
 def _behind_prompt(template: ChatTemplate, messages: Sequence[Message], *, is_last: bool = False) -> str:
@@ -119,10 +134,12 @@ def _says(answer: str) -> Message:
     return {"role": "assistant", "content": answer}
 
 
-def _called(count: int) -> list[Message]:
-    """A reply that makes so many calls, and their results."""
+def _called(count: int, thought: str) -> list[Message]:
+    """A reply that makes so many calls, with some thought or none, and their results."""
     calls = _CALLS[:count]
     asks: Message = {"role": "assistant", "content": "", "tool_calls": [call.as_message() for call in calls]}
+    if thought:
+        asks["reasoning_content"] = thought
     results: list[Message] = [
         {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": said}
         for call, said in zip(calls, _RESULTS, strict=False)

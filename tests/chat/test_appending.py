@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixkv.chat.appending import appending, history_mode
+from radixkv.chat.canned import DIALOGUES, emitted
 from radixkv.chat.template import ChatTemplate
 from radixkv.errors import ChatError
 from tests.chat.styles import STYLES
@@ -44,8 +45,8 @@ def of(template: str, tools: list | None = None) -> ChatTemplate:
         ("ChatML", "append", [], []),
         ("Llama 3", "append", [], ["parallel calls"]),
         ("Mistral", "append", ["tools", "parallel calls"], []),  # tools stand before each user's turn that is new
-        ("Qwen3", "template", ["thinking"], []),
-        ("gpt-oss", "template", ["thinking"], ["parallel calls"]),
+        ("Qwen3", "template", ["thinking", "tools", "parallel calls"], []),  # with calls it thinks, too
+        ("gpt-oss", "template", ["thinking", "tools"], ["parallel calls"]),
         (
             "DeepSeek",
             "template",
@@ -77,6 +78,18 @@ def test_appending_that_would_lose_something_is_refused_with_the_tokens_that_dif
         history_mode(of(template), "append")
     for said in (loss.dialogue, f"token {loss.position}", repr(loss.appended), repr(loss.rendered), repr(lost)):
         assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_with_calls_a_model_thinks_as_far_as_its_template_knows_thinking(name: str) -> None:
+    style = STYLES[name]
+    template = ChatTemplate(style.tokenizer(), style.stop_ids, TOOLS)
+    dialogue = next(each for each in DIALOGUES if each.name == "tools")
+    messages = dialogue.messages(template.form)
+    said = [emitted(template, messages, at) for at, message in enumerate(messages) if message["role"] == "assistant"]
+    assert ["arithmetic" in each for each in said] == [style.strips] * 3
+    if name == "DeepSeek":  # whose prompts open thinking, but not behind results
+        assert [each.count("<think>") for each in said] == [0, 1, 0]
 
 
 def test_the_position_is_where_the_two_histories_part() -> None:

@@ -103,10 +103,7 @@ def conversations(tiny: LoadedModel, template: str | None) -> list[str]:
             ["note: an appended history is not quite what it renders, and lacks nothing: system: token 7 is 'A'"],
         ),
         (COUNTS, ["note: chat() renders histories anew (history='template'): appending would lose something: plain: "]),
-        (
-            OPENS,
-            ["note: an appended history is not quite", "note: with tools, chat() renders histories anew: appending"],
-        ),
+        (OPENS, ["note: an appended history is not quite what it renders, and lacks nothing: plain: "]),
         (COUNTS_WITH_TOOLS, ["ok: ", "note: with tools, chat() renders histories anew: appending would lose"]),
         (PLAIN, ["ok: ", "note: tools do not reach the model: it has no place for them"]),
         (NO_SYSTEM, ["ok: ", "note: system prompts and tools do not reach the model: it has no place for them"]),
