@@ -43,7 +43,8 @@ class Engine(RequestEngine):
         "template" renders everything anew around the sampled ids, as the template wants it; "auto" appends unless
         the template drops the thinking of earlier turns, or writes something that appending would lose. `overflow`
         says what happens when the context is full: "error", or "drop_oldest" turns down to half of it.
-        Raises ChatError for a model without a chat template, and for "append" where something would be lost.
+        Raises ChatError for a model without a chat template, and for "append" where something would be lost;
+        InvalidInput for tools that the template does not write.
         """
         if system is not None and not isinstance(system, str):
             raise InvalidInput(

@@ -17,7 +17,8 @@ from radixkv.engine.guard import Guard
 from radixkv.engine.pinned_date import check_date, today
 from radixkv.errors import ChatError, InvalidInput
 
-_ANY_TOOL = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+_ANY_SCHEMA = {"type": "object", "properties": {}}
+ANY_TOOL = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": _ANY_SCHEMA}}]
 _ANY_DATE = "01 Jan 2025"
 
 
@@ -70,7 +71,11 @@ class Rendering:
     def neutral(self) -> Rendering:
         """The same template without anything of this conversation in it, for what others are to know of it, too."""
         named = self.tools and not isinstance(self.tokenizer.chat_template, str)  # of several, one may be for tools
-        return Rendering(self.tokenizer, _ANY_TOOL if named else None, _ANY_DATE, self._guard)
+        return self.neutral_with(ANY_TOOL if named else None)
+
+    def neutral_with(self, tools: Sequence[Any] | None) -> Rendering:
+        """The same tokenizer with these tools, and nothing else of this conversation."""
+        return Rendering(self.tokenizer, tools, _ANY_DATE, self._guard)
 
 
 def _json_copy(tools: Sequence[Any]) -> list[Any]:

@@ -19,7 +19,8 @@ from weakref import WeakKeyDictionary
 
 from radixkv.chat.channels import CHANNEL, only_thinks
 from radixkv.chat.messages import THINK_END, THINK_START, Message
-from radixkv.chat.rendering import Rendering
+from radixkv.chat.rendering import ANY_TOOL, Rendering
+from radixkv.chat.tool_calls_json import too_deep
 from radixkv.errors import ChatError
 
 ThinkingField: TypeAlias = Literal["content", "reasoning_content"]
@@ -52,7 +53,7 @@ class ReplyForm:
     """The findings about a template. `thinking_in` is where it looks for thinking, None if it knows none.
 
     `begins` is the text from behind a user's words to where a reply begins; `begins_behind_results` the one from behind
-    a tool's, empty if the template takes no results.
+    a tool's, empty if the template takes no results. `writes_tools`: tools make a difference to what it writes.
     """
 
     begins: str
@@ -62,6 +63,7 @@ class ReplyForm:
     begins_behind_results: str = ""
     thinking_tags: tuple[str, str] = (THINK_START, THINK_END)
     words_behind_results: bool = False  # a turn's words stand behind the results of its calls
+    writes_tools: bool = True
     leads: dict[tuple[tuple[str, ...], bool, bool], tuple[Lead, ...]] = field(default_factory=dict)
     thinking: dict[bytes, int] = field(default_factory=dict)  # splicing's: how long that of a reply is
 
@@ -158,6 +160,7 @@ _MARKS = Marks("radixkv.answer.", "radixkv.thinking.", "radixkv.call.")
 _EARLIER = Marks("radixkv.before.", "radixkv.before.", "radixkv.before.")
 _SAID, _RESULT = "radixkv.user.", "radixkv.result."
 _USER: Message = {"role": "user", "content": _SAID}
+_SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _ID = "radixkv00"  # nine letters and digits: some templates take no other ids
 _ONE_CALL: CallNames = ((_ID, "look"),)
 _TAG_BEGUN = re.compile(r"(?:<|\[)[^<>\[\]\s]*\Z")
@@ -183,8 +186,18 @@ def _find(rendering: Rendering) -> ReplyForm:
         form,
         thinking_tags=_thinking_tags(rendering, form) or form.thinking_tags,
         words_behind_results=_words_behind_results(rendering, form),
+        writes_tools=_writes_tools(rendering),
     )
     return replace(form, begins_behind_results=_begins_behind_results(rendering, form))
+
+
+def _writes_tools(rendering: Rendering) -> bool:
+    """Whether a prompt with tools is another than one without; so it is, too, where one of them is refused."""
+    for asked in ([_USER], [_SYSTEM, _USER]):
+        plain, with_tools = (_attempt(rendering.neutral_with(tools), asked) for tools in (None, ANY_TOOL))
+        if plain != with_tools:
+            return True
+    return False
 
 
 def _words_behind_results(rendering: Rendering, form: ReplyForm) -> bool:
@@ -268,13 +281,17 @@ def _with_text(call: Message) -> Message:
 
 
 def _with_object(call: Message) -> Message:
-    """A call with its arguments as an object, if they are one."""
+    """A call with its arguments as an object, if they are one that templates can write."""
     function = call.get("function") or {}
     try:
         arguments = json.loads(function.get("arguments", ""))
     except (TypeError, ValueError, RecursionError):  # no text, or none that JSON can read
         return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    return {**call, "function": {**function, "arguments": arguments}} if _is_plain(arguments) else call
+
+
+def _is_plain(arguments: object) -> bool:
+    return isinstance(arguments, dict) and not too_deep(arguments)
 
 
 def _length(lead: Lead) -> int:

@@ -68,10 +68,12 @@ class ChatSession:
     ) -> None:
         """Begin behind `opening` (a system message, examples); `engine.chat` explains the rest.
 
-        Raises ChatError for history="append" where that would lose what the template writes.
+        Raises ChatError for history="append" where that would lose what the template writes, InvalidInput for tools
+        that it does not write.
         """
         _check_choice("history", history, ("auto", "append", "template"))
         _check_choice("overflow", overflow, ("error", "drop_oldest"))
+        template.check_tools()
         self._engine = engine
         self._template = template
         self._reading = Reading(template)

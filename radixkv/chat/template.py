@@ -20,7 +20,7 @@ from radixkv.chat.messages import THINK_START, Message, ToolCall
 from radixkv.chat.rendering import Rendering
 from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form
 from radixkv.chat.splicing import Splicing, from_stop, unsaid, unused_word
-from radixkv.errors import ChatError, PromptTooLong
+from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 
 _TAG = 16  # tokens that a tag and the white space behind it take at most, spelt letter by letter
 _LONG = 8  # characters for each token that is allowed: what is longer is likely to be too long, and is counted first
@@ -64,6 +64,14 @@ class ChatTemplate:
     def strips_thinking(self) -> bool:
         """Whether the template leaves the thinking of earlier replies out."""
         return self.form.strips_thinking
+
+    def check_tools(self) -> None:
+        """Raise InvalidInput for tools that the template does not write: the model would never see them."""
+        if self.tools and not self.form.writes_tools:
+            raise InvalidInput(
+                "tools are nothing that this model's chat template writes, so the model would never see them: leave "
+                "them out, describe them in the system prompt, or give the tokenizer a template that writes them"
+            )
 
     # ---- the three ways to a prompt; each raises ChatError, and PromptTooLong for what is certainly beyond the limit
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 DEEPEST = 100  # nested deeper than this is no call: what reads and writes JSON has limits of its own, not far above
@@ -16,6 +17,20 @@ _STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # up to its quote, o
 _BETWEEN = re.compile(r"[\s\w.+,:-]*", re.ASCII)  # what stands between strings and brackets
 _SPACE = re.compile(r"\s*")
 _MISSING = object()
+
+
+def too_deep(value: object) -> bool:
+    """Whether JSON is nested deeper than templates and tokenizers, which recurse, are given. O(its values)."""
+    level = _brackets([value])
+    for _ in range(DEEPEST):
+        level = [each for outer in level for each in _brackets(outer.values() if isinstance(outer, dict) else outer)]
+        if not level:
+            return False
+    return bool(level)
+
+
+def _brackets(values: Iterable[Any]) -> list[list[Any] | dict[str, Any]]:
+    return [value for value in values if isinstance(value, list | dict)]
 
 
 class NotACall(Exception):

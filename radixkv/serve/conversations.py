@@ -87,11 +87,13 @@ class Conversations:
     def prompt(self, namespace: Hashable, messages: Sequence[Message], tools: Tools = None) -> ChatPrompt:
         """The prompt of a conversation; raises ChatError where the template takes no such messages, PromptTooLong.
 
+        Raises InvalidInput for tools that it does not write.
         O(bytes of the messages + tokens), and encoding what is not known.
         """
         known = self._index.ids_for(namespace, messages, tools)
         date = known.date or today()
         template = self._template_of(tools, date)
+        template.check_tools()
         ids, covered = self._from_known(template, known, messages), known.messages
         if ids is None or (self._limit is not None and len(ids) > self._limit):
             whole = template.opening(messages)

@@ -25,7 +25,7 @@ from radixkv.errors import (
 )
 
 _log = logging.getLogger(__name__)
-_PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|n)\b")
+_PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|n|tools)\b")
 _LONGEST = 2000  # characters of a message: what is wrong may itself be long
 
 
@@ -67,7 +67,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def about(param: str) -> Iterator[None]:
     """Raise what the engine or the template refuses as ApiError 400 that names a field.
 
-    That is `param`, unless the engine's message begins with the name of a sampling parameter.
+    That is `param`, unless the message begins with the name of another.
     """
     try:
         yield

@@ -6,13 +6,13 @@ Knows: JSON's types, and fields that are absent, null, unknown or out of range. 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from radixkv.chat.tool_calls_json import DEEPEST, too_deep
 from radixkv.serve.errors import ApiError, bad_request
 
 JsonObject = dict[str, Any]
-DEEPEST = 100  # brackets within brackets
 
 
 def parse_object(body: bytes) -> JsonObject:
@@ -33,20 +33,6 @@ def parse_object(body: bytes) -> JsonObject:
                 field = shown(name).strip('"')
                 raise bad_request(f"{field} is nested more than {DEEPEST} deep", field, "invalid_value")
     return parsed
-
-
-def too_deep(value: object) -> bool:
-    """Whether JSON is nested deeper than templates and tokenizers, which recurse, are given. O(its values)."""
-    level = _brackets([value])
-    for _ in range(DEEPEST):
-        level = [each for outer in level for each in _brackets(outer.values() if isinstance(outer, dict) else outer)]
-        if not level:
-            return False
-    return bool(level)
-
-
-def _brackets(values: Iterable[Any]) -> list[list[Any] | JsonObject]:
-    return [value for value in values if isinstance(value, list | dict)]
 
 
 class Fields:

@@ -12,8 +12,9 @@ from itertools import groupby
 from typing import Any
 
 from radixkv.chat.messages import Message
+from radixkv.chat.tool_calls_json import too_deep
 from radixkv.serve.errors import bad_request
-from radixkv.serve.fields import Fields, JsonObject, shown, too_deep
+from radixkv.serve.fields import Fields, JsonObject, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOL_NAME = r"[a-zA-Z0-9_.-]{1,64}"

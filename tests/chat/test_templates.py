@@ -7,7 +7,7 @@ import json
 import random
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from time import strftime
 from typing import Any
@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from radixkv.chat.messages import ToolCall
 from radixkv.chat.splicing import from_stop
 from radixkv.chat.template import ChatTemplate
-from radixkv.errors import ChatError
+from radixkv.chat.tool_calls_json import DEEPEST
+from radixkv.errors import ChatError, InvalidInput
 from tests.chat.styles import DATE, NEED, STYLES, Style, sampled_call, written_call
+from tests.chat.worlds import THINKING, byte_tokenizer, chat_engine
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"at": {"type": "string"}}}}]
 TOOLS_TEXT = '[{"type": "function", "function": {"name": "look", "parameters": {"at": {"type": "string"}}}}]'
@@ -398,6 +400,43 @@ def test_calls_are_given_to_a_template_in_the_form_that_it_writes_as_json(writte
         messages[1]["tool_calls"] = [odd]
         with suppress(ChatError):  # what a template cannot read is its own to refuse
             chat.opening(messages)
+
+
+@pytest.mark.parametrize(
+    ("where", "writes"),
+    [
+        ("", False),
+        ("{{ messages[0].tools }}{{ 'tools' }}", False),
+        ("{% for tool in tools or [] %}{{ tool.name }},{% endfor %}", True),  # in another form than most have
+        ("{% if tools %}{{ tools[0].function.description }}{% endif %}", True),
+        ("{% if tools and messages[0].role == 'system' %}Tools: {{ tools | tojson }}{% endif %}", True),
+        ("{% if tools %}{{ raise_exception('these are no tools of mine') }}{% endif %}", True),  # says so itself
+    ],
+)
+def test_tools_that_a_template_does_not_write_are_refused(where: str, writes: bool) -> None:
+    tokenizer = byte_tokenizer(where + THINKING)
+    for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
+        chat = ChatTemplate(tokenizer, STYLES["ChatML"].stop_ids, tools)
+        with nullcontext() if writes or not tools else pytest.raises(InvalidInput, match="tools are nothing that"):
+            chat.check_tools()
+
+
+def test_a_session_has_no_tools_that_its_template_does_not_write() -> None:
+    with chat_engine(template=THINKING) as engine:
+        for history in ("auto", "template"):
+            with pytest.raises(InvalidInput, match="chat template writes, so the model would never see them"):
+                engine.chat(tools=[{"name": "f"}], history=history)  # type: ignore[arg-type]
+        assert engine.chat(tools=[]).send("Hi").text == "You said Hi!"
+
+
+def test_arguments_that_are_nested_too_deep_to_write_stay_text() -> None:
+    chat = ChatTemplate(STYLES["ChatML"].tokenizer(), STYLES["ChatML"].stop_ids)
+    for depth in (DEEPEST + 1, 600):
+        function = {"name": "look", "arguments": '{"at": ' * depth + "1" + "}" * depth}
+        asks = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": function}]}
+        [taken] = chat.form.taken([asks])
+        assert taken["tool_calls"][0]["function"] == function
+        chat.opening([{"role": "user", "content": "Hi"}, asks])
 
 
 def test_thinking_is_looked_for_once_in_each_reply() -> None:
