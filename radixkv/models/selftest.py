@@ -8,6 +8,7 @@ does not know what is run (`scenario`), nor why a model might fail.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,9 +43,9 @@ def self_test(loaded: LoadedModel) -> float:
 
     A model in 16 bits of up to a billion weights is also tested in float32: rounding could hide a small fault. Windows
     longer than the prompt are beyond this test (the prompt is as long as the budget allows): the probe has compared
-    them with the configuration. One that only the configuration names must not be longer, nor one of an architecture
-    that is not transformers' own and attends by itself. Costs about five forwards of
-    some 50 tokens, or of 16 more than the longest window, or than the chunk that it attends in.
+    them with the configuration. One that only the configuration names must not be longer, nor one that only attention
+    is told, nor one of an architecture that is not transformers' own and attends by itself. Costs about five forwards
+    of some 50 tokens, or of 16 more than the longest window, or than the chunk that it attends in.
     """
     length = _prompt_length(loaded)
     proven = loaded.dtype.itemsize < 4 and _weights(loaded) <= _WEIGHTS_TO_WIDEN
@@ -132,8 +133,20 @@ def _refuse_unseen(loaded: LoadedModel, unseen: list[int], unsaid: int | None) -
     foreign = not type(loaded.model).__module__.startswith("transformers.")
     if loaded.attention == "fallback" and foreign and unseen:
         raise UnsupportedModel(f"{_kind(loaded)} has a window of {unseen[0]} tokens, which is too long to be tested")
+    told = [layer.window for layer in loaded.layers if layer.window in unseen]
+    if loaded.attention != "fallback" and told and not _masks_windows(loaded):
+        raise UnsupportedModel(
+            f"{_kind(loaded)} passes a window of {told[0]} tokens to attention that its own mask does not "
+            "seem to have, and that is too long to be tested"
+        )
     if loaded.attention != "fallback" and unsaid in unseen:
         raise UnsupportedModel(
             f"{_kind(loaded)} is configured with a window of {unsaid} tokens that it does not pass to attention, and "
             "that is too long to be tested"
         )
+
+
+def _masks_windows(loaded: LoadedModel) -> bool:
+    """Whether a file that the model is made of knows transformers' masks with windows: without, its mask has none."""
+    files = {type(part).__module__ for part in loaded.model.modules()}
+    return any(hasattr(sys.modules.get(file), "create_sliding_window_causal_mask") for file in files)

@@ -58,6 +58,30 @@ def test_a_window_that_attention_is_not_told_and_that_cannot_be_tested(
     assert adapter.load(build(phimoe())).attention == "fallback"
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_a_window_that_only_attention_is_told(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, *, large: bool
+) -> None:
+    """OLMoE's mask has none, whatever its configuration says, and the mask is what its own forward goes by."""
+    config = transformers.OlmoeConfig(**GROUPED, num_experts=2, num_experts_per_tok=1)
+    config.sliding_window = 53
+    said = "does not compute the same"
+    if large:
+        monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})
+        said = "passes a window of 53 tokens to attention that its own mask does not seem to have"
+    with pytest.raises(UnsupportedModel, match=said):
+        adapter.load(build(config), attention="torch")
+    assert adapter.load(build(config)).attention == "fallback"
+
+
+def test_a_window_that_masks_have_may_be_too_long_to_be_tested(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})
+    loaded = adapter.load(build(transformers.MistralConfig(**GROUPED, sliding_window=53)))
+    assert (loaded.attention, {layer.window for layer in loaded.layers}) == ("torch", {53})
+
+
 @pytest.mark.usefixtures("forced")
 def test_a_foreign_window_is_tested_or_not_believed(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that comes with a model may drop what lies behind its window, as transformers' cache for it does."""
