@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from radixkv.models.selftest import self_test
 __all__ = ["LayerSpec", "LoadedModel", "load"]
 
 _log = logging.getLogger(__name__)
+_taken: weakref.WeakKeyDictionary[Any, weakref.ref[LoadedModel]] = weakref.WeakKeyDictionary()  # built models
 
 
 def load(
@@ -58,7 +60,9 @@ def load(
     else:
         module, tokenizer, name = _built(model, place, dtype), None, _name_of(model)
         _give_own_config(module)
-    return _take_over(module.eval(), tokenizer, name, keep=not isinstance(model, str), attention=attention)
+    loaded = _take_over(module.eval(), tokenizer, name, keep=not isinstance(model, str), attention=attention)
+    _taken[module] = weakref.ref(loaded)
+    return loaded
 
 
 def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str = "auto") -> LoadedModel:
@@ -188,7 +192,17 @@ def _built(model: Any, device: torch.device, dtype: str | torch.dtype) -> Any:
         raise UnsupportedModel(f"{type(model).__name__} has no language model head; load its ...ForCausalLM class")
     if any(each.is_meta for each in model.parameters()):
         raise InvalidInput(f"this {type(model).__name__} lies on the meta device, without weights; load them first")
-    return _cast(model.to(device), _dtype(dtype, model.dtype))
+    wanted = _dtype(dtype, model.dtype)
+    _warn_of_another(model, wanted, device)
+    return _cast(model.to(device), wanted)
+
+
+def _warn_of_another(model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """A model that was taken over before, and perhaps runs, has one set of weights."""
+    before = _taken.get(model, lambda: None)()
+    if before is not None and (before.dtype, before.device.type) != (dtype, device.type):
+        said = "%s: what has loaded it as %s on %s runs with other weights from now on: load a copy for %s on %s"
+        _log.warning(said, before.name, before.dtype, before.device, dtype, device)
 
 
 def _cast(model: Any, dtype: torch.dtype) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,24 @@ def test_a_model_in_use_cannot_be_run_behind_our_back(build: Callable[..., Any])
     model = adapter.load(build("llama")).model
     with pytest.raises(RuntimeError, match="run it through radixkv"):
         model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def test_weights_that_change_below_another_engine_are_said(
+    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build("llama")
+    first = adapter.load(model)
+    again = adapter.load(model)
+    assert not caplog.records
+    adapter.load(model, dtype="bfloat16")
+    assert again.model.dtype == first.model.dtype == torch.bfloat16
+    [said] = [each.getMessage() for each in caplog.records]
+    assert "loaded it as torch.float32 on cpu runs with other weights from now on: load a copy for torch.bf" in said
+    caplog.clear()
+    del first, again
+    gc.collect()
+    adapter.load(model, dtype="float32")
+    assert not caplog.records  # nobody has it any more
 
 
 def test_another_model_of_the_same_configuration_is_left_alone() -> None:
