@@ -112,7 +112,7 @@ def _with_calls(template: ChatTemplate, reply: Message, results: Sequence[Messag
     _, found, behind = text.partition(last)
     if not found:
         raise ChatError("the chat template does not show tool calls")
-    said = text.removesuffix(from_stop(behind, template.stop_texts))
+    said = text.removesuffix(from_stop(behind, template.stop_texts, template.form.behind_calls))
     if _THOUGHT in said:
         return said
     if "reasoning_content" in reply:

@@ -63,6 +63,7 @@ class ReplyForm:
     begins_behind_results: str = ""
     thinking_tags: tuple[str, str] = (THINK_START, THINK_END)
     words_behind_results: bool = False  # a turn's words stand behind the results of its calls
+    behind_calls: str | None = None  # from a call's last argument to its result, if the template takes results
     writes_tools: bool = True
     leads: dict[tuple[tuple[str, ...], bool, bool], tuple[Lead, ...]] = field(default_factory=dict)
     thinking: dict[bytes, int] = field(default_factory=dict)  # splicing's: how long that of a reply is
@@ -188,7 +189,7 @@ def _find(rendering: Rendering) -> ReplyForm:
         words_behind_results=_words_behind_results(rendering, form),
         writes_tools=_writes_tools(rendering),
     )
-    return replace(form, begins_behind_results=_begins_behind_results(rendering, form))
+    return _with_results(rendering, form)
 
 
 def _writes_tools(rendering: Rendering) -> bool:
@@ -218,10 +219,14 @@ def _thinking_tags(rendering: Rendering, form: ReplyForm) -> tuple[str, str] | N
     return tags if own else None
 
 
-def _begins_behind_results(rendering: Rendering, form: ReplyForm) -> str:
+def _with_results(rendering: Rendering, form: ReplyForm) -> ReplyForm:
+    """The form, and what stands before and behind a tool's result."""
     asked, last = form.asked_behind_results()
-    _, found, begins = (_attempt(rendering, asked) or "").rpartition(last)
-    return begins if found else ""
+    before, found, begins = (_attempt(rendering, asked) or "").rpartition(last)
+    _, called, behind_calls = before.rpartition(_EARLIER.call)
+    if not (found and called):
+        return form
+    return replace(form, begins_behind_results=begins, behind_calls=behind_calls)
 
 
 def _thinking_in(rendering: Rendering) -> ThinkingField | None:

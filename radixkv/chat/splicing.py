@@ -144,7 +144,7 @@ class Splicing:
         before = text[: min(text.find(mark) for mark in marks)]
         behind = text[max(text.rfind(mark) + len(mark) for mark in marks) :]
         if reply.calls:
-            return before, from_stop(behind, self._stops)
+            return before, from_stop(behind, self._stops, self._form.behind_calls)
         return before, unsaid(self._rendering, behind, reply.ids, self._stops)
 
     def _placed(self, reply: _Sampled, before: str, *, thinks: bool) -> Piece:
@@ -175,10 +175,13 @@ def call_names(message: Message) -> CallNames:
     return tuple((call["id"], call["function"]["name"]) for call in message.get("tool_calls") or ())
 
 
-def from_stop(tail: str, stops: Sequence[str]) -> str:
-    """Skip what closes a call that is marks only: the reply brought its own. Raises ChatError if nothing ends it."""
+def from_stop(tail: str, stops: Sequence[str], behind_calls: str | None = None) -> str:
+    """Skip what closes a call that is marks only: the reply brought its own. Raises ChatError if nothing ends it.
+
+    What ends another turn ends no call: a stop has to stand in `behind_calls`, if that is known.
+    """
     found = [at for at in map(tail.find, stops) if at >= 0]
-    if not found:
+    if not found or (behind_calls is not None and not any(stop in behind_calls for stop in stops)):
         raise ChatError("the chat template does not end a tool call with a stop token: use history='template'")
     return tail[min(found) :]
 

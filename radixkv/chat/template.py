@@ -132,7 +132,7 @@ class ChatTemplate:
         _, found, tail = text.rpartition(marks.call if marks.call in text else marks.answer)
         if not found:
             raise ChatError("the chat template drops assistant messages: use history='template'")
-        return from_stop(tail, self.stop_texts) if calls else tail
+        return from_stop(tail, self.stop_texts, self.form.behind_calls) if calls else tail
 
     def _around_reply(self, marks: Marks, calls: CallNames, new: Sequence[Message], words: str = "") -> str:
         """A reply that says marks only, and the new messages; some templates write one call a turn, models do not."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from radixkv.chat.appending import appending
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.template import ChatTemplate
+from radixkv.errors import ChatError
 from tests.chat.worlds import byte_tokenizer, chat_engine
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
@@ -143,6 +144,23 @@ def test_what_closes_an_answer_stands_there_once(append: bool, sampled: str) -> 
     assert talk.ask(user("End?")) == talk.written()
 
 
+@WAYS
+def test_an_answer_that_was_cut_while_it_closed_is_closed_by_what_lacks(append: bool) -> None:
+    talk = Talk(tokenizer_of(CLOSED.replace("<|said|>", "<|said|><|done|>"), "<|said|>", "<|done|>"), append=append)
+    talk.ask(user("Hi."))
+    talk.hear("<|say|>Hello.<|said|>", content="Hello.")
+    assert talk.ask(user("End?")) == talk.written()
+
+
+@WAYS
+def test_what_closes_an_answer_may_be_part_of_a_longer_token(append: bool) -> None:
+    talk = Talk(tokenizer_of(CLOSED.replace("<|said|>", "\n")), append=append)
+    talk.ask(user("Hi."))
+    talk.hear("<|say|>Hello.\n\n<|im_end|>", content="Hello.\n")
+    assert len(talk.template.rendering.encode("\n\n")) == 1
+    assert talk.ask(user("End?")) == talk.written()
+
+
 def test_trying_samples_what_closes_an_answer() -> None:
     template = Talk(tokenizer_of(CLOSED, "<|say|>", "<|said|>"), append=True).template
     assert appending(template).differences == ()
@@ -237,3 +255,14 @@ def test_thinking_in_tags_of_the_template_s_own_is_read_and_left_out() -> None:
         assert "Hm, one." not in text and "Hm, two." in text
         assert "<|im_start|>assistant\none!<|im_end|>" in text
     assert chat.closed
+
+
+@WAYS
+def test_what_ends_another_turn_ends_no_call(append: bool) -> None:
+    """A model that samples another stop token than its template writes before results."""
+    kept = OWN_TAGS.replace("and at > state.last", "")
+    talk = Talk(tokenizer_of(kept, *OWN), append=append, tools=TOOLS)
+    talk.ask(user("Where?"))
+    talk.hear(f"<call>look{OSLO}</call><|im_end|>", content="", tool_calls=called("look"))
+    with pytest.raises(ChatError, match="does not end a tool call with a stop token"):
+        talk.ask(result("Here."), user("And?"))
