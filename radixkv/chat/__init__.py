@@ -7,7 +7,7 @@ async_engine.py   AsyncEngine: AsyncRequestEngine with chat() and resume()
 async_session.py  the session's verbs, awaited
 template.py       messages to token ids, never encoding again what was sampled; length.py, what is certainly too long
 rendering.py      messages to text, text to ids
-reply_form.py     how a template writes replies, found out by marks
+reply_form.py     how a template writes replies, found out by marks; call_arguments.py, the two forms of a call's
 splicing.py       a history as its template writes it, with the sampled ids in it
 appending.py      whether appending loses something, tried with the dialogues of canned.py
 messages.py       tool calls, tool results, replies; channels.py, thinking in channels

@@ -9,7 +9,6 @@ template's, a space is put in front.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +16,10 @@ from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
+from radixkv.chat.call_arguments import with_object, with_text
 from radixkv.chat.channels import CHANNEL, only_thinks
 from radixkv.chat.messages import THINK_END, THINK_START, Message
 from radixkv.chat.rendering import ANY_TOOL, Rendering
-from radixkv.chat.tool_calls_json import too_deep
 from radixkv.errors import ChatError
 
 ThinkingField: TypeAlias = Literal["content", "reasoning_content"]
@@ -95,7 +94,7 @@ class ReplyForm:
 
     def taken(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with calls as the template takes them."""
-        take = _with_text if self.calls_as_text else _with_object
+        take = with_text if self.calls_as_text else with_object
         return [
             {**each, "tool_calls": list(map(take, each["tool_calls"]))} if each.get("tool_calls") else each
             for each in messages
@@ -273,30 +272,7 @@ def _attempt(rendering: Rendering, messages: Sequence[Message], *, reply: bool =
 def _call(name: tuple[str, str], mark: str, *, as_text: bool) -> Message:
     function = {"name": name[1], "arguments": {"mark": mark}}
     call: Message = {"id": name[0], "type": "function", "function": function}
-    return _with_text(call) if as_text else call
-
-
-def _with_text(call: Message) -> Message:
-    """A call with its arguments as a JSON text."""
-    function = call.get("function") or {}
-    arguments = function.get("arguments", "")
-    if isinstance(arguments, str):
-        return call
-    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
-
-
-def _with_object(call: Message) -> Message:
-    """A call with its arguments as an object, if they are one that templates can write."""
-    function = call.get("function") or {}
-    try:
-        arguments = json.loads(function.get("arguments", ""))
-    except (TypeError, ValueError, RecursionError):  # no text, or none that JSON can read
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if _is_plain(arguments) else call
-
-
-def _is_plain(arguments: object) -> bool:
-    return isinstance(arguments, dict) and not too_deep(arguments)
+    return with_text(call) if as_text else call
 
 
 def _length(lead: Lead) -> int:
