@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from radixkv.chat.appending import appending
+from radixkv.chat.canned import DIALOGUES, emitted
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.template import ChatTemplate
 from radixkv.errors import ChatError
@@ -164,6 +165,8 @@ def test_what_closes_an_answer_may_be_part_of_a_longer_token(append: bool) -> No
 def test_trying_samples_what_closes_an_answer() -> None:
     template = Talk(tokenizer_of(CLOSED, "<|say|>", "<|said|>"), append=True).template
     assert appending(template).differences == ()
+    messages = DIALOGUES[0].messages(template.form)
+    assert emitted(template, messages, 1) == "<|say|>It is four.<|said|>"
 
 
 def test_thinking_about_results_is_left_out_where_each_prompt_opens_it() -> None:
