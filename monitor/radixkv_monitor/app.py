@@ -136,6 +136,8 @@ class MonitorApp(App[None]):
 
     def tick(self) -> None:
         """Draw, if anything differs from what is shown, or a second has passed."""
+        if not self.is_running:  # the views are being taken down
+            return
         state = self.viewing.look()
         self._say_around()
         if state is None:

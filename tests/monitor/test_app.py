@@ -307,6 +307,16 @@ def test_maximise_hides_the_lines() -> None:
     played(steps)
 
 
+def test_nothing_is_drawn_while_the_app_is_taken_down() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        assert app.shown is not None
+
+    app = played(steps)
+    drawn, app._drawn = app._drawn, ()
+    app.tick()  # a timer may fire while views are removed one by one
+    assert drawn and not app._drawn
+
+
 def test_a_lost_engine_is_told_and_greyed() -> None:
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
         feed.lose()
