@@ -437,7 +437,8 @@ class World:
     def drain(self) -> None:
         """Take every block that is said to be there, and not one more.
 
-        This evicts all that nobody holds, but for tails inside held blocks: to evict those would free nothing.
+        This evicts all that nobody holds, but for what lies in held blocks: to evict that would free nothing. So it is
+        with tails inside of them, and with what one twin has published and left while the other reads it unpublished.
         """
         flood, taken = self.open("flood", []), 0
         first = self.available()
@@ -452,8 +453,10 @@ class World:
         for namespace, texts in said.items():
             for text in leaves(texts):
                 kept = held.get(namespace, Texts()).longest_prefix(text)
-                left = self.cache.match(text, namespace).length
-                assert kept <= left <= -(-kept // self.block_size) * self.block_size
+                match = self.cache.match(text, namespace)
+                left = match.length
+                assert kept <= left
+                assert left <= -(-kept // self.block_size) * self.block_size or match.blocks[-1] in self.read_blocks()
                 if left > kept:
                     self.texts[namespace].add(text[:left])
         self.close(flood)
@@ -518,12 +521,16 @@ class World:
 
     def known_blocks(self) -> int:
         """How many blocks open sequences, their plans' copies and pins can be seen to hold."""
-        seen = {block for one in self.live for block in one.table}
-        seen |= {source for one in self.live if one.plan for source, _ in one.plan.copies}
+        seen = self.read_blocks()
         for pinned in self.pins:
             if self.now < pinned.expires:
                 seen |= set(self.cache.match(pinned.tokens, pinned.namespace).blocks.tolist())
         return len(seen)
+
+    def read_blocks(self) -> set[int]:
+        """Those that open sequences and their plans' copies read."""
+        seen = {block for one in self.live for block in one.table}
+        return seen | {source for one in self.live if one.plan for source, _ in one.plan.copies}
 
     def assert_little_is_stranded(self) -> None:
         """What can be matched is stored once, in as few blocks as can be, but for one per open sequence or pin.
