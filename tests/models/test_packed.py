@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from radixkv.errors import UnsupportedModel
+from radixkv.errors import InvalidInput
 from radixkv.models import adapter, packed
 from radixkv.models.packed import PackedLinear, pack, unpack
 from radixkv.models.runner import Chunk, Runner
@@ -286,7 +286,7 @@ def test_a_model_that_fails_anyhow_is_refused_and_keeps_its_own_attention(build:
     own = model.config._attn_implementation
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[5] = torch.nan
-    with pytest.raises(UnsupportedModel, match="nan"):
+    with pytest.raises(InvalidInput, match="its weights are damaged"):
         adapter.load(model)
     assert model.config._attn_implementation == own
 
