@@ -245,3 +245,25 @@ def test_routed_16_bits_of_a_large_model_are_judged_by_most_rows(
         model.lm_head.weight[5] = torch.nan
     with pytest.raises(InvalidInput, match="nan or infinity by its own forward"):
         adapter.load(model)
+
+
+@pytest.mark.parametrize(("routed", "accepted"), [(False, False), (True, True)])
+def test_one_row_that_is_wrong_in_16_bits_is_rounding_only_where_experts_are_chosen(
+    routed: bool, accepted: bool, build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformers.MixtralConfig(**GATED, num_local_experts=4) if routed else "llama"
+    loaded = adapter.load(build(config, torch.bfloat16))
+    results = Scenario.results
+
+    def one_wrong(scenario: Scenario) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        [(name, ours, own), *rest] = results(scenario)
+        if own.dtype == torch.bfloat16:
+            ours = -ours
+        return [(name, ours, own), *rest]
+
+    monkeypatch.setattr(Scenario, "results", one_wrong)
+    if accepted:
+        selftest.self_test(loaded)
+    else:
+        with pytest.raises(UnsupportedModel, match="does not compute the same"):
+            selftest.self_test(loaded)
