@@ -20,8 +20,10 @@ def branched() -> tuple[PrefixCache, Recorder, Mirror, list[float], list[int], l
     """Two texts that part inside a block: the first one's block is the trunk's, too, the second one has a copy."""
     cache, recorder, mirror, now = watched()
     one, other = prompt(1, 6) + [50] * 4, prompt(1, 6) + [60] * 4
-    for now[0], text in ((1.0, one), (2.0, other)):
-        publish(cache, text)
+    now[0] = 1.0
+    publish(cache, one)
+    now[0] = 2.0
+    publish(cache, other)
     tell(cache, recorder, mirror)
     return cache, recorder, mirror, now, one, other
 
