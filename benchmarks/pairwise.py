@@ -1,0 +1,243 @@
+"""Time two versions of the prefix cache against each other in one process, slice by slice.
+
+    python benchmarks/pairwise.py [--base REVISION] [--slices 500] [--only turns,match]
+
+`--base` is a git revision (by default HEAD, so that uncommitted changes are measured). Both versions are imported into
+this process, each with its own modules. Each workload runs in slices of some milliseconds; both versions
+run the same slice of the same seeded workload in turn, and the one that goes first changes with every slice. A slice is
+timed by the CPU time of the thread. A machine that gets slower or faster meanwhile changes both sides alike, so the
+ratio of the medians is steady to about 1%. The last line is JSON; the exit code is 1 if a row is slower than 1.02.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent.parent
+BAR = 1.02
+Slice = Callable[[int], None]
+
+
+def check_out(revision: str, folder: Path) -> Path:
+    """The files of a git revision, in `folder`."""
+    archive = subprocess.run(["git", "archive", revision], cwd=HERE, capture_output=True, check=False)
+    if archive.returncode:
+        sys.exit(f"--base {revision}: {archive.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    return folder.resolve()
+
+
+def import_from(checkout: Path, module: str) -> Any:
+    """The module of that checkout; modules of this package that were imported before stay with their own importers."""
+    for name in [name for name in sys.modules if name.split(".")[0].startswith("radixkv")]:
+        del sys.modules[name]
+    paths = [str(checkout), *(str(checkout / each) for each in ("kernels", "monitor", "traces"))]
+    sys.path[:0] = paths
+    try:
+        found = importlib.import_module(module)
+        assert Path(found.__file__ or "").is_relative_to(checkout), found.__file__
+        return found
+    finally:
+        del sys.path[: len(paths)]
+
+
+def turns(cache: Any) -> Slice:
+    """Multi-turn conversations of 200 sessions in a pool too small for them: prompts of 512 more tokens a turn."""
+    random = np.random.default_rng(1)
+    histories = [np.empty(0, np.int32) for _ in range(200)]
+    store = cache.PrefixCache(num_blocks=200 * 64, block_size=16)
+
+    def run(number: int) -> None:
+        for _ in range(8):
+            at = int(random.integers(len(histories)))
+            if len(histories[at]) > 4096:
+                histories[at] = histories[at][:0]
+            history = np.concatenate([histories[at], random.integers(0, 50_000, 496, dtype=np.int32)])
+            with store.open(history) as sequence:
+                sequence.extend(history[sequence.length :])
+                sequence.commit()
+                for token in random.integers(0, 50_000, 16, dtype=np.int32):
+                    sequence.extend([int(token)])
+                    sequence.commit()
+                    history = np.append(history, token)
+            histories[at] = history
+
+    return run
+
+
+def decode(cache: Any) -> Slice:
+    """One-token extends and commits of 16 sequences that share a prefix of 128 tokens."""
+    store = cache.PrefixCache(num_blocks=65_536, block_size=16)
+    prefix = np.arange(128, dtype=np.int32)
+    open_: list[Any] = []
+
+    def start() -> None:
+        for each in open_:
+            each.close()
+        open_.clear()
+        for each in range(16):
+            prompt = np.append(prefix, np.int32(1000 + each))
+            sequence = store.open(prompt)
+            sequence.extend(prompt[sequence.length :])
+            sequence.commit()
+            open_.append(sequence)
+
+    def run(number: int) -> None:
+        if number % 32 == 0:
+            start()
+        for step in range(32):
+            for sequence in open_:
+                sequence.extend(np.array([step], np.int32))
+                sequence.commit()
+
+    return run
+
+
+def match(cache: Any) -> Slice:
+    """Matches of 32k tokens along a chain of 64 nodes."""
+    store = cache.PrefixCache(num_blocks=8192, block_size=16)
+    text = np.random.default_rng(2).integers(0, 50_000, 32_768, dtype=np.int32)
+    for end in range(512, len(text) + 1, 512):
+        prompt = np.append(text[:end], np.int32(60_000))  # a branch after each run, so that the chain stays cut
+        with store.open(prompt) as sequence:
+            sequence.extend(prompt[sequence.length :])
+            sequence.commit()
+
+    def run(number: int) -> None:
+        for _ in range(40):
+            store.match(text)
+
+    return run
+
+
+def insert(cache: Any) -> Slice:
+    """Requests of 8k new tokens after a cached prefix of 2k, evicting what came before."""
+    store = cache.PrefixCache(num_blocks=8192, block_size=16)
+    random = np.random.default_rng(3)
+    head = random.integers(0, 50_000, 2048, dtype=np.int32)
+
+    def run(number: int) -> None:
+        for _ in range(10):
+            prompt = np.concatenate([head, random.integers(0, 50_000, 8192, dtype=np.int32)])
+            with store.open(prompt) as sequence:
+                sequence.extend(prompt[sequence.length :])
+                sequence.commit()
+
+    return run
+
+
+def evict(cache: Any) -> Slice:
+    """Requests of 64 tokens into a full pool of 20,000 leaves of 64 tokens each."""
+    store = cache.PrefixCache(num_blocks=80_000, block_size=16)
+    random = np.random.default_rng(4)
+
+    def add() -> None:
+        prompt = random.integers(0, 2**30, 64, dtype=np.int32)
+        with store.open(prompt) as sequence:
+            sequence.extend(prompt)
+            sequence.commit()
+
+    for _ in range(20_000):
+        add()
+
+    def run(number: int) -> None:
+        for _ in range(60):
+            add()
+
+    return run
+
+
+def agents(cache: Any) -> Slice:
+    """Forks: eight branches of a cached prompt decode a few tokens each and are closed."""
+    store = cache.PrefixCache(num_blocks=4096, block_size=16)
+    random = np.random.default_rng(5)
+
+    def run(number: int) -> None:
+        prompt = random.integers(0, 50_000, 1000, dtype=np.int32)
+        with store.open(prompt) as lead:
+            lead.extend(prompt[lead.length :])
+            lead.commit()
+            branches = [lead.fork() for _ in range(8)]
+            for step in range(8):
+                for at, branch in enumerate(branches):
+                    branch.extend([at * 100 + step])
+                    branch.commit()
+            for branch in branches:
+                branch.close()
+
+    return run
+
+
+WORKLOADS = {each.__name__: each for each in (turns, decode, match, insert, evict, agents)}
+
+
+def compare(name: str, versions: list[Any], slices: int) -> dict[str, float]:
+    """Milliseconds a slice of both versions, and their ratio."""
+    runs = [WORKLOADS[name](version) for version in versions]
+    seconds: list[list[float]] = [[], []]
+    gc.collect()
+    gc.disable()
+    for number in range(slices + 5):
+        for which in (0, 1) if number % 2 else (1, 0):
+            start = time.thread_time()
+            runs[which](number)
+            spent = time.thread_time() - start
+            if number >= 5:
+                seconds[which].append(spent)
+        if number % 50 == 0:
+            gc.collect()
+            print(f"\r{name}: slice {number} of {slices}   ", end="", file=sys.stderr, flush=True)
+    gc.enable()
+    print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+    base, ours = (statistics.median(each) for each in seconds)
+    pairs = statistics.median(b / a for a, b in zip(*seconds, strict=True))
+    return {
+        "base_ms": round(base * 1e3, 4),
+        "ours_ms": round(ours * 1e3, 4),
+        "ratio": round(ours / base, 4),
+        "pairs": round(pairs, 4),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default="HEAD", metavar="REVISION", help="the version to compare with (default HEAD)")
+    parser.add_argument("--quick", action="store_true", help="a smoke run of 20 slices")
+    parser.add_argument("--slices", type=int, default=500)
+    parser.add_argument("--only", default=",".join(WORKLOADS), help="comma-separated names of workloads")
+    options = parser.parse_args()
+    slices = 20 if options.quick else options.slices
+    with tempfile.TemporaryDirectory() as folder:
+        base = check_out(options.base, Path(folder))
+        return report([import_from(each, "radixkv.cache") for each in (base, HERE)], options.only.split(","), slices)
+
+
+def report(versions: list[Any], names: list[str], slices: int) -> int:
+    rows = {}
+    print(f"{'':10}{'base ms':>10}{'ours ms':>10}{'ratio':>8}{'of pairs':>10}")
+    for name in names:
+        rows[name] = row = compare(name, versions, slices)
+        figures = f"{row['base_ms']:10.3f}{row['ours_ms']:10.3f}{row['ratio']:8.3f}{row['pairs']:10.3f}"
+        print(f"{name:10}{figures}", flush=True)
+    print(json.dumps({"benchmark": "pairwise", "slices": slices, "rows": rows}))
+    return int(max(row["ratio"] for row in rows.values()) > BAR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
