@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from radixkv.cache import PrefixCache
+from radixkv.cache.events import guarded
 from radixkv.cache.ghosts import Pressure
-from radixkv.cache.observer import guarded
 from radixkv.telemetry.heard import Heard
 from radixkv.telemetry.mirror import EVICTIONS
 

@@ -3,14 +3,13 @@
 Knows no tensor, no model and no thread.
 """
 
-from radixkv.cache.cached_run import CachedRun
+from radixkv.cache.events import Observer
 from radixkv.cache.eviction import POLICIES
-from radixkv.cache.explain import Explanation
-from radixkv.cache.observer import Observer
 from radixkv.cache.pins import Pin
 from radixkv.cache.prefix_cache import Match, PrefixCache
+from radixkv.cache.radix_tree import CachedRun
 from radixkv.cache.sequence import Hint, Sequence, WritePlan
-from radixkv.cache.stats import CacheStats
+from radixkv.cache.types import CacheStats, Explanation
 
 __all__ = [
     "POLICIES",

@@ -14,7 +14,7 @@ from sortedcontainers import SortedList
 from radixkv.errors import UnknownPolicy
 
 if TYPE_CHECKING:
-    from radixkv.cache.use import Use
+    from radixkv.cache.predictive.access_records import Use
 
 
 class Entry(Protocol):

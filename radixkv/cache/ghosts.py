@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from radixkv.cache.tokens import WIDTH
 
 if TYPE_CHECKING:
-    from radixkv.cache.use import Use
+    from radixkv.cache.predictive.access_records import Use
 
 Owner = Hashable  # a node's id, or a namespace's root
 Place = tuple[Owner, int, bytes]  # where a run hung: below whom, behind how many tokens, its first

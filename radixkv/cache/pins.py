@@ -10,8 +10,8 @@ from collections.abc import Callable
 from math import inf
 from types import TracebackType
 
-from radixkv.cache.node import Node
 from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.types import Node
 from radixkv.errors import PinBudgetExceeded
 
 

@@ -14,23 +14,18 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.cache.audit import audit
 from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.cached_run import CachedRun, random_run
-from radixkv.cache.explain import Explanation
+from radixkv.cache.change_tracker import Watch
+from radixkv.cache.events import Observer, guarded
 from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
-from radixkv.cache.node import Node
-from radixkv.cache.observer import Observer, guarded
+from radixkv.cache.invariants import audit
 from radixkv.cache.pins import Pin, Pins
-from radixkv.cache.predictive import PredictiveIndex, new_index
-from radixkv.cache.purpose import PURPOSES, Purpose
-from radixkv.cache.radix_tree import RadixTree, root_mark
-from radixkv.cache.room import idle_blocks
+from radixkv.cache.predictive.access_records import Use
+from radixkv.cache.predictive.index import PredictiveIndex, new_index
+from radixkv.cache.radix_tree import CachedRun, RadixTree, idle_blocks, random_run, root_mark
 from radixkv.cache.sequence import Hint, Sequence
-from radixkv.cache.stats import CacheStats, Counters
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
-from radixkv.cache.use import Use
-from radixkv.cache.watch import Watch
+from radixkv.cache.types import PURPOSES, CacheStats, Counters, Explanation, Node, Purpose
 from radixkv.errors import InvalidInput, OutOfBlocks, PrefixHeld
 
 

@@ -9,22 +9,34 @@ place, else a copy of it. A path's block for a logical block is the deepest node
 
 Locks: `holders` counts who holds a node itself (sequences, pins); `locks` adds one for each locked child. Only the
 steps 0 <-> 1 go up to the parent. Nothing here recurses with depth.
+
+What opening a prefix takes of the room, and what closing a sequence may lose. Reads, and changes nothing.
+
+Knows which nodes are locked and which blocks are shared. Knows no sequence.
+
+A run of cached tokens picked at random, for whoever computes it again and compares.
+
+Knows the tree, the leaves that may go and who holds the others. Changes nothing.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator
-from typing import TypeVar, cast
+from random import Random
+from typing import NamedTuple, TypeVar, cast
 
-from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.changes import ChangedNodes
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.cache.block_pool import BlockPool, SharedBlocks
+from radixkv.cache.change_tracker import ChangedNodes
+from radixkv.cache.events import Observer
 from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.ghosts import Ghost, Ghosts, Owner, Pressure, common_prefix
-from radixkv.cache.node import NO_CHILDREN, Node
-from radixkv.cache.observer import Observer
-from radixkv.cache.shared_blocks import SharedBlocks
 from radixkv.cache.tokens import WIDTH
+from radixkv.cache.types import NO_CHILDREN, Node
 
 Run = TypeVar("Run", bytearray, "array[int]")
 
@@ -381,3 +393,93 @@ def _joined(head: Run, tail: Run) -> Run:
 def root_mark(namespace: Hashable) -> Owner:
     """What owns the ghosts that hang at a namespace's root: the same when the root is made anew."""
     return ("root", namespace)
+
+
+def idle_blocks(pool: BlockPool, path: list[Node], end: int) -> int:
+    """Blocks that nobody holds of a path up to token `end` of its last node.
+
+    O(depth) + O(blocks that forks may share).
+    """
+    if not path or path[-1].locks:
+        return 0
+    size = pool.block_size
+    idle = path[bisect_left(path, True, key=_nobody_holds) :] if path[0].locks else path
+    last = -(-end // size)
+    blocks = last - idle[0].start // size
+    seams = [node for node in idle if node.start % size or node.mixed]
+    return blocks + _more_at(seams, idle[0], last, pool) if seams else blocks
+
+
+def held_by_others(tree: RadixTree, node: Node, raw: bytes | bytearray) -> int:
+    """Up to where somebody besides one holder of `node` holds its path, and the unpublished `raw` behind it.
+
+    O(depth) + O(bytes of `raw`).
+    """
+    if raw and node.children:
+        below, matched = tree.match(node, bytes(raw))
+        while below is not node and below.parent is not None:
+            if below.locks:
+                return min(below.end, node.end + matched // WIDTH)
+            below = below.parent
+    up = node
+    while up.locks == 1 and up.parent is not None:
+        up = up.parent
+    return up.end
+
+
+def _more_at(seams: list[Node], top: Node, last: int, pool: BlockPool) -> int:
+    """By how much one block for each logical block is wrong where nodes meet inside blocks, or forks share them.
+
+    There the path may own more than one block, all of which are held with it, and any of them may be held already.
+    """
+    size = pool.block_size
+    logical: set[int] = set()
+    blocks: set[int] = set()
+    for node in seams:
+        first = node.start // size
+        touched = node.blocks[: last - first if node.mixed else 1]
+        logical.update(range(first, first + len(touched)))
+        blocks.update(touched)
+        if node is not top and node.start % size and node.parent is not None:
+            blocks.add(node.parent.blocks[-1])
+    return sum(_is_idle(pool, block) for block in blocks) - len(logical)
+
+
+def _nobody_holds(node: Node) -> bool:
+    return not node.locks
+
+
+def _is_idle(pool: BlockPool, block: int) -> bool:
+    entry = pool.shared.get(block)  # of a block that is not shared the only owner is an unlocked node
+    return entry is None or entry.idle == entry.owners
+
+
+class CachedRun(NamedTuple):
+    """Tokens [start, end) of a cached text."""
+
+    tokens: npt.NDArray[np.int32]  # [end]: the text from its beginning to the end of the run
+    start: int
+    namespace: Hashable
+    blocks: npt.NDArray[np.int32]  # [ceil(end / block_size)] of the text; safe to read only while it is held
+
+
+def random_run(tree: RadixTree, held: list[Node], rng: Random) -> CachedRun | None:
+    """The run at a random token of a text that ends at a random leaf or held node; None if nothing is cached.
+
+    O(log leaves + held + depth + tokens of the text).
+    """
+    ends = list(dict.fromkeys(node for node in held if node.parent is not None))
+    choice = rng.randrange(len(tree.index) + len(ends)) if tree.index or ends else -1
+    if choice < 0:
+        return None
+    end = ends[choice] if choice < len(ends) else cast(Node, tree.index.at(choice - len(ends)))
+    path = tree.path(end)
+    run = bisect_right(path, rng.randrange(end.end), key=_end)
+    path = path[: run + 1]
+    tokens = np.frombuffer(bytearray().join([node.key for node in path]), np.int32)
+    blocks = np.frombuffer(tree.joined(path), np.int32)
+    return CachedRun(tokens, path[-1].start, tree.namespace(path[0]), blocks)
+
+
+def _end(node: Node) -> int:
+    return node.end

@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.node import Node
-from radixkv.cache.purpose import Purpose
-from radixkv.cache.room import held_by_others
+from radixkv.cache.predictive.access_records import Use
+from radixkv.cache.radix_tree import held_by_others
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
-from radixkv.cache.use import Use
+from radixkv.cache.types import Node, Purpose
 from radixkv.errors import InvalidInput, PlanPending, SequenceClosed
 
 if TYPE_CHECKING:

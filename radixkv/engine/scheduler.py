@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixkv.cache import Match, Pin, PrefixCache, Sequence, WritePlan
-from radixkv.cache.purpose import Purpose
+from radixkv.cache.types import Purpose
 from radixkv.engine.coalescing import Coalescing
 from radixkv.engine.demand import blocks_alone, still_to_take, to_spare
 from radixkv.engine.limits import Limits

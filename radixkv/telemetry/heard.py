@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from radixkv.cache.events import unheard
 from radixkv.cache.ghosts import Pressure
-from radixkv.cache.observer import unheard
-from radixkv.cache.purpose import Purpose
+from radixkv.cache.types import Purpose
 from radixkv.telemetry.mirror import EVICTIONS
 
 Eviction = tuple[int, int, int, int, int, bool, float, int, Pressure]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable
 import numpy as np
 
 from radixkv.cache.ghosts import Owner
-from radixkv.cache.node import Node
 from radixkv.cache.tokens import WIDTH
+from radixkv.cache.types import Node
 from radixkv.telemetry.records import NodeRecord
 from radixkv.telemetry.texts import drawable
 

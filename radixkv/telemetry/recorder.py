@@ -17,8 +17,8 @@ from dataclasses import fields, replace
 from typing import TypeVar
 
 from radixkv.cache import CacheStats, PrefixCache
-from radixkv.cache.node import Node
-from radixkv.cache.watch import OpenSequence, Watch
+from radixkv.cache.change_tracker import OpenSequence, Watch
+from radixkv.cache.types import Node
 from radixkv.telemetry.heard import Heard
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
 from radixkv.telemetry.node_records import TEXT_TOKENS, Decode, node_record, runs, said, tokens

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from radixkv.cache import Hint
-from radixkv.cache.purpose import Purpose
+from radixkv.cache.types import Purpose
 from tests.cache.world import Tracked, World
 
 OPERATIONS = 1_000_000 if os.environ.get("RADIXKV_LONG") == "1" else 100_000

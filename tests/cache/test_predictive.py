@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from radixkv.cache import Hint, PrefixCache
 from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
-from radixkv.cache.hazards import BUCKETS, EDGES, Hazards, _best_rates
-from radixkv.cache.lru_shadow import HEADROOM, LruShadow
-from radixkv.cache.predictive import MOVES, PredictiveIndex
-from radixkv.cache.use import KINDS, MOST_USES, Traits, Use, next_bounds, size_class
+from radixkv.cache.predictive.access_records import KINDS, MOST_USES, Traits, Use, next_bounds, size_class
+from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, Hazards, _best_rates
+from radixkv.cache.predictive.index import MOVES, PredictiveIndex
+from radixkv.cache.predictive.lru_baseline import HEADROOM, LruShadow
 from tests.cache.workloads import WORKLOADS, Fresh, Request, hits, replay
 
 PLAIN = Traits(0, 1, 0, 0, 0, False)

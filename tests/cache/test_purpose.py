@@ -5,7 +5,7 @@ import random
 import pytest
 
 from radixkv.cache import Hint, PrefixCache
-from radixkv.cache.purpose import Purpose
+from radixkv.cache.types import Purpose
 from radixkv.errors import InvalidInput
 from tests.cache.freeze import freeze
 from tests.cache.test_eviction import ALL, flood, goes_first

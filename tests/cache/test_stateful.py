@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixkv.cache import Hint
-from radixkv.cache.purpose import Purpose
+from radixkv.cache.types import Purpose
 from tests.cache.world import Tracked, World
 
 LONG = os.environ.get("RADIXKV_LONG") == "1"

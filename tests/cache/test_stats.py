@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from radixkv.cache import CacheStats, Observer, PrefixCache
-from radixkv.cache.purpose import Purpose
+from radixkv.cache.types import Purpose
 from radixkv.errors import OutOfBlocks
 from tests.cache.test_pins import squeeze
 from tests.cache.verbs import cached, held, prompt, publish

@@ -14,8 +14,8 @@ import pytest
 
 from radixkv.cache import CacheStats, Hint, Match, Pin, PrefixCache, WritePlan
 from radixkv.cache import Sequence as CacheSequence
-from radixkv.cache.cached_run import CachedRun
-from radixkv.cache.purpose import Purpose
+from radixkv.cache.radix_tree import CachedRun
+from radixkv.cache.types import Purpose
 from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PlanPending, PrefixHeld, SequenceClosed
 from tests.cache.freeze import freeze
 from tests.cache.naive import Pool, Texts, Work, kv

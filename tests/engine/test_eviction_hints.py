@@ -9,7 +9,7 @@ import pytest
 
 from radixkv import Engine, SamplingParams
 from radixkv.cache import PrefixCache
-from radixkv.cache.predictive import PredictiveIndex
+from radixkv.cache.predictive.index import PredictiveIndex
 from radixkv.engine import Limits
 from radixkv.errors import UnknownPolicy
 from tests.engine.fakes import STOP, FakeModel, FakeRunner, check

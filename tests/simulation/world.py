@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 
 from radixkv.cache import Pin, PrefixCache
-from radixkv.cache.observer import Observer
+from radixkv.cache.events import Observer
 from radixkv.engine.audit_report import AuditReport
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request

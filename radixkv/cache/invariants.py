@@ -9,11 +9,11 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from radixkv.cache.lru_shadow import LruShadow
-from radixkv.cache.node import Node
-from radixkv.cache.predictive import PredictiveIndex
+from radixkv.cache.predictive.index import PredictiveIndex
+from radixkv.cache.predictive.lru_baseline import LruShadow
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.tokens import WIDTH
+from radixkv.cache.types import Node
 
 if TYPE_CHECKING:
     from radixkv.cache.prefix_cache import PrefixCache

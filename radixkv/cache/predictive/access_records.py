@@ -14,7 +14,7 @@ from math import log2
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from radixkv.cache.hazards import ReuseClass
+    from radixkv.cache.predictive.hazard_model import ReuseClass
 
 MOST_USES = 4  # earlier uses that are told apart
 KINDS = 16  # reasons why turns end that are told apart; what comes later counts as one more

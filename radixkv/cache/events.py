@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable
 from typing import Protocol, cast
 
 from radixkv.cache.ghosts import Pressure
-from radixkv.cache.purpose import Purpose
+from radixkv.cache.types import Purpose
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("radixkv.cache.observer")  # named in the docs
 
 
 class Observer(Protocol):

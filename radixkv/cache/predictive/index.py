@@ -18,9 +18,9 @@ from itertools import islice
 from sortedcontainers import SortedList
 
 from radixkv.cache.eviction import Entry, EvictionIndex
-from radixkv.cache.hazards import BUCKETS, EDGES, Hazards
-from radixkv.cache.lru_shadow import LruShadow
-from radixkv.cache.use import KINDS, Traits, Use, next_bounds, size_class
+from radixkv.cache.predictive.access_records import KINDS, Traits, Use, next_bounds, size_class
+from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, Hazards
+from radixkv.cache.predictive.lru_baseline import LruShadow
 
 MARGIN = 0.7  # another leaf must be worth less than this part of what LRU's choice is worth
 MOVES = 256  # uses that come of age at one call

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.cache.use import Traits
+from radixkv.cache.predictive.access_records import Traits
 
 BUCKETS = 24
 SHORTEST = 0.25  # seconds; the last bucket is for all above 12 days

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from radixkv.cache.use import Use
+from radixkv.cache.predictive.access_records import Use
 
 HEADROOM = 0.025  # of the tokens asked for, what LRU must miss and ghosts remember: below that there is nothing to gain
 SLACK = 0.0003  # of the tokens asked for, what may be lost against LRU at any time
