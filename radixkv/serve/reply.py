@@ -88,7 +88,9 @@ class ReplyReader:
         if self._calls is not None:
             return pieces + self._pieces(self._calls.finish())
         rest, self._held = self._held, ""
-        return pieces + list(self._give("thinking" if self._state == "thinking" else "content", rest))
+        if self._state == "thinking":  # cut before its end tag
+            return pieces + list(self._give("thinking", rest.rstrip()))
+        return pieces + list(self._give("content", rest))
 
     # ---- inside
 

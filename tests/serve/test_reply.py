@@ -59,6 +59,8 @@ NOW = ("now", {"zone": "UTC"})
         ("<think>\nhm\n</think>\n\nYes.", "Yes.", "hm", []),
         (f"<think>hm</think>{CALL}", "", "hm", [NOW]),
         ("<think>never ends", "", "never ends", []),
+        ("<think>never ends \n", "", "never ends", []),
+        ("<think><think> ", "", "<think>", []),
         ("not at first <think>x</think>", "not at first <think>x</think>", "", []),
         ("<thin", "<thin", "", []),
     ],
@@ -120,6 +122,8 @@ HEADS = [
         (f"assistant {'x' * 300}{SPOKEN}Yes.", f"assistant {'x' * 300}Yes.", "", []),
         ("  Hello", "  Hello", "", []),
         ("<think>hm</think> Yes.", "Yes.", "hm", []),
+        ("<think><think> ", "", "<think>", []),
+        ("<think>never ends </thin\n", "", "never ends </thin", []),
     ],
 )
 def test_what_a_reply_in_channels_says(text, content, thinking, calls):
