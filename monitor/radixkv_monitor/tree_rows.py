@@ -243,9 +243,10 @@ class TreeRows:
             up.nodes += nodes
             up.tokens += tokens
             up.blocks += blocks
-            if up.parent is not None and (by_size or (was > 0) != (up.wanted > 0)):
+            shows_or_hides = (was > 0) != (up.wanted > 0)
+            if up.parent is not None and (by_size or shows_or_hides):
                 self._disorder(up.parent)
-                self._must_flatten |= not by_size
+                self._must_flatten |= shows_or_hides
             up = up.parent
 
     def _raise(self, branch: Branch, used: float) -> None:

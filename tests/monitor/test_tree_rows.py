@@ -215,6 +215,17 @@ def test_a_filter_is_asked_anew_about_nodes_that_changed(small: tuple[TreeRows, 
     assert rows.update(nodes, [4]) and ids(rows) == [1, 2, 4]
 
 
+def test_a_node_that_shrinks_as_it_stops_matching_goes_under_every_sort() -> None:
+    for sort in SORTS:
+        nodes = {1: node(1, tokens=0), 2: node(2, 1, locks=1)}
+        rows = TreeRows(sort)
+        rows.filter(lambda branch: branch.node.locks > 0)
+        rows.update(nodes)
+        assert ids(rows) == [1, 2]
+        nodes[2] = node(2, 1, tokens=3, locks=0)
+        assert rows.update(nodes, [2]) and ids(rows) == [], sort
+
+
 def test_nothing_moves_where_only_numbers_changed(small: tuple[TreeRows, Nodes]) -> None:
     rows, nodes = small
     nodes[5] = node(5, 3, start=8, used=3.5, hits=4)
