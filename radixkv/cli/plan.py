@@ -1,6 +1,6 @@
 """`radixkv plan`: what a model's KV takes, and what fits into a memory.
 
-Knows blocks, slabs and columns. What a token takes is `radixkv.kv_config`'s to know; no torch is loaded.
+Knows blocks, slabs and columns. What a token takes is `radixkv.kv_shapes`'s to know; no torch is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from radixkv.errors import InvalidInput
-from radixkv.kv_config import kv_shape
+from radixkv.kv_shapes import kv_shape
 from radixkv.kv_size import ASSUMED_DTYPE, KVShape, parse_size
 
 _SHARES = (16, 4, 2, 1)  # a sequence that ends after one n-th of the context

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from radixkv.cli import main
 from radixkv.cli.plan import Plan, size
 from radixkv.errors import InvalidInput
-from radixkv.kv_config import _UNSAID, kv_shape
+from radixkv.kv_shapes import _UNSAID, kv_shape
 from radixkv.kv_size import KVShape, LayerKV, parse_size
 from radixkv.models.hook import IMPLEMENTATION
 from radixkv.models.probe import probe

@@ -1,6 +1,6 @@
 """How many blocks is "2.5%", "4096" or "16GB"? A pool's size, in the units that a person has at hand.
 
-Knows blocks and bytes. Knows no cache; what a model's token takes is `radixkv.kv_config`'s to know.
+Knows blocks and bytes. Knows no cache; what a model's token takes is `radixkv.kv_shapes`'s to know.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from radixkv.errors import InvalidInput
-from radixkv.kv_config import kv_shape
+from radixkv.kv_shapes import kv_shape
 from radixkv.kv_size import UNITS
 
 _FORMS = "a share of the trace's unique blocks (2.5%), blocks (4096), tokens (500ktok) or bytes (16GB, with --model)"
