@@ -14,11 +14,11 @@ import torch
 import triton
 from torch import Tensor
 
-from . import tiles as tiling
-from .attention_kernels import attend_tiles, merge_partials
-from .kinds import Kind as Kind
-from .kinds import kinds as kinds
-from .work_list import Int32, WorkList
+from radixkv_kernels import tiles as tiling
+from radixkv_kernels.attention_kernels import attend_tiles, merge_partials
+from radixkv_kernels.kinds import Kind as Kind
+from radixkv_kernels.kinds import kinds as kinds
+from radixkv_kernels.work_list import Int32, WorkList
 
 LOG2_E = math.log2(math.e)
 

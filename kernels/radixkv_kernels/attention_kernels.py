@@ -11,7 +11,7 @@ and a rest, so that nothing is computed on padding.
 import triton
 import triton.language as tl
 
-from .tiles import FIELDS, HEADER
+from radixkv_kernels.tiles import FIELDS, HEADER
 
 _FIELDS = tl.constexpr(FIELDS)
 _HEADER = tl.constexpr(HEADER)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .tiles import FIELDS, HEADER, OVERREAD, Shape, Tiles, most
+from radixkv_kernels.tiles import FIELDS, HEADER, OVERREAD, Shape, Tiles, most
 
 DEPTH = 4
 """Shared runs on one path that there is room for: a system prompt, tools, an agent, its task. Deeper trees may fit."""

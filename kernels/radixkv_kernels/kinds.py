@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import tiles as tiling
+from radixkv_kernels import tiles as tiling
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .work_list import Int32, WorkList
+from radixkv_kernels.work_list import Int32, WorkList
 
 Int = NDArray[np.int64]
 

@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixkv.attention.kv_store import KVStore
+from radixkv.attention.rows import Rows
 from radixkv_kernels.work_list import WorkList
-
-from .kv_store import KVStore
-from .rows import Rows
 
 SCORE_CELLS = 1 << 20
 """Scores that the unfused path holds at once, so that a long prompt does not need rows x keys of memory."""

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixkv.attention.kv_store import KVStore
+from radixkv.attention.rows import Rows
 from radixkv_kernels.work_list import WorkList
-
-from .kv_store import KVStore
-from .rows import Rows
 
 Int = NDArray[np.int64]
 

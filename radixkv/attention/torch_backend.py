@@ -13,11 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixkv.attention.kv_store import KVStore
+from radixkv.attention.spans import Span
+from radixkv.attention.tails import Layout, TailBatch
 from radixkv_kernels.work_list import WorkList
-
-from .kv_store import KVStore
-from .spans import Span
-from .tails import Layout, TailBatch
 
 _PLANS: WeakKeyDictionary[WorkList, dict[tuple[KVStore, int, int], Plan]] = WeakKeyDictionary()
 

@@ -18,10 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from radixkv.attention import torch_backend
+from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv_kernels.work_list import WorkList
-
-from . import torch_backend
-from .kv_store import KVStore, LayerShape
 
 TRITON = find_spec("triton") is not None
 

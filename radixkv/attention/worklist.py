@@ -13,10 +13,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from radixkv.attention.grouping import Grouping, group
 from radixkv.errors import InvalidInput
 from radixkv_kernels.work_list import WorkList
-
-from .grouping import Grouping, group
 
 Int = NDArray[np.int64]
 
