@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from radixkv.attention import spans, tails, torch_backend, worklist
 from radixkv.attention.kv_store import KVStore, LayerShape
 
-from .batches import Batch, BlocksFirst, fill, random_batch
+from tests.attention.batches import Batch, BlocksFirst, fill, random_batch
 
 SHAPES = [LayerShape(1, 8, 8), LayerShape(2, 8, 8), LayerShape(3, 4, 6), LayerShape(2, 6, 4)]
 SETTINGS = settings(max_examples=200, deadline=None)

@@ -14,7 +14,7 @@ from radixkv.attention import worklist
 from radixkv.errors import InvalidInput
 from radixkv_kernels.work_list import WorkList
 
-from .batches import tree_tables
+from tests.attention.batches import tree_tables
 
 SETTINGS = settings(max_examples=150, deadline=None)
 
