@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from radixkv.attention import torch_backend, worklist
+from radixkv.attention import plan, torch_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 12, 12, 4, 64, 16
@@ -80,7 +80,7 @@ def along_the_tree(store: KVStore, tables: Tables, kv: list[int], queries: list[
     """A step of ours: the plan is made by the first layer, the list once before."""
 
     def step() -> torch.Tensor:
-        work = worklist.build(tables, kv, queries, block_size=BLOCK)
+        work = plan.build(tables, kv, queries, block_size=BLOCK)
         for layer in range(LAYERS):
             output = torch_backend.attend(store, layer, query, work, scale=SCALE)
         return output
@@ -171,7 +171,7 @@ def decode(rounds: int) -> dict[str, float]:
     for kind in ("fresh", "grown", "churned"):
         tables = decode_tables(kind, count, length)
         cases[kind] = along_the_tree(store, tables, [length] * count, [1] * count, query)
-    work = worklist.build(decode_tables("grown", count, length), [length] * count, [1] * count, block_size=BLOCK)
+    work = plan.build(decode_tables("grown", count, length), [length] * count, [1] * count, block_size=BLOCK)
     cases["plan"] = lambda: torch_backend.Plan(store, work, KV_HEADS, GROUP)
     check(cases["fresh"], static, count)
     return measure(cases, rounds)
@@ -204,10 +204,10 @@ def lists(rounds: int) -> dict[str, float]:
     count, prefix = 64, np.arange(512, dtype=np.int32)
     tables = [np.concatenate([prefix, np.arange(34, dtype=np.int32) + 600 + 40 * i]) for i in range(count)]
     before, after = ([8192 + 512 + i % 16 + step for i in range(count)] for step in (0, 1))
-    previous = worklist.build(tables, before, [1] * count, block_size=BLOCK)
+    previous = plan.build(tables, before, [1] * count, block_size=BLOCK)
     cases: dict[str, Case] = {
-        "list_new": lambda: worklist.build(tables, after, [1] * count, block_size=BLOCK),
-        "list_grown": lambda: worklist.build(tables, after, [1] * count, None, previous, block_size=BLOCK),
+        "list_new": lambda: plan.build(tables, after, [1] * count, block_size=BLOCK),
+        "list_grown": lambda: plan.build(tables, after, [1] * count, None, previous, block_size=BLOCK),
     }
     return measure(cases, rounds * 20)
 

@@ -46,7 +46,8 @@ from radixkv.attention import torch_backend
 from radixkv.attention.kv_store import KVStore
 from radixkv.cache import PrefixCache, Sequence
 from radixkv.models import adapter
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.loaded import Chunk
+from radixkv.models.runner import Runner
 from radixkv.models.sampler import SampleRow, SamplingParams, sample
 from radixkv_kernels.work_list import WorkList
 

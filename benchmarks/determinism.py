@@ -40,9 +40,9 @@ from cpu_decode import build_model, cpu_name
 
 from radixkv import Engine, SamplingParams
 from radixkv.models import adapter
-from radixkv.models.loaded import LoadedModel
-from radixkv.models.recheck import TOLERANCE, compare
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.kv_recompute import TOLERANCE, compare
+from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.runner import Runner
 from radixkv_traces.formats import TraceRequest, read, sample
 from radixkv_traces.simulate import replay, unique_blocks
 

@@ -47,8 +47,8 @@ from radixkv.engine import core as engine_core
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.models import adapter
-from radixkv.models.loaded import LoadedModel
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.runner import Runner
 from radixkv.models.sampling_params import SamplingParams
 
 BAR = 0.05

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' m
 
 from radixkv.engine import Completion, RequestEngine
 from radixkv.engine.request import Request, Stream
-from radixkv.models.hook import own_attention
+from radixkv.models.attention_interface import own_attention
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.sampler import SamplingParams
 from tests.simulation.traffic import Ids, Mixture, Tally, Traffic, knows_the_answer, leaked, memory_engine

@@ -11,15 +11,15 @@ Four things are timed, which take turns within one run:
 
   naive     the peer: each step anew, a tree of nodes and dictionaries from the tables, then one list of items. It must
             find the same items.
-  anew      `worklist.build` without the last step's list
-  grown     `worklist.build` with it, as the engine does while the same sequences decode. Bar: 0.3 ms at 64 sequences,
+  anew      `plan.build` without the last step's list
+  grown     `plan.build` with it, as the engine does while the same sequences decode. Bar: 0.3 ms at 64 sequences,
             in every shape.
   tiles     `tiles.build` for a GPU of 132 processors and heads 32/8, once for each distinct window of a model
 
 Steps are real: each sequence grows by a token, and every sixteenth time by a block. The medians are compared; `low` and
 `high` are the tenth and the ninetieth percentile of `grown`. Run it as
 
-    python benchmarks/worklist.py [--steps 48]
+    python benchmarks/plan.py [--steps 48]
 
 The last line is one JSON object; the exit code is 1 if a bar is missed.
 """
@@ -40,7 +40,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.attention import worklist
+from radixkv.attention import plan
 from radixkv_kernels import tiles
 from radixkv_kernels.work_list import WorkList
 
@@ -128,7 +128,7 @@ def naive(tables: Tables, lengths: list[int]) -> list[tuple[int, int, tuple[int,
             continue
         while len(last.children) == 1 and len(next(iter(last.children.values())).members) == len(node.members):
             last, end = next(iter(last.children.values())), end + 1
-        if (end - start) * BLOCK * (len(node.members) - 1) >= worklist.WORTH:
+        if (end - start) * BLOCK * (len(node.members) - 1) >= plan.WORTH:
             items.append((start * BLOCK, (end - start) * BLOCK, tuple(node.members)))
             for index in node.members:
                 left[index] = end * BLOCK
@@ -163,7 +163,7 @@ def measure(runs: list[list[tuple[int, int]]], steps: int) -> dict[str, list[flo
         ones, found = [1] * len(tables), dict[str, WorkList]()
 
         def build(name: str, last: WorkList | None) -> None:
-            found[name] = worklist.build(tables, lengths, ones, previous=last, block_size=BLOCK)  # noqa: B023
+            found[name] = plan.build(tables, lengths, ones, previous=last, block_size=BLOCK)  # noqa: B023
 
         spent = {"anew": milliseconds(lambda: build("anew", None))}
         spent["grown"] = milliseconds(lambda: build("grown", previous))  # noqa: B023

@@ -30,8 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from radixkv_kernels import blocks
-from radixkv_kernels.attention import parts
-from radixkv_kernels.kinds import AMD, Kind
+from radixkv_kernels.attention import AMD, Kind, parts
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from radixkv_kernels import attention, blocks
-from radixkv_kernels.kinds import Kind, kinds
+from radixkv_kernels.attention import Kind, kinds
 from radixkv_kernels.work_list import WorkList
 
 KINDS = ("tails", "sharers", "chunks")

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from radixkv import Engine
-from radixkv.attention import worklist
+from radixkv.attention import plan
 from radixkv_kernels.work_list import WorkList
 
 from .device import Device
@@ -118,12 +118,12 @@ class Reads:
 
     def __init__(self, *, tree: bool) -> None:
         self.tree, self.lists, self.tokens = tree, 0, 0
-        self._build = worklist.build
+        self._build = plan.build
 
     def __call__(self, *arguments: Any, **options: Any) -> WorkList:
-        """As `worklist.build`."""
+        """As `plan.build`."""
         if not self.tree:
-            options["worth"] = worklist.NEVER
+            options["worth"] = plan.NEVER
         work = self._build(*arguments, **options)
         self.lists += 1
         self.tokens += work.read_tokens
@@ -134,7 +134,7 @@ class Reads:
 def counting(*, tree: bool) -> Iterator[Reads]:
     """While this is open, an engine's work lists are counted, and share prefixes only if `tree`."""
     reads = Reads(tree=tree)
-    with patch.object(worklist, "build", reads):
+    with patch.object(plan, "build", reads):
         yield reads
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixkv.attention import worklist
+from radixkv.attention import plan
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv_kernels import attention, reference
-from radixkv_kernels.kinds import kinds
+from radixkv_kernels.attention import kinds
 
 from .device import Device
 from .shapes import BLOCK, GUARD, Batch, HeadShape, kv_bytes
@@ -73,8 +73,8 @@ class Attention:
     def __init__(self, pools: Pools, batch: Batch, query: Tensor, *, tree: bool = True) -> None:
         self._pools, self._batch, self._query = pools, batch, query
         shape, device = pools.shape, pools.device
-        worth = worklist.WORTH if tree else worklist.NEVER
-        work = worklist.build(batch.tables, batch.kv, batch.queries, block_size=BLOCK, worth=worth)
+        worth = plan.WORTH if tree else plan.NEVER
+        work = plan.build(batch.tables, batch.kv, batch.queries, block_size=BLOCK, worth=worth)
         self.read_tokens = work.read_tokens
         self.step = attention.plan(
             work,

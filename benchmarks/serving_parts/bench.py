@@ -21,7 +21,7 @@ from peers.llama_server import EXACT, LlamaServer
 
 from radixkv.models import adapter
 from radixkv.models.loaded import LoadedModel
-from radixkv.models.source import BUNDLED
+from radixkv.models.loader import BUNDLED
 
 from .servers import RadixKV, Server
 

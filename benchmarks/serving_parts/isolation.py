@@ -15,8 +15,8 @@ import numpy as np
 from radixkv import Engine, Handle, SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.engine import Limits
-from radixkv.models.loaded import LoadedModel
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.runner import Runner
 
 from .servers import BLOCK
 

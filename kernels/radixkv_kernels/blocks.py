@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from radixkv_kernels.block_kernels import copy_regions, write_slots
+from radixkv_kernels.triton_kernels import copy_regions, write_slots
 
 WORD = 4
 """Bytes that a copy moves at least at once."""

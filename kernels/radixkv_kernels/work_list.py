@@ -1,6 +1,6 @@
 """The work list of one attention step, in arrays that a CPU loop and a GPU kernel read alike.
 
-Knows positions, rows and block ids. Does not know how the list came about (`radixkv.attention.worklist`), nor tensors.
+Knows positions, rows and block ids. Does not know how the list came about (`radixkv.attention.plan`), nor tensors.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
-from radixkv.attention.spans import Span
-from radixkv.attention.tails import Layout, TailBatch
+from radixkv.attention.private_attention import Layout, TailBatch
+from radixkv.attention.shared_attention import Span
 from radixkv_kernels.work_list import WorkList
 
 _PLANS: WeakKeyDictionary[WorkList, dict[tuple[KVStore, int, int], Plan]] = WeakKeyDictionary()

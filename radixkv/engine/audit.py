@@ -29,7 +29,7 @@ from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Scheduler
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineError, InvalidInput
-from radixkv.models.recheck import Recheck
+from radixkv.models.kv_recompute import Recheck
 from radixkv.models.sampling_params import is_int
 
 _log = logging.getLogger(__name__)

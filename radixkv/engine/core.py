@@ -25,7 +25,7 @@ from radixkv.engine.reuse import Reuse
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestCancelled, RequestTimedOut
-from radixkv.models.runner import Chunk
+from radixkv.models.loaded import Chunk
 from radixkv.models.sampler import Sampled, SampleRow, TokenLogprobs, sample
 
 if TYPE_CHECKING:

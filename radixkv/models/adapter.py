@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import backends, fallback, packed, refusals, rope, source
-from radixkv.models.hook import IMPLEMENTATION, OWN, select
-from radixkv.models.limits import max_length
+from radixkv.models import architecture, attention_interface, fallback, loader, packed, rope
+from radixkv.models.architecture import max_length
+from radixkv.models.attention_interface import IMPLEMENTATION, OWN, select
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.probe import probe
 from radixkv.models.selftest import self_test
@@ -50,10 +50,10 @@ def load(
     be run exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
     """
     place = _device(device)
-    backends.check(attention, place)
+    attention_interface.check(attention, place)
     if isinstance(model, str):
         wanted = _dtype(dtype, "auto" if place.type != "cpu" else torch.float32)
-        module, tokenizer = source.read(
+        module, tokenizer = loader.read(
             model, dtype=wanted, device=place, revision=revision, trust_remote_code=trust_remote_code
         )
         name = model
@@ -68,7 +68,7 @@ def load(
 def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str = "auto") -> LoadedModel:
     """Freeze, select our attention, look, test; raises UnsupportedModel, leaving the model with its own attention."""
     own = module.config._attn_implementation
-    refusals.check(module)
+    architecture.check(module)
     try:
         _freeze(module, name)
         loaded, error = _paged_or_own(module, tokenizer, name, keep=keep, attention=attention)
@@ -110,7 +110,9 @@ def _freeze(module: Any, name: str) -> None:
 
 def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedModel, float]:
     """The model with the attention that was asked for, and the error of its self-test, which it has passed."""
-    loaded = replace(loaded, attention=backends.choose(attention, loaded.layers, loaded.dtype, loaded.device))
+    loaded = replace(
+        loaded, attention=attention_interface.choose(attention, loaded.layers, loaded.dtype, loaded.device)
+    )
     try:
         return _packed(loaded, keep=keep)
     except UnsupportedModel as reason:
@@ -232,4 +234,4 @@ def _name_of(model: Any) -> str:
 def _stop_token_ids(module: Any, tokenizer: Any | None) -> set[int]:
     """Every end-of-sequence id that the generation settings, the configuration or the tokenizer names."""
     settings = (getattr(module, "generation_config", None), module.config.get_text_config(), tokenizer)
-    return set().union(*(source.stop_ids(each) for each in settings))
+    return set().union(*(loader.stop_ids(each) for each in settings))

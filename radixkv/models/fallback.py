@@ -21,12 +21,9 @@ from transformers.cache_utils import DynamicLayer
 
 from radixkv.attention.kv_store import KVStore
 from radixkv.errors import UnsupportedModel
-from radixkv.models.chunk import Chunk
-from radixkv.models.forward import Forward
-from radixkv.models.hook import OWN, own_attention
-from radixkv.models.limits import reach
-from radixkv.models.loaded import LayerSpec, LoadedModel
-from radixkv.models.refusals import short
+from radixkv.models.architecture import Forward, reach, short
+from radixkv.models.attention_interface import OWN, own_attention
+from radixkv.models.loaded import Chunk, LayerSpec, LoadedModel
 from radixkv.models.rounding import agree
 
 

@@ -1,6 +1,8 @@
 """What the adapter hands to everybody else: a model that passed its tests, and what its layers need.
 
 Knows shapes, limits and names. Does not know how they were found, nor how a batch is run.
+
+A piece of one sequence that a step computes. Knows tokens, slots and blocks; does not know who plans or runs it.
 """
 
 from __future__ import annotations
@@ -8,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from radixkv.attention.kv_store import LayerShape
@@ -70,3 +74,18 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     attention: str = "torch"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, start + n) of one sequence, which this step computes and stores; a decode is a chunk of one.
+
+    `slots` says where the n tokens' KV goes, `block_table` covers everything from token 0 to the chunk's end. A chunk
+    that is `alone` gets a forward of its own: a matrix product of other height may round its rows differently.
+    """
+
+    tokens: NDArray[np.int32]
+    start: int
+    slots: NDArray[np.int64]
+    block_table: NDArray[np.int32]
+    alone: bool = False

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import UnsupportedModel
-from radixkv.models.forward import Forward
-from radixkv.models.hook import AttentionCall, handled_by
+from radixkv.models.architecture import Forward, short
+from radixkv.models.attention_interface import AttentionCall, handled_by
 from radixkv.models.loaded import LayerSpec
-from radixkv.models.refusals import short
 
 # Tensors that many architectures pass along although plain attention has no use for them.
 _HARMLESS = frozenset(

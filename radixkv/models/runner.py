@@ -1,4 +1,12 @@
-"""Run a batch of chunks through a model over the paged pool: tokens, slots and block tables in, logits out.
+"""Work out, once per step for all layers, which query reads which block.
+
+Knows the reaches of a model's layers and the step before. Does not know tensors or how a list is followed.
+
+Answer the attention calls of one forward: each layer's KV to its slots, then attention along that layer's list.
+
+Knows layers and their order. Does not know how a list came about, nor whether it is for now or for a recording.
+
+Run a batch of chunks through a model over the paged pool: tokens, slots and block tables in, logits out.
 
 Knows tensors and block tables. Does not know requests, sampling or who owns a block: the plan of a step comes from
 the cache through the engine, and is executed here to the letter.
@@ -16,20 +24,94 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.attention import worklist
+from radixkv.attention import plan
 from radixkv.attention.kv_store import KVStore
-from radixkv.models.backends import PlannedBackend, backend_of, split_of
-from radixkv.models.chunk import Chunk as Chunk
-from radixkv.models.cuda_recorder import CudaRecorder
-from radixkv.models.decode_graphs import DecodeGraphs, Present, Recorder
+from radixkv.models.architecture import Forward
+from radixkv.models.attention_interface import (
+    Attending,
+    AttentionCall,
+    PlannedBackend,
+    backend_of,
+    handled_by,
+    split_of,
+)
+from radixkv.models.cuda_graphs import CudaRecorder, DecodeGraphs, Present, Recorder
 from radixkv.models.fallback import OwnAttention
-from radixkv.models.forward import Forward
-from radixkv.models.hook import handled_by
-from radixkv.models.loaded import LoadedModel
-from radixkv.models.plan import Lists, Planner
-from radixkv.models.recheck import Recheck, compare, obstacle, rows_meet
+from radixkv.models.kv_recompute import Recheck, compare, obstacle, rows_meet
+from radixkv.models.loaded import Chunk, LayerSpec, LoadedModel, Reach
 from radixkv.models.rounding import agree
-from radixkv.models.step import Step
+from radixkv_kernels.work_list import WorkList
+
+Lists = dict[Reach, WorkList]
+
+
+class Planner:
+    """Builds a work list for each distinct reach of the layers of a model."""
+
+    def __init__(self, layers: Sequence[LayerSpec], block_size: int, worth: int) -> None:
+        """`worth` as in `plan.build`. Raises InvalidInput for layers whose chunks are no whole blocks."""
+        for layer in layers:
+            if layer.chunk is not None:
+                plan.check(layer.chunk, block_size)
+        self._reaches = tuple({layer.reach: None for layer in layers})
+        self._block_size, self._worth = block_size, worth
+        self._previous: dict[int | None, WorkList] = {}
+
+    def lists(self, chunks: Sequence[Chunk]) -> Lists:
+        """The list of each reach.
+
+        The tree among the tables is the same for all windows, and mostly that of the step before: each list is built
+        from the one before it.
+        """
+        tables = [chunk.block_table for chunk in chunks]
+        query_lengths = [len(chunk.tokens) for chunk in chunks]
+        kv_lengths = [chunk.start + n for chunk, n in zip(chunks, query_lengths, strict=True)]
+        found = {}
+        for reach in self._reaches:
+            sequences = self._sequences(tables, kv_lengths, query_lengths, reach)
+            self._previous[reach.chunk] = found[reach] = plan.build(
+                *sequences,
+                reach.window,
+                self._previous.get(reach.chunk),
+                block_size=self._block_size,
+                worth=self._worth,
+            )
+        return found
+
+    def _sequences(
+        self, tables: list[NDArray[np.int32]], kv_lengths: list[int], query_lengths: list[int], reach: Reach
+    ) -> tuple[Any, list[int], list[int]]:
+        """The step's sequences as layers of this reach see them."""
+        if reach.chunk is None:
+            return tables, kv_lengths, query_lengths
+        return plan.cut(tables, kv_lengths, query_lengths, reach.chunk, self._block_size)
+
+
+class Step:
+    """Answers in order: the n-th call is layer n, whatever the module says about itself."""
+
+    def __init__(self, backend: Attending, layers: Sequence[LayerSpec], slots: Tensor, lists: Sequence[Any]) -> None:
+        """`lists` has what `backend` follows in each layer, `slots` [T] where new KV goes."""
+        self._backend, self._layers, self._slots, self._lists = backend, layers, slots, lists
+        self._next = 0
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Store the layer's new keys and values, then attend."""
+        layer, self._next = self._next, self._next + 1
+        self._backend.write(layer, self._slots, call.key[0], call.value[0])
+        return self._backend.attend(
+            layer,
+            call.query[0],
+            self._lists[layer],
+            scale=call.scale,
+            softcap=self._layers[layer].softcap,
+            sinks=call.sinks,
+        )
+
+    def finish(self) -> None:
+        """The forward called each layer once, as in the probe."""
+        assert self._next == len(self._layers), f"{self._next} attention calls, {len(self._layers)} in the probe"
+
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +148,7 @@ class Runner:
         self._own = OwnAttention(loaded, self.store) if loaded.attention == "fallback" else None
         self._backend = backend_of(loaded, self.store, deterministic=deterministic)
         self._deterministic = deterministic
-        worth = worklist.NEVER if deterministic else worklist.WORTH
+        worth = plan.NEVER if deterministic else plan.WORTH
         self._planner = Planner(loaded.layers, block_size, worth)
         self._graphs: DecodeGraphs | None = None
         self._model: Any = loaded.model
@@ -132,7 +214,7 @@ class Runner:
 
     def _recorded(self, most: int, recorder: Recorder | None) -> DecodeGraphs:
         """Graphs of this runner's decode steps, none of which is recorded yet."""
-        from radixkv.models.decode_inputs import DecodeInputs  # needs Triton
+        from radixkv.models.cuda_inputs import DecodeInputs  # needs Triton
 
         layers, split = self.loaded.layers, split_of(self._deterministic)
         inputs = DecodeInputs(self.store, layers, most, max_length=self.loaded.max_length, split=split)

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models.limits import experts, unsaid_reach
+from radixkv.models.architecture import experts, short, unsaid_reach
 from radixkv.models.loaded import LoadedModel
-from radixkv.models.refusals import short
 from radixkv.models.rounding import TOLERANCE, relative_error
-from radixkv.models.scenario import SHORTEST, Scenario
+from radixkv.models.selftest_cases import SHORTEST, Scenario
 
 _USUAL = 48
 _BEYOND_WINDOW = 16

@@ -10,7 +10,6 @@ import torch
 
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.errors import InvalidInput
-
 from tests.attention.batches import BlocksFirst
 
 SHAPES = [LayerShape(2, 3, 5), LayerShape(1, 4, 4)]

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.attention import spans, tails, torch_backend, worklist
+from radixkv.attention import plan, private_attention, shared_attention, torch_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
-
 from tests.attention.batches import Batch, BlocksFirst, fill, random_batch
 
 SHAPES = [LayerShape(1, 8, 8), LayerShape(2, 8, 8), LayerShape(3, 4, 6), LayerShape(2, 6, 4)]
@@ -36,7 +35,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def attend(batch: Batch, window: int | None = None, worth: int = 1, **options: object) -> torch.Tensor:
-    work = worklist.build(
+    work = plan.build(
         batch.tables, batch.kv_lengths, batch.query_lengths, window, block_size=batch.store.block_size, worth=worth
     )
     return torch_backend.attend(batch.store, 0, batch.query, work, **options)  # type: ignore[arg-type]
@@ -61,7 +60,7 @@ def test_equals_the_reference(
 @settings(max_examples=60, deadline=None)
 def test_along_the_tree_equals_sequence_by_sequence(batch: Batch) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tails, "VIEW_BLOCKS", 2)  # tails that overlap in memory
+        patch.setattr(private_attention, "VIEW_BLOCKS", 2)  # tails that overlap in memory
         flat = attend(batch, worth=10**9, scale=0.4)
     torch.testing.assert_close(attend(batch, worth=1, scale=0.4), flat, rtol=0, atol=1e-12)
 
@@ -72,10 +71,10 @@ def test_the_open_arithmetic_cuts_rows_and_changes_nothing(
     batch: Batch, window: int | None, softcap: float | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spans, "SCORE_CELLS", 50)
-        patch.setattr(tails, "SCORE_CELLS", 50)
-        patch.setattr(tails, "VIEW_BLOCKS", 2)
-        patch.setattr(worklist, "BAND", 64)
+        patch.setattr(shared_attention, "SCORE_CELLS", 50)
+        patch.setattr(private_attention, "SCORE_CELLS", 50)
+        patch.setattr(private_attention, "VIEW_BLOCKS", 2)
+        patch.setattr(plan, "BAND", 64)
         output = attend(batch, window, scale=0.4, softcap=softcap)
     torch.testing.assert_close(output, batch.truth(scale=0.4, window=window, softcap=softcap), rtol=0, atol=1e-12)
 
@@ -101,7 +100,7 @@ def test_layers_have_shapes_of_their_own_and_share_one_list() -> None:
     store = KVStore(shapes, 12, 4, dtype=torch.float64)
     tables, kv, queries = [[3, 1, 7], [3, 1, 5], [9]], [12, 10, 2], [1, 3, 1]
     fill(store, tables, kv)
-    work = worklist.build(tables, kv, queries, block_size=4, worth=1)
+    work = plan.build(tables, kv, queries, block_size=4, worth=1)
     for layer, shape in enumerate(shapes):
         query = torch.randn(4, 5, shape.key_dim, dtype=torch.float64)
         one = KVStore([shape], 12, 4, dtype=torch.float64)
@@ -115,7 +114,7 @@ def test_layers_have_shapes_of_their_own_and_share_one_list() -> None:
 
 def test_works_in_and_out_of_inference_mode_on_one_list() -> None:
     batch = random_batch(3, block_size=16, shape=LayerShape(2, 8, 8), group=2, sequences=5, decode=True, adjacent=False)
-    work = worklist.build(batch.tables, batch.kv_lengths, batch.query_lengths, block_size=16, worth=1)
+    work = plan.build(batch.tables, batch.kv_lengths, batch.query_lengths, block_size=16, worth=1)
     with torch.inference_mode():
         inside = torch_backend.attend(batch.store, 0, batch.query, work, scale=0.4)
     outside = torch_backend.attend(batch.store, 0, batch.query, work, scale=0.4)
@@ -130,7 +129,7 @@ def test_the_same_step_gives_the_same_bits() -> None:
 def test_a_query_laid_out_as_models_do_is_read_right() -> None:
     batch = random_batch(5, block_size=16, shape=LayerShape(2, 8, 8), group=3, sequences=6, decode=True, adjacent=True)
     models = batch.query.transpose(0, 1).contiguous().transpose(0, 1)
-    work = worklist.build(batch.tables, batch.kv_lengths, batch.query_lengths, block_size=16)
+    work = plan.build(batch.tables, batch.kv_lengths, batch.query_lengths, block_size=16)
     output = torch_backend.attend(batch.store, 0, models, work, scale=0.4)
     torch.testing.assert_close(output, batch.truth(scale=0.4), rtol=0, atol=1e-12)
 
@@ -148,6 +147,6 @@ def test_where_the_blocks_lie_changes_no_bit_if_all_are_gathered(window: int | N
         for block in order:
             for pool in (store.keys[0], store.values[0]):
                 pool[:, block] = torch.randn(2, 16, 8, generator=generator)
-        work = worklist.build(moved, kv, queries, window, block_size=16, worth=worklist.NEVER)
+        work = plan.build(moved, kv, queries, window, block_size=16, worth=plan.NEVER)
         outputs.append(torch_backend.attend(store, 0, query, work, scale=0.4))
     assert torch.equal(outputs[0], outputs[1])

@@ -20,7 +20,7 @@ from radixkv.cli.plan import Plan, size
 from radixkv.errors import InvalidInput
 from radixkv.kv_shapes import _UNSAID, kv_shape
 from radixkv.kv_size import KVShape, LayerKV, parse_size
-from radixkv.models.hook import IMPLEMENTATION
+from radixkv.models.attention_interface import IMPLEMENTATION
 from radixkv.models.probe import probe
 
 SMALL: dict[str, Any] = {

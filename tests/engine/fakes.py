@@ -15,8 +15,7 @@ import torch
 from radixkv.cache import PrefixCache
 from radixkv.chat import Engine
 from radixkv.engine import Limits
-from radixkv.models.loaded import LayerSpec
-from radixkv.models.runner import Chunk
+from radixkv.models.loaded import Chunk, LayerSpec
 
 VOCAB = 50
 STOP = 49

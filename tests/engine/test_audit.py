@@ -20,8 +20,8 @@ from radixkv.engine.audit import Auditor, piece_tokens, scrub_rate
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestFailed
-from radixkv.models.recheck import Recheck
-from radixkv.models.runner import Chunk
+from radixkv.models.kv_recompute import Recheck
+from radixkv.models.loaded import Chunk
 from tests.cache.freeze import freeze
 from tests.engine.fakes import FakeModel, FakeRunner, chain, check, greedy_reply, logits_of
 from tests.models.conftest import FAMILIES, make

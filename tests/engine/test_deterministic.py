@@ -21,7 +21,8 @@ from radixkv.engine import Limits
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, RequestCancelled
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.loaded import Chunk
+from radixkv.models.runner import Runner
 from tests.engine.fakes import VOCAB, chain, logits_of
 from tests.models.conftest import FAMILIES, make
 

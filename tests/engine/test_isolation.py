@@ -14,7 +14,7 @@ import pytest
 from radixkv import SamplingParams
 from radixkv.engine import Limits
 from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, RequestFailed
-from radixkv.models.runner import Chunk
+from radixkv.models.loaded import Chunk
 from tests.chat.worlds import chat_engine
 from tests.engine.fakes import VOCAB, FakeModel, check, greedy_reply, make_engine
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.attention import worklist
-from radixkv.attention.grouping import Grouping
-from radixkv_kernels import capacity
+from radixkv.attention import plan
+from radixkv.attention.plan import Grouping
+from radixkv_kernels import graph_capacity
 from radixkv_kernels import tiles as tiling
-from radixkv_kernels.capacity import Capacity
+from radixkv_kernels.graph_capacity import Capacity
 from radixkv_kernels.tiles import FIELDS, HEADER, Shape, Tiles
 from radixkv_kernels.work_list import WorkList
 from tests.attention.batches import tree_tables
@@ -104,7 +104,7 @@ def lists(draw: st.DrawFn) -> WorkList:
     window = draw(st.sampled_from([None, None, 1, 2, 7, 16, 40, 10_000]))
     most = draw(st.sampled_from([None, None, 5, 33]))
     worth = draw(st.sampled_from([1, 8, 256]))
-    work = worklist.build(tables, kv, queries, window, block_size=block_size, worth=worth, max_tokens=most)
+    work = plan.build(tables, kv, queries, window, block_size=block_size, worth=worth, max_tokens=most)
     if draw(st.booleans()):
         return work
     order = np.array(rng.sample(range(work.num_items), work.num_items), dtype=np.int64)  # a list may have any
@@ -123,7 +123,7 @@ def test_every_visible_pair_stands_in_exactly_one_tile(work: WorkList, group: in
 
 def single(length: int, queries: int = 1, window: int | None = None) -> WorkList:
     table = np.arange(-(-length // 16))
-    return worklist.build([table], [length], [queries], window, block_size=16)
+    return plan.build([table], [length], [queries], window, block_size=16)
 
 
 def test_a_chunk_and_its_prefix_are_one_tile_that_masks_its_diagonal_only() -> None:
@@ -182,7 +182,7 @@ def test_with_a_fixed_split_a_rows_tiles_do_not_depend_on_the_others() -> None:
         for length in lengths:
             tables.append(np.arange(at, at - (-length // 16)))
             at += len(tables[-1])
-        work = worklist.build(tables, lengths, [1] * len(lengths), block_size=16, worth=worklist.NEVER)
+        work = plan.build(tables, lengths, [1] * len(lengths), block_size=16, worth=plan.NEVER)
         tiles = tiling.build(work, SHAPES, 4, spread=len(lengths), split=256)
         return sorted(tile[1:4] for tile in records(tiles, 0) if tile[4] == 0)
 
@@ -204,9 +204,9 @@ def decodes(draw: st.DrawFn) -> WorkList:
     tables, kv = tree_tables(rng, 4, draw(st.integers(1, 40)), adjacent=False)
     kept = [(table, length) for table, length in zip(tables, kv, strict=True) if length]
     window = draw(st.sampled_from([None, 3, 40]))
-    worth = draw(st.sampled_from([1, 8, worklist.NEVER]))
+    worth = draw(st.sampled_from([1, 8, plan.NEVER]))
     tables, kv = [table for table, _ in kept], [length for _, length in kept]
-    return worklist.build(tables, kv, [1] * len(kv), window, block_size=4, worth=worth)
+    return plan.build(tables, kv, [1] * len(kv), window, block_size=4, worth=worth)
 
 
 def depth(work: WorkList) -> int:
@@ -232,9 +232,9 @@ def test_a_decode_steps_tiles_fit_the_stated_bound(
     blocks, keys = len(work.block_ids), int(work.positions.max()) + 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "SHORTEST", 4)
-        patch.setattr(capacity, "DEPTH", depth(work))
+        patch.setattr(graph_capacity, "DEPTH", depth(work))
         tiles = tiling.build(work, SHAPES, group, spread=spread, split=split)
-        room = capacity.of_decode(work.num_rows, blocks, SHAPES, group, spread=spread, keys=keys, split=split)
+        room = graph_capacity.of_decode(work.num_rows, blocks, SHAPES, group, spread=spread, keys=keys, split=split)
     assert room.holds(tiles)
     merges = tiles.merge_rows, tiles.merge_offset, tiles.merge_ids
     arrays = [*tiles.kinds, tiles.row_ids, tiles.positions, *merges]
@@ -244,16 +244,16 @@ def test_a_decode_steps_tiles_fit_the_stated_bound(
 def test_a_long_run_that_many_share_is_cut_often_and_fits() -> None:
     """The spread's own part of the bound: each part of the run leaves a partial for each row."""
     tables = [[*range(1024), 2000 + i] for i in range(16)]
-    work = worklist.build(tables, [1024 * 16 + 1] * 16, [1] * 16, block_size=16)
+    work = plan.build(tables, [1024 * 16 + 1] * 16, [1] * 16, block_size=16)
     shapes = (Shape(16, 64),)
     tiles = tiling.build(work, shapes, 1, spread=40)
-    room = capacity.of_decode(16, len(work.block_ids), shapes, 1, spread=40, keys=1024 * 16 + 1)
+    room = graph_capacity.of_decode(16, len(work.block_ids), shapes, 1, spread=40, keys=1024 * 16 + 1)
     assert room.holds(tiles)
     assert tiles.num_partials > 500
     long = [np.arange(i * 64, i * 64 + 64) for i in range(16)]
-    work = worklist.build(long, [1024] * 16, [1] * 16, block_size=16)
+    work = plan.build(long, [1024] * 16, [1] * 16, block_size=16)
     tiles = tiling.build(work, shapes, 1, spread=64)
-    assert capacity.of_decode(16, len(work.block_ids), shapes, 1, spread=64, keys=1024).holds(tiles)
+    assert graph_capacity.of_decode(16, len(work.block_ids), shapes, 1, spread=64, keys=1024).holds(tiles)
     assert tiles.num_tiles(0) == 64
 
 
@@ -272,13 +272,13 @@ def tree(*levels: tuple[int, int], own: int) -> WorkList:
         paths = [np.concatenate([path, run]) for path, run in runs]
     tables = [np.concatenate([path, [next(fresh) for _ in range(-(-own // 16))]]).astype(np.int64) for path in paths]
     shared = sum(tokens for _, tokens in levels)
-    return worklist.build(tables, [shared + own] * len(tables), [1] * len(tables), block_size=16)
+    return plan.build(tables, [shared + own] * len(tables), [1] * len(tables), block_size=16)
 
 
 def sharing(readers: int, shared: int, own: int) -> WorkList:
     """Decodes of which all share one run."""
     tables = [[*range(shared // 16), *range(10_000 + 100 * i, 10_000 + 100 * i - (-own // 16))] for i in range(readers)]
-    return worklist.build(tables, [shared + own] * readers, [1] * readers, block_size=16)
+    return plan.build(tables, [shared + own] * readers, [1] * readers, block_size=16)
 
 
 def balance(tiles: Tiles, kind: int, kv_heads: int = 8) -> float:
@@ -323,7 +323,7 @@ def test_keys_are_not_cut_where_partials_cost_more_than_a_gpu_gains(monkeypatch:
 
 def separate(*lengths: int) -> WorkList:
     tables = [np.arange(1000 * i, 1000 * i - (-length // 16)) for i, length in enumerate(lengths)]
-    return worklist.build(tables, list(lengths), [1] * len(lengths), block_size=16)
+    return plan.build(tables, list(lengths), [1] * len(lengths), block_size=16)
 
 
 def test_the_longest_tile_is_cut_though_the_average_would_do() -> None:

@@ -17,9 +17,8 @@ from radixkv.errors import InvalidInput
 from radixkv.models import adapter
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.runner import Runner
-from tests.models.alone import compare, forwarded, generated
 from tests.models.conftest import GROUPED, SIZES
-from tests.models.mill import prompts
+from tests.models.step_runner import compare, forwarded, generated, prompts
 
 
 def llama4(**options: Any) -> Any:

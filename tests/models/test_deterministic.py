@@ -14,8 +14,8 @@ import transformers
 
 from radixkv import Engine, SamplingParams
 from radixkv.models import adapter
-from radixkv.models.loaded import LoadedModel
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.runner import Runner
 
 BLOCKS, SIZE = 160, 4
 DTYPES = [torch.float32, torch.bfloat16]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from radixkv.models import adapter
-from tests.models.mill import Mill, prompts, random_steps
+from tests.models.step_runner import Mill, prompts, random_steps
 
 
 def reference(build: Callable[..., Any], family: str, dtype: torch.dtype) -> Callable[[list[int]], torch.Tensor]:

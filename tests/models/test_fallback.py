@@ -17,11 +17,11 @@ from radixkv import Engine, SamplingParams
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter
 from radixkv.models.fallback import PoolLayer
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.loaded import Chunk
+from radixkv.models.runner import Runner
 from radixkv.models.selftest import self_test
-from tests.models.alone import compare, generated
 from tests.models.conftest import GROUPED, SIZES
-from tests.models.mill import prompts
+from tests.models.step_runner import compare, generated, prompts
 
 HEADS: dict[str, Any] = {"vocab_size": 97, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 # The second number is how exactly the architecture computes in float64: some keep parts of it in float32.

@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 from radixkv.attention import triton_backend
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter, fusion
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.loaded import Chunk
+from radixkv.models.runner import Runner
 from tests.models.conftest import FAMILIES, make
 
 CPU, CUDA = "cpu", "cuda:1"

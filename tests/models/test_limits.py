@@ -10,8 +10,8 @@ import transformers
 
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter, selftest
-from tests.models.alone import compare
 from tests.models.conftest import GROUPED, SIZES
+from tests.models.step_runner import compare
 from tests.models.test_fallback import HEADS
 
 CONTEXTS = [

@@ -16,8 +16,9 @@ from torch import nn
 
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter, packed
+from radixkv.models.loaded import Chunk
 from radixkv.models.packed import PackedLinear, pack, unpack
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.runner import Runner
 
 pytestmark = pytest.mark.skipif(not packed._is_possible(), reason="this torch has no oneDNN, or no packed weights")
 

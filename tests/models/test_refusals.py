@@ -13,7 +13,7 @@ from torch import nn
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter, selftest
 from radixkv.models.rounding import TOLERANCE, relative_error
-from radixkv.models.scenario import Scenario
+from radixkv.models.selftest_cases import Scenario
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

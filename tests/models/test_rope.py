@@ -12,7 +12,8 @@ import transformers
 
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter, rope
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.loaded import Chunk
+from radixkv.models.runner import Runner
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from radixkv.attention import worklist
+from radixkv.attention import plan
 from radixkv.models import adapter
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.loaded import Chunk
+from radixkv.models.runner import Runner
 
 
 def chunk(tokens: list[int], start: int, table: list[int], block_size: int = 4) -> Chunk:
@@ -66,7 +67,7 @@ def test_the_vocabulary_is_computed_for_last_rows_only(runner: Runner) -> None:
 
 def test_one_work_list_for_each_distinct_window(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    build_list = worklist.build
+    build_list = plan.build
 
     def counting(*args: Any, **options: Any) -> Any:
         built.append(args[3])
@@ -77,7 +78,7 @@ def test_one_work_list_for_each_distinct_window(build: Callable[..., Any], monke
     model.config.num_hidden_layers = 3
     model.config.layer_types = [*model.config.layer_types, "sliding_attention"]
     runner = Runner(adapter.load(model), 12, 4)
-    monkeypatch.setattr(worklist, "build", counting)
+    monkeypatch.setattr(plan, "build", counting)
     runner.run([chunk([3, 4, 5], 0, [0])])
     assert built == [21, None]
 

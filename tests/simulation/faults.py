@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from radixkv.models.runner import Chunk
+from radixkv.models.loaded import Chunk
 from radixkv.models.sampler import Sampled, SampleRow, sample
 from tests.simulation.scenario import Ask, Fault, Sabotage, Scenario
 

@@ -17,8 +17,8 @@ import torch
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.block_pool import BlockPool
-from radixkv.models.recheck import Recheck
-from radixkv.models.runner import Chunk
+from radixkv.models.kv_recompute import Recheck
+from radixkv.models.loaded import Chunk
 
 VOCAB = 16
 _MIX, _ADD, _POISON = 6364136223846793005, 1442695040888963407, 0xDEAD_BEEF_DEAD_BEEF

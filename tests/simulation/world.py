@@ -26,7 +26,7 @@ from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
 from radixkv.errors import EngineClosed, InvalidInput, PinBudgetExceeded, PrefixHeld
 from radixkv.models import sampler
-from radixkv.models.runner import Chunk
+from radixkv.models.loaded import Chunk
 from radixkv.models.sampler import SampleRow
 from tests.simulation.books import Books
 from tests.simulation.ends import Ends

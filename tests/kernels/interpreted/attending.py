@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from radixkv.attention import worklist
+from radixkv.attention import plan
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv_kernels import attention, reference
 from radixkv_kernels.attention import Kind
@@ -45,7 +45,7 @@ def attend(
     processors: int = 3,
     **options: object,
 ) -> Tensor:
-    work = worklist.build(
+    work = plan.build(
         batch.tables, batch.kv_lengths, batch.query_lengths, window, block_size=batch.store.block_size, worth=worth
     )
     heads, kv_heads = len(batch.query), batch.store.layers[0].kv_heads

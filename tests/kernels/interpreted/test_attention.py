@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.attention import worklist
+from radixkv.attention import plan
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv_kernels import attention, reference
 from tests.attention.batches import Batch, BlocksFirst, random_batch
@@ -57,7 +57,7 @@ def test_equals_the_reference(
 @given(batches(), windows)
 @settings(max_examples=8, deadline=None)
 def test_along_the_tree_equals_sequence_by_sequence(batch: Batch, window: int | None) -> None:
-    flat = attend(batch, window, worth=worklist.NEVER, scale=0.3)
+    flat = attend(batch, window, worth=plan.NEVER, scale=0.3)
     close(attend(batch, window, worth=1, split=16, scale=0.3), flat.double(), batch.query.dtype)
 
 
@@ -75,7 +75,7 @@ def long(lengths: list[int], seed: int = 0) -> Batch:
 
 
 def test_a_fixed_split_gives_a_row_the_same_bits_in_any_batch_on_any_device() -> None:
-    options = {"worth": worklist.NEVER, "split": 32, "scale": 0.3}
+    options = {"worth": plan.NEVER, "split": 32, "scale": 0.3}
     alone = attend(long([130]), **options)  # type: ignore[arg-type]
     for processors in (1, 5):
         among = attend(long([130, 17, 200]), processors=processors, **options)  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def test_many_partials_are_merged() -> None:
 
 def test_a_row_with_nothing_to_read_gets_zeros() -> None:
     batch = long([40])
-    work = worklist.build(batch.tables, batch.kv_lengths, [1], block_size=16)
+    work = plan.build(batch.tables, batch.kv_lengths, [1], block_size=16)
     work = dataclasses.replace(work, positions=np.append(work.positions, 0).astype(np.int32))
     step = attention.plan(work, heads=6, kv_heads=2, chosen=SMALL, device=CPU, processors=2)
     query = torch.cat([batch.query, torch.full((6, 1, 16), torch.nan)], dim=1)
@@ -118,7 +118,7 @@ def test_blocks_beyond_two_gigabytes_are_reached() -> None:
     for block in {block for table in tables for block in table}:
         big[:, block] = torch.randn(16, 64).half()
     query = torch.randn(2, 7, 64).half()
-    work = worklist.build(tables, [40, 20], [1, 6], block_size=16, worth=1)
+    work = plan.build(tables, [40, 20], [1, 6], block_size=16, worth=1)
     step = attention.plan(work, heads=2, kv_heads=1, chosen=SMALL, device=CPU, processors=2)
     output = attention.attend(query, big, big, step, scale=0.1)
     used = [[0, 1, 2], [0, 3]]

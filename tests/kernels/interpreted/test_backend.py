@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixkv.attention import torch_backend, triton_backend, worklist
+from radixkv.attention import plan, torch_backend, triton_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
 from tests.attention.batches import Batch, BlocksFirst, fill, random_batch
 
@@ -25,7 +25,7 @@ def test_equals_the_torch_backend_in_every_layer(kind: type[KVStore]) -> None:
     case = batch(kind)
     lists = [case.tables, case.kv_lengths, case.query_lengths]
     for window in (None, 5):
-        work = worklist.build(*lists, window, block_size=16, worth=1)
+        work = plan.build(*lists, window, block_size=16, worth=1)
         for layer, shape in enumerate(SHAPES):
             query = torch.randn(4, shape.key_dim, case.query.shape[1]).transpose(1, 2)  # its last stride is not 1
             options = {"scale": 0.3, "softcap": 2.0, "sinks": torch.randn(4)}
@@ -52,7 +52,7 @@ def test_writes_and_copies_as_the_store_does() -> None:
 
 def test_what_the_kernels_do_not_serve_goes_to_torch_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     case = random_batch(5, block_size=16, shape=SHAPES[0], group=2, sequences=4, decode=True, adjacent=False)
-    work = worklist.build(case.tables, case.kv_lengths, case.query_lengths, block_size=16)
+    work = plan.build(case.tables, case.kv_lengths, case.query_lengths, block_size=16)
     for _ in range(2):
         output = triton_backend.attend(case.store, 0, case.query, work, scale=0.3)
     torch.testing.assert_close(output, case.truth(scale=0.3), rtol=0, atol=1e-12)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from radixkv.attention.kv_store import KVStore, LayerShape
-from radixkv_kernels.kinds import kinds
+from radixkv_kernels.attention import kinds
 from tests.attention.batches import Batch, BlocksFirst, fill
 from tests.kernels.interpreted.attending import attend, cast, close, truth
 

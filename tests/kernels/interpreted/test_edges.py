@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from radixkv.attention import worklist
+from radixkv.attention import plan
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv_kernels import attention, reference
 from radixkv_kernels.attention import Kind
-from radixkv_kernels.attention_kernels import merge_partials
+from radixkv_kernels.triton_kernels import merge_partials
 from tests.attention.batches import Batch
 from tests.kernels.interpreted.attending import CPU, SMALL, attend, close, separate, truth
 
@@ -56,7 +56,7 @@ def test_a_row_that_sees_nothing_in_its_tiles_first_runs_of_keys() -> None:
 
 def test_runs_that_all_see_lie_between_runs_that_some_see() -> None:
     case = separate([126], [5], shape=LayerShape(1, 16, 16), group=3)
-    work = worklist.build(case.tables, case.kv_lengths, case.query_lengths, 70, block_size=16)
+    work = plan.build(case.tables, case.kv_lengths, case.query_lengths, 70, block_size=16)
     step = attention.plan(work, heads=3, kv_heads=1, chosen=ONE, device=CPU, processors=1)
     clear_from, clear_to, stop = (int(step.tiles[0][16 + field]) for field in (6, 7, 3))
     assert 0 < clear_from < clear_to < -(-stop // 16)
@@ -127,7 +127,7 @@ def test_partials_that_saw_nothing_are_merged_as_nothing() -> None:
 
 def test_a_row_of_sinks_alone_gets_zeros() -> None:
     case = separate([20], [1], group=1)
-    work = worklist.build(case.tables, case.kv_lengths, [1], block_size=16)
+    work = plan.build(case.tables, case.kv_lengths, [1], block_size=16)
     work = dataclasses.replace(work, positions=np.append(work.positions, 0).astype(np.int32))
     step = attention.plan(work, heads=2, kv_heads=2, chosen=ONE, device=CPU, processors=2)
     query = torch.cat([case.query, case.query], dim=1)
@@ -141,7 +141,7 @@ def test_a_row_of_sinks_alone_gets_zeros() -> None:
 def test_how_many_tiles_of_a_kind_there_are_is_read_by_the_kernel() -> None:
     """Each kind of tile has a count of its own, on the device: what lies behind it is not computed."""
     case = separate([20, 40, 33], [1, 20, 1], shape=LayerShape(2, 16, 16), group=2)
-    work = worklist.build(case.tables, case.kv_lengths, case.query_lengths, block_size=16, worth=worklist.NEVER)
+    work = plan.build(case.tables, case.kv_lengths, case.query_lengths, block_size=16, worth=plan.NEVER)
     step = attention.plan(work, heads=4, kv_heads=2, chosen=SMALL, device=CPU, processors=2)
     assert [int(tiles[0]) for tiles in step.tiles] == [2, 0, 1]
     pools, expected = (case.store.keys[0], case.store.values[0]), truth(case, scale=0.3)
@@ -177,7 +177,7 @@ def test_a_head_beyond_two_gigabytes_is_reached() -> None:
     tables = [[1, count - 1]]
     big[:, tables[0]] = torch.randn(4, 2, 16, 16, generator=torch.Generator().manual_seed(0)).half()
     query = torch.randn(4, 1, 16, generator=torch.Generator().manual_seed(1)).half()
-    work = worklist.build(tables, [20], [1], block_size=16)
+    work = plan.build(tables, [20], [1], block_size=16)
     step = attention.plan(work, heads=4, kv_heads=4, chosen=ONE, device=CPU, processors=2)
     output = attention.attend(query, big, big, step, scale=0.1)
     pool = big[:, tables[0]].double()

@@ -11,11 +11,12 @@ import torch
 import transformers
 
 from radixkv import Engine, SamplingParams
-from radixkv.attention import triton_backend, worklist
+from radixkv.attention import plan, triton_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import adapter, backends
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models import adapter, attention_interface
+from radixkv.models.loaded import Chunk
+from radixkv.models.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 SIZE = 4
@@ -71,8 +72,8 @@ def lives(engine: Engine) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_engine_answers_as_with_torch(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worklist, "WORTH", 1)
-    monkeypatch.setattr(backends, "SPLIT", 8)
+    monkeypatch.setattr(plan, "WORTH", 1)
+    monkeypatch.setattr(attention_interface, "SPLIT", 8)
     answers = {}
     for attention in ("torch", "triton"):
         options: dict[str, Any] = {"deterministic": deterministic, "prefill_chunk": 8, "seed": 3}
@@ -102,7 +103,7 @@ def test_the_bundled_model_talks_as_with_torch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worklist, "WORTH", 1)
+    monkeypatch.setattr(plan, "WORTH", 1)
     model = decoder(transformers.MistralConfig, sliding_window=9).to(dtype)
     rows = []
     for attention in ("torch", "triton"):
@@ -118,7 +119,7 @@ def test_logits_are_those_of_torch(dtype: torch.dtype, monkeypatch: pytest.Monke
 
 def test_a_deterministic_hit_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scattered blocks, another's prefix, neighbours in the step: the bits are those of a run on its own."""
-    monkeypatch.setattr(backends, "SPLIT", 8)
+    monkeypatch.setattr(attention_interface, "SPLIT", 8)
     loaded = adapter.load(decoder(), attention="triton")
     tokens = [3 + 11 * i % 90 for i in range(30)]
     cold, warm = (Runner(loaded, 40, SIZE, deterministic=True) for _ in range(2))
@@ -137,7 +138,7 @@ def test_a_deterministic_hit_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_backends_fixed_split_gives_a_row_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "SPLIT", 16)
+    monkeypatch.setattr(attention_interface, "SPLIT", 16)
     store = KVStore([LayerShape(2, 16, 16)], 80, SIZE)
     for pool in (*store.keys, *store.values):
         pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(1)))
@@ -146,8 +147,8 @@ def test_the_backends_fixed_split_gives_a_row_the_same_bits_in_any_batch(monkeyp
     loaded = adapter.load(decoder(num_hidden_layers=1), attention="triton")
 
     def attend(count: int, *, deterministic: bool) -> torch.Tensor:
-        backend = backends.backend_of(loaded, store, deterministic=deterministic)
-        work = worklist.build(tables[:count], lengths[:count], [1] * count, block_size=SIZE, worth=worklist.NEVER)
+        backend = attention_interface.backend_of(loaded, store, deterministic=deterministic)
+        work = plan.build(tables[:count], lengths[:count], [1] * count, block_size=SIZE, worth=plan.NEVER)
         return backend.attend(0, query[:, :count], work, scale=0.3, softcap=None, sinks=None)
 
     assert torch.equal(attend(1, deterministic=True)[0], attend(3, deterministic=True)[0])

@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 
-from radixkv.attention import worklist
-from radixkv.models import adapter, backends, decode_inputs
-from radixkv.models.loaded import LoadedModel
-from radixkv.models.runner import Chunk, Runner
-from radixkv_kernels import capacity, staging
-from tests.kernels.tape import TapeRecorder
+from radixkv.attention import plan
+from radixkv.models import adapter, attention_interface, cuda_inputs
+from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.runner import Runner
+from radixkv_kernels import graph_capacity
+from tests.kernels.launch_recorder import TapeRecorder
 
 SIZE, BLOCKS = 4, 120
 SIZES: dict[str, Any] = {
@@ -121,7 +121,7 @@ class Pair:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_replays_compute_what_steps_would(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of each size, growing contexts, branches and their copies, shared runs and none."""
-    monkeypatch.setattr(worklist, "WORTH", 1)
+    monkeypatch.setattr(plan, "WORTH", 1)
     pair, rng = Pair(load(kind)), random.Random(1)
     pair.prefill(11)
     pair.decode(rng)
@@ -146,7 +146,7 @@ def test_an_ordinary_step_is_not_recorded_again_and_launches_only_the_tiles_ther
 
 
 def test_a_deterministic_step_is_replayed_only_where_nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "SPLIT", 8)
+    monkeypatch.setattr(attention_interface, "SPLIT", 8)
     pair, rng = Pair(load(), deterministic=True), random.Random(3)
     for length in (17, 3, 2):
         pair.prefill(length)
@@ -170,11 +170,11 @@ def test_logits_outlive_the_next_replay() -> None:
 def test_what_does_not_fit_is_computed_without(
     limit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worklist, "WORTH", 1)
+    monkeypatch.setattr(plan, "WORTH", 1)
     if limit == "depth":
-        monkeypatch.setattr(capacity, "DEPTH", 0)
+        monkeypatch.setattr(graph_capacity, "DEPTH", 0)
     if limit == "blocks":
-        monkeypatch.setattr(decode_inputs, "MOST_BLOCKS", 9)
+        monkeypatch.setattr(cuda_inputs, "MOST_BLOCKS", 9)
     pair = Pair(load(), TapeRecorder(1 if limit == "memory" else 1000), most=2 if limit == "most" else 6)
     rng, replays = random.Random(5), pair.recorder.replays
     pair.prefill(13)
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_computed_without(
 
 def test_without_memory_for_its_own_recording_a_step_uses_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sequences are recorded in the bucket of four; then one and two of them are served by it, padded."""
-    monkeypatch.setattr(worklist, "WORTH", 1)
+    monkeypatch.setattr(plan, "WORTH", 1)
     pair, rng = Pair(load(), most=4), random.Random(9)
     for length in (13, 3, 6):
         pair.prefill(length)
@@ -208,7 +208,7 @@ def test_without_memory_for_its_own_recording_a_step_uses_a_larger_one(monkeypat
 
 
 def test_a_step_without_shared_runs_is_served_by_a_recording_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worklist, "WORTH", 1)
+    monkeypatch.setattr(plan, "WORTH", 1)
     pair, rng = Pair(load(), most=16), random.Random(10)
     pair.prefill(12)
     for _ in range(9):
@@ -223,7 +223,7 @@ def test_a_step_without_shared_runs_is_served_by_a_recording_with_them(monkeypat
 
 
 def test_a_deterministic_step_is_never_padded_into_a_larger_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "SPLIT", 8)
+    monkeypatch.setattr(attention_interface, "SPLIT", 8)
     pair, rng = Pair(load(), deterministic=True, most=2), random.Random(11)
     for _ in range(2):
         pair.prefill(5)
@@ -349,9 +349,9 @@ def test_recorded_steps_run_what_was_compiled_at_load() -> None:
 def test_the_host_waits_for_the_last_copy_before_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("wait", "put", "send"):
-        original = getattr(staging.Staging, name)
+        original = getattr(cuda_inputs.Staging, name)
         monkeypatch.setattr(
-            staging.Staging,
+            cuda_inputs.Staging,
             name,
             lambda self, *args, original=original, name=name: calls.append(name) or original(self, *args),
         )

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from radixkv.models import source
+from radixkv.models import loader
 
 INDEX = "model.safetensors.index.json"
 
 
 def read(folder: Path | str, dtype: torch.dtype = torch.float32, *, revision: str | None = None) -> tuple[Any, Any]:
     """The model and tokenizer as they are read, before anything of ours touches them."""
-    return source.read(str(folder), dtype=dtype, device=torch.device("cpu"), revision=revision, trust_remote_code=False)
+    return loader.read(str(folder), dtype=dtype, device=torch.device("cpu"), revision=revision, trust_remote_code=False)
 
 
 def rewrite(file: Path, **changes: Any) -> None:

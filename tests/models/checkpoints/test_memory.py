@@ -9,17 +9,17 @@ import torch
 import transformers
 
 from radixkv.errors import InvalidInput
-from radixkv.models import checkpoint, source
+from radixkv.models import checkpoint, loader
 from tests.models.checkpoints.files import edit, read, rewrite
 from tests.models.conftest import FAMILIES, make
 
 
 def test_weights_that_do_not_fit_are_not_begun_with(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = sum(each.numel() for each in make(FAMILIES["llama"]()).state_dict().values())
-    monkeypatch.setattr(source, "free_memory", lambda: 4 * numbers)
+    monkeypatch.setattr(loader, "free_memory", lambda: 4 * numbers)
     assert read(one)[0].dtype == torch.float32
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
-    monkeypatch.setattr(source, "free_memory", lambda: 4 * numbers - 1)
+    monkeypatch.setattr(loader, "free_memory", lambda: 4 * numbers - 1)
     said = (
         f"take {4 * numbers:,} bytes as float32, and {4 * numbers - 1:,} are free on cpu; with dtype='bfloat16' they "
     )
@@ -27,7 +27,7 @@ def test_weights_that_do_not_fit_are_not_begun_with(one: Path, monkeypatch: pyte
         read(one)
     with pytest.raises(InvalidInput, match=f"take {8 * numbers:,} bytes as float64"):
         read(one, torch.float64)
-    monkeypatch.setattr(source, "free_memory", lambda: 2 * numbers - 1)
+    monkeypatch.setattr(loader, "free_memory", lambda: 2 * numbers - 1)
     with pytest.raises(InvalidInput, match=r"are free on cpu$"):
         read(one, torch.bfloat16)
 
@@ -35,7 +35,7 @@ def test_weights_that_do_not_fit_are_not_begun_with(one: Path, monkeypatch: pyte
 def test_a_card_is_asked_for_its_memory_too(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
     with pytest.raises(InvalidInput, match=r"bytes as they are saved, and 1,000 are free on cuda:1$"):
-        source._check_memory(checkpoint.examine(one), "it", "auto", torch.device("cuda:1"))
+        loader._check_memory(checkpoint.examine(one), "it", "auto", torch.device("cuda:1"))
 
 
 def test_what_is_saved_counts_as_it_is_saved(one: Path) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
-from radixkv.attention.rows import Rows
+from radixkv.attention.private_attention import Rows
 from radixkv_kernels.work_list import WorkList
 
 SCORE_CELLS = 1 << 20

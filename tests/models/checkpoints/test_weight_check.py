@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import adapter, checkpoint, fit, source
+from radixkv.models import adapter, checkpoint, loader, weight_check
 from tests.models.checkpoints.files import edit, read, rewrite, same
 from tests.models.conftest import FAMILIES, GROUPED, make
 
@@ -107,7 +107,7 @@ def test_only_the_table_that_we_say_better_is_kept_back() -> None:
     heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # a class for one line
     log.addHandler(heard)
     try:
-        with source._own_reports(silent=False):
+        with loader._own_reports(silent=False):
             log.warning("Llama LOAD REPORT: x is MISSING")
             log.warning("Llama LOAD REPORT: x has a CONVERSION error")
             log.warning("something else")
@@ -140,9 +140,9 @@ def test_a_way_to_quantize_that_transformers_follows_is_not_refused() -> None:
     model.config.quantization_config = {"quant_method": "fp8"}
     found: dict[str, list[str]] = {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": []}
     with pytest.raises(UnsupportedModel, match="is quantized by 'fp8'"):
-        fit.check(model, found, "here", {})
+        weight_check.check(model, found, "here", {})
     model.hf_quantizer = object()  # as transformers leaves it behind
-    fit.check(model, found, "here", {})
+    weight_check.check(model, found, "here", {})
 
 
 def test_a_gap_in_the_experts_is_not_closed(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.models.forward import Forward
-from radixkv.models.hook import own_attention
-from radixkv.models.loaded import LoadedModel
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.architecture import Forward
+from radixkv.models.attention_interface import own_attention
+from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.runner import Runner
 
 BLOCK = 4  # small blocks: more of them are shared, copied and part-filled in a short prompt
 SHORTEST = 8

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.memory import free_memory
-from radixkv.models import checkpoint, fit
+from radixkv.models import checkpoint, weight_check
 from radixkv.models.checkpoint import Checkpoint
 
 BUNDLED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
@@ -146,7 +146,7 @@ def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | s
         if _no_memory(error):
             raise
         raise InvalidInput(f"{name!r} cannot be read: {type(error).__name__}: {_text(error)}") from error
-    fit.check(model, info, name, found.tensors)
+    weight_check.check(model, info, name, found.tensors)
     return model
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from radixkv.models import adapter
-from radixkv.models.loaded import LoadedModel
-from radixkv.models.recheck import TOLERANCE, Recheck
-from radixkv.models.runner import Chunk, Runner
+from radixkv.models.kv_recompute import TOLERANCE, Recheck
+from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.runner import Runner
 
 BLOCKS, SIZE = 40, 4
 _LOADED: dict[tuple[str, torch.dtype], LoadedModel] = {}

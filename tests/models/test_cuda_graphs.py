@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from radixkv.models.cuda_recorder import SHARE, WARM_UPS, CudaRecorder
+from radixkv.models.cuda_graphs import SHARE, WARM_UPS, CudaRecorder
 
 MEMORY = 1000 << 20
 DEVICE = torch.device("cuda", 0)

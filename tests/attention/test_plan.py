@@ -1,4 +1,7 @@
-"""What a work list promises: every visible pair once, shared runs once, and `previous` changes nothing but the cost."""
+"""What a work list promises: every visible pair once, shared runs once, and `previous` changes nothing but the cost.
+
+Chunked attention: each row reads the keys of its own chunk up to itself, each once, and the lists know of none.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.attention import worklist
+from radixkv.attention import plan
 from radixkv.errors import InvalidInput
 from radixkv_kernels.work_list import WorkList
-
 from tests.attention.batches import tree_tables
 
 SETTINGS = settings(max_examples=150, deadline=None)
@@ -77,7 +79,7 @@ def test_every_visible_pair_stands_in_exactly_one_item(
     batch: tuple[list[list[int]], list[int], list[int], int], window: int | None, worth: int, max_tokens: int | None
 ) -> None:
     tables, kv, queries, block_size = batch
-    work = worklist.build(tables, kv, queries, window, block_size=block_size, worth=worth, max_tokens=max_tokens)
+    work = plan.build(tables, kv, queries, window, block_size=block_size, worth=worth, max_tokens=max_tokens)
     assert covered(work) == expected(tables, kv, queries, window, block_size)
     check_merge(work)
     assert (work.tokens > 0).all()
@@ -92,14 +94,14 @@ def test_a_list_grown_from_the_previous_one_covers_what_a_fresh_one_covers(
     batch: tuple[list[list[int]], list[int], list[int], int], window: int | None, growth: list[int]
 ) -> None:
     tables, kv, queries, block_size = batch
-    before = worklist.build(tables, kv, queries, window, block_size=block_size, worth=1)
+    before = plan.build(tables, kv, queries, window, block_size=block_size, worth=1)
     later = [length + more for length, more in zip(kv, growth, strict=False)]
     fresh_blocks = iter(range(10_000, 20_000))
     grown = [
         table + [next(fresh_blocks) for _ in range(-(-length // block_size) - len(table))]
         for table, length in zip(tables, later, strict=True)
     ]
-    work = worklist.build(grown, later, queries, window, before, block_size=block_size, worth=1)
+    work = plan.build(grown, later, queries, window, before, block_size=block_size, worth=1)
     assert covered(work) == expected(grown, later, queries, window, block_size)
     check_merge(work)
     assert work.origin.runs is before.origin.runs  # type: ignore[attr-defined]
@@ -110,9 +112,9 @@ def test_a_list_grown_from_the_previous_one_covers_what_a_fresh_one_covers(
 def test_a_previous_list_of_another_batch_is_noticed(
     first: tuple[list[list[int]], list[int], list[int], int], second: tuple[list[list[int]], list[int], list[int], int]
 ) -> None:
-    previous = worklist.build(*first[:3], block_size=first[3], worth=1)
+    previous = plan.build(*first[:3], block_size=first[3], worth=1)
     tables, kv, queries, block_size = second
-    work = worklist.build(tables, kv, queries, None, previous, block_size=block_size, worth=1)
+    work = plan.build(tables, kv, queries, None, previous, block_size=block_size, worth=1)
     assert covered(work) == expected(tables, kv, queries, None, block_size)
 
 
@@ -129,9 +131,9 @@ def test_a_previous_list_of_another_batch_is_noticed(
     ],
 )
 def test_any_change_but_growth_is_noticed(tables: list[list[int]], kv: list[int], queries: list[int]) -> None:
-    before = worklist.build([[0, 1, 2], [0, 1, 3]], [6, 6], [1, 1], block_size=2, worth=1)
-    after = worklist.build(tables, kv, queries, None, before, block_size=2, worth=1)
-    fresh = worklist.build(tables, kv, queries, block_size=2, worth=1)
+    before = plan.build([[0, 1, 2], [0, 1, 3]], [6, 6], [1, 1], block_size=2, worth=1)
+    after = plan.build(tables, kv, queries, None, before, block_size=2, worth=1)
+    fresh = plan.build(tables, kv, queries, block_size=2, worth=1)
     assert covered(after) == expected(tables, kv, queries, None, 2)
     assert after.read_tokens == fresh.read_tokens
 
@@ -139,7 +141,7 @@ def test_any_change_but_growth_is_noticed(tables: list[list[int]], kv: list[int]
 def test_a_shared_prefix_is_read_once() -> None:
     shared = list(range(256))
     tables = [[*shared, 1000 + 2 * i, 1001 + 2 * i] for i in range(8)]
-    work = worklist.build(tables, [4096 + 20] * 8, [1] * 8, block_size=16)
+    work = plan.build(tables, [4096 + 20] * 8, [1] * 8, block_size=16)
     assert work.read_tokens == 4096 + 8 * 20
     assert work.num_items == 9
     assert work.fully_visible.all()
@@ -148,27 +150,27 @@ def test_a_shared_prefix_is_read_once() -> None:
 def test_sharing_nests() -> None:
     root, left = list(range(64)), list(range(100, 164))
     tables = [[*root, *left, 500], [*root, *left, 501], [*root, 502], [*root, 503]]
-    work = worklist.build(tables, [2049, 2050, 1025, 1026], [1] * 4, block_size=16)
+    work = plan.build(tables, [2049, 2050, 1025, 1026], [1] * 4, block_size=16)
     assert work.read_tokens == 1024 + 1024 + 1 + 2 + 1 + 2
     assert sorted(work.rows.tolist()) == [1, 1, 1, 1, 2, 4]
 
 
 def test_a_small_shared_run_is_not_worth_an_item_and_goes_with_its_children() -> None:
     tables = [[0, 1, 10], [0, 1, 11]]
-    assert worklist.build(tables, [40, 40], [1, 1], block_size=16).num_items == 2
-    assert worklist.build(tables, [40, 40], [1, 1], block_size=16, worth=32).num_items == 3
+    assert plan.build(tables, [40, 40], [1, 1], block_size=16).num_items == 2
+    assert plan.build(tables, [40, 40], [1, 1], block_size=16, worth=32).num_items == 3
 
 
 def test_a_common_block_that_is_not_full_for_all_belongs_to_each_tail() -> None:
     tables = [[0, 1], [0, 1, 2]]  # the second has appended behind the first's tokens, in place
-    work = worklist.build(tables, [20, 40], [1, 1], block_size=16, worth=1)
+    work = plan.build(tables, [20, 40], [1, 1], block_size=16, worth=1)
     assert work.read_tokens == 16 + 4 + 24
 
 
 def test_chunks_over_a_shared_prefix_read_it_once_and_unmasked() -> None:
     shared = list(range(64))
     tables = [[*shared, 100, 101], [*shared, 102, 103]]
-    work = worklist.build(tables, [1024 + 20, 1024 + 30], [20, 30], block_size=16)
+    work = plan.build(tables, [1024 + 20, 1024 + 30], [20, 30], block_size=16)
     assert work.tokens.tolist() == [1024, 20, 30]
     assert work.rows.tolist() == [50, 20, 30]
     assert work.fully_visible.tolist() == [True, False, False]
@@ -177,18 +179,18 @@ def test_chunks_over_a_shared_prefix_read_it_once_and_unmasked() -> None:
 def test_under_a_window_only_what_can_be_seen_is_read() -> None:
     shared = list(range(64))
     tables = [[*shared, *range(100 + 100 * i, 164 + 100 * i)] for i in range(4)]
-    decode = worklist.build(tables, [2048] * 4, [1] * 4, 512, block_size=16)
+    decode = plan.build(tables, [2048] * 4, [1] * 4, 512, block_size=16)
     assert decode.read_tokens == 4 * 512
-    common = worklist.build([[*shared, 100], [*shared, 101]], [1025, 1030], [1, 1], 512, block_size=16)
+    common = plan.build([[*shared, 100], [*shared, 101]], [1025, 1030], [1, 1], 512, block_size=16)
     assert common.read_tokens == (1024 - (1025 - 512)) + 1 + 6
-    chunk = worklist.build([list(range(512))], [8192], [8192], 256, block_size=16)
+    chunk = plan.build([list(range(512))], [8192], [8192], 256, block_size=16)
     assert int((chunk.tokens * chunk.rows).sum()) <= 8192 * 3 * 256
 
 
 def test_a_long_list_of_nested_prefixes_does_not_recurse() -> None:
     chain = list(range(1500))
     tables = [[*chain[: i + 1], 5000 + i] for i in range(1500)]
-    work = worklist.build(tables, [2 * (i + 2) for i in range(1500)], [1] * 1500, block_size=2, worth=1)
+    work = plan.build(tables, [2 * (i + 2) for i in range(1500)], [1] * 1500, block_size=2, worth=1)
     assert work.read_tokens == 1499 * 2 + 2 + 1500 * 2
 
 
@@ -207,4 +209,53 @@ def test_lengths_that_do_not_fit_are_refused(
     tables: list[list[int]], kv: list[int], queries: list[int], options: dict[str, int]
 ) -> None:
     with pytest.raises(InvalidInput):
-        worklist.build(tables, kv, queries, block_size=16, **options)  # type: ignore[arg-type]
+        plan.build(tables, kv, queries, block_size=16, **options)  # type: ignore[arg-type]
+
+
+def slots_read(work: WorkList) -> Counter[tuple[int, int]]:
+    """How often each (row, slot) stands in the list, visible pairs only."""
+    pairs: Counter[tuple[int, int]] = Counter()
+    for (row, _, slot), times in covered(work).items():
+        pairs[row, slot] += times
+    return pairs
+
+
+@given(batches(), st.integers(1, 6), st.sampled_from([1, 256]))
+@SETTINGS
+def test_every_row_reads_its_own_chunk(
+    batch: tuple[list[list[int]], list[int], list[int], int], blocks: int, worth: int
+) -> None:
+    _, _, _, size = batch
+    chosen = [(np.array(table, np.int32), n, rows) for table, n, rows in zip(*batch[:3], strict=True) if rows]
+    chunk, row, expected = blocks * size, 0, Counter[tuple[int, int]]()
+    for table, length, rows in chosen:
+        for position in range(length - rows, length):
+            keys = range(position // chunk * chunk, position + 1)
+            expected.update((row, int(table[key // size]) * size + key % size) for key in keys)
+            row += 1
+    if not chosen:
+        return
+    tables, lengths, queries = (list(part) for part in zip(*chosen, strict=True))
+    sequences = plan.cut(tables, lengths, queries, chunk, size)
+    work = plan.build(*sequences, block_size=size, worth=worth)
+    assert slots_read(work) == expected
+    check_merge(work)
+
+
+def test_a_step_within_one_chunk_is_a_shorter_table() -> None:
+    table = np.arange(10, 20, dtype=np.int32)
+    tables, lengths, queries = plan.cut([table], [36], [3], 16, 4)
+    assert ([each.tolist() for each in tables], lengths, queries) == ([[18]], [4], [3])
+
+
+def test_a_step_over_a_boundary_is_a_sequence_on_either_side() -> None:
+    table = np.arange(10, 20, dtype=np.int32)
+    tables, lengths, queries = plan.cut([table], [34], [5], 16, 4)
+    assert [each.tolist() for each in tables] == [[14, 15, 16, 17], [18]]
+    assert (lengths, queries) == ([16, 2], [3, 2])
+
+
+def test_chunks_are_whole_blocks() -> None:
+    with pytest.raises(InvalidInput, match="chunks of 8192 tokens, which block_size=24 must divide"):
+        plan.check(8192, 24)
+    plan.check(8192, 16)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
-from radixkv.models.limits import experts
+from radixkv.models.architecture import experts
 from radixkv.models.loaded import LoadedModel
 
 # The same token computed in chunks of other lengths, or beside others, comes out up to 9e-6 (float32), 7e-3 (float16)

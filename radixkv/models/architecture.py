@@ -1,0 +1,166 @@
+"""Call a transformers model's forward on one row of tokens, with the arguments that this architecture takes.
+
+Knows signatures, and how an architecture learns where a token stands. Does not know pools or who answers attention.
+
+How long sequences may be, how far back their tokens see, and where they may go, as a configuration has it.
+
+Knows names that configurations use. Does not know whether a model keeps to them: the probe and the self-test do.
+
+What can run neither over the pool nor over a cache seeded from it, told by class and configuration alone.
+
+Knows what kinds of state transformers' models keep. Does not run a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from radixkv.errors import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What one architecture's forward takes.
+
+    `positions`: it can be told where tokens stand, and calls the first place `first_position`. `counts`: it also looks
+    at how many tokens its cache holds. `keeps`: it can be told which rows need logits; else it computes those of all.
+    """
+
+    positions: bool
+    counts: bool
+    keeps: bool
+    first_position: int = 0
+
+    @classmethod
+    def of(cls, model: Any) -> Forward:
+        """Look at signatures and embeddings, and for scores that grow with the position, as those of Llama 4 do."""
+        takes = [signature(part.forward).parameters for part in (model, model.base_model)]
+        positions = any("position_ids" in parameters for parameters in takes)
+        counts = not positions or bool(getattr(model.config.get_text_config(), "attn_temperature_tuning", False))
+        return cls(positions, counts, "logits_to_keep" in takes[0], _first_position(model) if positions else 0)
+
+    def logits(self, model: Any, tokens: Tensor, rows: Tensor, *, positions: Tensor | None = None, **more: Any) -> Any:
+        """Logits [len(rows), vocab] of the rows `rows` of tokens [T]; `more` goes to the model as it is.
+
+        `positions` [T] count from 0; without them the model counts by itself. Costs T * vocab where it keeps all rows.
+        """
+        if positions is not None and self.positions:
+            more["position_ids"] = (positions + self.first_position if self.first_position else positions)[None]
+        if positions is not None and self.counts and "past_key_values" not in more:
+            more = more | self._counted(positions, len(tokens))
+        if self.keeps:
+            return model(input_ids=tokens[None], logits_to_keep=rows, **more).logits[0]
+        return model(input_ids=tokens[None], **more).logits[0].index_select(0, rows)
+
+    def _counted(self, positions: Tensor, count: int) -> dict[str, Any]:
+        """What makes a model that counts by itself count from where the tokens stand."""
+        counted: dict[str, Any] = {"past_key_values": _Before(positions)}
+        if not self.positions:  # it would make as many ones as tokens stand before, which is another number for each
+            counted["attention_mask"] = positions.new_ones(1, count)
+        return counted
+
+
+class _Before(DynamicCache):  # type: ignore[misc]  # transformers shows no types
+    """A cache that holds nothing, and says of each token of a packed row how many stand before it in its sequence.
+
+    Less those before it in the row, that is: a model adds its rows' numbers to this.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        """For tokens at `positions` [T]."""
+        super().__init__()
+        self._before = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """What the number of a row lacks to be a position [T]."""
+        return self._before
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep nothing: the attention behind this does."""
+        return key_states, value_states
+
+
+def _first_position(model: Any) -> int:
+    """Encoders that were made into decoders number their tokens from behind the id that pads."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(module.padding_idx, int):
+            return module.padding_idx + 1
+    return 0
+
+
+_UNLIMITED = 1 << 30  # the context of a model that names no limit
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # of which a model has one, or none
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_REACHES = ("sliding_window", "attention_chunk_size", "window_size")
+
+
+def max_length(model: Any) -> int:
+    """The longest sequence in tokens that the model's positions allow, and in which it attends to all keys.
+
+    Beyond `keep_window_size` keys Doge drops some by a score, which equal tokens share: which of them go depends on how
+    the prompt was cut. BigBird leaves out most of longer sequences, but only if it has seen no shorter one before.
+    """
+    config = model.config.get_text_config()
+    positions = min(int(found) for name in _POSITIONS if (found := getattr(config, name, None) or _UNLIMITED) > 0)
+    limits = [positions - Forward.of(model).first_position, getattr(config, "keep_window_size", None)]
+    if getattr(config, "attention_type", None) == "block_sparse" and hasattr(model.base_model, "set_attention_type"):
+        limits.append((5 + 2 * config.num_random_blocks) * config.block_size)
+    return min(int(limit) for limit in limits if limit)
+
+
+def reach(config: Any, kind: str | None = None) -> int | None:
+    """How many tokens a layer of this kind sees at most, itself included; None if all, or if nothing is said.
+
+    Without a kind: the layers that see least.
+    """
+    if kind == "full_attention" or getattr(config, "use_sliding_window", None) is False:
+        return None
+    found = [getattr(config, name, None) for name in _REACHES]
+    return max((limit for limit in found if isinstance(limit, int) and limit > 0), default=None)
+
+
+def unsaid_reach(config: Any, told: set[int]) -> int | None:
+    """A reach that the configuration names, but for which no layer has a kind, and which is none of those `told`."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    limit = None if kinds else reach(config)
+    return None if limit in told else limit
+
+
+def experts(config: Any) -> int:
+    """To how many experts a layer routes its tokens; 0 if it does not."""
+    parts = (config, getattr(config, "ffn_config", None))
+    return max(getattr(part, name, None) or 0 for part in parts for name in _EXPERTS)
+
+
+# A layer of any other type keeps state or picks keys in a way that a pool of keys and values does not reproduce.
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def check(model: Any) -> None:
+    """Raise UnsupportedModel, with the reason, for a model that keeps more than keys and values of its own tokens."""
+    kind, config = type(model).__name__, model.config
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModel(f"{kind} has recurrent state, which cannot be shared by prefix")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{kind} is an encoder-decoder; radixkv runs decoders")
+    config = config.get_text_config()
+    if getattr(config, "cross_attention_layers", None):
+        raise UnsupportedModel(f"{kind} attends to something else than its text, too; radixkv runs decoders")
+    if getattr(config, "index_topk", None):
+        raise UnsupportedModel(f"{kind} picks the keys that it attends to by an index, which the pool does not keep")
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
+    if unknown:
+        raise UnsupportedModel(f"{kind} has layers of type {', '.join(unknown)}")
+
+
+def short(error: Exception) -> str:
+    """The kind of an error that a model raised, and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
