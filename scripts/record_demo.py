@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from radixkv.telemetry.frames import Delta, Frame, Hello
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.protocol import snapshot_frames
+from radixkv.telemetry.protocol import Delta, Frame, Hello, snapshot_frames
 from radixkv_monitor.demo import DemoSource
 from radixkv_monitor.tape import save
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.events import guarded
 from radixkv.cache.ghosts import Pressure
-from radixkv.telemetry.heard import Heard
+from radixkv.cache.events import guarded
 from radixkv.telemetry.mirror import EVICTIONS
+from radixkv.telemetry.recorder import Heard
 
 BATCH = range(256)
 PRESSURE = Pressure(1, 0)

@@ -13,9 +13,8 @@ from operator import attrgetter
 from pathlib import Path
 from threading import Lock
 
-from radixkv.telemetry.frames import Bye, Delta, Frame, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.protocol import snapshot_frames
+from radixkv.telemetry.protocol import Bye, Delta, Frame, Gap, Hello, Snapshot, snapshot_frames
 from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.history import SECONDS, Sampler
 from radixkv_monitor.state import Camera, Sample, State

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from radixkv.errors import RadixKVError
-from radixkv.telemetry.frames import WRONG_TOKEN, Delta, Frame, Hello, Snapshot
-from radixkv.telemetry.protocol import Decoder
+from radixkv.telemetry.protocol import WRONG_TOKEN, Decoder, Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.feed import Link, Status, ThreadFeed, Traffic
 from radixkv_monitor.phrases import duration

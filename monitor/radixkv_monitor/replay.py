@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Event, Lock
 
 from radixkv.errors import ProtocolError
-from radixkv.telemetry.frames import Frame
+from radixkv.telemetry.protocol import Frame
 from radixkv.telemetry.recording import read_recording
 from radixkv_monitor.feed import Status, ThreadFeed, Traffic
 from radixkv_monitor.intake import Intake, Past

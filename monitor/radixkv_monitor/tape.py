@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from radixkv.telemetry.frames import Frame, Hello
+from radixkv.telemetry.protocol import Frame, Hello
 from radixkv.telemetry.recording import RecordingWriter
 from radixkv.telemetry.records import EngineFacts
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
-from radixkv.telemetry.frames import Delta, Hello, Snapshot
-from radixkv.telemetry.protocol import Decoder, encode
+from radixkv.telemetry.protocol import Decoder, Delta, Hello, Snapshot, encode
 from radixkv.telemetry.records import EngineFacts
 
 SECONDS = 600.0

@@ -107,7 +107,7 @@ def _listening(said: list[str]) -> Iterator[None]:
 
 def _telemetry() -> Finding:
     """Whether radixkv-monitor could see an engine of this user."""
-    from radixkv.telemetry.places import own_folder
+    from radixkv.telemetry.socket_paths import own_folder
 
     if os.environ.get("RADIXKV_MONITOR", "1") == "0":
         return note("telemetry", "switched off by RADIXKV_MONITOR=0: radixkv-monitor and ps see no engine")

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 from radixkv.errors import ProtocolError, TelemetryError
 from radixkv.telemetry.discovery import Found, connect, engines
-from radixkv.telemetry.frames import Bye, Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.protocol import Decoder
+from radixkv.telemetry.protocol import Bye, Decoder, Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.records import EngineFacts
 
 _PATIENCE = 2.0  # seconds that all of them have, together

@@ -88,8 +88,8 @@ def begin(monitor: bool | str, facts: EngineFacts, worker: Worker, telemetry: En
 
 def _leave_behind(publisher: Publisher, telemetry: EngineTelemetry, error: BaseException) -> None:
     """The engine's thread breaks: write what the last minutes were like, and say where."""
-    from radixkv.telemetry.frames import CRASHED
-    from radixkv.telemetry.places import own_folder
+    from radixkv.telemetry.protocol import CRASHED
+    from radixkv.telemetry.socket_paths import own_folder
 
     why = f"{CRASHED}: {error!r}"
     try:

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from radixkv.engine.request import Request
 from radixkv.telemetry.mirror import SESSIONS
-from radixkv.telemetry.node_records import label
-from radixkv.telemetry.records import SessionRecord
+from radixkv.telemetry.records import SessionRecord, label
 
 
 class Sessions:

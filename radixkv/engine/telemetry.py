@@ -18,8 +18,7 @@ from radixkv.engine.prompts import TokenIds
 from radixkv.engine.request import Request
 from radixkv.engine.sessions import Sessions
 from radixkv.errors import RequestCancelled
-from radixkv.telemetry.node_records import label
-from radixkv.telemetry.records import Changes, Phase, RequestRecord, SessionRecord
+from radixkv.telemetry.records import Changes, Phase, RequestRecord, SessionRecord, label
 
 if TYPE_CHECKING:
     from radixkv.engine.core import Core

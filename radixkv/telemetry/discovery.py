@@ -17,10 +17,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from radixkv.errors import EngineNotFound, InvalidInput
-from radixkv.telemetry.frames import Attach
-from radixkv.telemetry.places import answers, folders, is_private, may_talk, process_start
-from radixkv.telemetry.protocol import encode
+from radixkv.telemetry.protocol import Attach, encode
 from radixkv.telemetry.records import EngineFacts
+from radixkv.telemetry.socket_paths import answers, folders, is_private, may_talk, process_start
 
 _LARGEST = 64 * 1024  # bytes of a description; ours have some hundreds
 _AGAIN = 0.02  # seconds
@@ -33,7 +32,7 @@ class Found:
 
     engine: str
     pid: int
-    process: str | None  # as `places.process_start` says it
+    process: str | None  # as `socket_paths.process_start` says it
     started: float
     model: str
     version: str

@@ -1,27 +1,29 @@
-"""Writes down what an engine tells, so that somebody else can look at it now and then: what changed, each thing once.
+"""Record the changes of a cache and of its engine, so that a reader can collect them from time to time.
 
-Knows a cache, records, and what of them was told before. Knows no engine, thread, frame or socket: one caller at a
-time, on the cache's thread; only `pending` may be asked from anywhere.
-
-What happens to a node between two looks costs one mark, however often it happens; what it has become is read when
-somebody looks. So nothing here grows with the time for which nobody does: marks are bounded by the tree, endings and
-evictions by rings.
+A change of a node costs one mark in the cache's change tracker, and `collect` reads the node's present state. Memory
+does not grow while no reader collects: marks are bounded by the tree, endings and evictions by ring buffers. All calls
+are on the cache's thread, one at a time; only `pending` may be read from any thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 from radixkv.cache import CacheStats, PrefixCache
-from radixkv.cache.change_tracker import OpenSequence, Watch
+from radixkv.cache.ghosts import Owner, Pressure
 from radixkv.cache.types import Node
-from radixkv.telemetry.heard import Heard
+from radixkv.cache.events import unheard
+from radixkv.cache.types import Purpose
+from radixkv.cache.tokens import WIDTH
+from radixkv.cache.change_tracker import OpenSequence, Watch
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
-from radixkv.telemetry.node_records import TEXT_TOKENS, Decode, node_record, runs, said, tokens
 from radixkv.telemetry.records import (
     Changes,
     EvictionRecord,
@@ -29,12 +31,23 @@ from radixkv.telemetry.records import (
     RequestRecord,
     SequenceRecord,
     SessionRecord,
+    drawable,
+    label,
 )
 
 Value = TypeVar("Value")
 NO_STATS: Mapping[str, float] = {}
 NO_OWNERS: Mapping[int, tuple[int, int]] = {}
 _CACHE_STATS = tuple((each.name, f"cache.{each.name}") for each in fields(CacheStats))
+
+HEAD = 8  # token ids of a node that are told
+TEXT_TOKENS, TEXT_CHARACTERS = 40, 80
+"""How many tokens of a node are decoded where text is told, and how much of it."""
+_FEW = 48  # blocks; so many are gone through faster without numpy
+
+Decode = Callable[[list[int]], str]
+Eviction = tuple[int, int, int, int, int, bool, float, int, Pressure]
+"""What an observer hears of one: number, node, start, tokens, blocks, gone, idle, hits, pressure."""
 
 
 class Recorder:
@@ -212,3 +225,112 @@ def _keep(kept: OrderedDict[int, Value], number: int, record: Value, most: int) 
     kept.move_to_end(number)
     if len(kept) > most:
         kept.popitem(last=False)
+
+
+class Heard:
+    """A cache's observer.
+
+    The ears are functions of their own, which find what they write to in their closure, and no methods: a third of an
+    event's cost would be the way to `self` and its attributes. Each does one thing that cannot be put off: the clock is
+    read where only now is known when, and everything else stays as it came.
+    """
+
+    rooted = uprooted = inserted = grown = split = merged = trimmed = copied = staticmethod(unheard)
+
+    opened: Callable[[int, Hashable, int, int, Purpose], None]
+    forked: Callable[[int, int], None]
+    closed: Callable[[int, int], Any]
+    evicted: Callable[..., None]
+    regretted: Callable[[int, int, float], None]
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` tells seconds since 1970."""
+        self.since: dict[int, float] = {}
+        """When each open sequence was opened, by its id."""
+        self.evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS)
+        """When, and what."""
+        self.regrets: deque[tuple[int, float]] = deque(maxlen=EVICTIONS)
+        """The number of an eviction, and how many seconds behind it a request wanted what it dropped."""
+        since = self.since
+        note_eviction, note_regret = self.evictions.append, self.regrets.append
+
+        def opened(sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
+            since[sequence] = clock()
+
+        def forked(sequence: int, parent: int) -> None:
+            since[sequence] = clock()
+
+        def evicted(*eviction: *Eviction) -> None:
+            note_eviction((clock(), eviction))
+
+        def regretted(number: int, tokens: int, ago: float) -> None:
+            note_regret((number, ago))
+
+        self.opened, self.forked = opened, forked
+        self.closed = since.pop  # forgets the sequence; its length is what `pop` gives for one that it does not know
+        self.evicted, self.regretted = evicted, regretted
+
+
+def node_record(node: Node, pins: int, offset: float, text: str | None = None) -> NodeRecord:
+    """A node as it is now. O(its blocks)."""
+    parent = node.parent
+    return NodeRecord(
+        node.id,
+        0 if parent is None else parent.id,
+        node.start,
+        len(node.key) // WIDTH,
+        runs(node.blocks),
+        node.holders,
+        node.locks,
+        pins,
+        node.hits,
+        node.priority,
+        node.demoted,
+        node.born_at + offset,
+        node.used_at + offset,
+        _namespace(node.mark) if parent is None else None,
+        tuple(tokens(node, HEAD)),
+        text,
+    )
+
+
+def tokens(node: Node, most: int) -> list[int]:
+    """The first token ids of a node."""
+    return array("i", bytes(node.key[: most * WIDTH])).tolist()
+
+
+def said(ids: list[int], decode: Decode) -> str:
+    """The beginning of what these tokens say; on one line, and never an error."""
+    try:
+        text = decode(ids)
+    except Exception as error:
+        return f"<{type(error).__name__}>"
+    return drawable(text[:TEXT_CHARACTERS])
+
+
+def runs(blocks: array[int]) -> tuple[int, ...]:
+    """Block ids in order as runs: first, count, first, count, ...
+
+    >>> runs(array("i", [4, 5, 6, 9, 2, 3]))
+    (4, 3, 9, 1, 2, 2)
+    """
+    if len(blocks) > _FEW:
+        ids = np.array(blocks, np.int32)
+        starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
+        counts = np.diff(starts, append=len(ids))
+        return tuple(np.stack((ids[starts], counts), axis=1).ravel().tolist())
+    found: list[int] = []
+    last = -2
+    for block in blocks:
+        if block == last + 1:
+            found[-1] += 1
+        else:
+            found += (block, 1)
+        last = block
+    return tuple(found)
+
+
+def _namespace(mark: Owner) -> str | None:
+    """The name of the namespace whose root has this mark."""
+    assert isinstance(mark, tuple)
+    return label(mark[1])

@@ -19,8 +19,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from radixkv.errors import ProtocolError
-from radixkv.telemetry.frames import Bye, Frame, Hello
-from radixkv.telemetry.protocol import Decoder, encode
+from radixkv.telemetry.protocol import Bye, Decoder, Frame, Hello, encode
 from radixkv.telemetry.records import EngineFacts
 
 _log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.change_tracker import pinned, walk
 from radixkv.cache.types import Node
-from radixkv.telemetry.node_records import TEXT_TOKENS, Decode, node_record, said, tokens
+from radixkv.cache.change_tracker import pinned, walk
+from radixkv.telemetry.recorder import TEXT_TOKENS, Decode, node_record, said, tokens
 from radixkv.telemetry.records import NodeRecord
 
 ALL: Hashable = ...

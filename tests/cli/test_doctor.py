@@ -292,7 +292,7 @@ def test_a_folder_states_no_ranges(packages: dict[str, str], monkeypatch: pytest
 
 
 def test_telemetry_may_be_off_or_impossible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.telemetry.places.folders", lambda: [tmp_path / "own"])
+    monkeypatch.setattr("radixkv.telemetry.socket_paths.folders", lambda: [tmp_path / "own"])
     monkeypatch.delenv("RADIXKV_MONITOR", raising=False)
     assert doctor._telemetry().status == "ok"
     (tmp_path / "own").chmod(0o755)

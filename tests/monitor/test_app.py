@@ -13,7 +13,7 @@ from textual.events import Key
 from textual.pilot import Pilot
 from textual.widgets import ContentSwitcher
 
-from radixkv.telemetry.frames import Delta, Frame, Hello, Snapshot
+from radixkv.telemetry.protocol import Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv.telemetry.records import Changes, NodeRecord
 from radixkv_monitor.app import MonitorApp

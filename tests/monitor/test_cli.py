@@ -12,8 +12,7 @@ import pytest
 
 from radixkv.errors import EngineNotFound
 from radixkv.telemetry.discovery import Found
-from radixkv.telemetry.frames import Bye, Delta, Hello, Snapshot
-from radixkv.telemetry.protocol import encode
+from radixkv.telemetry.protocol import Bye, Delta, Hello, Snapshot, encode
 from radixkv.telemetry.records import Changes
 from radixkv_monitor import cli, targets
 from radixkv_monitor.intake import Intake

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from radixkv.errors import EngineNotFound
 from radixkv.telemetry.discovery import connect
-from radixkv.telemetry.frames import CRASHED, Bye, Delta, Frame, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.protocol import encode, snapshot_frames
+from radixkv.telemetry.protocol import CRASHED, Bye, Delta, Frame, Gap, Hello, Snapshot, encode, snapshot_frames
 from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.recording import MAGIC, read_recording
 from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord

@@ -21,7 +21,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from radixkv.telemetry.discovery import Found
-from radixkv.telemetry.frames import Delta, Hello, Snapshot
+from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.feed import Feed, Status, Traffic

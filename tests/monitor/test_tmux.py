@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.telemetry.frames import Delta, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from tests.telemetry.served import many, serving, wait_until
 

@@ -21,7 +21,7 @@ from radixkv import Engine, SamplingParams, ToolResult
 from radixkv.chat import AsyncEngine
 from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
-from radixkv.telemetry.node_records import label
+from radixkv.telemetry.records import label
 
 ROOT = Path(__file__).parent.parent.parent
 KEYS = {"ada": "correct-horse", "bob": "battery-staple"}

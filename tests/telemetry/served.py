@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from radixkv.telemetry import places
-from radixkv.telemetry.client import Limits
+from radixkv.telemetry import socket_paths
+from radixkv.telemetry.client_set import Limits
 from radixkv.telemetry.discovery import connect
-from radixkv.telemetry.frames import Bye, Delta, Frame, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.protocol import Decoder
+from radixkv.telemetry.protocol import Bye, Decoder, Delta, Frame, Gap, Hello, Snapshot
 from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.records import Changes, NodeRecord
 from tests.telemetry.wire import FACTS, node
@@ -41,8 +40,8 @@ def runtime_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="rkv"))
     with (
         mock.patch.dict(os.environ, XDG_RUNTIME_DIR=str(folder)),
-        mock.patch.object(places, "gettempdir", return_value=str(folder)),  # where engines of others may be
-        mock.patch.dict(places._taken, clear=True),  # and names that engines of other tests still have
+        mock.patch.object(socket_paths, "gettempdir", return_value=str(folder)),  # where engines of others may be
+        mock.patch.dict(socket_paths._taken, clear=True),  # and names that engines of other tests still have
     ):
         yield folder / "radixkv"
     shutil.rmtree(folder)

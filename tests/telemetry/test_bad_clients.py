@@ -10,8 +10,7 @@ import sys
 import msgpack
 import pytest
 
-from radixkv.telemetry.frames import Attach, Hello
-from radixkv.telemetry.protocol import encode
+from radixkv.telemetry.protocol import Attach, Hello, encode
 from tests.telemetry.served import Reader, last_words, serving, unix, wait_until
 from tests.telemetry.wire import FACTS, node
 
@@ -135,7 +134,7 @@ def test_a_killed_client_is_forgotten():
 
 def test_other_users_are_turned_away(monkeypatch):
     with serving() as (publisher, _):
-        monkeypatch.setattr("radixkv.telemetry.places.peer_user", lambda connection: os.geteuid() + 1)
+        monkeypatch.setattr("radixkv.telemetry.socket_paths.peer_user", lambda connection: os.geteuid() + 1)
         assert last_words(unix(publisher.path)) == ""
         assert publisher.attached == 0
         monkeypatch.undo()

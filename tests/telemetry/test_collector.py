@@ -11,7 +11,7 @@ from threading import Event
 import pytest
 
 from radixkv.errors import EngineClosed
-from radixkv.telemetry.collector import Collector
+from radixkv.telemetry.publisher import Collector
 from radixkv.telemetry.records import Changes
 
 HZ = 4.0

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from radixkv.errors import EngineNotFound, InvalidInput, UnsafeFolder
-from radixkv.telemetry import places
+from radixkv.telemetry import socket_paths
 from radixkv.telemetry.discovery import Found, advertise, connect, engines, is_loopback, tcp_address
-from radixkv.telemetry.frames import Attach
-from radixkv.telemetry.places import answers, claim, own_folder, process_start, release
-from radixkv.telemetry.protocol import Decoder
+from radixkv.telemetry.protocol import Attach, Decoder
+from radixkv.telemetry.socket_paths import answers, claim, own_folder, process_start, release
 from tests.telemetry.served import runtime_folder
 from tests.telemetry.wire import FACTS
 
@@ -55,7 +54,7 @@ def test_without_a_runtime_folder_there_is_one_in_the_temporary_folder(folder, m
 @pytest.fixture
 def only(folder, monkeypatch):
     """The one folder that there is, not made yet."""
-    monkeypatch.setattr(places, "folders", lambda: [folder])
+    monkeypatch.setattr(socket_paths, "folders", lambda: [folder])
     return folder
 
 
@@ -88,13 +87,13 @@ def test_a_folder_that_anybody_may_rename_is_refused(only):
 
 
 def test_a_path_too_long_for_a_socket_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(places, "folders", lambda: [folder.parent / ("x" * 80)])
+    monkeypatch.setattr(socket_paths, "folders", lambda: [folder.parent / ("x" * 80)])
     with pytest.raises(UnsafeFolder, match="too long"):
         own_folder()
 
 
 def test_all_reasons_are_said(folder, monkeypatch):
-    monkeypatch.setattr(places, "folders", lambda: [Path("/proc/nowhere"), folder.parent / ("x" * 80)])
+    monkeypatch.setattr(socket_paths, "folders", lambda: [Path("/proc/nowhere"), folder.parent / ("x" * 80)])
     with pytest.raises(UnsafeFolder, match=r"/proc/nowhere: .*; .*too long"):
         own_folder()
 
@@ -128,7 +127,7 @@ def test_a_token_is_kept_and_not_shown(claimed):
 def test_what_a_killed_process_left_is_removed(folder):
     code = (
         "import os, signal\nfrom radixkv.telemetry.discovery import advertise\n"
-        "from radixkv.telemetry.places import claim\nfrom tests.telemetry.wire import FACTS\n"
+        "from radixkv.telemetry.socket_paths import claim\nfrom tests.telemetry.wire import FACTS\n"
         "path, listener = claim()\nadvertise(FACTS, path)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code], check=False)
@@ -281,7 +280,7 @@ def test_of_several_engines_in_a_process_one_has_to_be_named(claimed):
 
 def test_somebody_elses_socket_is_not_believed(claimed, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 12345)
-    monkeypatch.setattr(places, "peer_user", lambda connection: 777)
+    monkeypatch.setattr(socket_paths, "peer_user", lambda connection: 777)
     with pytest.raises(EngineNotFound, match="not yours"):
         connect(claimed[0])
 

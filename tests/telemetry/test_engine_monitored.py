@@ -16,8 +16,8 @@ from radixkv.engine import RequestEngine
 from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.models.sampling_params import SamplingParams
 from radixkv.telemetry.discovery import engines
-from radixkv.telemetry.frames import Bye, Delta, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.protocol import Bye, Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from tests.engine.fakes import make_engine
 from tests.telemetry.served import Reader, room, runtime_folder
@@ -126,7 +126,7 @@ def test_a_crash_that_cannot_be_written_down_is_one_warning(
     reader = Reader(found.socket)
     if trouble == "unsafe":
         folder.chmod(0o755)
-        monkeypatch.setattr("radixkv.telemetry.places.folders", lambda: [folder])
+        monkeypatch.setattr("radixkv.telemetry.socket_paths.folders", lambda: [folder])
     with room(100 if trouble == "full" else 2**30), pytest.raises(EngineClosed):
         engine.submit([1], FOUR).result()
     assert "the engine's thread stopped" in (reader.until_the_end() or "")

@@ -20,8 +20,8 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import RequestRecord
 from tests.chat.worlds import chat_engine
 from tests.engine.fakes import FakeRunner, make_engine
+from tests.telemetry.expected import assert_tells_the_truth
 from tests.telemetry.served import runtime_folder
-from tests.telemetry.truth import assert_tells_the_truth
 
 FOUR = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
-from radixkv.telemetry import chronicle
+from radixkv.telemetry import frame_log
 from radixkv.telemetry import publisher as module
-from radixkv.telemetry.frames import Delta, Snapshot
 from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.protocol import Delta, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv.telemetry.records import Changes
 from tests.telemetry.served import PATIENCE, many, serving, wait_until
@@ -60,7 +60,7 @@ def test_what_is_being_told_is_waited_for_on_the_engines_thread_too(tmp_path, mo
     monkeypatch.setattr(module, "ALONE_HZ", 100.0)
     monkeypatch.setattr(module, "_SETTLE", PATIENCE)
     with serving() as (publisher, engine):
-        monkeypatch.setattr(chronicle, "_rest", rest)
+        monkeypatch.setattr(frame_log, "_rest", rest)
         engine.change(*many(2000))
         assert busy.wait(PATIENCE)
         threading.Timer(0.05, free.set).start()

@@ -13,11 +13,11 @@ import pytest
 
 from radixkv.cli import main
 from radixkv.cli import ps as module
-from radixkv.telemetry.client import Limits
+from radixkv.telemetry.client_set import Limits
 from radixkv.telemetry.discovery import advertise
-from radixkv.telemetry.places import claim, release
 from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.records import Changes, SessionRecord
+from radixkv.telemetry.socket_paths import claim, release
 from tests.telemetry.served import Engine, runtime_folder
 from tests.telemetry.wire import FACTS
 

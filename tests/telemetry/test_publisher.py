@@ -6,12 +6,11 @@ import logging
 import os
 
 from radixkv.errors import EngineClosed
-from radixkv.telemetry import chronicle
+from radixkv.telemetry import frame_log
 from radixkv.telemetry import publisher as module
 from radixkv.telemetry.discovery import connect, engines
-from radixkv.telemetry.frames import Delta, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.protocol import encode
+from radixkv.telemetry.protocol import Delta, Hello, Snapshot, encode
 from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.records import Changes
 from tests.telemetry.served import Engine, Reader, many, runtime_folder, serving, wait_until
@@ -22,9 +21,9 @@ def test_a_delta_carries_only_stats_that_changed_and_are_numbers():
     known = Mirror()
     known.apply(Changes(1.0, stats={"a": 1.0, "b": 2.0}))
     changes = Changes(2.0, stats={"a": 1.0, "b": 3.0, "c": float("nan")})
-    assert chronicle._news(changes, known).stats == {"b": 3.0}
+    assert frame_log._news(changes, known).stats == {"b": 3.0}
     reset = Changes(2.0, reset=True, stats={"a": 1.0, "b": 3.0})
-    assert chronicle._news(reset, known) == reset
+    assert frame_log._news(reset, known) == reset
 
 
 def test_hello_a_snapshot_and_every_delta():
@@ -68,7 +67,7 @@ def test_large_snapshots_come_in_pages_and_deltas_behind_them():
 
 def test_a_large_tree_is_packed_in_pieces_with_rests_between(monkeypatch):
     rests = []
-    monkeypatch.setattr(chronicle, "_rest", lambda: rests.append(1))
+    monkeypatch.setattr(frame_log, "_rest", lambda: rests.append(1))
     with serving() as (publisher, engine):
         engine.change(*many(6000))
         for _ in range(2):  # the second one finds it all there

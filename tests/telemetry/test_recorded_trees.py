@@ -9,10 +9,9 @@ from hypothesis import given
 
 from radixkv.cache import PrefixCache
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.node_records import runs
-from radixkv.telemetry.recorder import Recorder
+from radixkv.telemetry.recorder import Recorder, runs
 from tests.cache.verbs import prompt, publish
-from tests.telemetry.truth import expand
+from tests.telemetry.expected import expand
 from tests.telemetry.watching import OFFSET, tell, watched
 
 

@@ -15,7 +15,7 @@ from radixkv.telemetry.records import RequestRecord, SessionRecord
 from tests.cache.test_stateful import POLICIES, Verbs, how_long, sizes
 from tests.cache.verbs import held, prompt, publish
 from tests.cache.world import World
-from tests.telemetry.truth import assert_tells_the_truth, expand
+from tests.telemetry.expected import assert_tells_the_truth, expand
 from tests.telemetry.watching import OFFSET, watched
 
 

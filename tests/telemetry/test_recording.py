@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from radixkv.errors import ProtocolError
-from radixkv.telemetry.frames import Bye, Delta, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.protocol import encode, snapshot_frames
+from radixkv.telemetry.protocol import Bye, Delta, Gap, Hello, Snapshot, encode, snapshot_frames
 from radixkv.telemetry.recording import MAGIC, FlightRecorder, RecordingWriter, read_recording
 from radixkv.telemetry.records import Changes
 from tests.telemetry.served import room

@@ -6,9 +6,8 @@ import socket
 
 import pytest
 
-from radixkv.telemetry.client import Client, Limits
-from radixkv.telemetry.frames import Bye, Delta
-from radixkv.telemetry.protocol import encode
+from radixkv.telemetry.client_set import Client, Limits
+from radixkv.telemetry.protocol import Bye, Delta, encode
 from tests.telemetry.served import Reader, many, serving, wait_until
 from tests.telemetry.wire import node
 

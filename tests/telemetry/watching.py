@@ -7,7 +7,7 @@ from typing import Any
 from radixkv.cache import PrefixCache
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.recorder import Recorder
-from tests.telemetry.truth import assert_tells_the_truth
+from tests.telemetry.expected import assert_tells_the_truth
 
 OFFSET = 1000.0  # seconds between the cache's clock and the recorder's
 

@@ -6,7 +6,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from radixkv.telemetry.decoder import MOST_POOL
+from radixkv.telemetry.protocol import MOST_POOL
 from radixkv.telemetry.records import (
     Changes,
     EngineFacts,
@@ -15,8 +15,8 @@ from radixkv.telemetry.records import (
     RequestRecord,
     SequenceRecord,
     SessionRecord,
+    drawable,
 )
-from radixkv.telemetry.texts import drawable
 
 FACTS = EngineFacts(
     "e-1", 4242, 1000.0, "0.1.0", "tiny", "cpu", "float32", "torch", "lru", 64, 16, 4096, 2048, 64, 2048, 512

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.pages import LONGEST_LIST, pages
+from radixkv.telemetry.paging import LONGEST_LIST, pages
 from radixkv.telemetry.protocol import (
     Decoder,
     Delta,

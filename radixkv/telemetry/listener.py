@@ -15,8 +15,8 @@ from pathlib import Path
 
 from radixkv.errors import InvalidInput, UnsafeFolder
 from radixkv.telemetry.discovery import advertise, is_loopback, tcp_address
-from radixkv.telemetry.places import claim, is_claimed, may_talk, release
 from radixkv.telemetry.records import EngineFacts
+from radixkv.telemetry.socket_paths import claim, is_claimed, may_talk, release
 
 _log = logging.getLogger(__name__)
 

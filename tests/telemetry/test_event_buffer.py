@@ -6,8 +6,8 @@ from itertools import count
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.ghosts import Pressure
-from radixkv.telemetry.heard import Heard
 from radixkv.telemetry.mirror import EVICTIONS
+from radixkv.telemetry.recorder import Heard
 from tests.cache.verbs import held, prompt, publish
 
 

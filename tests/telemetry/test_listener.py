@@ -11,9 +11,9 @@ import time
 import pytest
 
 from radixkv.errors import InvalidInput
-from radixkv.telemetry import door
+from radixkv.telemetry import listener
 from radixkv.telemetry.discovery import engines
-from radixkv.telemetry.door import Door
+from radixkv.telemetry.listener import Door
 from radixkv.telemetry.publisher import Publisher
 from tests.telemetry.served import Engine, Reader, serving, threads_and_files, wait_until
 from tests.telemetry.wire import FACTS, node
@@ -78,7 +78,7 @@ def test_remote_is_allowed_to_who_says_so():
 @pytest.fixture
 def rounds(monkeypatch):
     """The door looks after itself at every turn."""
-    monkeypatch.setattr(door, "_ROUND", 0.0)
+    monkeypatch.setattr(listener, "_ROUND", 0.0)
 
 
 def turned(publisher, true):

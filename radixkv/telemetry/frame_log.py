@@ -12,10 +12,9 @@ from dataclasses import replace
 from itertools import chain
 from math import isfinite
 
-from radixkv.telemetry.frames import Bye, Delta, Frame, Gap, Hello, Snapshot
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.pages import pages
-from radixkv.telemetry.protocol import encode, snapshot_frames
+from radixkv.telemetry.paging import pages
+from radixkv.telemetry.protocol import Bye, Delta, Frame, Gap, Hello, Snapshot, encode, snapshot_frames
 from radixkv.telemetry.recording import FlightRecorder
 from radixkv.telemetry.records import Changes, EngineFacts
 
