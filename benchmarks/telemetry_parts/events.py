@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.ghosts import Pressure
 from radixkv.cache.events import guarded
+from radixkv.cache.ghosts import Pressure
 from radixkv.telemetry.mirror import EVICTIONS
-from radixkv.telemetry.recorder import Heard
+from radixkv.telemetry.recorder import EventBuffer
 
 BATCH = range(256)
 PRESSURE = Pressure(1, 0)
@@ -40,9 +40,9 @@ def timed(batch: Callable[[], None], behind: Callable[[], None]) -> Batch:
 def batches() -> dict[str, Batch]:
     """What is measured. The loops are written out: a call for each turn would cost as much as an event."""
     cache = PrefixCache(16, 16)
-    heard = Heard(time.time)
+    heard = EventBuffer(time.time)
     told: Any = guarded(heard, lambda: None)
-    unread: Any = guarded(Heard(time.time), lambda: None)
+    unread: Any = guarded(EventBuffer(time.time), lambda: None)
     cache.watch()
     with cache.open([1]) as sequence:
         sequence.extend([1])

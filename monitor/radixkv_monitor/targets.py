@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from radixkv.errors import EngineNotFound, InvalidInput
-from radixkv.telemetry.discovery import Found, connect, engines, tcp_address
+from radixkv.telemetry.discovery import FoundEngine, connect, engines, tcp_address
 from radixkv_monitor.feed import ThreadFeed
 from radixkv_monitor.live import HZ, DemoFeed, SocketFeed
 from radixkv_monitor.phrases import duration
@@ -48,7 +48,7 @@ def feed_of(target: str, token: str = "") -> ThreadFeed:
     raise InvalidInput(f"{target} is neither a socket nor a recording")
 
 
-def feed_of_found(found: Found) -> SocketFeed:
+def feed_of_found(found: FoundEngine) -> SocketFeed:
     """The feed of an engine that was found; if that one is gone, of a younger one that runs the same model."""
     return SocketFeed(f"{found.model}, pid {found.pid}", _following(found))
 
@@ -64,19 +64,19 @@ def demo() -> DemoFeed:
     return DemoFeed(source)
 
 
-def describe(found: Found, now: float) -> str:
+def describe(found: FoundEngine, now: float) -> str:
     """One line, to choose by."""
     up = duration(now - found.started)
     return f"pid {_name(found)}  {found.model}  {found.device}  up {up}  radixkv {found.version}"
 
 
-def _name(found: Found) -> str:
+def _name(found: FoundEngine) -> str:
     """Its process, and which of several engines of that."""
     stem = Path(found.socket).stem
     return stem if stem.startswith(f"{found.pid}-") else str(found.pid)
 
 
-def _following(first: Found) -> Callable[[], socket.socket]:
+def _following(first: FoundEngine) -> Callable[[], socket.socket]:
     """Connects to `first`, or to whoever took its place."""
     current = first
 

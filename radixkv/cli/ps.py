@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from radixkv.errors import ProtocolError, TelemetryError
-from radixkv.telemetry.discovery import Found, connect, engines
+from radixkv.telemetry.discovery import FoundEngine, connect, engines
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import Bye, Decoder, Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.records import EngineFacts
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 class Look:
     """One engine, as its first frames tell it, or why they do not."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: FoundEngine) -> None:
         """Attach. What goes wrong is kept as `problem`."""
         self.found = found
         self.facts: EngineFacts | None = None
@@ -116,7 +116,7 @@ class Look:
         }
 
 
-def _look(found: Sequence[Found]) -> list[Look]:
+def _look(found: Sequence[FoundEngine]) -> list[Look]:
     """Attach to all of them at once, so that one that hangs keeps nobody waiting twice."""
     deadline = time.monotonic() + _PATIENCE
     looks = [Look(each) for each in found]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from radixkv.engine.request import Request
 from radixkv.telemetry.mirror import SESSIONS
-from radixkv.telemetry.records import SessionRecord, label
+from radixkv.telemetry.records import SessionRecord, namespace_label
 
 
 class Sessions:
@@ -20,7 +20,7 @@ class Sessions:
         """A request came in; None if it is no session's."""
         if request.session is None:
             return None
-        old = self._known.get(request.session) or _new(request.session, label(request.namespace), now)
+        old = self._known.get(request.session) or _new(request.session, namespace_label(request.namespace), now)
         return self._keep(
             replace(old, requests=old.requests + 1, live=old.live + 1, tokens=len(request.prompt), used=now)
         )

@@ -18,7 +18,7 @@ from radixkv.engine.prompts import TokenIds
 from radixkv.engine.request import Request
 from radixkv.engine.sessions import Sessions
 from radixkv.errors import RequestCancelled
-from radixkv.telemetry.records import Changes, Phase, RequestRecord, SessionRecord, label
+from radixkv.telemetry.records import Changes, Phase, RequestRecord, SessionRecord, namespace_label
 
 if TYPE_CHECKING:
     from radixkv.engine.core import Core
@@ -143,7 +143,7 @@ class EngineTelemetry:
             number=request.number,
             phase=phase,
             session=request.session,
-            namespace=label(request.namespace),
+            namespace=namespace_label(request.namespace),
             priority=request.priority,
             streams=request.width,
             prompt_tokens=len(request.prompt),

@@ -1,6 +1,6 @@
 """The clients of a publisher: their connections, their send queues, and when each must leave.
 
-No call waits, and the memory of a client is bounded by `Limits`.
+No call waits, and the memory of a client is bounded by `ClientLimits`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ATTACH_BYTES = 4096  # the cap of the one frame that a client sends
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClientLimits:
     """Of a publisher. `buffer` is in bytes for each client, times are in seconds, `hz` is the fastest."""
 
     clients: int = 8
@@ -42,7 +42,7 @@ class Client:
         self,
         connection: socket.socket,
         deadline: float,
-        limits: Limits,
+        limits: ClientLimits,
         snapshot: Callable[[int | None], Iterator[bytes]],
         token: str | None = None,
     ) -> None:
@@ -189,7 +189,7 @@ class Client:
         self._bytes = 0
 
 
-class Audience:
+class ClientSet:
     """The clients of one publisher, on its thread; only `attached` and `buffered` may be asked from anywhere.
 
     `snapshot` gives the frames of everything for one client, `bye` the last frame. `welcomed` is called when somebody
@@ -198,7 +198,7 @@ class Audience:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: ClientLimits,
         snapshot: Callable[[int | None], Iterator[bytes]],
         bye: Callable[[str], bytes],
         welcomed: Callable[[], None],

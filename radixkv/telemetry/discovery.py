@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from radixkv.errors import EngineNotFound, InvalidInput
 from radixkv.telemetry.protocol import Attach, encode
 from radixkv.telemetry.records import EngineFacts
-from radixkv.telemetry.socket_paths import answers, folders, is_private, may_talk, process_start
+from radixkv.telemetry.socket_paths import folders, is_listening, is_private, is_trusted_peer, process_start
 
 _LARGEST = 64 * 1024  # bytes of a description; ours have some hundreds
 _AGAIN = 0.02  # seconds
@@ -27,7 +27,7 @@ _GRACE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundEngine:
     """An engine that is or was there. `tcp` is host:port, with a token, if it also listens there."""
 
     engine: str
@@ -45,7 +45,7 @@ class Found:
 
 def advertise(facts: EngineFacts, path: Path, tcp: str | None = None, token: str | None = None) -> Path:
     """Say beside the socket whose it is; replaces what was said before. Raises OSError."""
-    said = Found(
+    said = FoundEngine(
         engine=facts.engine,
         pid=os.getpid(),
         process=process_start(os.getpid()),
@@ -66,13 +66,13 @@ def advertise(facts: EngineFacts, path: Path, tcp: str | None = None, token: str
     return target
 
 
-def engines(*, dead: bool = False) -> list[Found]:
+def engines(*, dead: bool = False) -> list[FoundEngine]:
     """The engines of this user that run on this machine, the oldest first.
 
     Files of dead ones are removed, and sockets that nobody listens on; with `dead` they are left, and dead ones are
     listed too, with `alive` False.
     """
-    every: list[Found] = []
+    every: list[FoundEngine] = []
     for folder in filter(is_private, folders()):
         for path in sorted(folder.glob("*.json")):
             found = _read(path)
@@ -97,11 +97,11 @@ def _forget_unsaid(path: Path) -> None:
             time.time() - there.st_mtime > _GRACE
         )  # an engine that begins listens a moment after its socket is there
         unsaid = stat.S_ISSOCK(there.st_mode) and not path.with_suffix(".json").exists()
-        if is_old and unsaid and not answers(path):
+        if is_old and unsaid and not is_listening(path):
             path.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> Found | None:
+def _read(path: Path) -> FoundEngine | None:
     """What a description says, and whether it is still true; None if it is none."""
     try:
         with open(path, "rb", opener=_at_once) as file:
@@ -110,8 +110,8 @@ def _read(path: Path) -> Found | None:
                 return None
             said = json.loads(file.read(_LARGEST))
         # The socket is the one beside it, whatever it says: nobody is sent elsewhere by a file.
-        known = {name: said.get(name) for name in Found.__slots__ if name not in ("socket", "alive")}
-        found = Found(**known, socket=str(path.with_suffix(".sock")))
+        known = {name: said.get(name) for name in FoundEngine.__slots__ if name not in ("socket", "alive")}
+        found = FoundEngine(**known, socket=str(path.with_suffix(".sock")))
         return replace(found, alive=_is_alive(found)) if _is_sound(found) else None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
@@ -122,7 +122,7 @@ def _at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
-def _is_sound(found: Found) -> bool:
+def _is_sound(found: FoundEngine) -> bool:
     """Whether its values have the right types."""
     texts = (found.engine, found.model, found.version, found.device)
     rest = (found.process, found.tcp, found.token)
@@ -134,24 +134,26 @@ def _is_sound(found: Found) -> bool:
     )
 
 
-def _is_alive(found: Found) -> bool:
+def _is_alive(found: FoundEngine) -> bool:
     """By its process, which another one of the same number is not; else (no /proc, a container) by connecting."""
     same = found.process is not None and found.process == process_start(found.pid)
     path = Path(found.socket)
-    return path.exists() and (same or answers(path))
+    return path.exists() and (same or is_listening(path))
 
 
 # ---- attaching
 
 
-def connect(target: int | str | Path | Found, token: str = "", hz: float = 4.0, timeout: float = 2.0) -> socket.socket:
+def connect(
+    target: int | str | Path | FoundEngine, token: str = "", hz: float = 4.0, timeout: float = 2.0
+) -> socket.socket:
     """A connected, blocking socket on which the engine's frames arrive.
 
     `target` is a process id, the path of a socket, tcp://host:port, or one of `engines()`. TCP asks for the token,
     which is looked up if the engine runs here. `hz` is how often deltas should come (at most 10), `timeout` in seconds
     is for connecting. Raises EngineNotFound if nobody answers, InvalidInput for a target that is none.
     """
-    where = f"{target.socket if isinstance(target, Found) else target}"
+    where = f"{target.socket if isinstance(target, FoundEngine) else target}"
     try:
         if where.startswith("tcp://"):
             host, port = tcp_address(where)
@@ -199,8 +201,8 @@ def _known_token(port: int) -> str:
     return next(filter(None, tokens), "")
 
 
-def _path_of(target: int | str | Path | Found) -> str:
-    if isinstance(target, Found):
+def _path_of(target: int | str | Path | FoundEngine) -> str:
+    if isinstance(target, FoundEngine):
         return target.socket
     if isinstance(target, int) or (isinstance(target, str) and target.isdecimal()):
         return _socket_of(int(target))
@@ -235,7 +237,7 @@ def _unix(path: str, timeout: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _dial(connection, path, timeout)
-        if not (os.geteuid() == 0 or may_talk(connection)):
+        if not (os.geteuid() == 0 or is_trusted_peer(connection)):
             raise EngineNotFound(f"{path} is not yours: somebody else listens there")
     except BaseException:
         connection.close()

@@ -13,7 +13,7 @@ from itertools import chain
 from math import isfinite
 
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.paging import pages
+from radixkv.telemetry.paging import paginate
 from radixkv.telemetry.protocol import Bye, Delta, Frame, Gap, Hello, Snapshot, encode, snapshot_frames
 from radixkv.telemetry.recording import FlightRecorder
 from radixkv.telemetry.records import Changes, EngineFacts
@@ -21,7 +21,7 @@ from radixkv.telemetry.records import Changes, EngineFacts
 _REST = 0.002  # seconds between two pages: who packs a large tree in one go keeps the engine from its interpreter
 
 
-class Chronicle:
+class FrameLog:
     """Numbers changes, and makes frames of them: deltas for all, a snapshot for one, and a recording."""
 
     def __init__(self, facts: EngineFacts, flight: FlightRecorder) -> None:
@@ -39,7 +39,7 @@ class Chronicle:
         """Number the changes, give them to everybody, and keep them for a while; none of it if they cannot be told."""
         deltas = [
             encode(Delta(page, seq=seq, ts=time.time()))
-            for seq, page in enumerate(pages(_news(changes, self._mirror), _rest), self._seq + 1)
+            for seq, page in enumerate(paginate(_news(changes, self._mirror), _rest), self._seq + 1)
         ]
         self._mirror.apply(changes)
         self._seq += len(deltas)
@@ -78,7 +78,7 @@ class Chronicle:
         For any thread. Raises OSError.
         """
         now = time.time()
-        cut = pages(last) if last is not None else []
+        cut = paginate(last) if last is not None else []
         more: list[Frame] = [Delta(page, seq=seq, ts=now) for seq, page in enumerate(cut, self._seq + 1)]
         if why is not None:
             more.append(Bye(why, seq=self._seq + len(cut), ts=now))

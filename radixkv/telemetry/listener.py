@@ -16,7 +16,7 @@ from pathlib import Path
 from radixkv.errors import InvalidInput, UnsafeFolder
 from radixkv.telemetry.discovery import advertise, is_loopback, tcp_address
 from radixkv.telemetry.records import EngineFacts
-from radixkv.telemetry.socket_paths import claim, is_claimed, may_talk, release
+from radixkv.telemetry.socket_paths import claim, is_claimed, is_trusted_peer, release
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _BACKLOG = 128
 _ROUND = 10.0  # seconds between two looks at whether the socket can still be found
 
 
-class Door:
+class Listener:
     """Listens from `open` to `close`, and hands over who may come in: `meet(connection, token it has to know)`."""
 
     def __init__(self, listen: str | None, meet: Callable[[socket.socket, str | None], None]) -> None:
@@ -145,7 +145,7 @@ class Door:
                 return
             connection.setblocking(False)
             local = listener.family == socket.AF_UNIX
-            if local and not may_talk(connection):
+            if local and not is_trusted_peer(connection):
                 connection.close()
                 continue
             self._meet(connection, None if local else self.token)

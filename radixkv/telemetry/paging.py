@@ -28,7 +28,7 @@ def _never() -> None:
     """Whoever has few pages does not rest between them."""
 
 
-def pages(changes: Changes, rest: Callable[[], None] = _never) -> list[Changes]:
+def paginate(changes: Changes, rest: Callable[[], None] = _never) -> list[Changes]:
     """The same changes in pieces, at least one, to be applied in order. Only the first resets, and only the last has
     the stats: whoever knows them knows all else. O(changes); `rest` is called between two.
     """

@@ -16,7 +16,7 @@ import msgpack
 
 from radixkv.errors import ProtocolError
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.paging import LISTS, LONGEST_LIST, LONGEST_TEXT, pages
+from radixkv.telemetry.paging import LISTS, LONGEST_LIST, LONGEST_TEXT, paginate
 from radixkv.telemetry.records import (
     MOST_INT,
     Changes,
@@ -137,7 +137,7 @@ def snapshot_frames(mirror: Mirror, seq: int, ts: float, rest: Callable[[], None
 
     `rest` is called between two pages that are cut.
     """
-    every = pages(mirror.everything(), rest)
+    every = paginate(mirror.everything(), rest)
     return (Snapshot(page, len(every), changes, seq=seq, ts=ts) for page, changes in enumerate(every))
 
 

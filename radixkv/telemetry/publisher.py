@@ -20,9 +20,9 @@ from pathlib import Path
 from weakref import WeakSet
 
 from radixkv.errors import EngineClosed
-from radixkv.telemetry.client_set import Audience, Limits
-from radixkv.telemetry.frame_log import Chronicle
-from radixkv.telemetry.listener import Door
+from radixkv.telemetry.client_set import ClientLimits, ClientSet
+from radixkv.telemetry.frame_log import FrameLog
+from radixkv.telemetry.listener import Listener
 from radixkv.telemetry.recording import FlightRecorder
 from radixkv.telemetry.records import Changes, EngineFacts
 
@@ -58,7 +58,7 @@ class Publisher:
         pending: Callable[[], bool],
         listen: str | None = None,
         *,
-        limits: Limits | None = None,
+        limits: ClientLimits | None = None,
         flight: FlightRecorder | None = None,
     ) -> None:
         """Open nothing yet. Raises InvalidInput for a `listen` that is no address, or that others could reach.
@@ -66,11 +66,11 @@ class Publisher:
         Whoever wants that in earnest says so: tcp://0.0.0.0:PORT?allow=remote.
         """
         self.facts = facts
-        limits = limits or Limits()
-        self._chronicle = Chronicle(facts, flight or FlightRecorder(facts))
+        limits = limits or ClientLimits()
+        self._frame_log = FrameLog(facts, flight or FlightRecorder(facts))
         self._collector = Collector(collect, pending, self._tell, self._wake, limits.hz)
-        self._audience = Audience(limits, self._chronicle.snapshot, self._chronicle.bye, self._collector.hurry)
-        self._door = Door(listen, self._audience.meet)
+        self._clients = ClientSet(limits, self._frame_log.snapshot, self._frame_log.bye, self._collector.hurry)
+        self._listener = Listener(listen, self._clients.meet)
         self._reason: str | None = None  # why it ends
         self._thread: threading.Thread | None = None
 
@@ -79,17 +79,17 @@ class Publisher:
     @property
     def path(self) -> Path | None:
         """Of the Unix socket, from the start on."""
-        return self._door.path
+        return self._listener.path
 
     @property
     def tcp(self) -> str | None:
         """host:port, from the start on, if it listens there."""
-        return self._door.tcp
+        return self._listener.tcp
 
     @property
     def token(self) -> str | None:
         """What TCP clients have to know."""
-        return self._door.token
+        return self._listener.token
 
     def start(self) -> None:
         """Listen and serve from now on. Raises UnsafeFolder or OSError if there is no place to listen; nothing is left
@@ -99,10 +99,10 @@ class Publisher:
         self._wakes, self._waker = socket.socketpair()
         for end in (self._wakes, self._waker):
             end.setblocking(False)
-        self._audience.open(self._selector)
+        self._clients.open(self._selector)
         try:
             self._selector.register(self._wakes, selectors.EVENT_READ, self._woken)
-            self._door.open(self.facts, self._selector)
+            self._listener.open(self.facts, self._selector)
         except BaseException:
             self._hang_up()
             raise
@@ -130,17 +130,17 @@ class Publisher:
             self._collector.catch_up(_SETTLE, self._is_alive)
         elif self._is_alive():
             self._collector.settle(_SETTLE)
-        return self._chronicle.save(path, last, why)
+        return self._frame_log.save(path, last, why)
 
     @property
     def attached(self) -> int:
         """How many clients are attached."""
-        return self._audience.attached
+        return self._clients.attached
 
     @property
     def buffered(self) -> int:
         """Bytes that clients have not taken yet, of all of them."""
-        return self._audience.buffered
+        return self._clients.buffered
 
     def _is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -178,50 +178,50 @@ class Publisher:
             key.data(mask)
         now = time.monotonic()
         self._collector.turn(now, self._hz)
-        if now - self._chronicle.told_at >= _PULSE and self.attached:
-            self._tell(self._chronicle.nothing_new)
-        self._audience.expire(now)
-        self._audience.tidy()
-        self._door.look(now)
+        if now - self._frame_log.told_at >= _PULSE and self.attached:
+            self._tell(self._frame_log.nothing_new)
+        self._clients.expire(now)
+        self._clients.tidy()
+        self._listener.look(now)
 
     def _patience(self) -> float:
         """Seconds until something is due even if nobody stirs; a future that comes stirs."""
         now = time.monotonic()
         due = [now + _PULSE, self._collector.due(self._hz)]
         if self.attached:
-            due.append(self._chronicle.told_at + _PULSE)
+            due.append(self._frame_log.told_at + _PULSE)
         return max(0.0, min(due) - now)
 
     @property
     def _hz(self) -> float:
         """How often to ask the engine: the fastest client decides."""
-        return self._audience.hz or ALONE_HZ
+        return self._clients.hz or ALONE_HZ
 
     def _woken(self, mask: int) -> None:
         self._wakes.recv(4096)
 
     def _tell(self, changes: Changes) -> None:
-        self._chronicle.tell(changes, self._audience.give)
+        self._frame_log.tell(changes, self._clients.give)
 
     # ---- the end
 
     def _farewell(self, reason: str) -> None:
         """Tell everybody why, and give them a moment to take it."""
         self._collector.take()
-        self._door.shut()
-        self._audience.dismiss(reason)
+        self._listener.shut()
+        self._clients.dismiss(reason)
         deadline = time.monotonic() + _FAREWELL
         while (left := deadline - time.monotonic()) > 0:
-            self._audience.tidy()
-            if not self._audience:
+            self._clients.tidy()
+            if not self._clients:
                 return
             for key, mask in self._selector.select(left):
                 key.data(mask)
 
     def _hang_up(self) -> None:
         """Close all that is open, and remove the socket's files if they are this process's."""
-        self._audience.close()
-        self._door.close()
+        self._clients.close()
+        self._listener.close()
         self._selector.close()
         self._wakes.close()
         self._waker.close()

@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from radixkv.cache import CacheStats, PrefixCache
-from radixkv.cache.ghosts import Owner, Pressure
-from radixkv.cache.types import Node
-from radixkv.cache.events import unheard
-from radixkv.cache.types import Purpose
-from radixkv.cache.tokens import WIDTH
 from radixkv.cache.change_tracker import OpenSequence, Watch
+from radixkv.cache.events import unheard
+from radixkv.cache.ghosts import Owner, Pressure
+from radixkv.cache.tokens import WIDTH
+from radixkv.cache.types import Node, Purpose
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
 from radixkv.telemetry.records import (
     Changes,
@@ -32,7 +31,7 @@ from radixkv.telemetry.records import (
     SequenceRecord,
     SessionRecord,
     drawable,
-    label,
+    namespace_label,
 )
 
 Value = TypeVar("Value")
@@ -68,7 +67,7 @@ class Recorder:
         self._texts = None if decode is None else _Texts(decode)
         self._fresh = True
         self.cost_ns = 0  # what collecting has cost the caller's thread
-        self._heard = Heard(clock)
+        self._events = EventBuffer(clock)
         # What was told last, of what is compared with it.
         self._sequences: dict[int, SequenceRecord] = {}
         self._live: dict[int, RequestRecord] = {}
@@ -81,7 +80,7 @@ class Recorder:
     def attach(self, cache: PrefixCache) -> None:
         """Watch `cache` from now on, and nothing else; the next `collect` tells everything. O(nodes)."""
         self._cache = cache
-        self._watch: Watch = cache.watch(self._heard)
+        self._watch: Watch = cache.watch(self._events)
         self._offset = self._clock() - self._watch.now()
         self._fresh = True
 
@@ -108,7 +107,7 @@ class Recorder:
     @property
     def pending(self) -> bool:
         """Whether there is something to tell of nodes, evictions, requests or sessions. Any thread may ask."""
-        told = self._requests or self._ended or self._sessions or self._heard.evictions or self._heard.regrets
+        told = self._requests or self._ended or self._sessions or self._events.evictions or self._events.regrets
         return bool(self._fresh or self._watch or told)
 
     def collect(
@@ -164,19 +163,19 @@ class Recorder:
         changed = [record for number, record in now.items() if before.get(number) != record]
         gone = tuple(number for number in before if number not in now)
         for number in gone:
-            self._heard.since.pop(number, None)  # also if the cache tells us nothing any more
+            self._events.since.pop(number, None)  # also if the cache tells us nothing any more
         return tuple(changed), gone
 
     def _sequence(self, each: OpenSequence, owner: tuple[int | None, int]) -> SequenceRecord:
-        opened = self._heard.since.get(each.id)
+        opened = self._events.since.get(each.id)
         if opened is None:  # before anybody watched
-            opened = self._heard.since[each.id] = self._clock()
+            opened = self._events.since[each.id] = self._clock()
         return SequenceRecord(each.id, *owner, each.node, each.length, each.cached, runs(each.blocks), opened)
 
     def _new_evictions(self) -> list[EvictionRecord]:
         """Evictions since the last time, and older ones that were wanted again since."""
         told: dict[int, EvictionRecord] = {}
-        evictions, regrets = self._heard.evictions, self._heard.regrets
+        evictions, regrets = self._events.evictions, self._events.regrets
         while evictions:
             when, (number, node, start, tokens, blocks, gone, idle, hits, pressure) = evictions.popleft()
             record = EvictionRecord(number, when, node, start, tokens, blocks, idle, hits, gone, str(pressure))
@@ -210,7 +209,7 @@ class _Texts:
         ids = tokens(node, TEXT_TOKENS)
         known = self._known.get(node.id)
         if known is None or known[0] != ids:
-            known = self._known[node.id] = ids, said(ids, self._decode)
+            known = self._known[node.id] = ids, node_text(ids, self._decode)
         return known[1]
 
     def forget(self, gone: list[int]) -> None:
@@ -227,7 +226,7 @@ def _keep(kept: OrderedDict[int, Value], number: int, record: Value, most: int) 
         kept.popitem(last=False)
 
 
-class Heard:
+class EventBuffer:
     """A cache's observer.
 
     The ears are functions of their own, which find what they write to in their closure, and no methods: a third of an
@@ -299,7 +298,7 @@ def tokens(node: Node, most: int) -> list[int]:
     return array("i", bytes(node.key[: most * WIDTH])).tolist()
 
 
-def said(ids: list[int], decode: Decode) -> str:
+def node_text(ids: list[int], decode: Decode) -> str:
     """The beginning of what these tokens say; on one line, and never an error."""
     try:
         text = decode(ids)
@@ -333,4 +332,4 @@ def runs(blocks: array[int]) -> tuple[int, ...]:
 def _namespace(mark: Owner) -> str | None:
     """The name of the namespace whose root has this mark."""
     assert isinstance(mark, tuple)
-    return label(mark[1])
+    return namespace_label(mark[1])

@@ -28,7 +28,7 @@ class Record:
 
     def pack(self) -> list[Any]:
         """Its values, in the order of the fields."""
-        return list(shape_of(type(self)).values(self))
+        return list(layout_of(type(self)).values(self))
 
     @classmethod
     def unpack(cls, values: Sequence[Any]) -> Self:
@@ -37,9 +37,9 @@ class Record:
         Values behind those that we know are left out, and those that have a default may be missing: records only ever
         grow at their end. Raises ValueError for too few values, and for wrong types or ranges.
         """
-        shape = shape_of(cls)
-        plain: list[Any] = [tuple(value) if type(value) is list else value for value in values[: len(shape.names)]]
-        for at in shape.check(plain):
+        layout = layout_of(cls)
+        plain: list[Any] = [tuple(value) if type(value) is list else value for value in values[: len(layout.names)]]
+        for at in layout.check(plain):
             plain[at] = drawable(plain[at])
         return cls(*plain)
 
@@ -223,7 +223,7 @@ _INTS = {int}
 _SIGNATURES = 1024  # combinations of types that were found right and are remembered: far more than honest peers send
 
 
-class Shape:
+class RecordLayout:
     """The values of one record class, in the order of its fields."""
 
     def __init__(self, record: type) -> None:
@@ -318,14 +318,14 @@ def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]] | N
     return itemgetter(*places, places[0])
 
 
-_SHAPES: dict[type, Shape] = {}
+_LAYOUTS: dict[type, RecordLayout] = {}
 
 
-def shape_of(record: type) -> Shape:
+def layout_of(record: type) -> RecordLayout:
     """The shape of a record class, read once."""
-    if record not in _SHAPES:
-        _SHAPES[record] = Shape(record)
-    return _SHAPES[record]
+    if record not in _LAYOUTS:
+        _LAYOUTS[record] = RecordLayout(record)
+    return _LAYOUTS[record]
 
 
 def _kinds(hint: Any) -> frozenset[type]:
@@ -358,7 +358,7 @@ def drawable(text: str) -> str:
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
-def label(namespace: Hashable) -> str | None:
+def namespace_label(namespace: Hashable) -> str | None:
     """A namespace's name for people, None for the one without: a text or a number as it is, of others the type.
 
     Namespaces may be of a caller's class, and what its `str` does or tells is not for telemetry to find out.
@@ -366,7 +366,7 @@ def label(namespace: Hashable) -> str | None:
     if namespace is None:
         return None
     if isinstance(namespace, tuple):
-        return f"({', '.join(label(each) or 'None' for each in namespace)})"[:_LONGEST_NAME]
+        return f"({', '.join(namespace_label(each) or 'None' for each in namespace)})"[:_LONGEST_NAME]
     if type(namespace) not in (str, int, float, bool):
         return type(namespace).__name__
     return drawable(str(namespace)[:_LONGEST_NAME])

@@ -95,7 +95,7 @@ def claim() -> tuple[Path, socket.socket]:
     with _lock:
         for stem in _stems():
             path = folder / f"{stem}.sock"
-            if stem in _taken or answers(path):
+            if stem in _taken or is_listening(path):
                 continue
             listener = _bound(path)
             if listener is not None:
@@ -159,7 +159,7 @@ def _bound(path: Path) -> socket.socket | None:
     return listener
 
 
-def answers(path: Path) -> bool:
+def is_listening(path: Path) -> bool:
     """Whether somebody listens at a socket's path; one who is busy does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PATIENCE)
@@ -196,7 +196,7 @@ def peer_user(connection: socket.socket) -> int | None:
     return None
 
 
-def may_talk(connection: socket.socket) -> bool:
+def is_trusted_peer(connection: socket.socket) -> bool:
     """Whether the other end of a Unix socket is this user, or root, who can read all anyway."""
     return peer_user(connection) in (None, os.geteuid(), 0)
 

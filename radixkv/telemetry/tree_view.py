@@ -9,9 +9,9 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.types import Node
 from radixkv.cache.change_tracker import pinned, walk
-from radixkv.telemetry.recorder import TEXT_TOKENS, Decode, node_record, said, tokens
+from radixkv.cache.types import Node
+from radixkv.telemetry.recorder import TEXT_TOKENS, Decode, node_record, node_text, tokens
 from radixkv.telemetry.records import NodeRecord
 
 ALL: Hashable = ...
@@ -136,7 +136,7 @@ def tree_view(cache: PrefixCache, namespace: Hashable = ALL, *, decode: Decode |
 
 
 def _said(node: Node, decode: Decode | None) -> str | None:
-    return None if decode is None or not node.key else said(tokens(node, TEXT_TOKENS), decode)
+    return None if decode is None or not node.key else node_text(tokens(node, TEXT_TOKENS), decode)
 
 
 def _blocks(node: NodeRecord) -> Iterator[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.errors import EngineNotFound
-from radixkv.telemetry.discovery import Found
+from radixkv.telemetry.discovery import FoundEngine
 from radixkv.telemetry.protocol import Bye, Delta, Hello, Snapshot, encode
 from radixkv.telemetry.records import Changes
 from radixkv_monitor import cli, targets
@@ -36,11 +36,11 @@ def recording(tmp_path: Path) -> Path:
     return path
 
 
-def found(number: int, model: str = "tiny") -> Found:
-    return Found(f"e{number}", number, None, 1000.0 + number, model, "0.1.0", "cpu", f"/nowhere/{number}.sock")
+def found(number: int, model: str = "tiny") -> FoundEngine:
+    return FoundEngine(f"e{number}", number, None, 1000.0 + number, model, "0.1.0", "cpu", f"/nowhere/{number}.sock")
 
 
-def only(monkeypatch: pytest.MonkeyPatch, *there: Found) -> None:
+def only(monkeypatch: pytest.MonkeyPatch, *there: FoundEngine) -> None:
     monkeypatch.setattr("radixkv.telemetry.discovery.engines", lambda: list(there))
     monkeypatch.setattr("radixkv_monitor.targets.engines", lambda: list(there))
 
@@ -151,7 +151,7 @@ def test_a_younger_engine_of_the_same_model_is_followed(monkeypatch: pytest.Monk
     asked: list[int] = []
     ours, theirs = socket.socketpair()
 
-    def connect(target: Found, token: str = "", hz: float = 4.0) -> socket.socket:
+    def connect(target: FoundEngine, token: str = "", hz: float = 4.0) -> socket.socket:
         asked.append(target.pid)
         if target.pid == 7:
             raise EngineNotFound("gone")

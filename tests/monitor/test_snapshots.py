@@ -20,7 +20,7 @@ from textual.command import CommandList
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from radixkv.telemetry.discovery import Found
+from radixkv.telemetry.discovery import FoundEngine
 from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv_monitor.app import MonitorApp
@@ -207,9 +207,9 @@ def test_a_replay(looks: Looks, size: tuple[int, int]) -> None:
 @SIZES
 def test_the_picker(looks: Looks, size: tuple[int, int]) -> None:
     running = [
-        Found("e1", 4711, None, BEGAN - 7200, "tiny", "0.1.0", "cpu", "/run/4711.sock"),
-        Found("e2", 4711, None, BEGAN - 7190, "tiny", "0.1.0", "cpu", "/run/4711-2.sock"),
-        Found("e3", 4712, None, BEGAN - 40, "Qwen/Qwen3-0.6B", "0.1.0", "cuda:0", "/run/4712.sock"),
+        FoundEngine("e1", 4711, None, BEGAN - 7200, "tiny", "0.1.0", "cpu", "/run/4711.sock"),
+        FoundEngine("e2", 4711, None, BEGAN - 7190, "tiny", "0.1.0", "cpu", "/run/4711-2.sock"),
+        FoundEngine("e3", 4712, None, BEGAN - 40, "Qwen/Qwen3-0.6B", "0.1.0", "cuda:0", "/run/4712.sock"),
     ]
     looks(PickerApp([describe(each, BEGAN) for each in running]), size, "down")
 

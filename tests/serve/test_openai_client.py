@@ -21,7 +21,7 @@ from radixkv import Engine, SamplingParams, ToolResult
 from radixkv.chat import AsyncEngine
 from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
-from radixkv.telemetry.records import label
+from radixkv.telemetry.records import namespace_label
 
 ROOT = Path(__file__).parent.parent.parent
 KEYS = {"ada": "correct-horse", "bob": "battery-staple"}
@@ -135,7 +135,7 @@ def test_the_monitor_sees_conversations_and_whose_they_are(served: Served, monke
     start = served.engine._start
 
     def noted(request: Any) -> Any:
-        seen.append((request.session, label(request.namespace)))
+        seen.append((request.session, namespace_label(request.namespace)))
         return start(request)
 
     monkeypatch.setattr(served.engine, "_start", noted)

@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 from radixkv.telemetry import socket_paths
-from radixkv.telemetry.client_set import Limits
+from radixkv.telemetry.client_set import ClientLimits
 from radixkv.telemetry.discovery import connect
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import Bye, Decoder, Delta, Frame, Gap, Hello, Snapshot
@@ -102,7 +102,7 @@ def serving(listen: str | None = None, **limits: float) -> Iterator[tuple[Publis
     engine = Engine()
     limits = {"hz": 500.0, **limits}
     with runtime_folder():
-        publisher = Publisher(FACTS, engine.collect, engine.pending, listen, limits=Limits(**limits))  # type: ignore[arg-type]
+        publisher = Publisher(FACTS, engine.collect, engine.pending, listen, limits=ClientLimits(**limits))  # type: ignore[arg-type]
         publisher.start()
         try:
             yield publisher, engine

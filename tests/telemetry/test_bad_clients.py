@@ -62,14 +62,14 @@ def test_a_hundred_connections_at_once_leave_the_healthy_alone():
             engine.change(node(1, blocks=(turn, 1)))
         healthy.until_it_knows(engine)
         assert healthy.gaps == 0
-        wait_until(lambda: len(publisher._audience._clients) == 1, "all others are forgotten")
+        wait_until(lambda: len(publisher._clients._clients) == 1, "all others are forgotten")
         healthy.close()
 
 
 def test_half_open_connections_end_in_time_and_take_nobodys_place():
     with serving(attach_s=0.2, waiting=4) as (publisher, _):
         silent = [unix(publisher.path) for _ in range(10)]
-        wait_until(lambda: 0 < len(publisher._audience._clients) <= 4)
+        wait_until(lambda: 0 < len(publisher._clients._clients) <= 4)
         silent[-1].sendall(encode(Attach())[:7])
         reader = Reader(publisher.path)
         reader.until(lambda: len(reader.frames) >= 2)
@@ -83,11 +83,11 @@ def test_of_those_who_say_nothing_the_first_has_to_go():
     with serving(waiting=2) as (publisher, _):
         silent = []
         for count in (1, 2, 2):
-            before = set(publisher._audience._clients)
+            before = set(publisher._clients._clients)
             silent.append(unix(publisher.path))
             wait_until(
                 lambda count=count, before=before: (
-                    publisher._audience._clients - before and len(publisher._audience._clients) == count
+                    publisher._clients._clients - before and len(publisher._clients._clients) == count
                 )
             )
         assert last_words(silent.pop(0)) == ""

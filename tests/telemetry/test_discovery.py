@@ -14,9 +14,9 @@ import pytest
 
 from radixkv.errors import EngineNotFound, InvalidInput, UnsafeFolder
 from radixkv.telemetry import socket_paths
-from radixkv.telemetry.discovery import Found, advertise, connect, engines, is_loopback, tcp_address
+from radixkv.telemetry.discovery import FoundEngine, advertise, connect, engines, is_loopback, tcp_address
 from radixkv.telemetry.protocol import Attach, Decoder
-from radixkv.telemetry.socket_paths import answers, claim, own_folder, process_start, release
+from radixkv.telemetry.socket_paths import claim, is_listening, own_folder, process_start, release
 from tests.telemetry.served import runtime_folder
 from tests.telemetry.wire import FACTS
 
@@ -112,7 +112,7 @@ def test_nothing_is_read_in_a_folder_that_is_not_private(claimed):
 def test_an_engine_is_found_with_what_it_said(claimed):
     path, _ = claimed
     (found,) = engines()
-    assert found == Found(
+    assert found == FoundEngine(
         FACTS.engine, os.getpid(), process_start(os.getpid()), 1000.0, "tiny", "0.1.0", "cpu", str(path)
     )
 
@@ -200,7 +200,7 @@ def test_stale_files_of_the_same_number_are_taken_over(folder):
     stale.write_text("not even a socket")
     path, listener = claim()
     assert path == stale
-    assert answers(path)
+    assert is_listening(path)
     listener.close()
     release(path)
     release(path)
@@ -218,7 +218,7 @@ def test_a_socket_that_somebody_listens_on_is_left_alone(folder):
         assert path.name == f"{os.getpid()}-2.sock"
         listener.close()
         release(path)
-        assert answers(taken)
+        assert is_listening(taken)
 
 
 # ---- attaching

@@ -13,7 +13,7 @@ import pytest
 from radixkv.errors import InvalidInput
 from radixkv.telemetry import listener
 from radixkv.telemetry.discovery import engines
-from radixkv.telemetry.listener import Door
+from radixkv.telemetry.listener import Listener
 from radixkv.telemetry.publisher import Publisher
 from tests.telemetry.served import Engine, Reader, serving, threads_and_files, wait_until
 from tests.telemetry.wire import FACTS, node
@@ -159,7 +159,7 @@ def test_no_file_descriptors_left_is_a_rest_and_not_the_end(caplog):
         def unregister(self, listener):
             self.registered.remove(listener)
 
-    tired, listener, selector = Door(None, lambda connection, token: None), Exhausted(), Selector()
+    tired, listener, selector = Listener(None, lambda connection, token: None), Exhausted(), Selector()
     tired._selector, tired._look_at = selector, float("inf")
     tired._listen(listener)
     with caplog.at_level(logging.WARNING):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.paging import LONGEST_LIST, pages
+from radixkv.telemetry.paging import LONGEST_LIST, paginate
 from radixkv.telemetry.protocol import (
     Decoder,
     Delta,
@@ -53,7 +53,7 @@ def test_what_is_cut_into_pages_is_one_moment():
 @settings(max_examples=50, deadline=None)
 @given(CHANGES)
 def test_pages_lose_nothing_and_only_the_first_resets(changes):
-    cut = pages(changes)
+    cut = paginate(changes)
     assert cut == [changes]  # so small
 
 
@@ -66,7 +66,7 @@ def test_pages_stay_below_the_cap_whatever_is_in_them():
         nodes=(node(1, blocks=fragmented), node(2, text="\N{GRINNING FACE}" * 100_000, namespace="n" * 10_000)),
         requests=tuple(replace(request(at), namespace="x" * 1000) for at in range(1000)),
     )
-    cut = pages(changes)
+    cut = paginate(changes)
     assert [page.reset for page in cut] == [True] + [False] * (len(cut) - 1)
     got = [next(Decoder().feed(encode(Delta(page)))).changes for page in cut]
     assert sum((page.gone_nodes for page in got), ()) == changes.gone_nodes

@@ -13,7 +13,7 @@ import pytest
 
 from radixkv.cli import main
 from radixkv.cli import ps as module
-from radixkv.telemetry.client_set import Limits
+from radixkv.telemetry.client_set import ClientLimits
 from radixkv.telemetry.discovery import advertise
 from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.records import Changes, SessionRecord
@@ -127,7 +127,7 @@ def test_an_engine_that_hangs_is_listed_as_such_beside_the_others(running, capsy
 
 
 def test_what_an_engine_says_instead_is_shown(running, capsys):
-    running._audience._limits = Limits(clients=0)
+    running._clients._limits = ClientLimits(clients=0)
     assert main(["ps"]) == 0
     assert "(busy: 0 monitors are attached already)" in capsys.readouterr().out
 

@@ -115,7 +115,7 @@ def test_nobody_is_told_oftener_than_the_limit():
     with serving(hz=5.0) as (publisher, _):
         reader = Reader(publisher.path, hz=1e9)
         wait_until(lambda: publisher.attached == 1)
-        assert [client.hz for client in publisher._audience._clients] == [5.0]
+        assert [client.hz for client in publisher._clients._clients] == [5.0]
         reader.close()
 
 
@@ -191,7 +191,7 @@ def test_a_publisher_that_stumbles_on_and_on_gives_up_and_says_so(caplog, monkey
     with serving() as (publisher, _), caplog.at_level(logging.ERROR):
         reader = Reader(publisher.path)
         reader.until(lambda: reader.frames)
-        monkeypatch.setattr(publisher._audience, "expire", lambda now: 1 / 0)
+        monkeypatch.setattr(publisher._clients, "expire", lambda now: 1 / 0)
         assert "failed" in (reader.until_the_end() or "")
         reader.close()
         publisher._thread.join()

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from radixkv.telemetry.client_set import Client, Limits
+from radixkv.telemetry.client_set import Client, ClientLimits
 from radixkv.telemetry.protocol import Bye, Delta, encode
 from tests.telemetry.served import Reader, many, serving, wait_until
 from tests.telemetry.wire import node
@@ -55,7 +55,7 @@ def test_deltas_that_waited_behind_a_snapshot_are_counted_when_they_are_dropped(
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
-    client = Client(ours, 0.0, Limits(buffer=2_000_000), snapshot)
+    client = Client(ours, 0.0, ClientLimits(buffer=2_000_000), snapshot)
     client.welcome()
     for _ in range(6):
         client.give(b"d" * 400_000)
@@ -85,11 +85,11 @@ def test_a_delta_that_would_go_over_the_buffer_is_dropped(size, dropped):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        client = Client(ours, 0.0, Limits(buffer=2000), lambda dropped: iter([b"s" * 1_000_000]))
+        client = Client(ours, 0.0, ClientLimits(buffer=2000), lambda dropped: iter([b"s" * 1_000_000]))
         client.welcome()  # the snapshot does not fit into the socket
         waiting = client.buffered
         assert waiting > 2000
-        client._limits = Limits(buffer=waiting + 2000)
+        client._limits = ClientLimits(buffer=waiting + 2000)
         client.give(b"a" * 1000)
         client.give(b"b" * size)
         assert client.buffered == waiting + (0 if dropped else 2000)
@@ -102,7 +102,7 @@ def test_who_is_sent_away_in_the_middle_of_a_frame_gets_the_rest_of_it_and_then_
     with ours, theirs:
         ours.setblocking(False)
         theirs.settimeout(20.0)
-        client = Client(ours, 0.0, Limits(), lambda dropped: iter([whole, b"never sent"]))
+        client = Client(ours, 0.0, ClientLimits(), lambda dropped: iter([whole, b"never sent"]))
         client.welcome()
         client.give(b"nor is this")
         assert client.wants_to_send
