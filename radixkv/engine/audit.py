@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
 from radixkv.engine.audit_report import AuditReport, Difference
-from radixkv.engine.prompts import TokenIds
 from radixkv.engine.quarantine import Quarantine
-from radixkv.engine.request import Request
+from radixkv.engine.request import Request, TokenIds
 from radixkv.engine.scheduler import Scheduler
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineError, InvalidInput

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
-from radixkv.engine.prompts import common_prefix
-from radixkv.engine.request import Request
+from radixkv.engine.request import Request, common_prefix
 
 _SLACK = 8  # steps: others may keep a leader from its chunk for a few
 

@@ -19,8 +19,7 @@ import torch
 from radixkv.cache import PrefixCache
 from radixkv.engine.audit import Auditor
 from radixkv.engine.limits import Limits
-from radixkv.engine.prompts import TokenIds
-from radixkv.engine.request import Request, Stream, failure
+from radixkv.engine.request import Request, Stream, TokenIds, failure
 from radixkv.engine.reuse import Reuse
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters

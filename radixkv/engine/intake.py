@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from radixkv.engine import prompts as forms
 from radixkv.engine.handle import MAX_UNREAD, Outlet
-from radixkv.engine.prompts import Prompt, TokenIds
-from radixkv.engine.request import Request, derive_seed
+from radixkv.engine.prompts import Prompt
+from radixkv.engine.request import Request, TokenIds, derive_seed
 from radixkv.errors import InvalidInput, PromptTooLong
 from radixkv.models.sampling_params import SamplingParams, checked_params, is_int
 from radixkv.models.suggested import suggested

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from radixkv.engine.chat_template import rendered
 from radixkv.engine.guard import Guard, Message, checked_text
 from radixkv.engine.pinned_date import today
+from radixkv.engine.request import TokenIds
 from radixkv.errors import InvalidInput, InvalidTokens
 
-TokenIds: TypeAlias = npt.NDArray[np.int32]
 Prompt: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer[Any]] | Sequence[Message]
 
 
@@ -88,13 +88,6 @@ def check_batch(prompts: Any) -> list[Prompt]:
             "generate takes a list of prompts and got one list of chat messages: write engine.generate([messages])"
         )
     return list(prompts)
-
-
-def common_prefix(first: TokenIds, second: TokenIds) -> int:
-    """How many tokens two prompts share from the start. O(tokens)."""
-    length = min(len(first), len(second))
-    differs = first[:length] != second[:length]
-    return int(differs.argmax()) if differs.any() else length
 
 
 def _as_array(ids: Any) -> npt.NDArray[np.integer[Any]]:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from radixkv.cache import PrefixCache
-from radixkv.engine.prompts import TokenIds, common_prefix
-from radixkv.engine.request import Request, Stream
+from radixkv.engine.request import Request, Stream, TokenIds, common_prefix
 from radixkv.engine.scheduler import Scheduler
 from radixkv.errors import PrefixHeld, RequestFailed
 

@@ -10,20 +10,22 @@ import time
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from radixkv.cache import Explanation, Hint, Sequence
 from radixkv.engine.handle import Outlet
 from radixkv.engine.outputs import Chunk, Completion, FinishReason, Usage
-from radixkv.engine.prompts import TokenIds
 from radixkv.engine.text_stream import TextStream
 from radixkv.errors import RequestFailed
 
 if TYPE_CHECKING:
     from radixkv.engine.coalescing import Parked
     from radixkv.models.sampler import SamplingParams, TokenLogprobs
+
+TokenIds: TypeAlias = npt.NDArray[np.int32]
 
 
 @dataclass(eq=False)
@@ -268,3 +270,10 @@ def derive_seed(seed: int, number: int) -> int:
     """A seed for the `number`-th of many that share `seed`; independent of platform and process."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def common_prefix(first: TokenIds, second: TokenIds) -> int:
+    """How many tokens two prompts share from the start. O(tokens)."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    return int(differs.argmax()) if differs.any() else length

@@ -21,8 +21,7 @@ import numpy as np
 
 from radixkv.cache import Match, PrefixCache
 from radixkv.engine.limits import Limits
-from radixkv.engine.prompts import TokenIds
-from radixkv.engine.request import Request, Stream
+from radixkv.engine.request import Request, Stream, TokenIds
 
 _log = logging.getLogger(__name__)
 _NOTHING = Match(0, np.empty(0, np.int32), 0)

@@ -29,8 +29,7 @@ from radixkv.engine.coalescing import Coalescing
 from radixkv.engine.demand import blocks_alone, still_to_take, to_spare
 from radixkv.engine.limits import Limits
 from radixkv.engine.preemption import victim
-from radixkv.engine.prompts import TokenIds, common_prefix
-from radixkv.engine.request import Request, Stream, failure
+from radixkv.engine.request import Request, Stream, TokenIds, common_prefix, failure
 from radixkv.engine.reuse import Reuse
 from radixkv.engine.stats import Counters
 from radixkv.engine.waiting import Waiting

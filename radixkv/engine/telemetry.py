@@ -14,8 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from radixkv.cache import Sequence
-from radixkv.engine.prompts import TokenIds
-from radixkv.engine.request import Request
+from radixkv.engine.request import Request, TokenIds
 from radixkv.engine.sessions import Sessions
 from radixkv.errors import RequestCancelled
 from radixkv.telemetry.records import Changes, Phase, RequestRecord, SessionRecord, namespace_label

@@ -32,8 +32,7 @@ import numpy as np
 from radixkv.errors import InvalidInput, RequestCancelled
 
 if TYPE_CHECKING:
-    from radixkv.engine.prompts import TokenIds
-    from radixkv.engine.request import Request
+    from radixkv.engine.request import Request, TokenIds
 
 _log = logging.getLogger(__name__)
 BEHIND = 10_000

@@ -12,7 +12,7 @@ from contextlib import ExitStack, aclosing
 from typing import Any
 
 from radixkv.engine import AsyncHandle, Chunk
-from radixkv.engine.prompts import TokenIds
+from radixkv.engine.request import TokenIds
 from radixkv.errors import PromptTooLong
 from radixkv.models.sampling_params import SamplingParams
 from radixkv.serve.schemas import Asked

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixkv.engine import AsyncHandle, Chunk, Completion
-from radixkv.engine.prompts import TokenIds, encode
+from radixkv.engine.prompts import encode
+from radixkv.engine.request import TokenIds
 from radixkv.serve import asking
 from radixkv.serve.errors import about
 from radixkv.serve.fields import JsonObject

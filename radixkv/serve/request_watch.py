@@ -18,8 +18,7 @@ from time import perf_counter
 from radixkv.cache import Sequence
 from radixkv.engine.core import Core
 from radixkv.engine.outputs import Chunk, Completion
-from radixkv.engine.prompts import TokenIds
-from radixkv.engine.request import Request
+from radixkv.engine.request import Request, TokenIds
 from radixkv.errors import RadixKVError
 
 _log = logging.getLogger(__name__)

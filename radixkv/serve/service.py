@@ -23,7 +23,8 @@ from radixkv.chat.messages import THINK_START, Message
 from radixkv.chat.tool_calls_format import format_of
 from radixkv.engine import Completion
 from radixkv.engine.guard import template_text
-from radixkv.engine.prompts import TokenIds, encode
+from radixkv.engine.prompts import encode
+from radixkv.engine.request import TokenIds
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.serve.auth import Auth, namespace
 from radixkv.serve.conversations import ChatPrompt, Conversations
