@@ -17,7 +17,7 @@ from radixkv.chat.messages import Message, Reply, ToolResult
 from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.session import ChatSession
 from radixkv.engine import Chunk
-from radixkv.engine.async_handle import AsyncChunks, AsyncHandle
+from radixkv.engine.async_engine import AsyncChunks, AsyncHandle
 from radixkv.models.sampling_params import SamplingParams
 
 Arguments = ParamSpec("Arguments")

@@ -16,7 +16,7 @@ from radixkv.chat.messages import Message
 from radixkv.chat.session import ChatSession, Overflow
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import RequestEngine
-from radixkv.engine.prompts import is_chat
+from radixkv.engine.input_processor import is_chat
 from radixkv.errors import InvalidInput
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from radixkv.chat.channels import split_channels
 from radixkv.engine import Usage
-from radixkv.engine.outputs import FinishReason
+from radixkv.engine.output import FinishReason
 from radixkv.errors import InvalidInput
 from radixkv.models.sampler import TokenLogprobs
 

@@ -12,9 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from radixkv.chat.messages import Message
-from radixkv.engine.chat_template import rendered, template_source
-from radixkv.engine.guard import Guard
-from radixkv.engine.pinned_date import check_date, today
+from radixkv.engine.input_processor import Guard, check_date, rendered, template_source, today
 from radixkv.errors import ChatError, InvalidInput
 
 _ANY_SCHEMA = {"type": "object", "properties": {}}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.session import ChatSession, Turn
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine.prompts import checked_ids
+from radixkv.engine.input_processor import checked_ids
 from radixkv.errors import InvalidInput
 from radixkv.models.sampling_params import is_int
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from radixkv.engine.guard import template_text
+from radixkv.engine.input_processor import template_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,28 @@
-"""The engine: requests in, completions out. Schedules, runs and commits on one thread; knows no conversation.
+"""The engine: requests in, completions out. It schedules, runs and commits on one thread.
 
-engine.py         RequestEngine: what callers use; puts the parts together
-async_engine.py   AsyncRequestEngine: the same for asyncio
-intake.py         from what a caller passes to a request
-worker.py         the one thread that owns cache and model
-core.py           schedule -> run -> commit
-scheduler.py      what the next step computes, and who is admitted
-request.py        a request and its streams
-reuse.py          what of the cache is used and left there; deterministic or not
-audit.py          computes cached KV again and compares; quarantine.py drops what differs, audit_report.py tells
-limits.py, waiting.py, coalescing.py, demand.py, preemption.py: the scheduler's rules
-guard.py, chat_template.py, pinned_date.py: messages to text, on the day when a conversation began
-handle.py, async_handle.py, outputs.py, text_stream.py, prompts.py, sizing.py, stats.py, warmed.py
+engine.py           RequestEngine: what callers use; puts the parts together
+async_engine.py     AsyncRequestEngine and AsyncHandle: the same for asyncio
+input_processor.py  prompts, messages and parameters to requests
+engine_thread.py    the one thread that owns cache and model
+core.py             schedule, run, commit
+scheduler.py        the plan of the next step
+wait_queue.py       the order of waiting requests; requests that wait for a shared prefix
+admission.py        how many blocks a request needs; which request is preempted
+reuse_policy.py     which cached tokens a request uses and which it leaves; deterministic or not
+request.py          a request, its streams and their text
+output.py           results, the channel that carries them, and a caller's handle
+kv_scrub.py         computes cached KV again, compares, and drops what differs
+prefill_result.py   the result of `warm`
+observers/          telemetry records, monitoring, trace recording
+limits.py, sizing.py, stats.py
 """
 
-from radixkv.engine.async_engine import AsyncRequestEngine
-from radixkv.engine.async_handle import AsyncHandle
-from radixkv.engine.audit_report import AuditReport, Difference
+from radixkv.engine.async_engine import AsyncHandle, AsyncRequestEngine
 from radixkv.engine.engine import RequestEngine
-from radixkv.engine.handle import Handle
 from radixkv.engine.limits import Limits
-from radixkv.engine.outputs import Chunk, Completion, Usage
-from radixkv.engine.stats import EngineStats
-from radixkv.engine.warmed import Warmed
+from radixkv.engine.output import Chunk, Completion, Handle, Usage
+from radixkv.engine.prefill_result import Warmed
+from radixkv.engine.stats import AuditReport, Difference, EngineStats
 
 __all__ = [
     "AsyncHandle",

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from radixkv.cache import PrefixCache
-from radixkv.engine.audit import Auditor
+from radixkv.engine.kv_scrub import Auditor
 from radixkv.engine.limits import Limits
 from radixkv.engine.request import Request, Stream, TokenIds, failure
-from radixkv.engine.reuse import Reuse
+from radixkv.engine.reuse_policy import Reuse
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestCancelled, RequestTimedOut
@@ -30,8 +30,8 @@ from radixkv.models.sampler import Sampled, SampleRow, TokenLogprobs, sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from radixkv.engine.telemetry import EngineTelemetry
-    from radixkv.engine.trace_recording import TraceRecording
+    from radixkv.engine.observers.recorder import EngineTelemetry
+    from radixkv.engine.observers.trace_writer import TraceRecording
 
 _log = logging.getLogger(__name__)
 Item = TypeVar("Item")

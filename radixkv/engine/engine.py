@@ -19,22 +19,27 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from radixkv.cache import Explanation, PrefixCache
-from radixkv.engine import monitoring
-from radixkv.engine.audit import check_blocks, piece_tokens, scrub_rate
-from radixkv.engine.audit_report import AuditReport
 from radixkv.engine.core import Core, Forward
-from radixkv.engine.handle import Handle
-from radixkv.engine.intake import Intake, Params, check_flag, check_namespace, check_seconds, check_sizes
+from radixkv.engine.engine_thread import Worker
+from radixkv.engine.input_processor import (
+    Intake,
+    Params,
+    Prompt,
+    check_flag,
+    check_namespace,
+    check_seconds,
+    check_sizes,
+)
+from radixkv.engine.kv_scrub import check_blocks, piece_tokens, scrub_rate
 from radixkv.engine.limits import Limits
-from radixkv.engine.outputs import Completion, Usage
-from radixkv.engine.prompts import Prompt
+from radixkv.engine.observers import monitoring
+from radixkv.engine.observers.recorder import EngineTelemetry
+from radixkv.engine.observers.trace_writer import TraceRecording, check_path
+from radixkv.engine.output import Completion, Handle, Usage
+from radixkv.engine.prefill_result import Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.sizing import blocks_for, check_free
-from radixkv.engine.stats import EngineStats
-from radixkv.engine.telemetry import EngineTelemetry
-from radixkv.engine.trace_recording import TraceRecording, check_path
-from radixkv.engine.warmed import Warmed
-from radixkv.engine.worker import Worker
+from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.models.sampling_params import SamplingParams, is_int
 from radixkv.telemetry.recorder import Recorder

@@ -25,14 +25,12 @@ import numpy as np
 
 from radixkv.cache import Match, Pin, PrefixCache, Sequence, WritePlan
 from radixkv.cache.types import Purpose
-from radixkv.engine.coalescing import Coalescing
-from radixkv.engine.demand import blocks_alone, still_to_take, to_spare
+from radixkv.engine.admission import blocks_alone, still_to_take, to_spare, victim
 from radixkv.engine.limits import Limits
-from radixkv.engine.preemption import victim
 from radixkv.engine.request import Request, Stream, TokenIds, common_prefix, failure
-from radixkv.engine.reuse import Reuse
+from radixkv.engine.reuse_policy import Reuse
 from radixkv.engine.stats import Counters
-from radixkv.engine.waiting import Waiting
+from radixkv.engine.wait_queue import Coalescing, Waiting
 from radixkv.errors import InvalidInput, OutOfBlocks, PinBudgetExceeded, PromptTooLong
 
 _log = logging.getLogger(__name__)

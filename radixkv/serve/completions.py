@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixkv.engine import AsyncHandle, Chunk, Completion
-from radixkv.engine.prompts import encode
+from radixkv.engine.input_processor import encode
 from radixkv.engine.request import TokenIds
 from radixkv.serve import asking
 from radixkv.serve.errors import about

@@ -17,8 +17,7 @@ from typing import Any, Literal
 from radixkv.chat.appending import history_mode
 from radixkv.chat.messages import THINK_END, THINK_START, Message, ToolCall
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine.guard import Guard
-from radixkv.engine.pinned_date import today
+from radixkv.engine.input_processor import Guard, today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
 

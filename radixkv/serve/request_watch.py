@@ -17,7 +17,7 @@ from time import perf_counter
 
 from radixkv.cache import Sequence
 from radixkv.engine.core import Core
-from radixkv.engine.outputs import Chunk, Completion
+from radixkv.engine.output import Chunk, Completion
 from radixkv.engine.request import Request, TokenIds
 from radixkv.errors import RadixKVError
 

@@ -22,8 +22,7 @@ from radixkv.chat.length import at_least
 from radixkv.chat.messages import THINK_START, Message
 from radixkv.chat.tool_calls_format import format_of
 from radixkv.engine import Completion
-from radixkv.engine.guard import template_text
-from radixkv.engine.prompts import encode
+from radixkv.engine.input_processor import encode, template_text
 from radixkv.engine.request import TokenIds
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.serve.auth import Auth, namespace

@@ -16,8 +16,8 @@ import torch
 from radixkv import AuditReport, Engine, SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.engine import Limits
-from radixkv.engine.audit import Auditor, piece_tokens, scrub_rate
 from radixkv.engine.core import Core
+from radixkv.engine.kv_scrub import Auditor, piece_tokens, scrub_rate
 from radixkv.engine.request import Request
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestFailed
 from radixkv.models.kv_recompute import Recheck

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from radixkv import Engine, Handle, SamplingParams
-from radixkv.engine.outputs import Chunk
+from radixkv.engine.output import Chunk
 from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, RequestTimedOut
 from tests.engine.fakes import check, greedy_reply, make_engine
 from tests.engine.test_engine import prompt_of

@@ -378,7 +378,7 @@ def test_interrupting_generate_cancels_what_runs(monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr("radixkv.engine.handle.Handle.result", interrupted)
+            patch.setattr("radixkv.engine.output.Handle.result", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate([prompt_of(5), prompt_of(6)], GREEDY.but(max_tokens=200, ignore_eos=True))
         check(engine)

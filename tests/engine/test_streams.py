@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.engine.handle import Handle, Outlet
-from radixkv.engine.outputs import Chunk, Completion, Usage
+from radixkv.engine.output import Chunk, Completion, Handle, Outlet, Usage
 from radixkv.errors import RequestCancelled, RequestFailed, RequestTimedOut
 
 DONE = Completion("", (), "stop", Usage(1, 0, 1, 0, 0.0, 0.0))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.chat.messages import split_thinking
-from radixkv.engine.guard import Guard
+from radixkv.engine.input_processor import Guard
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.conversations import ChatPrompt, Conversations, Mode
 from radixkv.serve.messages import read_messages

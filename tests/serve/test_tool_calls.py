@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from radixkv.chat.tool_calls_format import FORMATS
 from radixkv.engine import Chunk
-from radixkv.engine.text_stream import TextStream
+from radixkv.engine.request import TextStream
 from radixkv.serve.messages import read_messages
 from radixkv.serve.reply import ReplyReader
 from radixkv.serve.tagged_text import TaggedText

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from radixkv.engine.outputs import Chunk, Completion
+from radixkv.engine.output import Chunk, Completion
 from tests.simulation.scenario import Ask, Sabotage
 
 

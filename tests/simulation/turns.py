@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from radixkv.engine.coalescing import Parked
-from radixkv.engine.request import Request
+from radixkv.engine.request import Parked, Request
 from tests.simulation.scenario import Ids
 
 if TYPE_CHECKING:

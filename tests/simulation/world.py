@@ -20,10 +20,10 @@ import numpy as np
 
 from radixkv.cache import Pin, PrefixCache
 from radixkv.cache.events import Observer
-from radixkv.engine.audit_report import AuditReport
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
+from radixkv.engine.stats import AuditReport
 from radixkv.errors import EngineClosed, InvalidInput, PinBudgetExceeded, PrefixHeld
 from radixkv.models import sampler
 from radixkv.models.loaded import Chunk

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.engine.guard import Guard
+from radixkv.engine.input_processor import Guard
 from tests.chat.styles import STYLES
 from tests.chat.worlds import byte_tokenizer
 

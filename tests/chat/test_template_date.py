@@ -8,7 +8,7 @@ import json
 import pytest
 
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine.pinned_date import check_date, pinned, today
+from radixkv.engine.input_processor import check_date, pinned, today
 from radixkv.errors import ChatError, InvalidInput
 from tests.chat.styles import STYLES
 from tests.chat.worlds import CHATML, byte_tokenizer, chat_engine

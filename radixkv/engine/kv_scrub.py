@@ -1,10 +1,9 @@
-"""The audit: cached KV is computed again, a piece at a time, and what differs is dropped with all that hangs on it.
+"""Compute cached KV again, a piece at a time, and drop the blocks that differ.
 
-Knows which pieces the cache holds, who reads them, and when there is time. Knows no tensor: the runner compares. An
-audit touches nothing in the cache: no hold, no hit, no recency, and what is computed again goes beside the pool.
-
-A wrong token shows in whatever is computed behind it. So a piece that differs only raises the alarm; then the path is
-walked from its beginning, and the first piece that differs is the one that is reported and dropped.
+An audit touches nothing in the cache: no hold, no hit, no recency, and its KV is computed outside the pool. A wrong
+token shows in all that is computed after it. So a piece that differs only starts a walk along its path, from the
+beginning; the first piece that differs there is reported and dropped. Requests that read a dropped block fail, and pins
+on it are released.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
-from radixkv.engine.audit_report import AuditReport, Difference
-from radixkv.engine.quarantine import Quarantine
-from radixkv.engine.request import Request, TokenIds
+from radixkv.engine.request import Request, Stream, TokenIds, common_prefix
 from radixkv.engine.scheduler import Scheduler
-from radixkv.engine.stats import Counters
-from radixkv.errors import EngineError, InvalidInput
+from radixkv.engine.stats import AuditReport, Counters, Difference
+from radixkv.errors import EngineError, InvalidInput, PrefixHeld, RequestFailed
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.sampling_params import is_int
 
@@ -262,3 +259,94 @@ def check_blocks(blocks: object) -> None:
     """Raise InvalidInput unless `blocks` is how many blocks to audit."""
     if not is_int(blocks) or blocks < 1:
         raise InvalidInput(f"blocks is how many cached blocks to audit, an int of at least 1; got {blocks!r}")
+
+
+class Dropped(NamedTuple):
+    """What it took to forget a wrong run."""
+
+    blocks: int  # freed, those included that were computed behind it
+    requests: int  # failed
+    pins: int  # released
+
+
+class Quarantine:
+    """Drops wrong runs from one cache."""
+
+    def __init__(self, cache: PrefixCache, scheduler: Scheduler, end: Callable[[Request, Exception], None]) -> None:
+        """`end` ends a request that reads what is wrong."""
+        self._cache, self._scheduler, self._end = cache, scheduler, end
+
+    def drop(self, tokens: TokenIds, namespace: Hashable, wrong: int) -> Dropped:
+        """Forget a cached text from its wrong token on, with all that is behind it.
+
+        Requests that read it now fail with RequestFailed, and so do preempted ones that have sampled behind it: they
+        hold nothing any more, and nobody knows what they read. Pins on it are released. Between two steps only.
+        """
+        free = self._cache.free_blocks
+        start, block = self._owned_from(tokens, namespace, wrong)
+        pins = self._scheduler.unpin(tokens, namespace, start)
+        readers = [*self._reading(block, wrong), *self._may_have_read(tokens, namespace, start)]
+        failed = self._fail(list(dict.fromkeys(readers)), wrong)
+        try:
+            self._cache.discard(tokens, namespace, start)
+        except PrefixHeld:  # somebody reads a copy of it: right or not, it stands in the way
+            failed += self._fail(self._behind(tokens, namespace, start), wrong)
+            self._cache.discard(tokens, namespace, start)
+        return Dropped(self._cache.free_blocks - free, failed, pins)
+
+    def _owned_from(self, tokens: TokenIds, namespace: Hashable, wrong: int) -> tuple[int, int]:
+        """The block that is wrong at a token, and where in it the tokens begin that have no other.
+
+        As a rule these are all of its tokens. But if two branches part inside a block, the lower one has a copy of it,
+        and if that is wrong the other's is not.
+        """
+        size = self._cache.block_size
+        index = wrong // size
+        block = int(self._cache.match(tokens, namespace).blocks[index])
+        for start in range(index * size, len(tokens)):
+            if int(self._cache.match(tokens[: start + 1], namespace).blocks[index]) == block:
+                return start, block
+        raise AssertionError("the whole text has the block")
+
+    def _fail(self, requests: list[Request], wrong: int) -> int:
+        for request in requests:
+            self._end(request, _unreliable(wrong))
+        return len(requests)
+
+    def _reading(self, block: int, position: int) -> list[Request]:
+        """Running requests that read `block` at a position."""
+        index = position // self._cache.block_size
+        return [request for request in self._scheduler.running if _reads(request, block, index)]
+
+    def _may_have_read(self, tokens: TokenIds, namespace: Hashable, start: int) -> list[Request]:
+        """Preempted requests, or those coming back, that sampled behind these tokens beyond `start`."""
+        prefix = tokens[: start + 1]
+        return [
+            request
+            for request in (*self._scheduler.waiting, *self._scheduler.running)
+            if any(not each.awake and each.output_length and _begins(each, prefix, namespace) for each in request.live)
+        ]
+
+    def _behind(self, tokens: TokenIds, namespace: Hashable, start: int) -> list[Request]:
+        """Running requests whose text has these tokens beyond `start`."""
+        prefix = tokens[: start + 1]
+        running = self._scheduler.running
+        return [request for request in running if any(_begins(each, prefix, namespace) for each in request.live)]
+
+
+def _begins(stream: Stream, prefix: TokenIds, namespace: Hashable) -> bool:
+    """Whether a stream's text begins with a prefix, in its namespace (compared as a dict compares its keys)."""
+    known = np.array(stream.tokens[: len(prefix)], np.int32)
+    return stream.request.namespace in {namespace} and common_prefix(known, prefix) == len(prefix)
+
+
+def _reads(request: Request, block: int, index: int) -> bool:
+    tables = (stream.sequence.block_table for stream in request.live if stream.awake)
+    return any(len(table) > index and table[index] == block for table in tables)
+
+
+def _unreliable(position: int) -> RequestFailed:
+    return RequestFailed(
+        f"an audit found that the cached KV from token {position} on, which this request reads, is wrong: its answer "
+        "cannot be trusted. It was dropped from the cache: ask again"
+    )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from radixkv.engine.worker import Worker
+from radixkv.engine.engine_thread import Worker
 from radixkv.errors import EngineClosed
 
 

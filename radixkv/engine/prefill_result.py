@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from radixkv.cache import Pin
-from radixkv.engine.outputs import Usage
-from radixkv.engine.worker import Worker
+from radixkv.engine.engine_thread import Worker
+from radixkv.engine.output import Usage
 from radixkv.errors import EngineClosed
 
 if TYPE_CHECKING:

@@ -1,15 +1,18 @@
-"""How many blocks a request may still take: the arithmetic behind admission.
+"""How many blocks a request needs, and which request is preempted when blocks run out.
 
-Knows lengths and the block size. Knows no pool: what is free there is the scheduler's to ask.
+A request is admitted when the blocks that it is sure to take fit: its prompt, what it has sampled so far, and one block
+more for each stream. Streams grow beyond that promise, so blocks may run out, and a request is preempted. A preempted
+request is promised all that it may take at most, max_tokens included, when it comes back.
 
-A request is admitted when what it is *sure* to take fits: its prompt, what it has sampled so far, and one block more
-for each stream. Streams grow beyond that promise, so blocks may run out, and somebody is preempted. Who was preempted
-once is promised all that it may take at *most*, max_tokens included, when it comes back.
+Every victim policy takes paused requests first (their answers are not being read), then the lowest priority, then
+requests that were never preempted. The last matters: a preempted request is admitted only if all that it may take fits,
+so while one of those is preempted there is always another that was promised less, and no request of the lowest priority
+is preempted twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from radixkv.engine.request import Request, Stream
 
@@ -53,3 +56,29 @@ def _end(request: Request, stream: Stream | None, most: bool) -> int:
 
 def _blocks(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
+
+
+Key = tuple[int, int]
+
+
+def victim(running: Iterable[Request], policy: str) -> Request:
+    """The request to preempt; O(running * depth of the tree)."""
+    key = VICTIMS[policy]
+    return min(running, key=lambda each: (not each.outlet.lagging, each.priority, each.guaranteed, key(each)))
+
+
+def _cheapest(request: Request) -> Key:
+    """Tokens to compute again if all that only it holds is evicted; of equals the one that came last."""
+    awake = [stream for stream in request.live if stream.awake]
+    tokens = sum(stream.sequence.unshared_length for stream in awake)
+    if len(awake) > 1:  # its streams share the prompt with each other
+        tokens += max(len(request.prompt) - request.streams[0].cached_tokens, 0)
+    return tokens, -request.number
+
+
+def _last(request: Request) -> Key:
+    """The one that was admitted last (vLLM)."""
+    return -request.admitted, -request.number
+
+
+VICTIMS: dict[str, Callable[[Request], Key]] = {"cheapest": _cheapest, "last": _last}

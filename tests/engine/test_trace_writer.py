@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from radixkv import Engine, SamplingParams
 from radixkv.cli.main import main
-from radixkv.engine import trace_recording
-from radixkv.engine.trace_recording import TraceRecording, block_ids
+from radixkv.engine.observers import trace_writer
+from radixkv.engine.observers.trace_writer import TraceRecording, block_ids
 from radixkv.errors import InvalidInput
 from radixkv_traces.formats import read
 from radixkv_traces.live.asks import Synthesis, asks
@@ -233,7 +233,7 @@ def test_a_full_disk_ends_the_recording_with_one_warning_and_no_request(
             assert len(engine.generate([tokens(9, seed)], ONE)[0].token_ids) == 1
         recording._thread.join(10)
         engine.generate([tokens(9)], ONE)
-    said = [record.message for record in caplog.records if record.name == trace_recording.__name__]
+    said = [record.message for record in caplog.records if record.name == trace_writer.__name__]
     assert len(said) == 1
     assert "No space left" in said[0]
     assert 0 < len(lines(path)) < 40
@@ -243,8 +243,8 @@ def test_a_full_disk_ends_the_recording_with_one_warning_and_no_request(
 def test_a_disk_that_hangs_costs_no_memory_without_end_and_no_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_recording, "BEHIND", 5)
-    monkeypatch.setattr(trace_recording, "PATIENCE", 0.01)
+    monkeypatch.setattr(trace_writer, "BEHIND", 5)
+    monkeypatch.setattr(trace_writer, "PATIENCE", 0.01)
     go_on = threading.Event()
     engine, _ = make_engine(64, 4, record=tmp_path / "trace.jsonl")
     recording = engine._core.recording
@@ -273,7 +273,7 @@ def test_an_engine_that_nobody_closes_leaves_whole_lines(tmp_path: Path) -> None
 
 
 def test_namespaces_are_forgotten_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_recording, "NAMESPACES", 2)
+    monkeypatch.setattr(trace_writer, "NAMESPACES", 2)
     engine, _ = make_engine(64, 4, record=tmp_path / "t")
     with engine:
         for owner in ("a", "b", "a", "c", "a", "b"):

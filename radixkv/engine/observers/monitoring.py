@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixkv.engine.telemetry import EngineTelemetry
-from radixkv.engine.worker import Worker
+from radixkv.engine.engine_thread import Worker
+from radixkv.engine.observers.recorder import EngineTelemetry
 from radixkv.errors import InvalidInput, RadixKVError
 from radixkv.telemetry.records import Changes, EngineFacts
 

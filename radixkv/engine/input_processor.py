@@ -1,0 +1,406 @@
+"""Turn what a caller passes into a request that can run, or refuse it with an error that says what is allowed.
+
+A prompt is a text, token ids or chat messages. Messages are rendered with the tokenizer's chat template; control tokens
+that a user or a tool spells stay text. Templates that write the date get the day on which the conversation began: with
+another date in the system prompt, the whole conversation would have to be computed again. Any thread may call.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.engine.output import MAX_UNREAD, Outlet
+from radixkv.engine.request import Request, TokenIds, derive_seed
+from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
+from radixkv.models.sampling_params import SamplingParams, checked_params, is_int
+from radixkv.models.suggested import suggested
+
+if TYPE_CHECKING:
+    from radixkv.models.adapter import LoadedModel
+
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer[Any]] | Sequence[Message]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class Intake:
+    """Turns prompts and parameters into requests."""
+
+    def __init__(self, model: LoadedModel, pool_tokens: int, seed: int) -> None:
+        """For a model and a pool that holds `pool_tokens`; `seed` is the root of the requests' seeds."""
+        self._model = model
+        self._pool_tokens = pool_tokens
+        self._seed = seed
+        self._numbers = itertools.count(1)
+        self.default_params = suggested(getattr(model, "model", None))
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens that prompt and reply may have together: what the model allows, or what the pool holds."""
+        return min(self._model.max_length, self._pool_tokens)
+
+    def encode(self, prompt: Prompt, *, reply: bool = False) -> TokenIds:
+        """Token ids of a prompt; `reply` ends chat messages where the assistant's turn begins."""
+        return encode(prompt, self._model.tokenizer, self._model.vocab_size, reply=reply)
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: Hashable = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        session: int | None = None,
+        sample: bool = True,
+    ) -> Request:
+        """A request; without `sample` it only computes the prompt. Raises InvalidInput and its kinds."""
+        ids = self.encode(prompt, reply=True)
+        params = checked_params(params, self.default_params)
+        self._check(params)
+        check_namespace(namespace)
+        check_seconds("timeout", timeout)
+        if not is_int(priority):
+            raise InvalidInput(f"priority must be an int, got {priority!r}")
+        if session is not None and not is_int(session):
+            raise InvalidInput(f"session is a number that the requests of a conversation share, got {session!r}")
+        request = Request(
+            prompt=ids,
+            params=params,
+            max_tokens=min(params.max_tokens, self._room_behind(ids)) if sample else 0,
+            stop_ids=_stop_ids(params, self._model.stop_token_ids),
+            seed=derive_seed(self._seed, next(self._numbers)) if params.seed is None else params.seed,
+            tokenizer=self._model.tokenizer,
+            namespace=namespace,
+            priority=priority,
+            outlet=Outlet(MAX_UNREAD * params.n),
+            session=session,
+        )
+        if timeout is not None:
+            request.deadline = request.submitted + timeout
+        return request
+
+    def batch(
+        self, prompts: str | Sequence[Prompt], params: Params, namespace: Hashable, timeout: float | None
+    ) -> list[Request]:
+        """One request a prompt; `params` is one for all or one for each. Raises InvalidInput and its kinds."""
+        checked = check_batch(prompts)
+        pairs = zip(checked, _per_prompt(params, len(checked)), strict=True)
+        return [self.request(prompt, each, namespace=namespace, timeout=timeout) for prompt, each in pairs]
+
+    def _check(self, params: SamplingParams) -> None:
+        """What only the model can tell about sampling parameters: whether they fit it."""
+        if params.stop and self._model.tokenizer is None:
+            raise InvalidInput("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if max(ids, default=0) >= self._model.vocab_size:
+                raise InvalidInput(
+                    f"{name} names token {max(ids)}, this model's vocabulary is 0..{self._model.vocab_size - 1}"
+                )
+        if params.min_tokens and len(_stop_ids(params, self._model.stop_token_ids)) >= self._model.vocab_size:
+            raise InvalidInput("every token is a stop token, so that min_tokens leaves nothing to draw")
+
+    def _room_behind(self, ids: TokenIds) -> int:
+        room = self.context_limit - len(ids)
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens and leaves no room for a reply: the model takes "
+                f"{self._model.max_length} tokens, the pool holds {self._pool_tokens}"
+            )
+        return room
+
+
+def check_namespace(namespace: object) -> None:
+    """Raise InvalidInput for a namespace that cannot be told from others."""
+    try:
+        hash(namespace)
+    except Exception as error:  # a tuple may hold what is not hashable, and a class of the caller's may raise anything
+        raise InvalidInput(
+            f"a namespace must be hashable (a string, say), and {type(namespace).__name__} is not: {error}"
+        ) from error
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raise InvalidInput unless `value` is None or a number of seconds, finite and more than 0."""
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise InvalidInput(f"{name} must be a number of seconds above 0, or None for no limit; got {value!r}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Raise InvalidInput unless this is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def check_sizes(num_blocks: object, block_size: object, seed: object) -> None:
+    """Raise InvalidInput for a pool of no blocks, blocks of no tokens, or a seed that is no int."""
+    for name, value in (("num_blocks", 1 if num_blocks is None else num_blocks), ("block_size", block_size)):
+        if not is_int(value) or value < 1:
+            raise InvalidInput(f"{name} must be an int, at least 1, got {value!r}")
+    if not is_int(seed):
+        raise InvalidInput(f"seed must be an int, got {seed!r}")
+
+
+def _stop_ids(params: SamplingParams, of_model: frozenset[int]) -> frozenset[int]:
+    own = frozenset(params.stop_token_ids)
+    return own if params.ignore_eos else own | of_model
+
+
+def _per_prompt(params: Params, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence):
+        return [checked_params(params)] * count
+    if len(params) != count:
+        raise InvalidInput(f"{len(params)} sampling params for {count} prompts: pass one for all, or one for each")
+    return list(params)
+
+
+def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int, *, reply: bool = True) -> TokenIds:
+    """Token ids int32[n] of a text, of token ids, or of chat messages.
+
+    `reply` says that a chat prompt is to end where the assistant's turn begins.
+    Raises InvalidTokens (empty, not ints, outside the vocabulary), InvalidInput (text without a tokenizer) or
+    ChatError (messages that the template does not take).
+    """
+    if isinstance(prompt, str):
+        ids: Any = _need(tokenizer, "text").encode(checked_text(prompt))
+    elif is_chat(prompt):
+        ids = encode_chat(prompt, tokenizer, reply=reply)
+    else:
+        ids = prompt
+    return checked_ids(ids, vocab_size)
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether this looks like a list of chat messages."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(item, Mapping) for item in prompt)
+
+
+def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[int]:
+    """Render messages through the tokenizer's chat template, as a session that begins today does, and encode them.
+
+    Control tokens are the template's only: those that a user or a tool spells stay text. Raises ChatError if the
+    template takes no such messages.
+    """
+    tokenizer = _need(tokenizer, "chat messages")
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidInput("this tokenizer has no chat template: pass text or token ids instead of chat messages")
+    guard = Guard(tokenizer)
+    guarded = [guard.message(message) for message in messages]
+    return guard.encode(rendered(tokenizer, guarded, today(), reply=reply))
+
+
+def checked_ids(ids: Any, vocab_size: int) -> TokenIds:
+    """The ids as int32[n] if each is an int in [0, vocab_size), else InvalidTokens. O(n)."""
+    array = _as_array(ids)
+    if array.size == 0:
+        raise InvalidTokens("the prompt is empty: pass at least one token (a beginning-of-text token, say)")
+    outside = (array < 0) | (array >= vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise InvalidTokens(
+            f"token {array[at]} at position {at} is outside the vocabulary: allowed is 0..{vocab_size - 1}"
+        )
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def check_batch(prompts: Any) -> list[Prompt]:
+    """The prompts of `generate` as a list; a single text counts as one prompt.
+
+    Raises InvalidInput for what looks like one prompt where a list of prompts is meant.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, np.ndarray) or not isinstance(prompts, Sequence):
+        raise InvalidInput(f"generate takes a list of prompts, got {type(prompts).__name__}: wrap one prompt in a list")
+    if any(isinstance(prompt, (int, np.integer)) for prompt in prompts):
+        raise InvalidInput(
+            "generate takes a list of prompts and got a bare list of token ids: for one prompt of token ids write "
+            "engine.generate([ids])"
+        )
+    if is_chat(prompts):
+        raise InvalidInput(
+            "generate takes a list of prompts and got one list of chat messages: write engine.generate([messages])"
+        )
+    return list(prompts)
+
+
+def _as_array(ids: Any) -> npt.NDArray[np.integer[Any]]:
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise InvalidTokens("a prompt of token ids must be one flat sequence of ints") from error
+    if array.size == 0:
+        return np.empty(0, dtype=np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidTokens(
+            f"a prompt is a text, a flat sequence of int token ids or a list of chat messages, got "
+            f"{type(ids).__name__} that numpy reads as {array.dtype} of shape {array.shape}"
+        )
+    return array
+
+
+def _need(tokenizer: Any | None, what: str) -> Any:
+    if tokenizer is None:
+        raise InvalidInput(f"this model has no tokenizer, so it cannot read {what}: pass token ids")
+    return tokenizer
+
+
+def template_source(tokenizer: Any, tools: Sequence[Any] | None = None) -> str:
+    """The template's source; raises ChatError if the tokenizer has several and none for such a conversation."""
+    try:
+        return str(tokenizer.get_chat_template(None, tools=tools))
+    except ValueError as error:
+        raise ChatError(f"the model's chat template cannot be read: {error}") from error
+
+
+def rendered(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    date: str,
+    tools: Sequence[Any] | None = None,
+    *,
+    reply: bool,
+) -> str:
+    """The text of a conversation that began on `date`; with `reply` up to where the next reply begins.
+
+    Raises ChatError if the template takes no such messages.
+    """
+    template, values = pinned(template_source(tokenizer, tools), date)
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tools=tools, chat_template=template, add_generation_prompt=reply, tokenize=False, **values
+        )
+    except Exception as error:  # templates raise what they like, jinja's own errors among it
+        raise ChatError(f"the model's chat template refuses this conversation: {error}") from error
+    return str(text)
+
+
+# Put inside a control token's text, so that it is encoded in two halves and stays text. A Unicode noncharacter, so
+# never part of a text.
+_BREAK = "\ufdd0"
+_UNTRUSTED = frozenset({"user", "tool"})
+
+
+class Guard:
+    """Breaks control tokens up in what users and tools say, and encodes what was rendered from that."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Guard prompts of this tokenizer."""
+        self._tokenizer = tokenizer
+
+    def message(self, message: Message) -> Message:
+        """The message, with control tokens broken up if it comes from outside."""
+        if message.get("role") not in _UNTRUSTED:
+            return message
+        return {**message, "content": self._break_up(message.get("content"))}
+
+    def quoted(self, value: Any) -> Any:
+        """A value as JSON has them, with control tokens broken up in all of its texts."""
+        if isinstance(value, str):
+            return self._break_up(value)
+        if isinstance(value, Mapping):
+            return {self.quoted(key): self.quoted(each) for key, each in value.items()}
+        return [self.quoted(each) for each in value] if isinstance(value, list) else value
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a rendered text; what `message` broke up is encoded in pieces. Raises as `checked_text`."""
+        ids: list[int] = []
+        for piece in checked_text(text).split(_BREAK):
+            if piece:
+                ids.extend(self._tokenizer.encode(piece, add_special_tokens=False))
+        return ids
+
+    def _break_up(self, content: Any) -> Any:
+        if isinstance(content, str):
+            content = content.replace(_BREAK, "")
+            for control in self._controls:
+                content = content.replace(control, control[0] + _BREAK + control[1:])
+            return content
+        if isinstance(content, list):
+            return [{**part, "text": self._break_up(part["text"])} if "text" in part else part for part in content]
+        return content
+
+    @cached_property
+    def _controls(self) -> list[str]:
+        """Texts of all control tokens, longest first.
+
+        A token that stands in the chat template is one, whether it is marked as special or not: some are not (Qwen's
+        `</tool_response>`), and text must not end what the template has begun.
+        """
+        tokenizer = self._tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        template = template_text(tokenizer)
+        controls = {str(token) for token in tokenizer.all_special_tokens}
+        controls |= {t.content for t in added if t.special or (t.content.strip() and t.content in template)}
+        return sorted((text for text in controls if len(text) > 1), key=lambda text: (-len(text), text))
+
+
+def template_text(tokenizer: Any | None) -> str:
+    """The source of a tokenizer's chat template, of all of them if it has several; empty if it has none."""
+    given = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(map(str, given.values())) if isinstance(given, Mapping) else str(given)
+
+
+def checked_text(text: str) -> str:
+    """The text itself; raises InvalidInput if it has half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"this text is no valid Unicode: {error}") from error
+    return text
+
+
+_FORM = "%d %b %Y"
+_CLOCK = "strftime_now"  # the function that transformers gives to templates; it reads the clock of the machine
+# In front of a template, this takes the place of the function. The line's end is the block's, and not the template's.
+_STANDING_CLOCK = """{%- macro strftime_now(format) %}
+{%- set shown = namespace(text=format) %}
+{%- for code, text in pinned_date.items() %}{% set shown.text = shown.text.replace(code, text) %}{% endfor %}
+{{- shown.text }}
+{%- endmacro %}
+"""
+
+
+def today() -> str:
+    """The date as sessions keep it: 21 Nov 2026."""
+    return datetime.date.today().strftime(_FORM)
+
+
+def pinned(template: str, date: str) -> tuple[str, Mapping[str, Any]]:
+    """The template with a clock that stands at the beginning of `date`, and the variables to render it with."""
+    if _CLOCK not in template:
+        return template, {"date_string": date}
+    return _STANDING_CLOCK + template, {"date_string": date, "pinned_date": dict(_codes(date))}
+
+
+def check_date(date: object) -> str:
+    """The date itself; raises InvalidInput unless it is as `today` writes it."""
+    try:
+        datetime.datetime.strptime(str(date), _FORM)
+    except ValueError as error:
+        raise InvalidInput(f"a conversation's date is written as {today()!r}, not {date!r}") from error
+    return str(date)
+
+
+@lru_cache(maxsize=64)
+def _codes(date: str) -> tuple[tuple[str, str], ...]:
+    """What stands for each code of strftime, in the order in which they are to be replaced."""
+    moment = datetime.datetime.strptime(date, _FORM)
+    letters = "aAbBcdDefFgGhHIjklmMpPrRSTuUVwWxXyYzZ"
+    codes = {code: moment.strftime(code) for letter in letters for code in (f"%{letter}", f"%-{letter}")}
+    return (("%%", "\0"), *codes.items(), ("\0", "%"))

@@ -1,0 +1,1 @@
+"""What an engine reports of itself: to a monitor, to a trace file."""
