@@ -26,12 +26,14 @@ from radixkv.cache.types import Node
 class SharedBlock:
     """A block with two or more owners."""
 
-    __slots__ = ("idle", "owners", "tip")
+    __slots__ = ("deepest_owner", "idle", "owners")
 
-    def __init__(self, owners: int, idle: int, tip: Any) -> None:
+    def __init__(self, owners: int, idle: int, deepest_owner: Any) -> None:
         self.owners = owners
         self.idle = idle  # how many of the owners are unlocked nodes
-        self.tip = tip  # the deepest owner that is a node (nodes that share a block lie on one path), or None
+        self.deepest_owner = (
+            deepest_owner  # the deepest owner that is a node (nodes that share a block lie on one path), or None
+        )
 
 
 class BlockPool:
@@ -79,16 +81,16 @@ class BlockPool:
             blocks.reverse()
             self.free.extend(blocks)
 
-    def share(self, block: int, *, idle: bool, sole_idle: bool, tip: Any) -> None:
+    def share(self, block: int, *, idle: bool, sole_idle: bool, deepest_owner: Any) -> None:
         """Add an owner; `sole_idle` tells whether the only owner so far (if there is just one) is idle."""
         entry = self.shared.get(block)
         if entry is None:
-            entry = self.shared[block] = SharedBlock(1, int(sole_idle), tip)
+            entry = self.shared[block] = SharedBlock(1, int(sole_idle), deepest_owner)
         was = entry.idle == entry.owners
         entry.owners += 1
         entry.idle += idle
-        if tip is not None:
-            entry.tip = tip
+        if deepest_owner is not None:
+            entry.deepest_owner = deepest_owner
         self.evictable += (entry.idle == entry.owners) - was
 
     def release(self, block: int, *, idle: bool) -> Any:
@@ -105,17 +107,17 @@ class BlockPool:
         self.evictable += (entry.idle == entry.owners) - was
         if entry.owners == 1:
             del self.shared[block]
-        return entry.tip
+        return entry.deepest_owner
 
-    def shift(self, blocks: array[int], mixed: bool, idle: bool) -> None:
+    def shift(self, blocks: array[int], may_share_any_block: bool, idle: bool) -> None:
         """A node that owns `blocks` was locked (`idle` False) or unlocked (True).
 
-        Only its first and last block can be shared, unless it is `mixed`.
+        Only its first and last block can be shared, unless it is `may_share_any_block`.
         """
         changed = len(blocks)
         shared = self.shared
         if shared:
-            for block in blocks if mixed or changed < 3 else (blocks[0], blocks[-1]):
+            for block in blocks if may_share_any_block or changed < 3 else (blocks[0], blocks[-1]):
                 entry = shared.get(block)
                 if entry is not None:
                     if idle:
@@ -140,20 +142,20 @@ class SharedBlocks:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.changed: ChangedNodes | None = None
-        self.repointed = 0  # how often a block table changed without its sequence
+        self.deduped_tail_blocks = 0  # how often a block table changed without its sequence
 
     def share(self, block: int, node: Node, *, idle: bool) -> None:
         """A node above `node`, as locked as that is, becomes an owner of its first block, too."""
-        self.pool.share(block, idle=idle, sole_idle=idle, tip=None)
+        self.pool.share(block, idle=idle, sole_idle=idle, deepest_owner=None)
         entry = self.pool.shared[block]
-        if entry.tip is None or entry.tip.end <= node.end:
-            entry.tip = node
+        if entry.deepest_owner is None or entry.deepest_owner.end <= node.end:
+            entry.deepest_owner = node
 
     def release(self, block: int, *, idle: bool = False) -> None:
         """An owner lets go of a block; what only copies of it need is then freed too."""
-        tip = self.pool.release(block, idle=idle)
-        if tip is not None:
-            self.repoint(tip)
+        deepest_owner = self.pool.release(block, idle=idle)
+        if deepest_owner is not None:
+            self.dedupe_tail_block(deepest_owner)
 
     def release_run(self, blocks: array[int]) -> None:
         """A sequence lets go of a run of its own blocks, of which only the last can be part-filled."""
@@ -163,7 +165,7 @@ class SharedBlocks:
             for block in reversed(blocks):
                 self.release(block)
 
-    def repoint(self, node: Node) -> None:
+    def dedupe_tail_block(self, node: Node) -> None:
         """Free the last block of a node that ends inside it, if only copies live on below: point it to one of those.
 
         A locked node takes a locked child's copy only, or a block that counts as evictable would stop being so
@@ -174,39 +176,44 @@ class SharedBlocks:
             return
         block = node.blocks[-1]
         entry = pool.shared.get(block)
-        if entry is not None and entry.tip is not None:
-            node = entry.tip
+        if entry is not None and entry.deepest_owner is not None:
+            node = entry.deepest_owner
         if not node.children or node.blocks[-1] != block or node.end % pool.block_size == 0:
             return
         chain = self.owners_above(node, block, node.end // pool.block_size)
         if (1 if entry is None else entry.owners) != len(chain):
             return
-        child = _heir(node, locked=chain[-1].locks > 0)
+        child = _pick_copy(node, locked=chain[-1].locks > 0)
         if child is None:
             return
         copy = child.blocks[0]
-        self.repointed += 1
+        self.deduped_tail_blocks += 1
         for each in chain:
             each.blocks[-1] = copy
-            each.mixed |= child.mixed  # a fork may own the copy, too, and hold none of them
+            each.may_share_any_block |= child.may_share_any_block  # a fork may own the copy, too, and hold none of them
             if self.changed is not None:
                 self.changed.mark(each)
-            pool.share(copy, idle=not each.locks, sole_idle=not child.locks, tip=None if copy in pool.shared else child)
+            pool.share(
+                copy,
+                idle=not each.locks,
+                sole_idle=not child.locks,
+                deepest_owner=None if copy in pool.shared else child,
+            )
             pool.release(block, idle=not each.locks)
 
-    def retip(self, blocks: array[int], old: Node, new: Node) -> None:
+    def transfer_ownership(self, blocks: array[int], old: Node, new: Node) -> None:
         """`new` owns these blocks in the place of `old`."""
         for block in blocks:
             entry = self.pool.shared.get(block)
-            if entry is not None and entry.tip is old:
-                entry.tip = new
+            if entry is not None and entry.deepest_owner is old:
+                entry.deepest_owner = new
 
-    def lower_tip(self, block: int, node: Node) -> None:
+    def drop_ownership(self, block: int, node: Node) -> None:
         """`node` owns `block`, its first, no more: the deepest owner left is above it."""
         entry = self.pool.shared.get(block)
-        if entry is not None and entry.tip is node:
+        if entry is not None and entry.deepest_owner is node:
             above = self.owners_above(cast(Node, node.parent), block, node.start // self.pool.block_size)
-            entry.tip = above[0] if above else None
+            entry.deepest_owner = above[0] if above else None
 
     def owners_above(self, node: Node, block: int, logical: int) -> list[Node]:
         """The nodes from `node` upward that own `block`, deepest first; `node` ends in or before that logical block."""
@@ -220,8 +227,8 @@ class SharedBlocks:
         return owners
 
 
-def _heir(node: Node, *, locked: bool) -> Node | None:
+def _pick_copy(node: Node, *, locked: bool) -> Node | None:
     """A child whose copy the node may point to: the youngest, as it is likely to stay longest."""
-    if locked and node.locks == node.holders:  # no child is locked
+    if locked and node.locks == node.direct_holders:  # no child is locked
         return None
     return next((child for child in reversed(node.children.values()) if child.locks or not locked), None)

@@ -127,7 +127,7 @@ def _own_blocks(sequence: Sequence) -> array[int]:
 
 def _is_locked(entry: SharedBlock | None) -> bool:
     """Whether a locked node has the block, so that it is told with that."""
-    return entry is not None and entry.tip is not None and entry.tip.locks > 0
+    return entry is not None and entry.deepest_owner is not None and entry.deepest_owner.locks > 0
 
 
 def pinned(cache: PrefixCache) -> Counter[int]:

@@ -14,7 +14,7 @@ from sortedcontainers import SortedList
 from radixkv.errors import UnknownPolicy
 
 if TYPE_CHECKING:
-    from radixkv.cache.predictive.access_records import Use
+    from radixkv.cache.predictive.access_records import AccessRecord
 
 
 class Entry(Protocol):
@@ -26,9 +26,11 @@ class Entry(Protocol):
     hits: int  # how many opens ended here
     priority: int  # higher stays longer
     demoted: bool  # its user said that it is done
-    place: tuple[int, bool, int, int, Entry] | None  # its key in the index while it is there
-    seat: tuple[int, bool, float, int, Entry] | None  # its key by worth while it is there, for a policy that learns
-    use: Use | None  # which use of its text was the last, for a policy that learns
+    eviction_key: tuple[int, bool, int, int, Entry] | None  # its key in the index while it is there
+    worth_key: (
+        tuple[int, bool, float, int, Entry] | None
+    )  # its key by worth while it is there, for a policy that learns
+    use: AccessRecord | None  # which use of its text was the last, for a policy that learns
     start: int  # the position of its first token
 
     @property
@@ -75,11 +77,11 @@ class EvictionIndex:
 
     def __iter__(self) -> Iterator[Entry]:
         """All leaves, next victim first."""
-        return (place[4] for place in self._order)
+        return (eviction_key[4] for eviction_key in self._order)
 
-    def at(self, place: int) -> Entry:
+    def at(self, eviction_key: int) -> Entry:
         """The leaf that has so many before it in the order. O(log leaves)."""
-        node: Entry = self._order[place][4]
+        node: Entry = self._order[eviction_key][4]
         return node
 
     def touched(self, node: Entry) -> None:
@@ -97,9 +99,9 @@ class EvictionIndex:
     def inserted(self, node: Entry) -> None:
         """It became an unlocked leaf."""
         rank = 0 if self._rank is None else self._rank(node)
-        node.place = (node.priority, not node.demoted, rank, node.tick, node)
+        node.eviction_key = (node.priority, not node.demoted, rank, node.tick, node)
         self._coldest = None
-        self._order.add(node.place)
+        self._order.add(node.eviction_key)
 
     def removed(self, node: Entry) -> None:
         """It is no unlocked leaf any more."""
@@ -107,8 +109,8 @@ class EvictionIndex:
             self._coldest = None
             self._order.pop(0)
         else:
-            self._order.remove(node.place)
-        node.place = None
+            self._order.remove(node.eviction_key)
+        node.eviction_key = None
 
     def inherited(self, parent: Entry, child: Entry) -> None:
         """`child` leaves the tree and `parent` becomes a leaf: what kept the child kept the parent too."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from radixkv.cache.tokens import WIDTH
 
 if TYPE_CHECKING:
-    from radixkv.cache.predictive.access_records import Use
+    from radixkv.cache.predictive.access_records import AccessRecord
 
 Owner = Hashable  # a node's id, or a namespace's root
 Place = tuple[Owner, int, bytes]  # where a run hung: below whom, behind how many tokens, its first
@@ -46,7 +46,7 @@ class Ghost:
         time: float,
         pressure: Pressure,
         eviction: int,
-        use: Use | None = None,
+        use: AccessRecord | None = None,
     ) -> None:
         self.key = key
         self.next = following  # the owner below which what followed this run hangs
@@ -77,7 +77,9 @@ class Ghosts:
 
     __slots__ = ("_bytes", "_capacity", "_faded", "_forgotten", "_most", "_runs")
 
-    def __init__(self, capacity: int, most: int, forgotten: Callable[[Use | None, int], None] | None = None) -> None:
+    def __init__(
+        self, capacity: int, most: int, forgotten: Callable[[AccessRecord | None, int], None] | None = None
+    ) -> None:
         self._runs: OrderedDict[Place, Ghost] = OrderedDict()
         self._faded: OrderedDict[Place, Ghost] = OrderedDict()
         self._forgotten = forgotten

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from radixkv.cache.predictive.index import PredictiveIndex
-from radixkv.cache.predictive.lru_baseline import LruShadow
+from radixkv.cache.predictive.lru_baseline import LruBaseline
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.tokens import WIDTH
 from radixkv.cache.types import Node
@@ -31,7 +31,7 @@ def audit(cache: PrefixCache) -> None:
     if cache._learner is not None:
         _check_leaves_worth(cache._learner)
         _check_uses(cache._learner, nodes)
-        _check_lru_shadow(cache._learner.shadow)
+        _check_lru_shadow(cache._learner.baseline)
     for sequence in cache._open.values():
         _check_sequence(cache, sequence)
 
@@ -57,18 +57,20 @@ def _check_shape(cache: PrefixCache, nodes: list[Node]) -> None:
 
 
 def _check_locks(cache: PrefixCache, nodes: list[Node]) -> None:
-    holders = Counter(id(sequence._node) for sequence in cache._open.values())
-    holders.update(id(node) for node in cache._pins.nodes())
+    direct_holders = Counter(id(sequence._node) for sequence in cache._open.values())
+    direct_holders.update(id(node) for node in cache._pins.nodes())
     wanted = [sequence._node for sequence in cache._open.values() if sequence.purpose != "audit"]
     for node in wanted + cache._pins.nodes():
         assert not node.demoted, f"node {node.id}: somebody wants it, but it is first to go"
     for node in nodes:
-        assert node.holders == holders[id(node)], (
-            f"node {node.id}: {node.holders} holders, recounted {holders[id(node)]}"
+        assert node.direct_holders == direct_holders[id(node)], (
+            f"node {node.id}: {node.direct_holders} holders, recounted {direct_holders[id(node)]}"
         )
-        locks = node.holders + sum(1 for child in node.children.values() if child.locks)
+        locks = node.direct_holders + sum(1 for child in node.children.values() if child.locks)
         assert node.locks == locks, f"node {node.id}: {node.locks} locks, recounted {locks}"
-    assert sum(holders.values()) == sum(node.holders for node in nodes), "somebody holds a node that is not in the tree"
+    assert sum(direct_holders.values()) == sum(node.direct_holders for node in nodes), (
+        "somebody holds a node that is not in the tree"
+    )
 
 
 def _check_index(cache: PrefixCache, nodes: list[Node]) -> None:
@@ -76,14 +78,18 @@ def _check_index(cache: PrefixCache, nodes: list[Node]) -> None:
     assert len(listed) == len(cache._index), "the eviction index lists a node twice"
     for node in nodes:
         leaf = node.parent is not None and not node.children and not node.locks
-        assert (id(node) in listed) == leaf == (node.place is not None), (
+        assert (id(node) in listed) == leaf == (node.eviction_key is not None), (
             f"node {node.id}: in the index iff an unlocked leaf"
         )
         if leaf:
-            assert node.place is not None
-            assert node.place[:2] == (node.priority, not node.demoted), f"node {node.id}: its key in the index is stale"
-            assert node.place[3] == node.tick, f"node {node.id}: its recency in the index is stale"
-    assert len(listed) == sum(node.place is not None for node in nodes), "the eviction index lists a node that is gone"
+            assert node.eviction_key is not None
+            assert node.eviction_key[:2] == (node.priority, not node.demoted), (
+                f"node {node.id}: its key in the index is stale"
+            )
+            assert node.eviction_key[3] == node.tick, f"node {node.id}: its recency in the index is stale"
+    assert len(listed) == sum(node.eviction_key is not None for node in nodes), (
+        "the eviction index lists a node that is gone"
+    )
 
 
 def _check_owners(cache: PrefixCache, nodes: list[Node]) -> None:
@@ -99,7 +105,9 @@ def _check_owners(cache: PrefixCache, nodes: list[Node]) -> None:
             if block not in tips or node.end > tips[block].end:
                 tips[block] = node
         for block in node.blocks[1:-1]:
-            assert node.mixed or block not in pool.shared, f"block {block} inside node {node.id} is shared"
+            assert node.may_share_any_block or block not in pool.shared, (
+                f"block {block} inside node {node.id} is shared"
+            )
     for sequence in cache._open.values():
         _check_forks(nodes, set(sequence._table[sequence._own :]), pool.block_size)
         owners.update(sequence._table[sequence._own :])
@@ -123,10 +131,12 @@ def _check_owners(cache: PrefixCache, nodes: list[Node]) -> None:
         assert (entry.owners, entry.idle) == counted, (
             f"block {block}: {entry.owners, entry.idle} owners, idle; recounted {counted}"
         )
-        tip = tips.get(block)
-        if tip is not None and tip.end % cache.block_size and tip.blocks[-1] == block:
-            known = None if entry.tip is None else entry.tip.id
-            assert entry.tip is tip, f"block {block}: its deepest owner is {tip.id}, on record is {known}"
+        deepest_owner = tips.get(block)
+        if deepest_owner is not None and deepest_owner.end % cache.block_size and deepest_owner.blocks[-1] == block:
+            known = None if entry.deepest_owner is None else entry.deepest_owner.id
+            assert entry.deepest_owner is deepest_owner, (
+                f"block {block}: its deepest owner is {deepest_owner.id}, on record is {known}"
+            )
     evictable = sum(1 for block, count in owners.items() if count == idle[block])
     assert pool.evictable == evictable, f"evictable_blocks {pool.evictable}, recounted {evictable}"
 
@@ -134,9 +144,9 @@ def _check_owners(cache: PrefixCache, nodes: list[Node]) -> None:
 def _check_forks(nodes: list[Node], owned: set[int], size: int) -> None:
     """Of a node that nobody holds, a sequence may own the block in which it starts, and more only if it is mixed."""
     for node in nodes:
-        if not node.locks and not node.mixed:
+        if not node.locks and not node.may_share_any_block:
             rest = node.blocks[1:] if node.start % size else node.blocks
-            assert owned.isdisjoint(rest), f"node {node.id} is not mixed, and a fork owns some of {rest.tolist()}"
+            assert owned.isdisjoint(rest), f"node {node.id} may share its ends only, a fork owns {rest.tolist()}"
 
 
 def _is_above(node: Node, below: Node | None) -> bool:
@@ -154,10 +164,16 @@ def _check_redundancy(cache: PrefixCache, nodes: list[Node]) -> None:
             owning.setdefault(block, []).append(node)
     for block, owners in owning.items():
         entry = cache._pool.shared.get(block)
-        tip, top = max(owners, key=_start), min(owners, key=_start)
-        if (1 if entry is None else entry.owners) == len(owners) and tip.end % size and tip.blocks[-1] == block:
-            for child in tip.children.values():
-                assert top.locks and not child.locks, f"node {tip.id} keeps a block that node {child.id} has a copy of"
+        deepest_owner, top = max(owners, key=_start), min(owners, key=_start)
+        if (
+            (1 if entry is None else entry.owners) == len(owners)
+            and deepest_owner.end % size
+            and deepest_owner.blocks[-1] == block
+        ):
+            for child in deepest_owner.children.values():
+                assert top.locks and not child.locks, (
+                    f"node {deepest_owner.id} keeps a block that node {child.id} has a copy of"
+                )
 
 
 def _start(node: Node) -> int:
@@ -179,16 +195,16 @@ def _check_fill(cache: PrefixCache, nodes: list[Node]) -> None:
 
 
 def _check_leaves_worth(index: PredictiveIndex) -> None:
-    leaves = {id(place[4]) for place in index._order}
+    leaves = {id(eviction_key[4]) for eviction_key in index._order}
     seats = list(index._seats)
-    assert {id(seat[4]) for seat in seats} == leaves and len(seats) == len(leaves), (
+    assert {id(worth_key[4]) for worth_key in seats} == leaves and len(seats) == len(leaves), (
         f"{len(leaves)} leaves, {len(seats)} are listed by worth"
     )
     assert all(one < two for one, two in pairwise(seats)), "leaves are not listed in order of worth"
-    for seat in seats:
-        node = seat[4]
-        assert node.seat is seat and node.place is not None, "a leaf's key by worth is stale"
-        assert (seat[0], seat[1], seat[3]) == (node.priority, not node.demoted, node.tick), (
+    for worth_key in seats:
+        node = worth_key[4]
+        assert node.worth_key is worth_key and node.eviction_key is not None, "a leaf's key by worth is stale"
+        assert (worth_key[0], worth_key[1], worth_key[3]) == (node.priority, not node.demoted, node.tick), (
             "a leaf's priority or recency by worth is stale"
         )
         assert node.use is not None and node.use.runs, "nobody is known to have used a leaf"
@@ -196,7 +212,9 @@ def _check_leaves_worth(index: PredictiveIndex) -> None:
 
 def _check_uses(index: PredictiveIndex, nodes: list[Node]) -> None:
     for node in nodes:
-        assert node.place is not None or node.seat is None, f"node {node.id} is listed by worth, and no unlocked leaf"
+        assert node.eviction_key is not None or node.worth_key is None, (
+            f"node {node.id} is listed by worth, and no unlocked leaf"
+        )
     for bucket, ages in enumerate(index._ages):
         times = [use.time for use in ages]
         assert times == sorted(times), f"age bucket {bucket} is not in the order of age"
@@ -206,13 +224,13 @@ def _check_uses(index: PredictiveIndex, nodes: list[Node]) -> None:
     assert index.uses <= 2 * index._capacity, f"{index.uses} uses for {index._capacity} blocks"
 
 
-def _check_lru_shadow(shadow: LruShadow) -> None:
-    held = sum(use.kept_to - use.start for use in shadow._uses)
-    assert shadow._held == held, f"LRU's shadow holds {shadow._held} tokens, recounted {held}"
-    gone = sum(use.gone_within(use.start, use.kept_to) for use in shadow._uses)
-    assert shadow._gone == gone, f"{shadow._gone} tokens of LRU's shadow are evicted, recounted {gone}"
-    assert 0 <= held <= shadow._capacity, f"LRU's shadow holds {held} tokens of {shadow._capacity}"
-    assert all(use.kept_to > use.start for use in shadow._uses), "LRU's shadow keeps a use of which it holds nothing"
+def _check_lru_shadow(baseline: LruBaseline) -> None:
+    held = sum(use.kept_to - use.start for use in baseline._uses)
+    assert baseline._held == held, f"LRU's shadow holds {baseline._held} tokens, recounted {held}"
+    gone = sum(use.gone_within(use.start, use.kept_to) for use in baseline._uses)
+    assert baseline._gone == gone, f"{baseline._gone} tokens of LRU's shadow are evicted, recounted {gone}"
+    assert 0 <= held <= baseline._capacity, f"LRU's shadow holds {held} tokens of {baseline._capacity}"
+    assert all(use.kept_to > use.start for use in baseline._uses), "LRU's shadow keeps a use of which it holds nothing"
 
 
 def _check_sequence(cache: PrefixCache, sequence: Sequence) -> None:

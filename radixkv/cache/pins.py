@@ -99,8 +99,8 @@ class Pins:
         # What is pinned is locked: its tables change only where a node takes over a child's copy of its last block.
         if not self._pins:
             return 0
-        if self._counted is None or self._counted[0] != self._tree.shared.repointed:
-            self._counted = self._tree.shared.repointed, len(self.blocks())
+        if self._counted is None or self._counted[0] != self._tree.shared.deduped_tail_blocks:
+            self._counted = self._tree.shared.deduped_tail_blocks, len(self.blocks())
         return self._counted[1]
 
     def refuse_over_budget(self, blocks: array[int]) -> None:

@@ -20,7 +20,7 @@ from radixkv.cache.events import Observer, guarded
 from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
 from radixkv.cache.invariants import audit
 from radixkv.cache.pins import Pin, Pins
-from radixkv.cache.predictive.access_records import Use
+from radixkv.cache.predictive.access_records import AccessRecord
 from radixkv.cache.predictive.index import PredictiveIndex, new_index
 from radixkv.cache.radix_tree import CachedRun, RadixTree, idle_blocks, random_run, root_mark
 from radixkv.cache.sequence import Hint, Sequence
@@ -128,7 +128,7 @@ class PrefixCache:
         length = found if limit is None else min(found, limit)
         if length < found or found >= asked:
             return Explanation(asked, found, length, "limit" if length < found else "full")
-        ghosts = self._ghosts.follow(root_mark(namespace) if node is None else node.mark, found, raw[matched:])
+        ghosts = self._ghosts.follow(root_mark(namespace) if node is None else node.ghost_owner, found, raw[matched:])
         if ghosts:
             first = ghosts[0][0]
             gone = sum(tokens for _, tokens in ghosts)
@@ -221,7 +221,7 @@ class PrefixCache:
             counters.query_tokens += asked
             counters.hit_tokens += length
             if matched < len(key):
-                self._regret(self._ghosts.regret(node.mark, length, key[matched:]))
+                self._regret(self._ghosts.regret(node.ghost_owner, length, key[matched:]))
         if length < node.end:
             node = tree.split(node, length - node.start)
         sequence = self._sequence(node, length, tree.table(node))
@@ -329,7 +329,9 @@ class PrefixCache:
         """A sequence that ends where `node` ends references the last block, if that is part-filled."""
         if length % self.block_size:
             block = node.blocks[-1]
-            self._pool.share(block, idle=False, sole_idle=False, tip=None if block in self._pool.shared else node)
+            self._pool.share(
+                block, idle=False, sole_idle=False, deepest_owner=None if block in self._pool.shared else node
+            )
 
     def _sequence(self, node: Node, length: int, table: array[int]) -> Sequence:
         counters = self._counters
@@ -369,11 +371,11 @@ class PrefixCache:
             output = output if hint.output_length is None else hint.output_length
         self._learner.closed(sequence.use, self._tree.path(node), output, kind, returns_in, self.clock())
 
-    def _used_ghosts(self, node: Node, length: int, raw: bytes) -> list[tuple[int, int, Use]]:
+    def _used_ghosts(self, node: Node, length: int, raw: bytes) -> list[tuple[int, int, AccessRecord]]:
         """For who learns, the evicted parts (start, end, last use) of what an open asks for behind its hit."""
-        parts: list[tuple[int, int, Use]] = []
+        parts: list[tuple[int, int, AccessRecord]] = []
         if self._learner is not None and raw:
-            for ghost, tokens in self._ghosts.follow(node.mark, length, raw, faded=True):
+            for ghost, tokens in self._ghosts.follow(node.ghost_owner, length, raw, faded=True):
                 if ghost.use is not None:
                     parts.append((length, length + tokens, ghost.use))
                 length += tokens
@@ -434,7 +436,7 @@ class PrefixCache:
             up.demoted = True
             if self._tree.changed is not None:
                 self._tree.changed.mark(up)
-            if up.place is not None:
+            if up.eviction_key is not None:
                 self._index.removed(up)
                 self._index.inserted(up)
             up = up.parent

@@ -7,8 +7,8 @@ block that it touches: the block that holds the path's tokens up to its end. So 
 its first block also holds the parent's last tokens; it is the parent's own last block if the child was appended in
 place, else a copy of it. A path's block for a logical block is the deepest node's.
 
-Locks: `holders` counts who holds a node itself (sequences, pins); `locks` adds one for each locked child. Only the
-steps 0 <-> 1 go up to the parent. Nothing here recurses with depth.
+Locks: `direct_holders` counts the sequences and pins that end at a node; `locks` adds one for each locked child. Only
+the steps 0 <-> 1 go up to the parent. Nothing here recurses with depth.
 
 What opening a prefix takes of the room, and what closing a sequence may lose. Reads, and changes nothing.
 
@@ -104,7 +104,7 @@ class RadixTree:
         """Whose tree a node is in. O(depth)."""
         while node.parent is not None:
             node = node.parent
-        return cast(tuple[str, Hashable], node.mark)[1]
+        return cast(tuple[str, Hashable], node.ghost_owner)[1]
 
     def walk(self, top: Node | None = None) -> Iterator[Node]:
         """All nodes, roots included, or `top` and all below it; a node comes before its children."""
@@ -121,7 +121,7 @@ class RadixTree:
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Node(self._next_id(), None, 0, bytearray(), array("i"))
-            root.mark = root_mark(namespace)
+            root.ghost_owner = root_mark(namespace)
             self.index.dated(root)
             root.born_at = root.used_at
             if self.observer is not None:
@@ -130,7 +130,7 @@ class RadixTree:
 
     def hold(self, node: Node) -> None:
         """One more holder: the node's path cannot be evicted. O(nodes that become locked)."""
-        node.holders += 1
+        node.direct_holders += 1
         child: Node | None = None
         up: Node | None = node
         changed = self.changed
@@ -140,12 +140,12 @@ class RadixTree:
                 changed.mark(up)
             if up.locks > 1:
                 break
-            if up.place is not None:
+            if up.eviction_key is not None:
                 self.index.removed(up)
-            self.pool.shift(up.blocks, up.mixed, idle=False)
+            self.pool.shift(up.blocks, up.may_share_any_block, idle=False)
             child, up = up, up.parent
         if up is not None and child is not None and child.start % self.pool.block_size:
-            self.shared.repoint(up)
+            self.shared.dedupe_tail_block(up)
 
     def want(self, node: Node) -> None:
         """Who has just come to hold a finished tail wants it: it is not first to go any more. O(nodes demoted)."""
@@ -156,7 +156,7 @@ class RadixTree:
 
     def unhold(self, node: Node) -> None:
         """One holder less."""
-        node.holders -= 1
+        node.direct_holders -= 1
         up: Node | None = node
         changed = self.changed
         while up is not None:
@@ -168,9 +168,9 @@ class RadixTree:
             if up.parent is None:
                 self._drop_if_empty(up)
                 return
-            self.pool.shift(up.blocks, up.mixed, idle=True)
+            self.pool.shift(up.blocks, up.may_share_any_block, idle=True)
             if up.children:
-                self.shared.repoint(up)
+                self.shared.dedupe_tail_block(up)
             else:
                 self.index.inserted(up)
             up = up.parent
@@ -190,13 +190,13 @@ class RadixTree:
         upper.children = {bytes(node.key[tokens * WIDTH : tokens * WIDTH + WIDTH]): node}
         upper.tick, upper.born = node.tick, node.born  # but no hits: they ended below, and come back when one is left
         upper.used_at, upper.born_at, upper.use = node.used_at, node.born_at, node.use
-        upper.priority, upper.demoted, upper.mixed = node.priority, node.demoted, node.mixed
+        upper.priority, upper.demoted, upper.may_share_any_block = node.priority, node.demoted, node.may_share_any_block
         upper.locks = 1 if node.locks else 0
         parent.children[bytes(upper.key[:WIDTH])] = upper
         node.parent, node.start = upper, cut
         del node.key[: tokens * WIDTH]
         del node.blocks[: cut // size - first]
-        self.shared.retip(upper.boundary(), node, upper)
+        self.shared.transfer_ownership(upper.boundary(), node, upper)
         if cut % size:
             self.shared.share(upper.blocks[-1], node, idle=not node.locks)
         self.nodes += 1
@@ -212,12 +212,12 @@ class RadixTree:
     def append(self, parent: Node, raw: bytes | bytearray, blocks: array[int]) -> Node:
         """A new leaf below `parent`, whose holder moves down to it; the caller sees to the blocks' owners."""
         node = Node(self._next_id(), parent, parent.end, bytearray(raw), blocks)
-        node.mark = self.ghosts.adopt(parent.mark, node.start, bytes(raw), node.mark)
+        node.ghost_owner = self.ghosts.adopt(parent.ghost_owner, node.start, bytes(raw), node.ghost_owner)
         if not parent.children:
             parent.children = {}
         parent.children[bytes(raw[:WIDTH])] = node
-        node.locks = node.holders = 1
-        parent.holders -= 1  # its lock is now the child's
+        node.locks = node.direct_holders = 1
+        parent.direct_holders -= 1  # its lock is now the child's
         self.index.touched(node)
         node.born, node.born_at = node.tick, node.used_at
         self.nodes += 1
@@ -245,12 +245,12 @@ class RadixTree:
         node.blocks += blocks
         self.lengthen(node, raw)
         if old >= 0 and old != blocks[0]:  # the holder wrote behind a copy
-            self.shared.lower_tip(old, node)
+            self.shared.drop_ownership(old, node)
             self.shared.release(old)
 
     def merge(self, upper: Node) -> None:
         """Undo a split that nobody needs: a node that no one holds itself and its only child become one."""
-        if upper.parent is None or upper.holders or len(upper.children) != 1:
+        if upper.parent is None or upper.direct_holders or len(upper.children) != 1:
             return
         (node,) = upper.children.values()
         block = -1
@@ -259,14 +259,14 @@ class RadixTree:
         shared = array("i", upper.boundary())
         node.key, node.blocks = _joined(upper.key, node.key), _joined(upper.blocks, node.blocks)
         node.start, node.parent = upper.start, upper.parent
-        node.mixed |= upper.mixed
+        node.may_share_any_block |= upper.may_share_any_block
         node.hits += upper.hits
         node.priority = max(node.priority, upper.priority)
         upper.parent.children[bytes(node.key[:WIDTH])] = node
         self.nodes -= 1
-        self.shared.retip(shared, upper, node)
+        self.shared.transfer_ownership(shared, upper, node)
         if block >= 0:
-            self.shared.lower_tip(block, upper)
+            self.shared.drop_ownership(block, upper)
             self.shared.release(block, idle=not upper.locks)
         if self.changed is not None:
             self.changed.mark(node)
@@ -287,10 +287,10 @@ class RadixTree:
         del node.blocks[keep:]
         del node.key[(end - node.start) * WIDTH :]
         freed = self._free(node, cut)
-        old, node.mark = node.mark, self._next_id()
+        old, node.ghost_owner = node.ghost_owner, self._next_id()
         tokens = len(run) // WIDTH
         self.evictions += 1
-        self.ghosts.add(node.mark, end, Ghost(run, old, now, pressure, self.evictions, node.use))
+        self.ghosts.add(node.ghost_owner, end, Ghost(run, old, now, pressure, self.evictions, node.use))
         if self.changed is not None:
             self.changed.mark(node)
         if self.observer is not None:
@@ -302,8 +302,8 @@ class RadixTree:
         """Remove a whole leaf, and remember it. Returns its tokens."""
         tokens = len(node.key) // WIDTH
         self.evictions += 1
-        ghost = Ghost(node.key, node.mark, now, pressure, self.evictions, node.use)
-        self.ghosts.add(cast(Node, node.parent).mark, node.start, ghost)
+        ghost = Ghost(node.key, node.ghost_owner, now, pressure, self.evictions, node.use)
+        self.ghosts.add(cast(Node, node.parent).ghost_owner, node.start, ghost)
         freed = self.remove(node)
         if self.observer is not None:
             self._tell_evicted(node, node.start, tokens, freed, True, now, pressure)
@@ -337,11 +337,11 @@ class RadixTree:
         first = blocks[0]
         if node.start % pool.block_size and first in pool.shared:
             self._free(node, blocks[1:])
-            self.shared.lower_tip(first, node)
-            tip = pool.release(first, idle=True)
-            tip = parent if tip is node else tip
-            if tip is not None:
-                self.shared.repoint(tip)
+            self.shared.drop_ownership(first, node)
+            deepest_owner = pool.release(first, idle=True)
+            deepest_owner = parent if deepest_owner is node else deepest_owner
+            if deepest_owner is not None:
+                self.shared.dedupe_tail_block(deepest_owner)
         else:
             self._free(node, blocks)
         self.nodes -= 1
@@ -359,9 +359,9 @@ class RadixTree:
         """An unlocked node lets go of blocks that only a fork can share."""
         pool = self.pool
         before = len(pool.free)
-        if node.mixed:
+        if node.may_share_any_block:
             for block in reversed(blocks):
-                self.shared.lower_tip(block, node)
+                self.shared.drop_ownership(block, node)
                 pool.release(block, idle=True)
         elif blocks:
             pool.evictable -= len(blocks)
@@ -406,7 +406,7 @@ def idle_blocks(pool: BlockPool, path: list[Node], end: int) -> int:
     idle = path[bisect_left(path, True, key=_nobody_holds) :] if path[0].locks else path
     last = -(-end // size)
     blocks = last - idle[0].start // size
-    seams = [node for node in idle if node.start % size or node.mixed]
+    seams = [node for node in idle if node.start % size or node.may_share_any_block]
     return blocks + _more_at(seams, idle[0], last, pool) if seams else blocks
 
 
@@ -437,7 +437,7 @@ def _more_at(seams: list[Node], top: Node, last: int, pool: BlockPool) -> int:
     blocks: set[int] = set()
     for node in seams:
         first = node.start // size
-        touched = node.blocks[: last - first if node.mixed else 1]
+        touched = node.blocks[: last - first if node.may_share_any_block else 1]
         logical.update(range(first, first + len(touched)))
         blocks.update(touched)
         if node is not top and node.start % size and node.parent is not None:

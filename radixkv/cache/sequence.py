@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.predictive.access_records import Use
+from radixkv.cache.predictive.access_records import AccessRecord
 from radixkv.cache.radix_tree import held_by_others
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.cache.types import Node, Purpose
@@ -90,7 +90,7 @@ class Sequence:
         self.namespace: Hashable = None
         self.priority = 0
         self.purpose: Purpose = "request"
-        self.use: Use | None = None  # what a policy that learns calls it
+        self.use: AccessRecord | None = None  # what a policy that learns calls it
         self.closed = False
 
     # ---- reading
@@ -173,7 +173,7 @@ class Sequence:
         if self.use is not None:
             twin.use = self.use.forked()
         for block in self._table[self._own :]:
-            cache._pool.share(block, idle=False, sole_idle=False, tip=None)
+            cache._pool.share(block, idle=False, sole_idle=False, deepest_owner=None)
         if self._tail:
             self._forked = twin._forked = True
         cache._forked(twin.id, self.id)
@@ -247,7 +247,7 @@ class Sequence:
         if self._tail:
             node, table = self._node, self._table
             first, part = divmod(node.end, size)
-            sole = node.locks == 1 and node.holders == 1 and not node.children and node.parent is not None
+            sole = node.locks == 1 and node.direct_holders == 1 and not node.children and node.parent is not None
             owned = sole and part > 0 and node.blocks[-1] == table[first]
             if owned and first == self.length // size:  # all within the part-filled block that both own
                 tree.lengthen(node, self._tail)
@@ -258,7 +258,7 @@ class Sequence:
                     self._node = node = tree.append(node, self._tail, table[first:])
                     node.priority = self.priority
                 self._hand_over(node, first, owned)
-                node.mixed |= self._forked
+                node.may_share_any_block |= self._forked
                 if not sole:
                     self._settle_above(node)
             self._tail = bytearray()
@@ -276,10 +276,10 @@ class Sequence:
         if owned:  # it lies before the part-filled block now: the node's reference is enough
             pool.release(table[first], idle=False)
         if partial:
-            pool.share(table[-1], idle=False, sole_idle=False, tip=node)
+            pool.share(table[-1], idle=False, sole_idle=False, deepest_owner=node)
         entry = pool.shared.get(table[first])
         if entry is not None:
-            entry.tip = node
+            entry.deepest_owner = node
 
     def _settle_above(self, node: Node) -> None:
         """A new child stands below a node that may now be redundant, in its last block or altogether."""
@@ -287,7 +287,7 @@ class Sequence:
         parent = node.parent
         assert parent is not None
         if node.start % self._cache.block_size and parent.blocks[-1] != node.blocks[0]:
-            tree.shared.repoint(parent)
+            tree.shared.dedupe_tail_block(parent)
         tree.merge(parent)
 
     def _follow(self) -> None:

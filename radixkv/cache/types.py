@@ -18,7 +18,7 @@ from radixkv.cache.tokens import WIDTH
 if TYPE_CHECKING:
     from radixkv.cache.eviction import Entry
     from radixkv.cache.ghosts import Owner
-    from radixkv.cache.predictive.access_records import Use
+    from radixkv.cache.predictive.access_records import AccessRecord
 
 # A request; a request that comes back after it was preempted; a look at what is cached.
 Purpose = Literal["request", "resume", "audit"]
@@ -126,45 +126,47 @@ class Node:
         "born_at",
         "children",
         "demoted",
+        "direct_holders",
+        "eviction_key",
+        "ghost_owner",
         "hits",
-        "holders",
         "id",
         "key",
         "locks",
-        "mark",
-        "mixed",
+        "may_share_any_block",
         "parent",
-        "place",
         "priority",
-        "seat",
         "shown",
         "start",
         "tick",
         "use",
         "used_at",
+        "worth_key",
     )
 
     def __init__(self, id: int, parent: Node | None, start: int, key: bytearray, blocks: array[int]) -> None:
         self.id = id
-        self.mark: Owner = id  # the owner of the ghosts that hang here; between two changes of it the node only grows
+        self.ghost_owner: Owner = (
+            id  # the owner of the ghosts that hang here; between two changes of it the node only grows
+        )
         self.parent = parent
         self.start = start
         self.key = key
         self.blocks = blocks
         self.children = NO_CHILDREN  # first token -> child; made on demand
         self.locks = 0
-        self.holders = 0
+        self.direct_holders = 0
         self.tick = 0
         self.born = 0
         self.used_at = self.born_at = 0.0  # as tick and born, on a clock: kept only while somebody watches
         self.hits = 0
         self.priority = 0
         self.demoted = False
-        self.mixed = False  # a fork may share any of its blocks, not only the first and the last
+        self.may_share_any_block = False  # a fork may share any of its blocks, not only the first and the last
         self.shown = False  # to whoever watches: see `changes`
-        self.place: tuple[int, bool, int, int, Entry] | None = None
-        self.seat: tuple[int, bool, float, int, Entry] | None = None
-        self.use: Use | None = None  # kept only by a policy that learns, as its seat
+        self.eviction_key: tuple[int, bool, int, int, Entry] | None = None
+        self.worth_key: tuple[int, bool, float, int, Entry] | None = None
+        self.use: AccessRecord | None = None  # kept only by a policy that learns, as its seat
 
     @property
     def end(self) -> int:
@@ -174,4 +176,4 @@ class Node:
     def boundary(self) -> array[int]:
         """The blocks that it may share with others."""
         blocks = self.blocks
-        return blocks if self.mixed or len(blocks) < 3 else blocks[:: len(blocks) - 1]
+        return blocks if self.may_share_any_block or len(blocks) < 3 else blocks[:: len(blocks) - 1]

@@ -279,7 +279,7 @@ def node_record(node: Node, pins: int, offset: float, text: str | None = None) -
         node.start,
         len(node.key) // WIDTH,
         runs(node.blocks),
-        node.holders,
+        node.direct_holders,
         node.locks,
         pins,
         node.hits,
@@ -287,7 +287,7 @@ def node_record(node: Node, pins: int, offset: float, text: str | None = None) -
         node.demoted,
         node.born_at + offset,
         node.used_at + offset,
-        _namespace(node.mark) if parent is None else None,
+        _namespace(node.ghost_owner) if parent is None else None,
         tuple(tokens(node, HEAD)),
         text,
     )

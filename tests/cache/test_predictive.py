@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from radixkv.cache import Hint, PrefixCache
 from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
-from radixkv.cache.predictive.access_records import KINDS, MOST_USES, Traits, Use, next_bounds, size_class
-from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, Hazards, _best_rates
+from radixkv.cache.predictive.access_records import KINDS, MOST_USES, AccessRecord, Traits, next_bounds, size_class
+from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, HazardModel, _best_rates
 from radixkv.cache.predictive.index import MOVES, PredictiveIndex
-from radixkv.cache.predictive.lru_baseline import HEADROOM, LruShadow
+from radixkv.cache.predictive.lru_baseline import HEADROOM, LruBaseline
 from tests.cache.workloads import WORKLOADS, Fresh, Request, hits, replay
 
 PLAIN = Traits(0, 1, 0, 0, 0, False)
@@ -55,7 +55,7 @@ class TestHits:
         assert hits(requests, 80, "predictive")[0] == hits(requests, 80, "predictive")[0]
 
     def test_lru_decides_while_it_leads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(LruShadow, "leads", property(lambda shadow: True))
+        monkeypatch.setattr(LruBaseline, "leads", property(lambda baseline: True))
         requests = WORKLOADS["scan"](random.Random(5), 800)
         assert hits(requests, 60, "predictive")[0] == hits(requests, 60, "lru")[0]
 
@@ -65,7 +65,7 @@ class TestHits:
 def test_the_shadow_hits_exactly_what_lru_hits(workload: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the other one evicts, as long as its ghosts suffice, which a tiny pool's may not."""
     shadowed: list[int] = []
-    monkeypatch.setattr(LruShadow, "compare", lambda shadow, asked, hit, lru_hit, known: shadowed.append(lru_hit))
+    monkeypatch.setattr(LruBaseline, "compare", lambda baseline, asked, hit, lru_hit, known: shadowed.append(lru_hit))
     requests = WORKLOADS[workload](random.Random(6), 800)
     now = [0.0]
     lru = PrefixCache(blocks, 1, "lru", clock=lambda: now[0])
@@ -80,37 +80,37 @@ def test_the_shadow_hits_exactly_what_lru_hits(workload: str, blocks: int, monke
 
 
 class TestWhoDecides:
-    def settled(self, shadow: LruShadow, length: int) -> Use:
-        use = Use(0.0)
-        use.settle(0.0, length, 1, 0, 0, Hazards().classed)
-        shadow.takes(use)
+    def settled(self, baseline: LruBaseline, length: int) -> AccessRecord:
+        use = AccessRecord(0.0)
+        use.settle(0.0, length, 1, 0, 0, HazardModel().classed)
+        baseline.takes(use)
         return use
 
     def test_lru_unless_it_misses_what_is_remembered(self) -> None:
-        shadow = LruShadow(1000)
-        assert not shadow.leads  # nothing was asked for, and nothing can be lost
-        shadow.compare(1000, 500, 500, 500 + int(1000 * HEADROOM) - 1)
-        assert shadow.leads
-        shadow.compare(1000, 500, 500, 600)
-        assert not shadow.leads
+        baseline = LruBaseline(1000)
+        assert not baseline.leads  # nothing was asked for, and nothing can be lost
+        baseline.compare(1000, 500, 500, 500 + int(1000 * HEADROOM) - 1)
+        assert baseline.leads
+        baseline.compare(1000, 500, 500, 600)
+        assert not baseline.leads
 
     def test_lru_while_it_is_ahead(self) -> None:
-        shadow = LruShadow(1000)
-        shadow.compare(1000, 490, 500, 700)
-        assert shadow.leads
-        shadow.compare(1000, 600, 500, 700)
-        assert not shadow.leads
+        baseline = LruBaseline(1000)
+        baseline.compare(1000, 490, 500, 700)
+        assert baseline.leads
+        baseline.compare(1000, 600, 500, 700)
+        assert not baseline.leads
 
     def test_lru_while_too_much_is_gone_that_it_would_hold(self) -> None:
-        shadow = LruShadow(1000)
-        use = self.settled(shadow, 900)
-        shadow.compare(1000, 0, 0, 500)
-        assert not shadow.leads
-        shadow.evicted(use, 500)
-        assert shadow.leads
-        self.settled(shadow, 600)  # LRU lets go of it, too
+        baseline = LruBaseline(1000)
+        use = self.settled(baseline, 900)
+        baseline.compare(1000, 0, 0, 500)
+        assert not baseline.leads
+        baseline.evicted(use, 500)
+        assert baseline.leads
+        self.settled(baseline, 600)  # LRU lets go of it, too
         assert use.kept_to == 400
-        assert not shadow.leads
+        assert not baseline.leads
 
     @pytest.mark.parametrize("workload", ["scan", "documents", "turns"])
     def test_a_pool_in_which_next_to_nothing_is_missed_is_left_to_lru(self, workload: str) -> None:
@@ -152,7 +152,7 @@ class TestHints:
         requests = [Request(float(i), [i], f"kind {i}") for i in range(200)]
         _, cache = hits(requests, 10, "predictive")
         assert len(learner(cache)._kinds) == KINDS
-        assert len(learner(cache).hazards) < 60
+        assert len(learner(cache).hazard_model) < 60
 
 
 class TestMemory:
@@ -165,13 +165,13 @@ class TestMemory:
             assert len(cache._ghosts) <= 30
             assert cache._ghosts.tokens <= 30
             assert learner(cache).uses <= 60
-            assert len(learner(cache).shadow) <= 30
+            assert len(learner(cache).baseline) <= 30
             claimed = sum(use.end - use.start for ages in learner(cache)._ages for use in ages)
             ghosts = [*cache._ghosts._runs.values(), *cache._ghosts._faded.values()]
             assert claimed == cache.evictable_blocks + sum(ghost.size for ghost in ghosts) // 4
         cache.clear()
         cache.check()
-        assert learner(cache).uses == len(learner(cache).shadow) == len(cache._ghosts) == 0
+        assert learner(cache).uses == len(learner(cache).baseline) == len(cache._ghosts) == 0
 
     def test_is_bounded_even_if_nothing_is_ever_told_as_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(PredictiveIndex, "forgotten", lambda index, use, start: None)
@@ -206,8 +206,8 @@ class TestUse:
     @given(histories())
     def test_claims_and_bounds_are_those_of_a_walk_token_by_token(self, lengths: list[int]) -> None:
         times, last = [0] * 31, [-1] * 31
-        uses: list[Use] = []
-        hazards = Hazards()
+        uses: list[AccessRecord] = []
+        hazard_model = HazardModel()
         for number, length in enumerate(lengths):
             parts = sorted(
                 ((use.start, min(length, use.end), use) for use in uses if use.start < min(length, use.end)),
@@ -221,8 +221,8 @@ class TestUse:
             assert list(bounds) == expected
             for _, end, use in parts:
                 use.start = end
-            use = Use(float(number), bounds)
-            use.settle(float(number), length, 4, 0, 0, hazards.classed)
+            use = AccessRecord(float(number), bounds)
+            use.settle(float(number), length, 4, 0, 0, hazard_model.classed)
             uses.append(use)
             for at in range(1, length + 1):
                 told = use.tail(at)
@@ -242,14 +242,14 @@ class TestUse:
 
 class TestHazards:
     def test_a_worth_is_the_best_rate_over_all_ends(self) -> None:
-        hazards = Hazards()
-        kin = hazards.classed(PLAIN)
+        hazard_model = HazardModel()
+        reuse_class = hazard_model.classed(PLAIN)
         rng = random.Random(8)
         for bucket in range(BUCKETS):
-            hazards.reach(kin, bucket, 100.0)
-            hazards.want(kin, bucket, rng.uniform(0, 60))
-        hazards.look()
-        chances = hazards._hazards(PLAIN).tolist()
+            hazard_model.reach(reuse_class, bucket, 100.0)
+            hazard_model.want(reuse_class, bucket, rng.uniform(0, 60))
+        hazard_model.look()
+        chances = hazard_model._hazards(PLAIN).tolist()
         for bucket in range(BUCKETS):
             alive, wanted, time, best = 1.0, 0.0, 0.0, 0.0
             for later in range(bucket, BUCKETS):
@@ -258,7 +258,7 @@ class TestHazards:
                 wanted += alive * chances[later]
                 alive *= 1 - chances[later]
                 best = max(best, wanted / time)
-            assert math.isclose(hazards.worth(kin, bucket), best, rel_tol=1e-9)
+            assert math.isclose(hazard_model.worth(reuse_class, bucket), best, rel_tol=1e-9)
 
     def test_a_rate_is_finite_where_nothing_is_left_to_wait_for(self) -> None:
         rates = _best_rates([0.99] * BUCKETS)
@@ -266,28 +266,28 @@ class TestHazards:
         assert _best_rates([0.0] * BUCKETS) == [0.0] * BUCKETS
 
     def test_what_was_wanted_more_often_is_worth_more(self) -> None:
-        hazards = Hazards()
-        dear, cheap = hazards.classed(PLAIN), hazards.classed(PLAIN._replace(kind=1))
-        for kin, wanted in ((dear, 50.0), (cheap, 1.0)):
-            hazards.reach(kin, 3, 100.0)
-            hazards.want(kin, 3, wanted)
-        hazards.look()
-        assert hazards.worth(dear, 3) > 3 * hazards.worth(cheap, 3)
+        hazard_model = HazardModel()
+        dear, cheap = hazard_model.classed(PLAIN), hazard_model.classed(PLAIN._replace(kind=1))
+        for reuse_class, wanted in ((dear, 50.0), (cheap, 1.0)):
+            hazard_model.reach(reuse_class, 3, 100.0)
+            hazard_model.want(reuse_class, 3, wanted)
+        hazard_model.look()
+        assert hazard_model.worth(dear, 3) > 3 * hazard_model.worth(cheap, 3)
 
     def test_what_is_unknown_is_worth_what_all_are(self) -> None:
-        hazards = Hazards()
-        known = hazards.classed(PLAIN)
-        hazards.reach(known, 0, 1000.0)
-        hazards.want(known, 0, 100.0)
-        hazards.look()
-        other = hazards.classed(Traits(1, 2, 3, 4, 5, True))
+        hazard_model = HazardModel()
+        known = hazard_model.classed(PLAIN)
+        hazard_model.reach(known, 0, 1000.0)
+        hazard_model.want(known, 0, 100.0)
+        hazard_model.look()
+        other = hazard_model.classed(Traits(1, 2, 3, 4, 5, True))
         everybody = (100.0 + 0.5) / (1000.0 + 5.0)
-        assert math.isclose(hazards._hazards(other.traits)[0], everybody)
+        assert math.isclose(hazard_model._hazards(other.traits)[0], everybody)
 
 
 class TestFading:
     def ghost(self, tokens: bytes, number: int) -> Ghost:
-        return Ghost(bytearray(tokens), number, 0.0, Pressure(1, 0), number, Use(0.0))
+        return Ghost(bytearray(tokens), number, 0.0, Pressure(1, 0), number, AccessRecord(0.0))
 
     def test_a_faded_run_is_followed_whole_or_not_at_all_and_only_on_demand(self) -> None:
         gone: list[int] = []
@@ -334,7 +334,7 @@ def test_nobody_waits_for_all_that_come_of_age_at_once(monkeypatch: pytest.Monke
         served(cache, [text])
     enter = PredictiveIndex._enter
 
-    def counted(index: PredictiveIndex, use: Use, bucket: int, first: int | None = None) -> None:
+    def counted(index: PredictiveIndex, use: AccessRecord, bucket: int, first: int | None = None) -> None:
         entered.append(use)
         enter(index, use, bucket, first)
 
@@ -356,10 +356,10 @@ def test_an_age_that_was_passed_over_counts_as_reached() -> None:
     (use,) = learner(cache)._ages[0]
     now[0] = 100.0
     served(cache, [2])
-    ((_, kin),) = use.runs
+    ((_, reuse_class),) = use.runs
     at = bisect_right(EDGES, 100.0) - 1
     assert use.bucket == at
-    assert kin.reached[: at + 2] == [2.0, *[1.0] * at, 0.0]  # the second use is of the same class, and young
+    assert reuse_class.reached[: at + 2] == [2.0, *[1.0] * at, 0.0]  # the second use is of the same class, and young
 
 
 def test_a_clock_that_goes_back_stands_still() -> None:

@@ -31,7 +31,7 @@ class Traits(NamedTuple):
     last: bool  # of the path's last block
 
 
-class Use:
+class AccessRecord:
     """The claim of one request to the path that it used last."""
 
     __slots__ = (
@@ -61,9 +61,9 @@ class Use:
         self.until: float | None = None  # when its user said that it returns
         self.leaf: object = None  # the node in the index whose tail it used last
 
-    def forked(self) -> Use:
+    def forked(self) -> AccessRecord:
         """The use of another sequence that goes on from where this one's is."""
-        return Use(self.time, self.bounds, self.fresh, self.gap)
+        return AccessRecord(self.time, self.bounds, self.fresh, self.gap)
 
     def settle(
         self,
@@ -93,19 +93,19 @@ class Use:
     def split(self, start: int, end: int) -> Iterator[tuple[ReuseClass, int]]:
         """Class and tokens of the runs within what it claims of [start, end)."""
         at, end = max(start, self.start), min(end, self.end)
-        for cut, kin in self.runs:
+        for cut, reuse_class in self.runs:
             if at >= end:
                 return
             if cut > at:
-                yield kin, min(cut, end) - at
+                yield reuse_class, min(cut, end) - at
                 at = cut
 
     def tail(self, end: int) -> tuple[int, ReuseClass] | None:
         """Where the run that holds token `end` - 1 starts, and its class; None if that is not of this use."""
         start = 0
-        for cut, kin in self.runs:
+        for cut, reuse_class in self.runs:
             if end <= cut:
-                return start, kin
+                return start, reuse_class
             start = cut
         return None
 
@@ -115,7 +115,7 @@ def size_class(amount: float, base_log2: int = 1, most: int = 12) -> int:
     return 0 if amount <= 0 else max(1, min(most, 1 + int(log2(amount) / base_log2)))
 
 
-def next_bounds(parts: list[tuple[int, int, Use]]) -> tuple[int, ...]:
+def next_bounds(parts: list[tuple[int, int, AccessRecord]]) -> tuple[int, ...]:
     """The bounds of a use that continues these parts (start, end, last use) of a path, which are deepest first."""
     bounds = [parts[0][1] if parts else 0] + [0] * (MOST_USES - 1)
     for start, end, use in parts:

@@ -44,16 +44,16 @@ class ReuseClass:
         self.as_of = -1
 
 
-class Hazards:
+class HazardModel:
     """Blocks wanted and blocks that reached an age, by trait and age bucket, and the worth that they say."""
 
-    __slots__ = ("_as_of", "_by_trait", "_classes", "_counted", "_leans", "_next", "_uses")
+    __slots__ = ("_as_of", "_by_trait", "_classes", "_counted", "_log_ratios", "_next", "_uses")
 
     def __init__(self) -> None:
         self._by_trait: dict[tuple[int, int], Counts] = {_EVERY: _none()}  # (field, value) -> counts
         self._classes: dict[Traits, ReuseClass] = {}
         self._counted: dict[ReuseClass, None] = {}  # classes with counts that their traits do not have yet
-        self._leans: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
+        self._log_ratios: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
         self._uses = self._as_of = 0
         self._next = float(REFRESH)
 
@@ -71,25 +71,25 @@ class Hazards:
             known = self._classes[traits] = ReuseClass(traits, counts)
         return known
 
-    def reach(self, kin: ReuseClass, bucket: int, blocks: float) -> None:
+    def reach(self, reuse_class: ReuseClass, bucket: int, blocks: float) -> None:
         """So many blocks of a class came to an age. O(1)."""
-        kin.reached[bucket] += blocks
-        self._counted[kin] = None
+        reuse_class.reached[bucket] += blocks
+        self._counted[reuse_class] = None
 
-    def want(self, kin: ReuseClass, bucket: int, blocks: float) -> None:
+    def want(self, reuse_class: ReuseClass, bucket: int, blocks: float) -> None:
         """So many blocks of a class were wanted at an age. O(1)."""
-        kin.wanted[bucket] += blocks
-        self._counted[kin] = None
+        reuse_class.wanted[bucket] += blocks
+        self._counted[reuse_class] = None
 
     def look(self) -> None:
         """What was counted so far is what worths are derived from, from now on. O(classes counted)."""
-        for kin in self._counted:
-            counts = np.array((kin.wanted, kin.reached))
-            for trait in kin.by_trait:
+        for reuse_class in self._counted:
+            counts = np.array((reuse_class.wanted, reuse_class.reached))
+            for trait in reuse_class.by_trait:
                 trait += counts
-            kin.wanted, kin.reached = [0.0] * BUCKETS, [0.0] * BUCKETS
+            reuse_class.wanted, reuse_class.reached = [0.0] * BUCKETS, [0.0] * BUCKETS
         self._counted.clear()
-        self._leans.clear()
+        self._log_ratios.clear()
         self._as_of += 1
 
     def used(self) -> None:
@@ -99,38 +99,38 @@ class Hazards:
             self._next = max(self._uses + REFRESH, self._uses * GROWTH)
             self.look()
 
-    def worth(self, kin: ReuseClass, bucket: int) -> float:
+    def worth(self, reuse_class: ReuseClass, bucket: int) -> float:
         """Uses per second that a block earns at its best from this age on: the higher, the later it goes.
 
         It is the largest ratio, over how long one would keep it, of the chance that it is wanted to the time that it
         takes room: Gittins' index of a job that pays once. O(1) amortised.
         """
-        if kin.as_of != self._as_of:
-            kin.worths = _best_rates(self._hazards(kin.traits).tolist())
-            kin.as_of = self._as_of
-        return kin.worths[bucket]
+        if reuse_class.as_of != self._as_of:
+            reuse_class.worths = _best_rates(self._hazards(reuse_class.traits).tolist())
+            reuse_class.as_of = self._as_of
+        return reuse_class.worths[bucket]
 
     def _hazards(self, traits: Traits) -> npt.NDArray[np.float64]:
-        leans = self._leans
-        base = leans.get(_EVERY)
+        log_ratios = self._log_ratios
+        base = log_ratios.get(_EVERY)
         if base is None:
             wanted, reached = np.array(self._by_trait[_EVERY])
-            base = leans[_EVERY] = np.log((wanted + 0.5) / (reached + 5.0))
+            base = log_ratios[_EVERY] = np.log((wanted + 0.5) / (reached + 5.0))
         total = base.copy()
         for trait in enumerate(traits):
-            lean = leans.get(trait)
-            if lean is None:
-                lean = leans[trait] = self._lean(trait, base)
-            total += lean
+            log_ratio = log_ratios.get(trait)
+            if log_ratio is None:
+                log_ratio = log_ratios[trait] = self._log_ratio(trait, base)
+            total += log_ratio
         hazards: npt.NDArray[np.float64] = np.minimum(np.exp(total, out=total), 0.99, out=total)
         return hazards
 
-    def _lean(self, trait: tuple[int, int], base: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def _log_ratio(self, trait: tuple[int, int], base: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """What a trait adds to the logarithm of everybody's hazard."""
         wanted, reached = np.array(self._by_trait[trait])
         prior = PRIOR * np.exp(base)
-        lean: npt.NDArray[np.float64] = DAMP * (np.log((wanted + prior) / (reached + PRIOR)) - base)
-        return lean
+        log_ratio: npt.NDArray[np.float64] = DAMP * (np.log((wanted + prior) / (reached + PRIOR)) - base)
+        return log_ratio
 
 
 def _none() -> Counts:

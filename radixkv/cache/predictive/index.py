@@ -18,22 +18,22 @@ from itertools import islice
 from sortedcontainers import SortedList
 
 from radixkv.cache.eviction import Entry, EvictionIndex
-from radixkv.cache.predictive.access_records import KINDS, Traits, Use, next_bounds, size_class
-from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, Hazards
-from radixkv.cache.predictive.lru_baseline import LruShadow
+from radixkv.cache.predictive.access_records import KINDS, AccessRecord, Traits, next_bounds, size_class
+from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, HazardModel
+from radixkv.cache.predictive.lru_baseline import LruBaseline
 
 MARGIN = 0.7  # another leaf must be worth less than this part of what LRU's choice is worth
 MOVES = 256  # uses that come of age at one call
 LOOKS = 4  # leaves whose worth is looked at anew for one victim
 
-Parts = list[tuple[int, int, Use]]  # of a path, deepest first: start, end, last use
+Parts = list[tuple[int, int, AccessRecord]]  # of a path, deepest first: start, end, last use
 Seat = tuple[int, bool, float, int, Entry]
 
 
 class PredictiveIndex(EvictionIndex):
     """The unlocked leaves by recency, as LRU has them, and by what they are worth."""
 
-    __slots__ = ("_ages", "_block", "_capacity", "_kinds", "_now", "_seats", "_unknown", "hazards", "shadow")
+    __slots__ = ("_ages", "_block", "_capacity", "_kinds", "_now", "_seats", "_unknown", "baseline", "hazard_model")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__("predictive")
@@ -41,15 +41,17 @@ class PredictiveIndex(EvictionIndex):
         self._capacity = num_blocks
         self._now = 0.0
         self._kinds: dict[str | None, int] = {None: 0}
-        self._ages: list[OrderedDict[Use, None]] = [OrderedDict() for _ in range(BUCKETS)]  # by bucket, oldest first
+        self._ages: list[OrderedDict[AccessRecord, None]] = [
+            OrderedDict() for _ in range(BUCKETS)
+        ]  # by bucket, oldest first
         self._seats: SortedList = SortedList()
-        self.hazards = Hazards()
-        self._unknown = self.hazards.classed(Traits(0, 0, 0, 0, 0, False))
-        self.shadow = LruShadow(num_blocks * block_size)
+        self.hazard_model = HazardModel()
+        self._unknown = self.hazard_model.classed(Traits(0, 0, 0, 0, 0, False))
+        self.baseline = LruBaseline(num_blocks * block_size)
 
     def __iter__(self) -> Iterator[Entry]:
         """All leaves, those of least worth first."""
-        return (seat[4] for seat in self._seats)
+        return (worth_key[4] for worth_key in self._seats)
 
     @property
     def uses(self) -> int:
@@ -62,10 +64,10 @@ class PredictiveIndex(EvictionIndex):
         """It became an unlocked leaf."""
         super().inserted(node)
         if node.use is None or not node.use.runs:  # published, but not by whoever closes here
-            node.use = use = Use(self._now)
-            use.settle(self._now, node.end, self._block, 0, 0, self.hazards.classed)
+            node.use = use = AccessRecord(self._now)
+            use.settle(self._now, node.end, self._block, 0, 0, self.hazard_model.classed)
             use.start = node.start
-            self.shadow.takes(use)
+            self.baseline.takes(use)
             self._enter(use, 0)
         node.use.leaf = node
         self._seat(node, self._worth(node))
@@ -80,8 +82,8 @@ class PredictiveIndex(EvictionIndex):
     def victim(self) -> Entry:
         """The leaf that goes next; the index must not be empty."""
         oldest = super().victim()
-        if self.shadow.leads:
-            return oldest if self.shadow.overdrawn else self._oldest_not_awaited(oldest)
+        if self.baseline.leads:
+            return oldest if self.baseline.overdrawn else self._oldest_not_awaited(oldest)
         least: Entry = self._seats[0][4]
         for _ in range(LOOKS):
             least = self._seats[0][4]
@@ -94,8 +96,8 @@ class PredictiveIndex(EvictionIndex):
 
     def _oldest_not_awaited(self, oldest: Entry) -> Entry:
         """LRU's choice, but for a few of whom their users said that they return."""
-        for place in islice(self._order, LOOKS):
-            node: Entry = place[4]
+        for eviction_key in islice(self._order, LOOKS):
+            node: Entry = eviction_key[4]
             if (node.priority, node.demoted) != (oldest.priority, oldest.demoted):
                 break
             if not self._awaited(node):
@@ -114,26 +116,28 @@ class PredictiveIndex(EvictionIndex):
     def trimmed(self, node: Entry) -> None:
         """Its tail went: what is left may be of another worth."""
         if node.use is not None:
-            self.shadow.evicted(node.use, node.start if node.place is None else node.end)
-        if node.place is not None:
+            self.baseline.evicted(node.use, node.start if node.eviction_key is None else node.end)
+        if node.eviction_key is not None:
             self._reseat(node)
 
     # ---- uses
 
-    def opened(self, path: Sequence[Entry], ghosts: Parts, asked: int, hit: int, now: float, *, learn: bool) -> Use:
+    def opened(
+        self, path: Sequence[Entry], ghosts: Parts, asked: int, hit: int, now: float, *, learn: bool
+    ) -> AccessRecord:
         """A request was opened at the end of `path` and found evicted parts behind. O(depth)."""
         now = self._advance(now)
         parts = ghosts[::-1]
         parts += [(node.start, node.end, node.use) for node in reversed(path) if node.use]
         if learn:
             known = min(asked, parts[0][1]) if parts else 0
-            self.shadow.compare(asked, hit, min(asked, self.shadow.hit(parts, asked)), known)
+            self.baseline.compare(asked, hit, min(asked, self.baseline.hit(parts, asked)), known)
         gap = 0
         if parts:
             last = parts[0][2]
             gap = 1 + size_class(now - last.time if last.runs else 0.0, 2, 10)
         bounds = next_bounds(parts)
-        use = Use(now, bounds, size_class((asked - bounds[0]) / self._block), gap)
+        use = AccessRecord(now, bounds, size_class((asked - bounds[0]) / self._block), gap)
         for _, end, old in parts:
             self._take(old, end, learn)
         for node in path:
@@ -141,7 +145,13 @@ class PredictiveIndex(EvictionIndex):
         return use
 
     def closed(
-        self, use: Use, path: Sequence[Entry], output: int, kind: str | None, returns_in: float | None, now: float
+        self,
+        use: AccessRecord,
+        path: Sequence[Entry],
+        output: int,
+        kind: str | None,
+        returns_in: float | None,
+        now: float,
     ) -> None:
         """A sequence was closed at the end of `path`, which it used last. O(depth)."""
         now = self._advance(now)
@@ -153,14 +163,14 @@ class PredictiveIndex(EvictionIndex):
                 if old is not None:
                     self._take(old, node.end, learn=False)
                 node.use = use
-        use.settle(now, path[-1].end, self._block, size_class(output), self._kind(kind), self.hazards.classed)
+        use.settle(now, path[-1].end, self._block, size_class(output), self._kind(kind), self.hazard_model.classed)
         use.until = None if returns_in is None else now + returns_in
-        self.shadow.takes(use)
-        self.hazards.used()
+        self.baseline.takes(use)
+        self.hazard_model.used()
         self._enter(use, 0)
         self._bound()
 
-    def forgotten(self, use: Use | None, start: int) -> None:
+    def forgotten(self, use: AccessRecord | None, start: int) -> None:
         """Nobody can tell any more whether a use's text from `start` on is wanted."""
         if use is not None:
             use.end = max(use.start, min(use.end, start))
@@ -169,7 +179,7 @@ class PredictiveIndex(EvictionIndex):
 
     def forget(self) -> None:
         """Whatever was used is as good as never used; what was learnt stays."""
-        self.shadow.clear()
+        self.baseline.clear()
         for ages in self._ages:
             for use in ages:
                 use.bucket, use.end = -1, use.start
@@ -181,14 +191,14 @@ class PredictiveIndex(EvictionIndex):
             known[kind] = len(known)
         return known.get(kind, KINDS)
 
-    def _take(self, old: Use, end: int, learn: bool) -> None:
+    def _take(self, old: AccessRecord, end: int, learn: bool) -> None:
         """What a use claims up to `end` was used by another."""
         if end <= old.start:
             return
         if learn and old.bucket >= 0:
-            for kin, tokens in old.split(old.start, end):
-                self.hazards.want(kin, old.bucket, tokens / self._block)
-        self.shadow.loses_head(old, end)
+            for reuse_class, tokens in old.split(old.start, end):
+                self.hazard_model.want(reuse_class, old.bucket, tokens / self._block)
+        self.baseline.loses_head(old, end)
         old.start = end
         if old.start >= old.end:
             old.end = old.start
@@ -213,7 +223,7 @@ class PredictiveIndex(EvictionIndex):
                 self._enter(use, max(bucket + 1, bisect_right(EDGES, now - use.time) - 1), bucket + 1)
         return now
 
-    def _enter(self, use: Use, bucket: int, first: int | None = None) -> None:
+    def _enter(self, use: AccessRecord, bucket: int, first: int | None = None) -> None:
         """Put a use into a bucket, after it went through those from `first` on."""
         if use.start >= use.end:
             use.bucket = -1
@@ -221,19 +231,19 @@ class PredictiveIndex(EvictionIndex):
         use.bucket = bucket
         self._ages[bucket][use] = None
         passed = (bucket,) if first is None else range(first, bucket + 1)
-        at, end, reach = use.start, use.end, self.hazards.reach
-        for cut, kin in use.runs:  # as `split` does; this is the busiest loop of all
+        at, end, reach = use.start, use.end, self.hazard_model.reach
+        for cut, reuse_class in use.runs:  # as `split` does; this is the busiest loop of all
             if cut > at:
                 blocks = (min(cut, end) - at) / self._block
                 for age in passed:
-                    reach(kin, age, blocks)
+                    reach(reuse_class, age, blocks)
                 at = cut
                 if cut >= end:
                     break
         if use.leaf is not None:
             self._reseat(use.leaf)  # type: ignore[arg-type]
 
-    def _leave(self, use: Use) -> None:
+    def _leave(self, use: AccessRecord) -> None:
         if use.bucket >= 0:
             del self._ages[use.bucket][use]
             use.bucket = -1
@@ -254,25 +264,25 @@ class PredictiveIndex(EvictionIndex):
         use = node.use
         assert use is not None
         tail = use.tail(node.end)
-        kin = self._unknown if tail is None else tail[1]
-        worth = self.hazards.worth(kin, use.bucket if use.bucket > 0 else 0)
+        reuse_class = self._unknown if tail is None else tail[1]
+        worth = self.hazard_model.worth(reuse_class, use.bucket if use.bucket > 0 else 0)
         if use.until is not None and use.until > self._now:
             return max(worth, 1.0 / (use.until - self._now))
         return worth
 
     def _seat(self, node: Entry, worth: float) -> None:
-        node.seat = (node.priority, not node.demoted, worth, node.tick, node)
-        self._seats.add(node.seat)
+        node.worth_key = (node.priority, not node.demoted, worth, node.tick, node)
+        self._seats.add(node.worth_key)
 
     def _unseat(self, node: Entry) -> None:
-        self._seats.remove(node.seat)
-        node.seat = None
+        self._seats.remove(node.worth_key)
+        node.worth_key = None
 
     def _reseat(self, node: Entry) -> bool:
         """Look at its worth anew; whether it was the same."""
-        assert node.seat is not None
+        assert node.worth_key is not None
         worth = self._worth(node)
-        if node.seat[2] == worth:
+        if node.worth_key[2] == worth:
             return True
         self._unseat(node)
         self._seat(node, worth)

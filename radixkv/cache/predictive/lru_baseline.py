@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from radixkv.cache.predictive.access_records import Use
+from radixkv.cache.predictive.access_records import AccessRecord
 
 HEADROOM = 0.025  # of the tokens asked for, what LRU must miss and ghosts remember: below that there is nothing to gain
 SLACK = 0.0003  # of the tokens asked for, what may be lost against LRU at any time
@@ -19,14 +19,14 @@ AT_RISK = 0.03  # of what LRU would hold and is evicted, what is taken for lost 
 MEMORY = 64.0  # pools' worth of tokens asked for, after which what was gained or lost counts 1/e
 
 
-class LruShadow:
+class LruBaseline:
     """Plain LRU of so many tokens, in outline."""
 
     __slots__ = ("_asked", "_behind", "_capacity", "_gone", "_held", "_missed", "_uses")
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._uses: OrderedDict[Use, None] = OrderedDict()  # those of which LRU holds some, oldest first
+        self._uses: OrderedDict[AccessRecord, None] = OrderedDict()  # those of which LRU holds some, oldest first
         self._held = 0  # tokens
         self._gone = 0  # of these, the tokens that the cache has evicted
         self._asked = 0.0  # lately, as the next two
@@ -51,7 +51,7 @@ class LruShadow:
         self._uses.clear()
         self._held = self._gone = 0
 
-    def hit(self, parts: list[tuple[int, int, Use]], length: int) -> int:
+    def hit(self, parts: list[tuple[int, int, AccessRecord]], length: int) -> int:
         """Tokens that LRU would hit of a path whose parts (start, end, last use) are deepest first. O(parts)."""
         for start, end, use in reversed(parts):
             kept = use.kept_to if use.runs else length
@@ -66,7 +66,7 @@ class LruShadow:
         self._missed = self._missed * fade + known - lru_hit
         self._behind = self._behind * fade + lru_hit - hit
 
-    def takes(self, use: Use) -> None:
+    def takes(self, use: AccessRecord) -> None:
         """A use has settled: what it claims is held, and the oldest goes that does not fit any more."""
         if use.kept_to > use.start:
             self._uses[use] = None
@@ -75,12 +75,12 @@ class LruShadow:
             oldest = next(iter(self._uses))
             self._keeps(oldest, oldest.start, max(oldest.start, oldest.kept_to - (self._held - self._capacity)))
 
-    def loses_head(self, use: Use, start: int) -> None:
+    def loses_head(self, use: AccessRecord, start: int) -> None:
         """Another use is about to take the claim up to `start`."""
         if use in self._uses:
             self._keeps(use, min(start, use.kept_to), use.kept_to)
 
-    def evicted(self, use: Use, start: int) -> None:
+    def evicted(self, use: AccessRecord, start: int) -> None:
         """The cache evicted the claim from `start` on, whatever LRU does."""
         if start < use.gone_from:
             before = use.gone_within(use.start, use.kept_to)
@@ -88,7 +88,7 @@ class LruShadow:
             if use in self._uses:
                 self._gone += use.gone_within(use.start, use.kept_to) - before
 
-    def _keeps(self, use: Use, start: int, end: int) -> None:
+    def _keeps(self, use: AccessRecord, start: int, end: int) -> None:
         """LRU holds no more of a use than [start, end); its claim starts there, or is about to."""
         self._held -= (use.kept_to - use.start) - (end - start)
         self._gone -= use.gone_within(use.start, use.kept_to) - use.gone_within(start, end)
