@@ -18,11 +18,11 @@ from textual.pilot import Pilot
 from radixkv.telemetry.recording import read_recording
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.feed import Feed, Status
-from radixkv_monitor.intake import Intake, Past
+from radixkv_monitor.screenshot import picture
 from radixkv_monitor.state import State
+from radixkv_monitor.state_builder import Intake, Past
 from radixkv_monitor.theme import DARK, LIGHT
 from radixkv_monitor.timeline import Timeline
-from radixkv_monitor.widgets.picture import picture
 
 ROOT = Path(__file__).parent.parent
 RECORDING = ROOT / "tests" / "monitor" / "data" / "agents.rec"

@@ -6,14 +6,14 @@ from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor.account import Account
 from radixkv_monitor.block_map import Owner, is_node
 from radixkv_monitor.block_modes import STATE_NAMES, Blocks
+from radixkv_monitor.formatting import duration, some
 from radixkv_monitor.node_facts import MOST_NAMED, holder_name
-from radixkv_monitor.phrases import duration, some
 from radixkv_monitor.runs import count_blocks, place_of
-from radixkv_monitor.sessions_seen import SHARED, UNKNOWN, path
+from radixkv_monitor.session_tracker import SHARED, UNKNOWN, path
 from radixkv_monitor.state import State
 
 
-def account(blocks: Blocks, block: int, per: int) -> Account:
+def block_detail(blocks: Blocks, block: int, per: int) -> Account:
     """All that there is to say of a block, the first of `per` that its cell shows."""
     state = blocks.state
     if state is None or not 0 <= block < blocks.map.num_blocks:

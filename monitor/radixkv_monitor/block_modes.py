@@ -17,7 +17,7 @@ from radixkv_monitor import palette
 from radixkv_monitor.block_map import NOBODY, BlockMap, Owner, is_node
 from radixkv_monitor.palette import Shade
 from radixkv_monitor.runs import count_blocks
-from radixkv_monitor.sessions_seen import SHARED, UNKNOWN, SessionsSeen, path
+from radixkv_monitor.session_tracker import SHARED, UNKNOWN, SessionsSeen, path
 from radixkv_monitor.state import State
 
 Levels = npt.NDArray[np.uint8]

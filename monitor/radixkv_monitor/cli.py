@@ -116,19 +116,19 @@ def _no_order(name: str) -> str:
 def _feed(arguments: argparse.Namespace) -> Any:
     """What to watch; None if the person chose nothing."""
     from radixkv.telemetry.discovery import engines
-    from radixkv_monitor import targets
+    from radixkv_monitor import feed_factory
 
     if arguments.demo:
-        return targets.demo()
+        return feed_factory.demo()
     target = arguments.replay or arguments.target
     if target is not None:
-        return targets.feed_of(str(target), arguments.token)
+        return feed_factory.feed_of(str(target), arguments.token)
     found = engines()
     if not found:
-        raise EngineNotFound(targets.NOBODY)
+        raise EngineNotFound(feed_factory.NOBODY)
     if len(found) == 1:
-        return targets.feed_of_found(found[0])
-    lines = [targets.describe(each, time.time()) for each in found]
+        return feed_factory.feed_of_found(found[0])
+    lines = [feed_factory.describe(each, time.time()) for each in found]
     if arguments.once:
         raise EngineNotFound("several engines run here, name one by its process id or socket:\n" + "\n".join(lines))
     from radixkv_monitor.picker import PickerApp
@@ -137,7 +137,7 @@ def _feed(arguments: argparse.Namespace) -> Any:
     index = picker.run()
     if picker.return_code:  # a signal ended it
         raise SystemExit(picker.return_code)
-    return None if index is None else targets.feed_of_found(found[index])
+    return None if index is None else feed_factory.feed_of_found(found[index])
 
 
 def _draw(feed: Any, arguments: argparse.Namespace) -> int:
@@ -161,7 +161,7 @@ def _draw(feed: Any, arguments: argparse.Namespace) -> int:
 
 
 def _once(feed: Any, *, as_json: bool) -> int:
-    from radixkv_monitor.once import first_state, to_dict, to_text
+    from radixkv_monitor.print_once import first_state, to_dict, to_text
 
     state = first_state(feed, PATIENCE)
     print(json.dumps(to_dict(state), indent=2) if as_json else to_text(state), flush=True)

@@ -15,9 +15,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Literal
 
-from radixkv_monitor.intake import Intake, Past
+from radixkv_monitor.recording_writer import Tape, save
 from radixkv_monitor.state import State
-from radixkv_monitor.tape import Tape, save
+from radixkv_monitor.state_builder import Intake, Past
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from radixkv.errors import RadixKVError
 from radixkv.telemetry.protocol import WRONG_TOKEN, Decoder, Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.feed import Link, Status, ThreadFeed, Traffic
-from radixkv_monitor.phrases import duration
+from radixkv_monitor.formatting import duration
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from radixkv_monitor.feed import Traffic
-from radixkv_monitor.phrases import size
+from radixkv_monitor.formatting import size
 
 _STATM = Path("/proc/self/statm")
 

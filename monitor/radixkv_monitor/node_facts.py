@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor.account import Account
-from radixkv_monitor.phrases import duration, size, some
+from radixkv_monitor.formatting import duration, size, some
 from radixkv_monitor.runs import count_blocks, runs
-from radixkv_monitor.sessions_seen import path
+from radixkv_monitor.session_tracker import path
 from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import Branch
 
@@ -106,7 +106,7 @@ def _not_held(branch: Branch) -> str:
     return "Held by nobody: evictable now."
 
 
-def account(state: State, branch: Branch, queue: Queue) -> Account:
+def node_detail(state: State, branch: Branch, queue: Queue) -> Account:
     """All that there is to say of a node."""
     node = branch.node
     if branch.is_root:

@@ -10,7 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Label, OptionList
 from textual.widgets.option_list import Option
 
-from radixkv_monitor.leaving import heed
+from radixkv_monitor.shutdown import heed
 from radixkv_monitor.theme import DARK, THEMES
 
 

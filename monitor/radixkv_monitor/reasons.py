@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from radixkv.telemetry.records import EvictionRecord, RequestRecord
-from radixkv_monitor.phrases import duration, share, some
+from radixkv_monitor.formatting import duration, share, some
 
 GLYPHS = {
     "waiting": "…",

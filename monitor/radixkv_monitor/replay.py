@@ -16,8 +16,8 @@ from radixkv.errors import ProtocolError
 from radixkv.telemetry.protocol import Frame
 from radixkv.telemetry.recording import read_recording
 from radixkv_monitor.feed import Status, ThreadFeed, Traffic
-from radixkv_monitor.intake import Intake, Past
 from radixkv_monitor.state import State
+from radixkv_monitor.state_builder import Intake, Past
 from radixkv_monitor.timeline import Timeline
 
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)

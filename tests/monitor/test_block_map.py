@@ -22,9 +22,9 @@ from radixkv_monitor.block_map import (
 )
 from radixkv_monitor.block_modes import MODES, Blocks, reduce
 from radixkv_monitor.runs import block_at, count_blocks, place_of, without_last
-from radixkv_monitor.sessions_seen import SHARED, UNKNOWN
-from tests.monitor.cache_lives import STEPS, Life
-from tests.monitor.hosting import state
+from radixkv_monitor.session_tracker import SHARED, UNKNOWN
+from tests.monitor.random_cache import STEPS, Life
+from tests.monitor.view_host import state
 
 RUNS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), max_size=5).map(lambda runs: sum(runs, ()))
 

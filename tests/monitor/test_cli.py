@@ -14,12 +14,12 @@ from radixkv.errors import EngineNotFound
 from radixkv.telemetry.discovery import FoundEngine
 from radixkv.telemetry.protocol import Bye, Delta, Hello, Snapshot, encode
 from radixkv.telemetry.records import Changes
-from radixkv_monitor import cli, targets
-from radixkv_monitor.intake import Intake
+from radixkv_monitor import cli, feed_factory
 from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.picker import PickerApp
 from radixkv_monitor.replay import FileFeed
-from tests.monitor.still import FACTS
+from radixkv_monitor.state_builder import Intake
+from tests.monitor.fake_feed import FACTS
 from tests.telemetry.served import serving
 
 STATS = {"prompt_tokens": 200.0, "cached_tokens": 150.0, "finished": 4.0, "cache.cached_blocks": 16.0}
@@ -42,7 +42,7 @@ def found(number: int, model: str = "tiny") -> FoundEngine:
 
 def only(monkeypatch: pytest.MonkeyPatch, *there: FoundEngine) -> None:
     monkeypatch.setattr("radixkv.telemetry.discovery.engines", lambda: list(there))
-    monkeypatch.setattr("radixkv_monitor.targets.engines", lambda: list(there))
+    monkeypatch.setattr("radixkv_monitor.feed_factory.engines", lambda: list(there))
 
 
 def test_once_of_a_recording_is_its_end(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_once_in_words(recording: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_once_of_a_live_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     only(monkeypatch, found(7))
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr("radixkv_monitor.targets.connect", lambda *_, **__: theirs)
+    monkeypatch.setattr("radixkv_monitor.feed_factory.connect", lambda *_, **__: theirs)
     snapshot = Snapshot(0, 1, Changes(time=1000.0, reset=True, stats=STATS))
     with ours:
         ours.sendall(encode(Hello(FACTS)) + encode(snapshot))
@@ -132,17 +132,17 @@ def test_ctrl_c_is_130(recording: Path, monkeypatch: pytest.MonkeyPatch) -> None
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("radixkv_monitor.once.first_state", interrupted)
+    monkeypatch.setattr("radixkv_monitor.print_once.first_state", interrupted)
     assert cli.main([str(recording), "--once"]) == 130
 
 
 def test_what_a_target_is(recording: Path, tmp_path: Path) -> None:
-    assert isinstance(targets.feed_of(str(recording)), FileFeed)
-    assert isinstance(targets.feed_of("123"), SocketFeed)
-    assert isinstance(targets.feed_of("tcp://127.0.0.1:9"), SocketFeed)
+    assert isinstance(feed_factory.feed_of(str(recording)), FileFeed)
+    assert isinstance(feed_factory.feed_of("123"), SocketFeed)
+    assert isinstance(feed_factory.feed_of("tcp://127.0.0.1:9"), SocketFeed)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "s.sock"))
-        assert isinstance(targets.feed_of(str(tmp_path / "s.sock")), SocketFeed)
+        assert isinstance(feed_factory.feed_of(str(tmp_path / "s.sock")), SocketFeed)
 
 
 def test_a_younger_engine_of_the_same_model_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_younger_engine_of_the_same_model_is_followed(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(targets, "connect", connect)
     monkeypatch.setattr(targets, "engines", lambda: there)
-    attempt = targets._following(first)
+    attempt = feed_factory._following(first)
     with pytest.raises(EngineNotFound, match="gone"):
         attempt()
     there[:] = [other]
@@ -245,7 +245,7 @@ def test_a_wrong_token_is_told_once_and_ends_it(capsys: pytest.CaptureFixture[st
         address = f"tcp://{publisher.tcp}"
         assert cli.main([address, "--token", "wrong", "--once"]) == 1
         assert "wrong token: it stands in the json file" in capsys.readouterr().err
-        feed = targets.feed_of(address, "wrong")
+        feed = feed_factory.feed_of(address, "wrong")
         feed.start()
         feed._thread.join(20.0)
         assert not feed._thread.is_alive() and feed.status.link == "ended" and "wrong token" in feed.status.sentence

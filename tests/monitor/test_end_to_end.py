@@ -17,7 +17,7 @@ import pytest
 from radixkv.telemetry import discovery
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.live import SocketFeed
-from tests.monitor.hosting import screen
+from tests.monitor.view_host import screen
 
 LONGEST = 45.0  # seconds to wait for what must come, on a busy machine
 

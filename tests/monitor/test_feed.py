@@ -23,14 +23,14 @@ from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.recording import MAGIC, read_recording
 from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord
 from radixkv_monitor.history import rate
-from radixkv_monitor.intake import Intake, Past
 from radixkv_monitor.live import DemoFeed, SocketFeed
-from radixkv_monitor.once import first_state
+from radixkv_monitor.print_once import first_state
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
+from radixkv_monitor.state_builder import Intake, Past
 from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.timeline import Timeline
-from tests.monitor.still import FACTS
+from tests.monitor.fake_feed import FACTS
 from tests.telemetry.served import serving
 
 OTHER = replace(FACTS, engine="engine-2", pid=5000)

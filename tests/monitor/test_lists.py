@@ -7,11 +7,11 @@ from textual.pilot import Pilot
 
 from radixkv_monitor.messages import NodeSelected, RequestSelected, Selection
 from radixkv_monitor.views.evictions import EvictionsView
-from radixkv_monitor.views.listing import Listing
 from radixkv_monitor.views.requests import RequestsView
 from radixkv_monitor.views.sessions import SessionsView
+from radixkv_monitor.views.table_view import Listing
 from tests.monitor import samples
-from tests.monitor.hosting import hosted, screen, state
+from tests.monitor.view_host import hosted, screen, state
 
 REQUESTS = state(
     live=[

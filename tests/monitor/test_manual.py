@@ -14,10 +14,10 @@ from radixkv_monitor.cli import _parser
 from radixkv_monitor.help import key_name
 from radixkv_monitor.views import VIEWS
 from radixkv_monitor.views.evictions import EvictionsView
-from radixkv_monitor.views.listing import Listing
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.views.requests import RequestsView
 from radixkv_monitor.views.sessions import SessionsView
+from radixkv_monitor.views.table_view import Listing
 from radixkv_monitor.views.tree import TreeView
 from radixkv_monitor.widgets.flat_tree import FlatTree
 from radixkv_monitor.widgets.heat_map import HeatMap

@@ -14,8 +14,8 @@ from radixkv_monitor.state import Sample
 from radixkv_monitor.views.cards import CARDS
 from radixkv_monitor.views.overview import OverviewView
 from radixkv_monitor.widgets.panel import Panel
+from tests.monitor.fake_feed import FACTS, StillFeed
 from tests.monitor.samples import request
-from tests.monitor.still import FACTS, StillFeed
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=["80x24", "160x48"])
 STATS = {

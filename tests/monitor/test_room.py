@@ -7,9 +7,9 @@ from textual.pilot import Pilot
 
 from radixkv_monitor.account import Account
 from radixkv_monitor.views.sessions import SessionsView
-from radixkv_monitor.widgets.detail import _text
+from radixkv_monitor.widgets.detail_pane import _text
 from tests.monitor import samples
-from tests.monitor.hosting import hosted, screen, state
+from tests.monitor.view_host import hosted, screen, state
 
 
 @pytest.mark.parametrize("size", [(80, 24), (160, 48), (44, 12)])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import Changes, NodeRecord, SequenceRecord
 from radixkv_monitor.state import REMEMBERED_TICKS, Camera, State
-from tests.monitor.still import FACTS
+from tests.monitor.fake_feed import FACTS
 
 
 def node(number: int, used: float) -> NodeRecord:

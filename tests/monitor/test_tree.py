@@ -16,9 +16,9 @@ from radixkv_monitor.messages import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, TreeRows
 from radixkv_monitor.views.tree import TreeView
-from radixkv_monitor.widgets.detail import Detail
+from radixkv_monitor.widgets.detail_pane import Detail
 from tests.monitor import samples
-from tests.monitor.hosting import hosted, screen, state
+from tests.monitor.view_host import hosted, screen, state
 
 SIZES = ((80, 24), (160, 48))
 both_sizes = pytest.mark.parametrize("size", SIZES, ids=["80x24", "160x48"])
@@ -319,7 +319,7 @@ def test_export_has_the_rows_as_they_are_shown() -> None:
 def account(shown: State, number: int) -> str:
     rows = TreeRows()
     rows.update(shown.nodes)
-    told = node_facts.account(shown, rows.branches[number], node_facts.eviction_queue(shown))
+    told = node_facts.node_detail(shown, rows.branches[number], node_facts.eviction_queue(shown))
     return "\n".join([told.title, *(f"{name}: {value}" for name, value in told.facts), *told.notes])
 
 

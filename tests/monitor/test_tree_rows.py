@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from radixkv.telemetry.records import NodeRecord
 from radixkv_monitor.node_filter import InvalidFilter, NodeFilter, parse, states_of
 from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
-from tests.monitor.cache_lives import STEPS, Life
+from tests.monitor.random_cache import STEPS, Life
 
 Nodes = dict[int, NodeRecord]
 

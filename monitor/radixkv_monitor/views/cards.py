@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 from radixkv_monitor import history as counters
-from radixkv_monitor.phrases import count, duration, share, short, some
+from radixkv_monitor.formatting import count, duration, share, short, some
 from radixkv_monitor.state import Sample, State
 from radixkv_monitor.summary import Percentiles, Summary
 from radixkv_monitor.widgets.panel import Panel

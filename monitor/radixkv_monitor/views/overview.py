@@ -16,7 +16,7 @@ from textual.containers import Grid
 from radixkv_monitor import history as counters
 from radixkv_monitor import palette
 from radixkv_monitor.export import Table
-from radixkv_monitor.phrases import count, duration, share, size, some
+from radixkv_monitor.formatting import count, duration, share, size, some
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import Summary, summarise, verdict
 from radixkv_monitor.views import View

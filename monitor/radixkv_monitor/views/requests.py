@@ -10,10 +10,10 @@ from textual.content import Content
 
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import reasons
+from radixkv_monitor.formatting import duration, share, some
 from radixkv_monitor.messages import RequestSelected, Selection
-from radixkv_monitor.phrases import duration, share, some
 from radixkv_monitor.state import State
-from radixkv_monitor.views.listing import Listing, Order
+from radixkv_monitor.views.table_view import Listing, Order
 from radixkv_monitor.waterfall import Axis, axis_of, bar
 from radixkv_monitor.widgets.table import Cell, Column, RowTable
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from textual.content import Content
 
 from radixkv.telemetry.records import SessionRecord
-from radixkv_monitor.phrases import count, duration, share, some
+from radixkv_monitor.formatting import count, duration, share, some
 from radixkv_monitor.state import State
-from radixkv_monitor.views.listing import Listing, Order
+from radixkv_monitor.views.table_view import Listing, Order
 from radixkv_monitor.widgets.table import Cell, Column
 
 MOST_NAMED = 3

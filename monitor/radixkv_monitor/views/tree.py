@@ -17,16 +17,16 @@ from textual.widgets import Input, Static
 from radixkv_monitor import node_facts, node_filter
 from radixkv_monitor.account import Account
 from radixkv_monitor.export import Table
+from radixkv_monitor.formatting import some
 from radixkv_monitor.messages import BlockSelected, NodeSelected, Selection
-from radixkv_monitor.phrases import some
 from radixkv_monitor.runs import block_at, count_blocks
-from radixkv_monitor.sessions_seen import SessionsSeen
+from radixkv_monitor.session_tracker import SessionsSeen
 from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
 from radixkv_monitor.views.filtered import FilteredView
-from radixkv_monitor.widgets.detail import Detail
+from radixkv_monitor.widgets.detail_pane import Detail
 from radixkv_monitor.widgets.flat_tree import FlatTree
-from radixkv_monitor.widgets.row_look import Terms
+from radixkv_monitor.widgets.tree_row import Terms
 
 MANY, SOON = 1000, 0.39
 """Nodes from which on states are let go by that come so soon, in seconds, behind the one that is shown."""
@@ -150,7 +150,7 @@ class TreeView(FilteredView):
     def _account(self, state: State) -> None:
         branch = self.lines.cursor
         nothing = "No node fits the filter" if self.rows.is_filtered and state.nodes else "Nothing is cached"
-        told = Account(nothing) if branch is None else node_facts.account(state, branch, self._queue)
+        told = Account(nothing) if branch is None else node_facts.node_detail(state, branch, self._queue)
         self.query_one(Detail).tell(told)
 
     def select(self, selection: Selection) -> None:

@@ -21,7 +21,7 @@ from textual.strip import Strip
 
 from radixkv_monitor.tree_rows import Branch, Row, TreeRows
 from radixkv_monitor.widgets.cached_lines import CachedLines
-from radixkv_monitor.widgets.row_look import RowLook, Terms, idle, lead_of, left_width
+from radixkv_monitor.widgets.tree_row import RowLook, Terms, idle, lead_of, left_width
 
 
 class FlatTree(CachedLines[tuple[Any, ...]]):

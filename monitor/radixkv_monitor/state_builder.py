@@ -17,8 +17,8 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import Bye, Delta, Frame, Gap, Hello, Snapshot, snapshot_frames
 from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.history import SECONDS, Sampler
+from radixkv_monitor.recording_writer import Tape
 from radixkv_monitor.state import Camera, Sample, State
-from radixkv_monitor.tape import Tape
 from radixkv_monitor.timeline import Mark, Timeline
 
 _lines = count(1)

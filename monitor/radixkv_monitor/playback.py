@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 from radixkv_monitor.feed import Feed
-from radixkv_monitor.phrases import duration, size
+from radixkv_monitor.formatting import duration, size
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import Sample, State
 

@@ -15,8 +15,8 @@ from textual.strip import Strip
 
 from radixkv.telemetry.records import NodeRecord
 from radixkv_monitor import palette
+from radixkv_monitor.formatting import duration, short, size, some
 from radixkv_monitor.palette import Shade
-from radixkv_monitor.phrases import duration, short, size, some
 from radixkv_monitor.runs import count_blocks
 from radixkv_monitor.tree_rows import Branch, Row, TreeRows
 from radixkv_monitor.widgets.cached_lines import CachedLines

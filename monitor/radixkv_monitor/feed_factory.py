@@ -14,8 +14,8 @@ from pathlib import Path
 from radixkv.errors import EngineNotFound, InvalidInput
 from radixkv.telemetry.discovery import FoundEngine, connect, engines, tcp_address
 from radixkv_monitor.feed import ThreadFeed
+from radixkv_monitor.formatting import duration
 from radixkv_monitor.live import HZ, DemoFeed, SocketFeed
-from radixkv_monitor.phrases import duration
 from radixkv_monitor.replay import FileFeed
 
 DEMO_PAST = 60.0

@@ -8,8 +8,8 @@ from typing import Any
 
 from radixkv.errors import EngineNotFound
 from radixkv_monitor.feed import Feed
+from radixkv_monitor.formatting import count, duration, share
 from radixkv_monitor.live import SocketFeed
-from radixkv_monitor.phrases import count, duration, share
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import summarise, verdict

@@ -9,7 +9,7 @@ import pytest
 from radixkv.telemetry.records import Changes
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.pace import FRAMES_PER_SECOND, LONGEST, Pace
-from tests.monitor.still import StillFeed
+from tests.monitor.fake_feed import StillFeed
 
 
 def pictures(cost: float, rest: float, seconds: float = 60.0, share: float = 0.17) -> tuple[int, float]:
