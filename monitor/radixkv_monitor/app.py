@@ -20,18 +20,15 @@ from textual.theme import Theme
 from textual.widgets import ContentSwitcher
 from textual.widgets._toast import Toast
 
-from radixkv_monitor.commands import HastyPalette
+from radixkv_monitor.dialogs import ExportScreen, HastyPalette, HelpScreen, key_name
 from radixkv_monitor.feed import Feed
-from radixkv_monitor.help import ExportScreen, HelpScreen, key_name
-from radixkv_monitor.messages import Selected, Selection
-from radixkv_monitor.meter import Meter
-from radixkv_monitor.pace import FRAMES_PER_SECOND, Pace
 from radixkv_monitor.playback import Viewing
 from radixkv_monitor.screenshot import picture
+from radixkv_monitor.self_usage import FRAMES_PER_SECOND, Meter, Pace
 from radixkv_monitor.shutdown import has_shell, heed
 from radixkv_monitor.state import State
 from radixkv_monitor.theme import DARK, LIGHT, THEMES
-from radixkv_monitor.views import VIEWS, View
+from radixkv_monitor.views import VIEWS, Selected, Selection, View
 from radixkv_monitor.widgets.status_lines import Banner, BottomLine, TopLine
 
 STEP, LEAP = 5.0, 60.0

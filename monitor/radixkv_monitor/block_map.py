@@ -2,6 +2,8 @@
 
 Knows node and sequence records, and numpy. Knows no cache, no screen and no colour. A block is free, or it has owners:
 nodes that name it, and sequences that alone hold it. Its *tip* is the owner to show: a sequence, else the deepest node.
+
+The blocks of a record: runs (first, count, first, count, ...) of block ids, in logical order. Knows numbers only.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
-from radixkv_monitor.runs import Runs, runs, without_last
 
 FREE, CACHED, ACTIVE, PRIVATE, PINNED = range(5)
 """States of a block. Cached: in the tree, held by nobody. Private: of a sequence, not in the tree (yet)."""
@@ -240,3 +241,42 @@ def _claim_of_sequence(sequence: SequenceRecord) -> Claim | None:
     if not sequence.blocks or len(sequence.blocks) % 2:
         return None
     return Claim(sequence.blocks, True, (1 << 62, sequence.id))
+
+
+Runs = tuple[int, ...]
+
+
+def runs(blocks: Runs) -> Iterable[tuple[int, int]]:
+    """The runs (first, count) of a record's blocks."""
+    return zip(blocks[0::2], blocks[1::2], strict=False)
+
+
+def count_blocks(blocks: Runs) -> int:
+    """How many blocks these runs have."""
+    return sum(blocks[1::2])
+
+
+def without_last(blocks: Runs) -> Runs:
+    """The runs but for their last block."""
+    if not blocks:
+        return ()
+    return (*blocks[:-1], blocks[-1] - 1) if blocks[-1] > 1 else blocks[:-2]
+
+
+def block_at(blocks: Runs, place: int) -> int | None:
+    """The block that stands at this place in logical order; None behind the end."""
+    for first, count in runs(blocks):
+        if place < count:
+            return first + place
+        place -= count
+    return None
+
+
+def place_of(blocks: Runs, block: int) -> int | None:
+    """The place of a block in logical order; None if it is not there."""
+    before = 0
+    for first, count in runs(blocks):
+        if first <= block < first + count:
+            return before + block - first
+        before += count
+    return None

@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
-from radixkv_monitor import palette
-from radixkv_monitor.block_map import NOBODY, BlockMap, Owner, is_node
-from radixkv_monitor.palette import Shade
-from radixkv_monitor.runs import count_blocks
+from radixkv_monitor import theme
+from radixkv_monitor.block_map import NOBODY, BlockMap, Owner, count_blocks, is_node
 from radixkv_monitor.session_tracker import SHARED, UNKNOWN, SessionsSeen, path
 from radixkv_monitor.state import State
+from radixkv_monitor.theme import Shade
 
 Levels = npt.NDArray[np.uint8]
 
@@ -52,7 +51,7 @@ class Blocks:
         self.map = BlockMap(0, 1)
         self.state: State | None = None
         self.sessions = SessionsSeen()
-        self.letters: list[int | None] = [None] * len(palette.SESSIONS)  # which session has which shade
+        self.letters: list[int | None] = [None] * len(theme.SESSIONS)  # which session has which shade
 
     def update(self, state: State) -> None:
         """Look at this state. O(touched since the last one + depth of open sequences), or O(all) behind a gap."""
@@ -143,7 +142,7 @@ _STATES = tuple(
     Meaning(name, shade)
     for name, shade in zip(
         STATE_NAMES,
-        (palette.FREE, palette.CACHED, palette.ACTIVE, palette.PRIVATE, palette.PINNED),
+        (theme.FREE, theme.CACHED, theme.ACTIVE, theme.PRIVATE, theme.PINNED),
         strict=True,
     )
 )
@@ -161,11 +160,11 @@ def _age_levels(blocks: Blocks) -> Levels:
 
 
 _AGES = (
-    Meaning("free", palette.FREE),
-    Meaning("held now", palette.ACTIVE),
+    Meaning("free", theme.FREE),
+    Meaning("held now", theme.ACTIVE),
     *(
         Meaning(name, shade)
-        for name, shade in zip(("< 10 s", "< 1 min", "< 10 min", "< 1 h", "older"), palette.AGES, strict=True)
+        for name, shade in zip(("< 10 s", "< 1 min", "< 10 min", "< 1 h", "older"), theme.AGES, strict=True)
     ),
 )
 
@@ -179,11 +178,11 @@ def _reference_levels(blocks: Blocks) -> Levels:
 
 
 _REFERENCES = (
-    Meaning("free", palette.FREE),
-    Meaning("nobody", palette.UNKNOWN),
+    Meaning("free", theme.FREE),
+    Meaning("nobody", theme.UNKNOWN),
     *(
         Meaning(name, shade)
-        for name, shade in zip(("1 reader", "2", "3-4", "5-8", "9 or more"), palette.REFERENCES, strict=True)
+        for name, shade in zip(("1 reader", "2", "3-4", "5-8", "9 or more"), theme.REFERENCES, strict=True)
     ),
 )
 
@@ -218,13 +217,13 @@ def _give_shades(letters: list[int | None], sizes: dict[int, int]) -> None:
 
 def _session_legend(blocks: Blocks) -> tuple[Meaning, ...]:
     return (
-        Meaning("free", palette.FREE),
-        Meaning("nobody's", palette.UNKNOWN),
-        Meaning("several", palette.SHARED),
-        Meaning("others", palette.OTHERS),
+        Meaning("free", theme.FREE),
+        Meaning("nobody's", theme.UNKNOWN),
+        Meaning("several", theme.SHARED),
+        Meaning("others", theme.OTHERS),
         *(
             Meaning("-" if session is None else f"session {session}", shade)
-            for session, shade in zip(blocks.letters, palette.SESSIONS, strict=True)
+            for session, shade in zip(blocks.letters, theme.SESSIONS, strict=True)
         ),
     )
 

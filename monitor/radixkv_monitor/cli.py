@@ -131,7 +131,7 @@ def _feed(arguments: argparse.Namespace) -> Any:
     lines = [feed_factory.describe(each, time.time()) for each in found]
     if arguments.once:
         raise EngineNotFound("several engines run here, name one by its process id or socket:\n" + "\n".join(lines))
-    from radixkv_monitor.picker import PickerApp
+    from radixkv_monitor.dialogs import PickerApp
 
     picker = PickerApp(lines)
     index = picker.run()
@@ -142,8 +142,7 @@ def _feed(arguments: argparse.Namespace) -> Any:
 
 def _draw(feed: Any, arguments: argparse.Namespace) -> int:
     from radixkv_monitor.app import MonitorApp
-    from radixkv_monitor.meter import Meter
-    from radixkv_monitor.pace import Pace
+    from radixkv_monitor.self_usage import Meter, Pace
     from radixkv_monitor.theme import DARK, LIGHT
 
     theme = LIGHT if arguments.theme == "light" else DARK

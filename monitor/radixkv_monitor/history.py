@@ -2,16 +2,23 @@
 
 Knows samples. Knows no records, no feed and no screen; the functions are pure. A counter is read between two samples by
 a straight line, and holds its last value behind the newest.
+
+What happened in the last minute: by the counters, and by what records remember of a time before anybody watched.
+
+Knows states; every function is pure. Counters are exact for as long as somebody watched, from an engine's birth on if
+it is that young. Records are there from the first look on, but only the newest few hundred.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
-from radixkv_monitor.state import Sample
+from radixkv.telemetry.records import RequestRecord
+from radixkv_monitor.state import Sample, State
 
 SECONDS = 600.0
 """How far back samples go."""
@@ -108,3 +115,83 @@ def gauges(history: Sequence[Sample], name: str, now: float, seconds: float, poi
         return [None] * points
     times = [now - seconds * (points - at - 1) / points for at in range(points)]
     return [value(history, name, time) if time >= history[0].time else None for time in times]
+
+
+MINUTE, MOMENT = 60.0, 10.0
+"""Seconds that sums are of, and that rates are."""
+_LEAST = 1.0  # seconds of watching, below which there is no rate
+
+
+@dataclass(frozen=True, slots=True)
+class Lately:
+    """Sums over the last minute; `watched` of its seconds the counters know."""
+
+    watched: float
+    prompt_tokens: float
+    cached_tokens: float
+    ended: int
+    failed: int
+    preemptions: int
+    query_tokens: float
+    regret_tokens: float
+
+
+def known(state: State) -> Sequence[Sample]:
+    """The samples of this engine; from its birth on, with nothing counted, if it was born not long before the first."""
+    history = of_one_engine(state.history)
+    born = state.facts.started
+    if history and 0 < history[0].time - born < MINUTE:
+        return (Sample(born, state.facts.engine, {}), *history)
+    return history
+
+
+def last_minute(state: State, history: Sequence[Sample]) -> Lately:
+    """Of what the counters saw and what the records remember, whichever is more: neither invents. O(records)."""
+    since = state.now - MINUTE
+
+    def growth(name: str) -> float:
+        return grown(history, name, state.now, MINUTE)
+
+    ended = [each for each in state.ended.values() if each.ended is not None and each.ended >= since]
+    current = (*ended, *state.live.values())
+    prompt, cached = _prompts((*state.ended.values(), *state.live.values()), since)
+    wanted = sum(each.tokens for each in state.evictions.values() if (each.wanted_again or 0.0) >= since)
+    queried = max(growth("cache.query_tokens"), prompt)
+    if growth("prompt_tokens") >= prompt:
+        prompt, cached = growth("prompt_tokens"), growth("cached_tokens")
+    return Lately(
+        watched=min(MINUTE, state.now - history[0].time) if history else 0.0,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        ended=max(len(ended), round(growth("finished") + growth("failed") + growth("cancelled"))),
+        failed=max(sum(each.phase == "failed" for each in ended), round(growth("failed"))),
+        preemptions=_preemptions(history, growth("preemptions"), current, state.now),
+        query_tokens=queried,
+        regret_tokens=max(growth("cache.regret_tokens"), wanted),
+    )
+
+
+def a_second(state: State, history: Sequence[Sample], name: str) -> float | None:
+    """Growth a second, lately; None if nobody has watched for a second."""
+    if not history or state.now - history[0].time < _LEAST:
+        return None
+    return rate(history, name, state.now, MOMENT)
+
+
+def evicted_a_second(state: State) -> float:
+    """Tokens that were evicted, by the records."""
+    since = state.now - MOMENT
+    return sum(each.tokens for each in state.evictions.values() if each.time >= since) / MOMENT
+
+
+def _prompts(requests: Iterable[RequestRecord], since: float) -> tuple[float, float]:
+    """Tokens asked for and found by those that came in since."""
+    admitted = [each for each in requests if each.admitted is not None and each.admitted >= since]
+    return sum(each.prompt_tokens for each in admitted), sum(each.cached_tokens for each in admitted)
+
+
+def _preemptions(history: Sequence[Sample], counted: float, current: Iterable[RequestRecord], now: float) -> int:
+    """By the counters, if they know the whole minute; else those of all requests that lived in it."""
+    if history and now - history[0].time >= MINUTE:
+        return round(counted)
+    return max(round(counted), sum(each.preemptions for each in current))

@@ -14,7 +14,7 @@ from radixkv.telemetry.protocol import CRASHED
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import history as counters
 from radixkv_monitor.formatting import duration, share, some
-from radixkv_monitor.lately import MINUTE, a_second, evicted_a_second, known, last_minute
+from radixkv_monitor.history import MINUTE, a_second, evicted_a_second, known, last_minute
 from radixkv_monitor.state import Sample, State
 
 Level = Literal["good", "idle", "warn", "bad"]

@@ -1,9 +1,17 @@
 """The two themes, dark and light: Okabe and Ito's colours, which people who see few colours can tell apart.
 
 Knows colours. Knows no widget; nothing on screen says by colour alone what it means.
+
+Colours and signs of states, ages, references and sessions: for dark and light screens, without and with colour.
+
+Knows names, colours and one-cell signs. The colours are those of Okabe and Ito, and steps of viridis, both made for
+people who see few colours; every meaning has a sign beside its colour.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
 
 from textual.theme import Theme
 
@@ -48,3 +56,70 @@ LIGHT = Theme(
 )
 
 THEMES = (DARK, LIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Shade:
+    """A colour on dark screens and one on light screens, and the sign that says the same without colour."""
+
+    dark: str
+    light: str
+    sign: str
+
+    def on(self, dark: bool) -> str:
+        """The colour for a dark or a light screen."""
+        return self.dark if dark else self.light
+
+    def lit(self) -> Shade:
+        """The shade of one that stands out: nearer to white on dark screens, to black on light ones."""
+        return _lit(self)
+
+
+@lru_cache
+def _lit(shade: Shade) -> Shade:
+    return Shade(_mixed(shade.dark, 255), _mixed(shade.light, 0), shade.sign)
+
+
+def _mixed(colour: str, other: int) -> str:
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(0.4 * part + 0.6 * other):02x}" for part in parts)
+
+
+FREE = Shade("#3a4250", "#ccd3dd", "·")
+CACHED = Shade("#3f8fc9", "#5aa9de", "░")
+ACTIVE = Shade("#e69f00", "#d98a00", "▓")
+PRIVATE = Shade("#f0e442", "#8a7d00", "▒")
+PINNED = Shade("#cc79a7", "#a8437d", "█")
+DEMOTED = Shade("#7d8590", "#6a717c", "▽")
+SELECTED = Shade("#ffffff", "#000000", "◆")
+PATH = Shade("#12b886", "#007a5a", "▸")
+UNKNOWN = Shade("#4a5568", "#aab2bf", "░")
+SHARED = Shade("#c9ced6", "#59606b", "*")
+
+AGES = (
+    Shade("#fde725", "#8a7d00", "█"),
+    Shade("#7ad151", "#4d9e22", "▓"),
+    Shade("#22a884", "#128a6b", "▒"),
+    Shade("#2f86a0", "#2a788e", "░"),
+    Shade("#5a5fb0", "#414487", "∙"),
+)
+"""Youngest first."""
+
+REFERENCES = (
+    Shade("#2f86a0", "#2a788e", "1"),
+    Shade("#22a884", "#128a6b", "2"),
+    Shade("#7ad151", "#4d9e22", "3"),
+    Shade("#e69f00", "#d98a00", "5"),
+    Shade("#fde725", "#8a7d00", "9"),
+)
+"""Fewest first; the sign is the least number that it stands for."""
+
+SESSIONS = (
+    Shade("#56b4e9", "#1f78b4", "A"),
+    Shade("#e69f00", "#d98a00", "B"),
+    Shade("#12b886", "#007a5a", "C"),
+    Shade("#cc79a7", "#a8437d", "D"),
+    Shade("#f0e442", "#8a7d00", "E"),
+    Shade("#d55e00", "#b04a00", "F"),
+)
+OTHERS = Shade("#7d8590", "#8a919c", "+")

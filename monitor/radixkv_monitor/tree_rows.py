@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from radixkv.telemetry.records import NodeRecord
-from radixkv_monitor.runs import count_blocks
+from radixkv_monitor.block_map import count_blocks
 
 TOP = 0
 """The id of what all roots hang below; no node has it."""

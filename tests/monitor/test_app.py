@@ -17,15 +17,14 @@ from radixkv.telemetry.protocol import Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv.telemetry.records import Changes, NodeRecord
 from radixkv_monitor.app import MonitorApp
+from radixkv_monitor.dialogs import ExportScreen, HelpScreen
 from radixkv_monitor.feed import Status, ThreadFeed
-from radixkv_monitor.help import ExportScreen, HelpScreen
-from radixkv_monitor.messages import BlockSelected, NodeSelected, RequestSelected
-from radixkv_monitor.meter import Meter
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.screenshot import picture
+from radixkv_monitor.self_usage import Meter
 from radixkv_monitor.state_builder import Intake
 from radixkv_monitor.theme import LIGHT
-from radixkv_monitor.views import VIEWS
+from radixkv_monitor.views import VIEWS, BlockSelected, NodeSelected, RequestSelected
 from tests.monitor.fake_feed import FACTS
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=["80x24", "160x48"])

@@ -19,9 +19,12 @@ from radixkv_monitor.block_map import (
     PINNED,
     PRIVATE,
     BlockMap,
+    block_at,
+    count_blocks,
+    place_of,
+    without_last,
 )
 from radixkv_monitor.block_modes import MODES, Blocks, reduce
-from radixkv_monitor.runs import block_at, count_blocks, place_of, without_last
 from radixkv_monitor.session_tracker import SHARED, UNKNOWN
 from tests.monitor.random_cache import STEPS, Life
 from tests.monitor.view_host import state

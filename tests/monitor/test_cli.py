@@ -15,8 +15,8 @@ from radixkv.telemetry.discovery import FoundEngine
 from radixkv.telemetry.protocol import Bye, Delta, Hello, Snapshot, encode
 from radixkv.telemetry.records import Changes
 from radixkv_monitor import cli, feed_factory
+from radixkv_monitor.dialogs import PickerApp
 from radixkv_monitor.live import SocketFeed
-from radixkv_monitor.picker import PickerApp
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state_builder import Intake
 from tests.monitor.fake_feed import FACTS
@@ -157,8 +157,8 @@ def test_a_younger_engine_of_the_same_model_is_followed(monkeypatch: pytest.Monk
             raise EngineNotFound("gone")
         return theirs
 
-    monkeypatch.setattr(targets, "connect", connect)
-    monkeypatch.setattr(targets, "engines", lambda: there)
+    monkeypatch.setattr(feed_factory, "connect", connect)
+    monkeypatch.setattr(feed_factory, "engines", lambda: there)
     attempt = feed_factory._following(first)
     with pytest.raises(EngineNotFound, match="gone"):
         attempt()
@@ -202,7 +202,7 @@ def test_neither_torch_nor_transformers_is_imported_nor_textual_for_one_look(rec
         "import sys; from radixkv_monitor.cli import main;"
         f"main([{str(recording)!r}, '--once']); one = 'textual' in sys.modules;"
         "import radixkv_monitor.app; from radixkv_monitor.views import VIEWS; [each.load() for each in VIEWS];"
-        "from radixkv_monitor import demo, picker;"
+        "from radixkv_monitor import demo, dialogs;"
         "print(one, sorted({'torch', 'transformers', 'triton', 'tokenizers'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=_environment())

@@ -8,7 +8,7 @@ import pytest
 
 from radixkv.telemetry.records import Changes
 from radixkv_monitor.app import MonitorApp
-from radixkv_monitor.pace import FRAMES_PER_SECOND, LONGEST, Pace
+from radixkv_monitor.self_usage import FRAMES_PER_SECOND, LONGEST, Pace
 from tests.monitor.fake_feed import StillFeed
 
 

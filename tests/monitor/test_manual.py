@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 
 from radixkv_monitor.app import KEYS
 from radixkv_monitor.cli import _parser
-from radixkv_monitor.help import key_name
+from radixkv_monitor.dialogs import key_name
 from radixkv_monitor.views import VIEWS
 from radixkv_monitor.views.evictions import EvictionsView
 from radixkv_monitor.views.pool import PoolView

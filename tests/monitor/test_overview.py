@@ -11,8 +11,7 @@ from textual.pilot import Pilot
 from radixkv.telemetry.records import Changes
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.state import Sample
-from radixkv_monitor.views.cards import CARDS
-from radixkv_monitor.views.overview import OverviewView
+from radixkv_monitor.views.overview import CARDS, OverviewView
 from radixkv_monitor.widgets.panel import Panel
 from tests.monitor.fake_feed import FACTS, StillFeed
 from tests.monitor.samples import request

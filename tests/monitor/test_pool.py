@@ -11,11 +11,11 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
-from radixkv_monitor import block_facts
+from radixkv_monitor import detail
 from radixkv_monitor.block_modes import MODES, Blocks
-from radixkv_monitor.messages import BlockSelected, NodeSelected, Selection
-from radixkv_monitor.palette import CACHED, Shade
 from radixkv_monitor.state import State
+from radixkv_monitor.theme import CACHED, Shade
+from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.widgets.detail_pane import Detail
 from radixkv_monitor.widgets.heat_map import GUTTER, HeatMap
@@ -236,11 +236,11 @@ def test_token_spans_and_owners_of_a_block() -> None:
     deeper = node(5, (20, 1), start=40, tokens=5)
     shown = replace(shown, nodes={**shown.nodes, 5: deeper})
     blocks.update(shown)
-    account = block_facts.block_detail(blocks, 20, 1)
+    account = detail.block_detail(blocks, 20, 1)
     assert ("owners", "node 5, node 3") in account.facts and ("tokens", "32 to 45 of its text") in account.facts
-    assert block_facts.token_span(shown, 3, 9) == (16, 32) and block_facts.token_span(shown, 3, 50) is None
-    assert block_facts.block_detail(blocks, 999, 1).title == "No block"
-    assert "1 pin" in block_facts.block_detail(blocks, 50, 1).notes[0]
+    assert detail.token_span(shown, 3, 9) == (16, 32) and detail.token_span(shown, 3, 50) is None
+    assert detail.block_detail(blocks, 999, 1).title == "No block"
+    assert "1 pin" in detail.block_detail(blocks, 50, 1).notes[0]
 
 
 def test_halves_show_two_cells_in_one_sign_and_the_cursor_and_lit_cells_stand_out() -> None:

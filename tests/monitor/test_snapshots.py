@@ -24,13 +24,13 @@ from radixkv.telemetry.discovery import FoundEngine
 from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv_monitor.app import MonitorApp
+from radixkv_monitor.dialogs import PickerApp
 from radixkv_monitor.feed import Feed, Status, Traffic
 from radixkv_monitor.feed_factory import describe
-from radixkv_monitor.meter import Cost, Meter
-from radixkv_monitor.picker import PickerApp
 from radixkv_monitor.recording_writer import save
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.screenshot import picture
+from radixkv_monitor.self_usage import Cost, Meter
 from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS
 from scripts.draw_monitor import FOLDER, PICTURES, RECORDING, Moment, draw, settle

@@ -13,7 +13,7 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import Changes
 from radixkv_monitor.state import Camera, Sample, State
 from radixkv_monitor.summary import Part, is_hit, percentile, percentiles, pool, summarise, verdict
-from radixkv_monitor.widgets.bars import columns, widths
+from radixkv_monitor.widgets.panel import columns, widths
 from tests.monitor.fake_feed import FACTS
 from tests.monitor.samples import eviction, request
 

@@ -11,10 +11,10 @@ from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
-from radixkv_monitor import node_facts
-from radixkv_monitor.messages import BlockSelected, NodeSelected, Selection
+from radixkv_monitor import detail
 from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, TreeRows
+from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.tree import TreeView
 from radixkv_monitor.widgets.detail_pane import Detail
 from tests.monitor import samples
@@ -319,7 +319,7 @@ def test_export_has_the_rows_as_they_are_shown() -> None:
 def account(shown: State, number: int) -> str:
     rows = TreeRows()
     rows.update(shown.nodes)
-    told = node_facts.node_detail(shown, rows.branches[number], node_facts.eviction_queue(shown))
+    told = detail.node_detail(shown, rows.branches[number], detail.eviction_queue(shown))
     return "\n".join([told.title, *(f"{name}: {value}" for name, value in told.facts), *told.notes])
 
 
@@ -342,10 +342,10 @@ def test_the_queue_of_eviction_is_the_policys(policy: str, order: list[int]) -> 
     nodes = [node(1, 0), node(3, 1, hits=1, born=2.0), node(4, 1, hits=2, born=1.0), node(5, 1, hits=3, born=3.0)]
     shown = state(nodes=nodes)
     shown = replace(shown, facts=replace(shown.facts, eviction=policy))
-    queue = node_facts.eviction_queue(shown)
+    queue = detail.eviction_queue(shown)
     assert [leaf.id for leaf in queue.leaves] == order
     assert queue.place(order[1]) == 1 and queue.place(1) is None
-    assert node_facts.next_to_go(node_facts.Queue(()), 0.0) == "nothing is evictable"
+    assert detail.next_to_go(detail.Queue(()), 0.0) == "nothing is evictable"
 
 
 def test_the_detail_is_drawn_anew_only_if_it_differs() -> None:

@@ -10,9 +10,8 @@ from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 
 from radixkv.telemetry.records import EngineFacts
-from radixkv_monitor.messages import Selected
 from radixkv_monitor.state import State
-from radixkv_monitor.views import View
+from radixkv_monitor.views import Selected, View
 
 FACTS = EngineFacts(
     engine="e1",

@@ -1,17 +1,91 @@
-"""The screens' common face, and the table of them. Views draw a State; they know no feed and no other view."""
+"""What views tell the app: that a node, a block or a request was selected, so that other views can show it, too.
+
+What a view shows, as rows for other programs: JSON and CSV. Knows tables and files; knows no screen.
+
+The screens' common face, and the table of them. Views draw a State; they know no feed and no other view.
+
+A view with a filter: one line of input that opens over it and goes again. Knows no rows.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
+from textual.message import Message
 from textual.widget import Widget
+from textual.widgets import Input
 
-from radixkv_monitor.export import Table
-from radixkv_monitor.messages import Selection
 from radixkv_monitor.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is selected, of each kind; None: nothing of that kind."""
+
+    node: int | None = None
+    block: int | None = None
+    request: int | None = None
+
+
+class Selected(Message):
+    """A view selected something. With `show`, the view that is home to it comes to the front."""
+
+    kind = ""
+    home = ""
+
+    def __init__(self, number: int, *, show: bool = False) -> None:
+        super().__init__()
+        self.number = number
+        self.show = show
+
+
+class NodeSelected(Selected):
+    """A node of the tree was selected."""
+
+    kind, home = "node", "tree"
+
+
+class BlockSelected(Selected):
+    """A block of the pool was selected."""
+
+    kind, home = "block", "pool"
+
+
+class RequestSelected(Selected):
+    """A request was selected, by its number."""
+
+    kind, home = "request", "requests"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Named rows; every row has the same keys. Values are str, int, float, bool, None, or lists of those."""
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+
+    def to_json(self) -> str:
+        """A JSON array of objects."""
+        return json.dumps([dict(row) for row in self.rows], indent=2)
+
+    def to_csv(self) -> str:
+        """A header and a line per row; lists become their values, separated by blanks. Empty if there are no rows."""
+        out = io.StringIO()
+        if self.rows:
+            writer = csv.DictWriter(out, fieldnames=list(self.rows[0]))
+            writer.writeheader()
+            writer.writerows({key: _cell(value) for key, value in row.items()} for row in self.rows)
+        return out.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 class View(Widget, can_focus=False):
@@ -76,3 +150,20 @@ VIEWS = (
 def sorts() -> Mapping[str, Sequence[str]]:
     """By view, what it can be sorted by. Imports them all."""
     return {entry.name: names for entry in VIEWS if (names := entry.load().sorts())}
+
+
+class FilteredView(View):
+    """A view that has one Input, which is its filter."""
+
+    def action_filter(self) -> None:
+        """Open the filter."""
+        line = self.query_one(Input)
+        line.add_class("open")
+        line.focus()
+
+    def action_clear_filter(self) -> None:
+        """Show all rows again."""
+        line = self.query_one(Input)
+        line.value = ""
+        line.remove_class("open")
+        self.take_focus()

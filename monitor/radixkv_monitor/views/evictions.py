@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 from textual.content import Content
 
 from radixkv.telemetry.records import EvictionRecord
-from radixkv_monitor import reasons
 from radixkv_monitor.formatting import count, duration, share, some
-from radixkv_monitor.messages import NodeSelected, Selection
 from radixkv_monitor.state import State
+from radixkv_monitor.views import NodeSelected, Selection
 from radixkv_monitor.views.table_view import Listing, Order
 from radixkv_monitor.widgets.table import Cell, Column, RowTable
 
@@ -31,7 +30,7 @@ class EvictionRow:
         return None if again is None else again - self.eviction.time
 
 
-def _regret(row: EvictionRow, width: int) -> Cell:
+def _wanted_again(row: EvictionRow, width: int) -> Cell:
     if row.wanted_after is None:
         return [("-", "dim")]
     return [(f"! after {duration(row.wanted_after)}", "bad")]
@@ -49,7 +48,7 @@ class EvictionsView(Listing[EvictionRow]):
         Column("blocks", 7, lambda row, _: [(count(row.eviction.blocks), "plain")], rank=2, right=True),
         Column("unused for", 10, lambda row, _: [(duration(row.eviction.idle_s), "plain")], rank=1, right=True),
         Column("hits", 5, lambda row, _: [(count(row.eviction.hits), "plain")], rank=1, right=True),
-        Column("wanted again", 15, _regret),
+        Column("wanted again", 15, _wanted_again),
         Column("left", 6, lambda row, _: [("gone" if row.eviction.gone else "head", "dim")], rank=3),
         Column("reason", 24, lambda row, _: [(row.eviction.pressure, "dim")], rank=4, grows=True),
     )
@@ -90,7 +89,7 @@ class EvictionsView(Listing[EvictionRow]):
 
     def detail(self, row: EvictionRow, state: State) -> Content:
         """What went and why."""
-        return Content(reasons.eviction(row.eviction))
+        return Content(eviction_sentence(row.eviction))
 
     def selected(self, selection: Selection) -> Hashable:
         """The last eviction off the node that is selected."""
@@ -111,3 +110,17 @@ class EvictionsView(Listing[EvictionRow]):
             self.post_message(NodeSelected(row.eviction.node, show=True))
         else:
             self.notify(f"Nothing is left of node {row.eviction.node}.")
+
+
+def eviction_sentence(record: EvictionRecord) -> str:
+    """What was evicted, why, and whether that was wise."""
+    what = f"Tokens {record.start:,} to {record.start + record.tokens:,} of node {record.node}"
+    hits = f"hit {some(record.hits, 'time')} until then" if record.hits else "never hit"
+    head = f"{what} went, {record.pressure or 'to make room'}: {some(record.blocks, 'block')}, unused for "
+    return f"{head}{duration(record.idle_s)}, {hits}. {_regret(record)}"
+
+
+def _regret(record: EvictionRecord) -> str:
+    if record.wanted_again is None:
+        return "Nobody has asked for them since."
+    return f"They were asked for again {duration(record.wanted_again - record.time)} later: that is a regret."

@@ -17,14 +17,12 @@ from textual.containers import Container
 from textual.content import Content
 from textual.widgets import Static
 
-from radixkv_monitor import block_facts
+from radixkv_monitor import detail
 from radixkv_monitor.block_map import is_node
 from radixkv_monitor.block_modes import MODES, STATE_NAMES, Blocks, Levels, Meaning, reduce
-from radixkv_monitor.export import Table
 from radixkv_monitor.formatting import share
-from radixkv_monitor.messages import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.state import State
-from radixkv_monitor.views import View
+from radixkv_monitor.views import BlockSelected, NodeSelected, Selection, Table, View
 from radixkv_monitor.widgets.detail_pane import Detail
 from radixkv_monitor.widgets.heat_map import HeatMap
 
@@ -156,7 +154,7 @@ class PoolView(View):
         self._account()
 
     def _account(self) -> None:
-        self.query_one(Detail).tell(block_facts.block_detail(self.blocks, self.block, self.map.per))
+        self.query_one(Detail).tell(detail.block_detail(self.blocks, self.block, self.map.per))
 
     @property
     def block(self) -> int:

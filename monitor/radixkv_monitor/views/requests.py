@@ -1,21 +1,73 @@
-"""The Requests screen: a waterfall of who waited, computed and answered when, and why prompts missed. Knows records."""
+"""The Requests screen: a waterfall of who waited, computed and answered when, and why prompts missed. Knows records.
+
+A request's life as a bar on a time axis: waiting, prefill, decode. Knows records; knows no screen.
+
+Why a request missed, why a run was evicted, and what became of it: plain sentences. Knows records only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from textual.content import Content
 
 from radixkv.telemetry.records import RequestRecord
-from radixkv_monitor import reasons
 from radixkv_monitor.formatting import duration, share, some
-from radixkv_monitor.messages import RequestSelected, Selection
 from radixkv_monitor.state import State
+from radixkv_monitor.views import RequestSelected, Selection
 from radixkv_monitor.views.table_view import Listing, Order
-from radixkv_monitor.waterfall import Axis, axis_of, bar
 from radixkv_monitor.widgets.table import Cell, Column, RowTable
+
+GLYPHS = {
+    "waiting": "…",
+    "prefill": "▶",
+    "decode": "●",
+    "paused": "‖",
+    "preempted": "↺",
+    "finished": "✓",
+    "cancelled": "∅",
+    "failed": "✗",
+}
+"""A second cue beside the colour of a phase."""
+
+STYLES = {
+    "waiting": "warn",
+    "prefill": "info",
+    "decode": "good",
+    "paused": "warn",
+    "preempted": "warn",
+    "finished": "plain",
+    "cancelled": "dim",
+    "failed": "bad",
+}
+"""The style of a phase, as tables name styles."""
+
+
+LENGTHS = (15.0, 30.0, 60.0, 120.0)
+"""Seconds that an axis may show: few, so that bars do not change their scale at every turn."""
+
+WAITING, PREFILL, DECODE = ("░", "warn"), ("▒", "info"), ("█", "good")
+"""How each part is drawn: a glyph that tells it apart without colours, and a style."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The times that a waterfall shows."""
+
+    start: float
+    end: float
+
+    @property
+    def length(self) -> float:
+        """In seconds."""
+        return self.end - self.start
+
+    def cell(self, time: float, width: int) -> int:
+        """Where a time is, in cells from the left; outside of the axis it is cut to it."""
+        place = (time - self.start) / self.length * width
+        return min(max(int(place), 0), width)
 
 
 @dataclass(frozen=True)
@@ -35,7 +87,7 @@ class RequestRow:
 
 def _phase(row: RequestRow, width: int) -> Cell:
     phase = row.request.phase
-    return [(f"{reasons.GLYPHS[phase]} {phase}", reasons.STYLES[phase])]
+    return [(f"{GLYPHS[phase]} {phase}", STYLES[phase])]
 
 
 def _waterfall(row: RequestRow, width: int) -> Cell:
@@ -69,7 +121,7 @@ class RequestsView(Listing[RequestRow]):
         Column("output", 6, lambda row, _: [(f"{row.request.output_tokens:,}", "plain")], rank=1, right=True),
         Column("TTFT", 7, lambda row, _: [(duration(row.request.ttft), "plain")], rank=1, right=True),
         Column("total", 7, lambda row, _: [(duration(row.total), "plain")], rank=3, right=True),
-        Column("why not more", 18, lambda row, _: [(reasons.miss_word(row.request), "dim")], rank=4),
+        Column("why not more", 18, lambda row, _: [(miss_word(row.request), "dim")], rank=4),
         Column("namespace", 20, lambda row, _: [(row.request.namespace or "-", "dim")], rank=5),
         Column("waterfall", 14, _waterfall, grows=True),
     )
@@ -111,7 +163,7 @@ class RequestsView(Listing[RequestRow]):
 
     def detail(self, row: RequestRow, state: State) -> Content:
         """Whose it is, the miss explained, and where the time went."""
-        return Content("\n".join((_whose(row.request), reasons.miss(row.request), _times(row))))
+        return Content("\n".join((_whose(row.request), miss_sentence(row.request), _times(row))))
 
     def selected(self, selection: Selection) -> Hashable:
         """The request that is selected."""
@@ -148,3 +200,75 @@ def _times(row: RequestRow) -> str:
     if decode > 0 and request.output_tokens > 1:
         rate = f", {request.output_tokens / decode:.0f} tokens/s"
     return f"{text}, decode {duration(decode)} ({some(request.output_tokens, 'token')}{rate})."
+
+
+def axis_of(requests: Iterable[RequestRecord], now: float) -> Axis:
+    """The axis up to now that shows all requests that run from their beginning, or the longest."""
+    oldest = min((each.submitted for each in requests if each.live), default=now)
+    length = next((each for each in LENGTHS if now - oldest <= each), LENGTHS[-1])
+    return Axis(now - length, now)
+
+
+def bar(request: RequestRecord, axis: Axis, width: int, now: float) -> list[tuple[str, str]]:
+    """Pieces of text, `width` cells in all, each with its style.
+
+    The parts stand in order, without a gap, and end where they should; one that was too short to see takes a cell of
+    the one before it. What lies before the axis is left out.
+    """
+    end = now if request.ended is None else request.ended
+    if end < axis.start:
+        return [("<", "dim"), (" " * (width - 1), "plain")]
+    right = max(axis.cell(end, width), 1)
+    pieces = [(" " * (width - right), "plain")]
+    for start, stop, (glyph, style) in reversed(_parts(request, end)):
+        first = min(axis.cell(start, width), right - 1)
+        if first < 0 or stop < axis.start:
+            break
+        pieces.append((glyph * (right - first), style))
+        right = first
+    return [(" " * right, "plain"), *reversed(pieces)]
+
+
+def _parts(request: RequestRecord, end: float) -> list[tuple[float, float, tuple[str, str]]]:
+    """What it did from when to when, and how that is drawn; what took no time is left out, but for the last."""
+    admitted = end if request.admitted is None else request.admitted
+    first = end if request.first_token is None else request.first_token
+    parts = [(request.submitted, admitted, WAITING), (admitted, first, PREFILL), (first, end, DECODE)]
+    reached = 1 + (request.admitted is not None) + (request.first_token is not None)
+    return [part for index, part in enumerate(parts[:reached], 1) if part[1] > part[0] or index == reached]
+
+
+def miss_sentence(request: RequestRecord) -> str:
+    """How much of a prompt was cached, and why not more."""
+    if request.admitted is None:
+        return "It has not been admitted yet: nothing was looked up."
+    cached, asked = request.cached_tokens, request.prompt_tokens
+    head = f"{cached:,} of {some(asked, 'prompt token')} ({share(cached, asked)}) were cached."
+    return f"{head} {_rest(request)}".rstrip()
+
+
+def _rest(request: RequestRecord) -> str:
+    at = "" if request.miss_at is None else f"{request.miss_at:,}"
+    match request.miss_reason:
+        case "diverged":
+            return f"At token {at} the prompt departs from everything that is cached."
+        case "never_seen":
+            return f"What follows token {at} was never computed here (or went so long ago that it is forgotten)."
+        case "evicted":
+            ago = duration(request.miss_evicted_ago)
+            return (
+                f"From token {at} on, {some(request.miss_evicted_tokens, 'token')} more would have matched, but went "
+                f"{ago} before, {request.miss_pressure or 'to make room'}."
+            )
+        case "limit" | "full":
+            return "All of it was there; the last token is always computed, as its logits are what is asked for."
+        case _:
+            return ""
+
+
+def miss_word(request: RequestRecord) -> str:
+    """The reason of a miss in a word or two."""
+    if request.admitted is None or request.miss_reason is None:
+        return ""
+    word = request.miss_reason.replace("_", " ")
+    return word if request.miss_at is None or word == "full" else f"{word} @{request.miss_at:,}"

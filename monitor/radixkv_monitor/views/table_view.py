@@ -16,10 +16,8 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import Input, Static
 
-from radixkv_monitor.export import Table
-from radixkv_monitor.messages import Selection
 from radixkv_monitor.state import State
-from radixkv_monitor.views.filtered import FilteredView
+from radixkv_monitor.views import FilteredView, Selection, Table
 from radixkv_monitor.widgets.table import Column, RowTable
 
 Row = TypeVar("Row")

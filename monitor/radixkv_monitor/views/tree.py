@@ -14,16 +14,14 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.widgets import Input, Static
 
-from radixkv_monitor import node_facts, node_filter
-from radixkv_monitor.account import Account
-from radixkv_monitor.export import Table
+from radixkv_monitor import detail, node_filter
+from radixkv_monitor.block_map import block_at, count_blocks
+from radixkv_monitor.detail import Account
 from radixkv_monitor.formatting import some
-from radixkv_monitor.messages import BlockSelected, NodeSelected, Selection
-from radixkv_monitor.runs import block_at, count_blocks
 from radixkv_monitor.session_tracker import SessionsSeen
 from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
-from radixkv_monitor.views.filtered import FilteredView
+from radixkv_monitor.views import BlockSelected, FilteredView, NodeSelected, Selection, Table
 from radixkv_monitor.widgets.detail_pane import Detail
 from radixkv_monitor.widgets.flat_tree import FlatTree
 from radixkv_monitor.widgets.tree_row import Terms
@@ -69,7 +67,7 @@ class TreeView(FilteredView):
         self._state: State | None = None
         self._wanted: node_filter.NodeFilter | None = None
         self._complaint = ""
-        self._queue = node_facts.Queue(())
+        self._queue = detail.Queue(())
         self._queued: tuple[int, int] | None = None
 
     def compose(self) -> ComposeResult:
@@ -136,21 +134,21 @@ class TreeView(FilteredView):
         """The headline and the account. The order of eviction is made anew once a second."""
         if self._queued != (state.line, int(state.now)):
             self._queued = (state.line, int(state.now))
-            self._queue = node_facts.eviction_queue(state)
+            self._queue = detail.eviction_queue(state)
         roots = len(self.rows.branches[0].children)
         parts = [f"{some(len(state.nodes) - roots, 'node')} in {some(roots, 'namespace')}", f"by {self.rows.sort}"]
         if self.rows.is_filtered:
             parts.append(f"{self.rows.wanted:,} fit the filter")
         if self.is_following:
             parts.append("following")
-        parts.append(node_facts.next_to_go(self._queue, state.now))
+        parts.append(detail.next_to_go(self._queue, state.now))
         self.query_one(".headline", Static).update(self._complaint or " · ".join(parts), layout=False)
         self._account(state)
 
     def _account(self, state: State) -> None:
         branch = self.lines.cursor
         nothing = "No node fits the filter" if self.rows.is_filtered and state.nodes else "Nothing is cached"
-        told = Account(nothing) if branch is None else node_facts.node_detail(state, branch, self._queue)
+        told = Account(nothing) if branch is None else detail.node_detail(state, branch, self._queue)
         self.query_one(Detail).tell(told)
 
     def select(self, selection: Selection) -> None:

@@ -14,7 +14,7 @@ from textual.geometry import Region
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from radixkv_monitor.palette import Shade
+from radixkv_monitor.theme import Shade
 
 Key = TypeVar("Key", bound=Hashable)
 

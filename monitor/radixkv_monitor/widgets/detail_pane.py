@@ -9,7 +9,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from radixkv_monitor.account import Account
+from radixkv_monitor.detail import Account
 
 SHORT = 24
 """Letters of a fact that may stand in a column with others."""

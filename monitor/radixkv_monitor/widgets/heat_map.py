@@ -17,7 +17,7 @@ from textual.geometry import Size
 from textual.message import Message
 from textual.strip import Strip
 
-from radixkv_monitor.palette import SELECTED, Shade
+from radixkv_monitor.theme import SELECTED, Shade
 from radixkv_monitor.widgets.cached_lines import CachedLines
 
 Cells = npt.NDArray[np.uint8]

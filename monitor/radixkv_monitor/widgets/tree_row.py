@@ -14,10 +14,10 @@ from rich.style import Style
 from textual.strip import Strip
 
 from radixkv.telemetry.records import NodeRecord
-from radixkv_monitor import palette
+from radixkv_monitor import theme
+from radixkv_monitor.block_map import count_blocks
 from radixkv_monitor.formatting import duration, short, size, some
-from radixkv_monitor.palette import Shade
-from radixkv_monitor.runs import count_blocks
+from radixkv_monitor.theme import Shade
 from radixkv_monitor.tree_rows import Branch, Row, TreeRows
 from radixkv_monitor.widgets.cached_lines import CachedLines
 
@@ -97,7 +97,7 @@ class RowLook:
         closed = node.id in self._rows.closed
         on_path = node.id in self._path
         sign = "▸" if closed and branch.children else "▾" if branch.children else "─"
-        lead = Segment(lead_of(row, self._left) + sign, self._lines.style(palette.PATH) if on_path else dim)
+        lead = Segment(lead_of(row, self._left) + sign, self._lines.style(theme.PATH) if on_path else dim)
         hidden = Segment(f"  +{branch.nodes - 1:,}" if closed and branch.children else "", dim)
         if branch.is_root:
             name = Segment(f" {branch.namespace or 'default'}", self._ink("bold"))
@@ -150,13 +150,13 @@ def sign_of(node: NodeRecord) -> str:
 def shade_of(node: NodeRecord) -> Shade:
     """The shade of a node's state."""
     if node.pins:
-        return palette.PINNED
-    return palette.ACTIVE if node.locks else palette.DEMOTED if node.demoted else palette.CACHED
+        return theme.PINNED
+    return theme.ACTIVE if node.locks else theme.DEMOTED if node.demoted else theme.CACHED
 
 
 def heat_of(idle: float) -> Shade:
     """The shade of an age in seconds."""
-    return palette.AGES[sum(idle >= limit for limit in AGE_LIMITS)]
+    return theme.AGES[sum(idle >= limit for limit in AGE_LIMITS)]
 
 
 def idle(seconds: float) -> str:

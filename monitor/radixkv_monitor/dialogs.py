@@ -1,16 +1,30 @@
-"""The screens on top of a view: help, and what to export. Knows bindings and text."""
+"""The screens on top of a view: help, and what to export. Knows bindings and text.
+
+The command palette, for hasty hands: keys that come before its list is drawn, or after it has answered, do nothing.
+
+Knows Textual's palette and where that trips over its own feet (8.2). Does not know the commands.
+
+A list of running engines to choose from. Knows what was found; does not know how to attach.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
+from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
+from textual.command import CommandPalette
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.message import Message
 from textual.screen import ModalScreen
-from textual.widgets import Static
+from textual.widgets import Button, Input, Label, OptionList, Static
+from textual.widgets.option_list import Option
+
+from radixkv_monitor.shutdown import heed
+from radixkv_monitor.theme import DARK, THEMES
 
 WORDS = (
     ("free", "blocks that hold nothing"),
@@ -137,3 +151,61 @@ def _keys(binding: Binding) -> str:
 
 def _line(left: str, right: str) -> Content:
     return Content.assemble((f"{left:>12}", "$accent"), f"  {right}\n")
+
+
+class HastyPalette(CommandPalette):
+    """Answers once."""
+
+    _answered = False
+
+    def dismiss(self, result: None = None) -> AwaitComplete:
+        """Close it; from then on it is deaf."""
+        if self._answered:
+            return AwaitComplete()
+        self._answered = True
+        return super().dismiss(result)
+
+    async def _dispatch_message(self, message: Message) -> None:
+        # A second enter may be queued already when the first one closes the palette.
+        if not (self._answered and isinstance(message, Input.Submitted | Button.Pressed | OptionList.OptionSelected)):
+            await super()._dispatch_message(message)
+
+    def _action_command_list(self, action: str) -> None:
+        try:
+            super()._action_command_list(action)
+        except KeyError:  # the lines of the list are not laid out yet
+            return
+
+
+class PickerApp(App[int]):
+    """Returns the index of the line that was chosen, or None."""
+
+    CSS = """
+    Label { padding: 1 2; text-style: bold; }
+    OptionList { height: auto; max-height: 1fr; margin: 0 1; }
+    """
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "quit", "Quit"),
+        Binding("ctrl+c", "quit", "Quit", show=False, priority=True),
+    ]
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__()
+        self._lines = lines
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = DARK.name
+
+    def compose(self) -> ComposeResult:
+        """A question and the lines."""
+        yield Label(f"{len(self._lines)} engines run here. Which one? (enter: watch it, q: quit)")
+        yield OptionList(*(Option(line) for line in self._lines), markup=False)
+
+    def on_mount(self) -> None:
+        """Be ready to leave."""
+        heed(self)
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """That one."""
+        self.exit(event.option_index)

@@ -1,0 +1,118 @@
+"""Every reason has its sentence, and says the numbers that it was told.
+
+Bars fill their cell exactly, in order, whatever the times are.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv_monitor.views import requests
+from radixkv_monitor.views.evictions import eviction_sentence
+from radixkv_monitor.views.requests import (
+    DECODE,
+    LENGTHS,
+    PREFILL,
+    WAITING,
+    Axis,
+    axis_of,
+    bar,
+    miss_sentence,
+    miss_word,
+)
+from tests.monitor import samples
+
+
+def test_a_prompt_that_departs_from_what_is_cached() -> None:
+    request = samples.request(cached_tokens=80, miss_reason="diverged", miss_at=80)
+    assert miss_sentence(request) == (
+        "80 of 100 prompt tokens (80%) were cached. At token 80 the prompt departs from everything that is cached."
+    )
+    assert miss_word(request) == "diverged @80"
+
+
+def test_a_prompt_whose_rest_was_evicted() -> None:
+    request = samples.request(
+        miss_reason="evicted",
+        miss_at=60,
+        miss_evicted_tokens=16,
+        miss_evicted_ago=12.0,
+        miss_pressure="to make room for 3 blocks when 1 were free",
+    )
+    assert miss_sentence(request).endswith(
+        "From token 60 on, 16 tokens more would have matched, but went 12 s before, to make room for 3 blocks when 1 "
+        "were free."
+    )
+
+
+def test_new_and_whole_and_unadmitted_prompts() -> None:
+    assert "never computed here" in miss_sentence(samples.request(miss_reason="never_seen", miss_at=60))
+    assert "last token is always computed" in miss_sentence(samples.request(miss_reason="full", cached_tokens=99))
+    assert miss_sentence(samples.request(admitted=None, miss_reason=None)).startswith("It has not been admitted")
+    assert miss_word(samples.request(admitted=None, miss_reason=None)) == ""
+    assert miss_word(samples.request(miss_reason="full", miss_at=None)) == "full"
+
+
+def test_an_eviction_and_its_regret() -> None:
+    record = samples.eviction(node=7, start=32, tokens=64, blocks=4, idle_s=95.0, hits=2)
+    assert eviction_sentence(record) == (
+        "Tokens 32 to 96 of node 7 went, to make room for 4 blocks when 0 were free: 4 blocks, unused for 1.6 min, "
+        "hit 2 times until then. Nobody has asked for them since."
+    )
+    regretted = samples.eviction(time=1000.0, wanted_again=1012.0)
+    assert "asked for again 12 s later" in eviction_sentence(regretted)
+
+
+def test_every_phase_has_a_glyph_of_its_own_and_a_style() -> None:
+    assert requests.GLYPHS.keys() == requests.STYLES.keys()
+    assert len(set(requests.GLYPHS.values())) == len(requests.GLYPHS)
+
+
+GLYPHS = {WAITING[0]: 0, PREFILL[0]: 1, DECODE[0]: 2}
+seconds = st.floats(0, 300, allow_nan=False)
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> dict[str, object]:
+    """The times of one request, up to any phase."""
+    times = sorted(draw(st.lists(seconds, min_size=4, max_size=4)))
+    known = draw(st.integers(1, 4))
+    submitted, admitted, first, ended = (t if i < known else None for i, t in enumerate(times))
+    phase = ("waiting", "prefill", "decode", "finished")[known - 1]
+    return {"submitted": submitted, "admitted": admitted, "first_token": first, "ended": ended, "phase": phase}
+
+
+@given(lives(), st.integers(3, 120), seconds)
+def test_a_bar_is_as_wide_as_its_cell_and_its_parts_stand_in_order(
+    life: dict[str, object], width: int, more: float
+) -> None:
+    request = samples.request(**life)
+    now = max(time for time in life.values() if isinstance(time, float)) + more
+    text = "".join(piece for piece, _ in bar(request, Axis(now - 60, now), width, now))
+    assert len(text) == width
+    order = [GLYPHS[glyph] for glyph in text if glyph in GLYPHS]
+    assert order == sorted(order)
+    drawn = text.strip()
+    assert " " not in drawn  # nothing between the parts
+    if request.live:
+        assert text[-1] in GLYPHS  # what runs runs up to now
+
+
+def test_a_bar_shows_how_long_each_part_took() -> None:
+    request = samples.request(submitted=0.0, admitted=2.0, first_token=4.0, ended=8.0)
+    assert "".join(text for text, _ in bar(request, Axis(0.0, 10.0), 10, 10.0)) == "░░▒▒████  "
+    assert "".join(text for text, _ in bar(request, Axis(9.0, 19.0), 10, 19.0)) == "<         "
+
+
+def test_a_part_too_short_to_see_is_seen() -> None:
+    request = samples.request(submitted=5.0, admitted=5.001, first_token=5.002, ended=8.0)
+    assert "".join(text for text, _ in bar(request, Axis(0.0, 10.0), 10, 10.0)) == "   ░▒███  "
+
+
+def test_the_axis_shows_all_that_runs_if_it_can() -> None:
+    runs = samples.request(phase="decode", ended=None, submitted=80.0)
+    ended = samples.request(submitted=1.0)
+    assert axis_of([ended], 100.0) == Axis(85.0, 100.0)
+    assert axis_of([runs, ended], 100.0) == Axis(70.0, 100.0)
+    assert axis_of([runs], 1000.0).length == LENGTHS[-1]
