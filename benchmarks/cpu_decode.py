@@ -48,7 +48,8 @@ from radixkv.cache import PrefixCache, Sequence
 from radixkv.models import adapter
 from radixkv.models.loaded import Chunk
 from radixkv.models.runner import Runner
-from radixkv.models.sampler import SampleRow, SamplingParams, sample
+from radixkv.sampling.params import SampleRow, SamplingParams
+from radixkv.sampling.sampler import sample
 from radixkv_kernels.work_list import WorkList
 
 BATCH, LENGTH, STEPS = 8, 504, 16  # the steps are centred on 512 tokens

@@ -49,7 +49,7 @@ from radixkv.engine.request import Request
 from radixkv.models import adapter
 from radixkv.models.loaded import Chunk, LoadedModel
 from radixkv.models.runner import Runner
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 
 BAR = 0.05
 BLOCK, SHARED, PRIVATE = 16, 128, 128

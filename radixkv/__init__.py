@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from radixkv.engine import AsyncHandle, AuditReport, Chunk, Completion, EngineStats, Handle, Usage, Warmed
     from radixkv.errors import RadixKVError
-    from radixkv.models.sampling_params import SamplingParams
+    from radixkv.sampling.params import SamplingParams
 
 __all__ = [
     "AsyncChatSession",
@@ -72,7 +72,7 @@ _HOMES = {
     ),
     "radixkv.engine": ("AsyncHandle", "AuditReport", "Chunk", "Completion", "EngineStats", "Handle", "Usage", "Warmed"),
     "radixkv.errors": ("RadixKVError",),
-    "radixkv.models.sampling_params": ("SamplingParams",),
+    "radixkv.sampling.params": ("SamplingParams",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -18,7 +18,7 @@ from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.session import ChatSession
 from radixkv.engine import Chunk
 from radixkv.engine.async_engine import AsyncChunks, AsyncHandle
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

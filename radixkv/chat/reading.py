@@ -13,7 +13,7 @@ from radixkv.chat.template import ChatTemplate
 from radixkv.chat.tool_calls import split_calls
 from radixkv.chat.tool_calls_format import format_of, tool_names
 from radixkv.engine import Completion
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 
 
 class Reading:

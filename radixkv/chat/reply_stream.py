@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from radixkv.chat.messages import Message, Reply
 from radixkv.engine import Chunk, Handle
 from radixkv.errors import RequestCancelled
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from radixkv.chat.session import ChatSession, Turn

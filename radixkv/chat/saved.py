@@ -16,7 +16,7 @@ from radixkv.chat.session import ChatSession, Turn
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine.input_processor import checked_ids
 from radixkv.errors import InvalidInput
-from radixkv.models.sampling_params import is_int
+from radixkv.sampling.params import is_int
 
 if TYPE_CHECKING:
     from radixkv.engine import RequestEngine

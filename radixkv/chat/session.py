@@ -24,7 +24,7 @@ from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import Completion
 from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, SessionClosed
-from radixkv.models.sampling_params import SamplingParams, checked_params, is_int
+from radixkv.sampling.params import SamplingParams, checked_params, is_int
 
 if TYPE_CHECKING:
     from radixkv.engine import RequestEngine

@@ -17,7 +17,7 @@ from radixkv.errors import EngineClosed, RadixKVError
 
 if TYPE_CHECKING:
     from radixkv.chat import ChatSession, Engine, Reply, ReplyStream
-    from radixkv.models.sampling_params import SamplingParams
+    from radixkv.sampling.params import SamplingParams
 
 _HELP = """\
 /fork             a new branch that begins with this conversation; go on in it
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _params(arguments: argparse.Namespace) -> SamplingParams:
-    from radixkv.models.sampling_params import SamplingParams
+    from radixkv.sampling.params import SamplingParams
 
     return SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
 

@@ -24,7 +24,7 @@ from radixkv.cli.play import Footprint, Played, Said
 if TYPE_CHECKING:
     from radixkv.chat import Engine, Reply
     from radixkv.engine import EngineStats
-    from radixkv.models.sampling_params import SamplingParams
+    from radixkv.sampling.params import SamplingParams
 
 _BLOCKS = 1024  # 16 tokens each: far more than the demo needs, so that nothing is evicted
 
@@ -68,7 +68,7 @@ def _tokens(replies: Sequence[Reply], at: int) -> tuple[int, ...] | None:
 
 
 def _greedy() -> SamplingParams:
-    from radixkv.models.sampling_params import SamplingParams
+    from radixkv.sampling.params import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=96)
 

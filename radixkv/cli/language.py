@@ -52,8 +52,7 @@ def _token(tokenizer: Any | None, token: int) -> str:
 
 def _sampling(loaded: LoadedModel) -> Iterator[Finding]:
     """What the checkpoint suggests for sampling."""
-    from radixkv.models.sampling_params import SamplingParams
-    from radixkv.models.suggested import suggested
+    from radixkv.sampling.params import SamplingParams, suggested
 
     usual = asdict(SamplingParams())
     own = {name: value for name, value in asdict(suggested(loaded.model)).items() if value != usual[name]}

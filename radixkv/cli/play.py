@@ -15,7 +15,7 @@ from radixkv.cli.script import Customer, Line
 
 if TYPE_CHECKING:
     from radixkv.chat import ChatSession, Engine, Reply, ReplyStream, ToolCall
-    from radixkv.models.sampling_params import SamplingParams
+    from radixkv.sampling.params import SamplingParams
 
 _MOST_CALLS = 3  # rounds of tool calls to one message, before its answer
 

@@ -21,7 +21,7 @@ from radixkv.engine.input_processor import Params, Prompt
 from radixkv.engine.output import Chunk, Completion, Handle
 from radixkv.engine.prefill_result import Warmed
 from radixkv.engine.stats import AuditReport, EngineStats
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.tree_view import ALL, TreeView
 
 if TYPE_CHECKING:

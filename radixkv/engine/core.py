@@ -25,7 +25,8 @@ from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import Chunk
-from radixkv.models.sampler import Sampled, SampleRow, TokenLogprobs, sample
+from radixkv.sampling.params import SampleRow, TokenLogprobs
+from radixkv.sampling.sampler import Sampled, sample
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -41,7 +41,7 @@ from radixkv.engine.request import Request
 from radixkv.engine.sizing import blocks_for, check_free
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import EngineClosed, InvalidInput
-from radixkv.models.sampling_params import SamplingParams, is_int
+from radixkv.sampling.params import SamplingParams, is_int
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.tree_view import ALL, TreeView, tree_view
 

@@ -26,7 +26,7 @@ from radixkv.engine.scheduler import Scheduler
 from radixkv.engine.stats import AuditReport, Counters, Difference
 from radixkv.errors import EngineError, InvalidInput, PrefixHeld, RequestFailed
 from radixkv.models.kv_recompute import Recheck
-from radixkv.models.sampling_params import is_int
+from radixkv.sampling.params import is_int
 
 _log = logging.getLogger(__name__)
 

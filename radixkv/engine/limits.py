@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from radixkv.errors import InvalidInput
-from radixkv.models.sampling_params import is_int
+from radixkv.sampling.params import is_int
 
 ORDERS = ("fcfs", "longest-prefix")
 VICTIMS = ("cheapest", "last")

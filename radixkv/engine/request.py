@@ -23,7 +23,7 @@ from radixkv.engine.output import Chunk, Completion, FinishReason, Outlet, Usage
 from radixkv.errors import RequestFailed
 
 if TYPE_CHECKING:
-    from radixkv.models.sampler import SamplingParams, TokenLogprobs
+    from radixkv.sampling.params import SamplingParams, TokenLogprobs
 
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]

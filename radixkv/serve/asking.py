@@ -14,7 +14,7 @@ from typing import Any
 from radixkv.engine import AsyncHandle, Chunk
 from radixkv.engine.request import TokenIds
 from radixkv.errors import PromptTooLong
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from radixkv.serve.schemas import Asked
 from radixkv.serve.service import Caller, Service
 

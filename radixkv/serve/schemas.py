@@ -12,7 +12,7 @@ from typing import Any
 
 from radixkv.chat.messages import Message
 from radixkv.errors import InvalidInput
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, JsonObject
 from radixkv.serve.messages import read_messages, read_tools

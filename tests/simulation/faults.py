@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from radixkv.models.loaded import Chunk
-from radixkv.models.sampler import Sampled, SampleRow, sample
+from radixkv.sampling.params import SampleRow
+from radixkv.sampling.sampler import Sampled, sample
 from tests.simulation.scenario import Ask, Fault, Sabotage, Scenario
 
 MEMORY_LASTS = 3  # steps

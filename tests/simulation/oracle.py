@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from radixkv.engine.request import derive_seed
-from radixkv.models.sampler import SampleRow, SamplingParams, sample
+from radixkv.sampling.sampler import SampleRow, SamplingParams, sample
 from tests.simulation.model import digest_of, follow, greedy_token, logits_of
 
 

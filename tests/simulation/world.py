@@ -25,9 +25,9 @@ from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
 from radixkv.engine.stats import AuditReport
 from radixkv.errors import EngineClosed, InvalidInput, PinBudgetExceeded, PrefixHeld
-from radixkv.models import sampler
 from radixkv.models.loaded import Chunk
-from radixkv.models.sampler import SampleRow
+from radixkv.sampling import sampler
+from radixkv.sampling.params import SampleRow
 from tests.simulation.books import Books
 from tests.simulation.ends import Ends
 from tests.simulation.faults import Faults, Listener

@@ -14,7 +14,7 @@ import pytest
 from radixkv.chat import Engine
 from radixkv.engine import RequestEngine
 from radixkv.errors import EngineClosed, InvalidInput
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.discovery import engines
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import Bye, Delta, Hello, Snapshot

@@ -15,7 +15,7 @@ import pytest
 from radixkv.chat import AsyncEngine, Engine
 from radixkv.engine import RequestEngine
 from radixkv.errors import InvalidInput, RequestFailed, RequestTimedOut
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import RequestRecord
 from tests.chat.worlds import chat_engine

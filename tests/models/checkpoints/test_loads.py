@@ -13,7 +13,7 @@ import transformers
 from radixkv.chat import Engine
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter, checkpoint
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from tests.chat.worlds import byte_tokenizer
 from tests.models.checkpoints.files import edit, read, rewrite, same
 from tests.models.conftest import FAMILIES, GROUPED, make

@@ -10,8 +10,7 @@ import pytest
 import transformers
 
 from radixkv.chat import Engine
-from radixkv.models.sampling_params import SamplingParams
-from radixkv.models.suggested import suggested
+from radixkv.sampling.params import SamplingParams, suggested
 from tests.chat.worlds import byte_tokenizer
 from tests.models.checkpoints.files import read, rewrite
 from tests.models.conftest import GROUPED, make

@@ -11,7 +11,7 @@ import transformers
 from radixkv.chat import Engine
 from radixkv.engine import Completion
 from radixkv.errors import InvalidInput, InvalidTokens
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from tests.chat.worlds import CHATML, byte_tokenizer
 from tests.models.checkpoints.files import read, rewrite
 from tests.models.conftest import GROUPED, make

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixkv.chat import AsyncEngine
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from radixkv_traces.live.asks import Ask, Messages, TokenIds
 from radixkv_traces.live.outcome import Answer, Moment, Seen
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from radixkv.errors import InvalidInput
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.params import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_parameters_are_frozen_hashable_and_travel() -> None:
 
 
 def test_importing_them_imports_no_torch() -> None:
-    code = "import sys, radixkv.models.sampling_params; sys.exit('torch' in sys.modules)"
+    code = "import sys, radixkv.sampling.params; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

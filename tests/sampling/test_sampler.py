@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from radixkv.errors import InvalidInput
-from radixkv.models import sampler
-from radixkv.models.sampler import SampleRow, SamplingParams, sample
+from radixkv.sampling import sampler
+from radixkv.sampling.sampler import SampleRow, SamplingParams, sample
 
 STOPS = frozenset({4, 9})
 

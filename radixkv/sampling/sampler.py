@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import InvalidInput
-from radixkv.models.adjust import adjust
-from radixkv.models.sampling_params import SamplingParams
+from radixkv.sampling.logits_processors import adjust
+from radixkv.sampling.params import SamplingParams
 
 __all__ = ["SampleRow", "Sampled", "SamplingParams", "TokenLogprobs", "sample"]
 

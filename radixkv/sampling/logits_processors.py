@@ -15,7 +15,7 @@ from torch import Tensor
 from radixkv.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from radixkv.models.sampler import SampleRow
+    from radixkv.sampling.sampler import SampleRow
 
 
 def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

@@ -1,6 +1,6 @@
-"""What a user may ask of sampling, checked when it is said.
+"""Sampling parameters: ranges and defaults, checked when they are made; also those that a checkpoint suggests.
 
-Knows ranges and defaults. Does not know logits, vocabularies or requests.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -159,3 +159,30 @@ def _stop_ids(ids: object) -> tuple[int, ...]:
     if not all(is_int(token) and token >= 0 for token in ids):
         raise InvalidInput(f"stop_token_ids must be ints >= 0, not {ids!r}")
     return tuple(ids)
+
+
+_DRAWN = ("temperature", "top_k", "top_p", "min_p")
+_ALWAYS = ("repetition_penalty",)
+
+
+def suggested(model: Any) -> SamplingParams:
+    """The defaults, with the model's own temperature, top_k, top_p, min_p and repetition_penalty where it has some.
+
+    `do_sample: false` is what transformers writes where nobody chose, so it does not suggest greedy decoding; of what
+    stands beside it only the penalty counts. A value out of our range is left out.
+    """
+    settings = getattr(model, "generation_config", None)
+    names = _ALWAYS if getattr(settings, "do_sample", None) is False else (*_DRAWN, *_ALWAYS)
+    params = SamplingParams()
+    for name in names:
+        value = getattr(settings, name, None)
+        if value is not None:
+            params = _with(params, name, value)
+    return params
+
+
+def _with(params: SamplingParams, name: str, value: Any) -> SamplingParams:
+    try:
+        return params.but(**{name: value})
+    except InvalidInput:
+        return params
