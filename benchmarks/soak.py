@@ -38,7 +38,7 @@ from radixkv.engine import Completion, RequestEngine
 from radixkv.engine.request import Request, Stream
 from radixkv.models.attention_interface import own_attention
 from radixkv.models.loaded import LoadedModel
-from radixkv.sampling.sampler import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from tests.simulation.traffic import Ids, Mixture, Tally, Traffic, knows_the_answer, leaked, memory_engine
 
 LIMITS: dict[str, Any] = {"max_sequences": 16, "max_batch_tokens": 64, "prefill_chunk": 32}

@@ -15,7 +15,7 @@ from radixkv.chat.channels import split_channels
 from radixkv.engine import Usage
 from radixkv.engine.output import FinishReason
 from radixkv.errors import InvalidInput
-from radixkv.sampling.sampler import TokenLogprobs
+from radixkv.sampling.params import TokenLogprobs
 
 Message: TypeAlias = dict[str, Any]
 

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from radixkv.engine.output import MAX_UNREAD, Outlet
 from radixkv.engine.request import Request, TokenIds, derive_seed
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
-from radixkv.models.sampling_params import SamplingParams, checked_params, is_int
-from radixkv.models.suggested import suggested
+from radixkv.sampling.params import SamplingParams, checked_params, is_int, suggested
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel

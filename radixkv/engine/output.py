@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from radixkv.errors import RequestCancelled
 
 if TYPE_CHECKING:
-    from radixkv.models.sampler import TokenLogprobs
+    from radixkv.sampling.params import TokenLogprobs
 
 
 FinishReason = Literal["stop", "length"]

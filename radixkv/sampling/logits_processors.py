@@ -1,77 +1,79 @@
-"""Change logits before anything is drawn: penalties, bias, minimum length.
+"""Logits processors: change a row's logits before anything is drawn, each for some sampling parameters.
 
-Knows one row's parameters and history. Does not know how a token is drawn.
+A parameter whose declaration says `adjusts_logits` needs a processor here. `PROCESSORS` are applied in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from radixkv.errors import InvalidInput
+from radixkv.sampling.params import SampleRow
 
-if TYPE_CHECKING:
-    from radixkv.sampling.sampler import SampleRow
+# Changes the logits [vocab] of one row in place; does nothing where its parameters have their defaults.
+LogitsProcessor: TypeAlias = Callable[[Tensor, SampleRow], None]
 
 
-def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Logits [rows, vocab] with each row's penalties, then its bias, then its minimum length applied.
+def adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Apply each row's processors to a copy of logits [rows, vocab]; return `logits` itself if no row needs one.
 
-    Returns `logits` itself if no row asks for anything, else a copy. Raises InvalidInput for a bias beyond the ids.
+    Raises InvalidInput for a bias of a token that the model does not have.
     """
     if not any(row.params.adjusts_logits for row in rows):
         return logits
-    adjusted = logits.clone()
-    for values, row in zip(adjusted, rows, strict=True):
+    copy = logits.clone()
+    for values, row in zip(copy, rows, strict=True):
         if row.params.adjusts_logits:
-            _penalize_seen(values, row)
-            _penalize_reply(values, row)
-            _add_bias(values, row)
-            _mask_stops(values, row)
-    return adjusted
+            for process in PROCESSORS:
+                process(values, row)
+    return copy
 
 
-def _tokens(history: Sequence[int], device: torch.device) -> Tensor:
-    """Token ids as a tensor that can be an index."""
-    return torch.from_numpy(np.asarray(history, dtype=np.int64)).to(device)
-
-
-def _penalize_seen(values: Tensor, row: SampleRow) -> None:
-    """The repetition penalty: tokens seen become less likely. (One seen twice is written twice, the same.)"""
+def repetition_penalty(values: Tensor, row: SampleRow) -> None:
+    """Make the tokens of prompt and reply less likely. A token that occurs twice is penalised once."""
     penalty = row.params.repetition_penalty
     if penalty == 1.0 or not len(row.history):
         return
-    seen = _tokens(row.history, values.device)
+    seen = _as_index(row.history, values.device)
     found = values[seen]
     values[seen] = torch.where(found > 0, found / penalty, found * penalty)
 
 
-def _penalize_reply(values: Tensor, row: SampleRow) -> None:
-    """Presence and frequency penalties: for the tokens of the reply."""
+def reply_penalties(values: Tensor, row: SampleRow) -> None:
+    """Subtract the presence penalty once, and the frequency penalty for each occurrence, from the reply's tokens."""
     presence, frequency = row.params.presence_penalty, row.params.frequency_penalty
     reply = row.history[row.prompt_length :]
     if (presence or frequency) and len(reply):
-        tokens, counts = torch.unique(_tokens(reply, values.device), return_counts=True)
+        tokens, counts = torch.unique(_as_index(reply, values.device), return_counts=True)
         values[tokens] -= presence + frequency * counts
 
 
-def _add_bias(values: Tensor, row: SampleRow) -> None:
-    """The bias: added to the logits of the tokens that it names."""
+def logit_bias(values: Tensor, row: SampleRow) -> None:
+    """Add the bias of each token that has one."""
     bias = row.params.logit_bias
     if bias:
         if max(bias) >= len(values):
             raise InvalidInput(f"logit_bias names token {max(bias)}; this model's ids end at {len(values) - 1}")
-        values[_tokens(list(bias), values.device)] += torch.tensor(
+        values[_as_index(list(bias), values.device)] += torch.tensor(
             list(bias.values()), dtype=values.dtype, device=values.device
         )
 
 
-def _mask_stops(values: Tensor, row: SampleRow) -> None:
-    """The minimum length: no stop token before it is reached."""
+def minimum_length(values: Tensor, row: SampleRow) -> None:
+    """Mask the stop tokens while the reply is shorter than `min_tokens`."""
     drawn = max(len(row.history) - row.prompt_length, 0)
     if drawn < row.params.min_tokens and row.stop_token_ids:
-        values[_tokens(sorted(row.stop_token_ids), values.device)] = -torch.inf
+        values[_as_index(sorted(row.stop_token_ids), values.device)] = -torch.inf
+
+
+PROCESSORS: list[LogitsProcessor] = [repetition_penalty, reply_penalties, logit_bias, minimum_length]
+
+
+def _as_index(history: Sequence[int], device: torch.device) -> Tensor:
+    """Return token ids as a tensor that can be an index."""
+    return torch.from_numpy(np.asarray(history, dtype=np.int64)).to(device)

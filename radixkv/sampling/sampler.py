@@ -19,41 +19,14 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import InvalidInput
-from radixkv.sampling.logits_processors import adjust
-from radixkv.sampling.params import SamplingParams
-
-__all__ = ["SampleRow", "Sampled", "SamplingParams", "TokenLogprobs", "sample"]
+from radixkv.sampling.logits_processors import adjusted
+from radixkv.sampling.params import SampleRow, SamplingParams, TokenLogprobs
 
 _FIRST_CANDIDATES = 64  # how many of the likeliest tokens are looked at first when only top_p or min_p cuts
 _WIDEN = 8
 _PAGE = 256  # tokens that are weighed together when nothing is cut off
 _BELOW_ONE = 1 - 2**-50
 _FLOAT = torch.finfo(torch.float32)
-
-
-@dataclass(frozen=True)
-class SampleRow:
-    """One row of a batch of logits: what to draw with, and what was drawn before.
-
-    `history` is the prompt and the reply so far (read only by penalties), of which the first `prompt_length` are the
-    prompt. (`seed`, `position`) name the draw: one of each for every token. `stop_token_ids` are what would end the
-    reply, masked while it is shorter than `min_tokens`.
-    """
-
-    params: SamplingParams
-    seed: int
-    position: int
-    history: Sequence[int] = ()
-    prompt_length: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log probability of the chosen token, and of the likeliest (id, log probability), the likeliest first."""
-
-    chosen: float
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -79,12 +52,12 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         raise InvalidInput(f"logits of shape {tuple(logits.shape)} do not fit {len(rows)} rows")
     if not rows:
         return Sampled([], None)
-    adjusted = adjust(logits, rows)
-    best, tokens = adjusted.max(dim=-1)
+    processed = adjusted(logits, rows)
+    best, tokens = processed.max(dim=-1)
     broken = frozenset((~torch.isfinite(best)).nonzero()[:, 0].tolist())
     drawn: list[int] = tokens.tolist()
     for plan, members in _plans(rows, logits.shape[1], broken).items():
-        for index, token in zip(members, _draw(adjusted, best, rows, members, plan), strict=True):
+        for index, token in zip(members, _draw(processed, best, rows, members, plan), strict=True):
             drawn[index] = token
     return Sampled(drawn, _logprobs(logits, rows, drawn), broken)
 

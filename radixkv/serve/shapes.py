@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from radixkv.engine import Completion
-from radixkv.sampling.sampler import TokenLogprobs
+from radixkv.sampling.params import TokenLogprobs
 from radixkv.serve.fields import JsonObject
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -24,7 +24,8 @@ from transformers import (
 
 from radixkv.errors import InvalidInput
 from radixkv.sampling import sampler
-from radixkv.sampling.sampler import SampleRow, SamplingParams, sample
+from radixkv.sampling.params import SampleRow, SamplingParams
+from radixkv.sampling.sampler import sample
 
 STOPS = frozenset({4, 9})
 

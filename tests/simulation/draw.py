@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from radixkv.engine.limits import Limits
-from radixkv.sampling.sampler import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from tests.simulation.model import VOCAB
 from tests.simulation.oracle import Reply, replies
 from tests.simulation.scenario import Ask, Auditing, Fault, Flaw, Forgetting, Ids, Pinning, Scenario, Unhashable

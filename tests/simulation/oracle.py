@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from radixkv.engine.request import derive_seed
-from radixkv.sampling.sampler import SampleRow, SamplingParams, sample
+from radixkv.sampling.params import SampleRow, SamplingParams
+from radixkv.sampling.sampler import sample
 from tests.simulation.model import digest_of, follow, greedy_token, logits_of
 
 

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from radixkv.engine.limits import Limits
-from radixkv.sampling.sampler import SamplingParams
+from radixkv.sampling.params import SamplingParams
 
 Ids = tuple[int, ...]
 

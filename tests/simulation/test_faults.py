@@ -22,7 +22,7 @@ import torch
 
 from radixkv.engine.limits import Limits
 from radixkv.errors import RequestFailed
-from radixkv.sampling.sampler import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from tests.simulation.scenario import Ask, Fault, Flaw, Scenario
 from tests.simulation.world import World
 

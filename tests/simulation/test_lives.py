@@ -12,7 +12,7 @@ import torch
 
 from radixkv.engine.limits import Limits
 from radixkv.errors import PromptTooLong
-from radixkv.sampling.sampler import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from tests.simulation import books
 from tests.simulation.draw import answers_of, draw
 from tests.simulation.scenario import Ask, Fault, Forgetting, Pinning, Scenario

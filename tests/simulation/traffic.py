@@ -20,7 +20,7 @@ from unittest import mock
 from radixkv.cache import PrefixCache
 from radixkv.engine import Chunk, Completion, Handle, Limits, RequestEngine, input_processor
 from radixkv.errors import PinBudgetExceeded, PromptTooLong, RequestCancelled, RequestFailed, RequestTimedOut
-from radixkv.sampling.sampler import SamplingParams
+from radixkv.sampling.params import SamplingParams
 from tests.engine.fakes import FakeModel
 from tests.simulation.model import VOCAB, SlotModel
 from tests.simulation.oracle import Reply, replies
