@@ -1,4 +1,4 @@
-"""Make the bundled model: a tokenizer, a chat template and a Llama of 1.6 million parameters, from nothing but
+"""Make the bundled model: a tokenizer, a chat template and a Llama of 1.8 million parameters, from nothing but
 `tiny_language.py`.
 
     python scripts/train_tiny.py --out radixkv/assets/tiny                 # train: about half an hour on one core
