@@ -1,6 +1,6 @@
 """radixkv: a prefix-caching inference engine that lives inside your Python process.
 
-The public names are loaded when they are first used: importing radixkv alone imports no torch.
+Public names are imported on first use, so that `import radixkv` alone does not import torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from where it lives, once."""
+    """Import a public name from its module, once."""
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -88,5 +88,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not."""
+    """Return the public names, imported or not."""
     return sorted(__all__)

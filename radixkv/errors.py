@@ -1,16 +1,16 @@
-"""Everything that radixkv raises on purpose.
+"""The exceptions that radixkv raises on purpose.
 
 RadixKVError
-├── InvalidInput (ValueError)      an argument is out of range; the message says what is allowed
-│   ├── InvalidTokens              token ids that are no ints, negative or >= 2**31; or an empty prompt
+├── InvalidInput (ValueError)      an argument is out of range; the message names the allowed values
+│   ├── InvalidTokens              token ids that are not ints, negative or >= 2**31; or an empty prompt
 │   ├── PromptTooLong              longer than the model's context or than the whole pool
-│   └── UnknownPolicy              no eviction policy of that name
+│   └── UnknownPolicy              there is no eviction policy of that name
 ├── CacheError
 │   ├── OutOfBlocks                free + evictable blocks do not suffice; nothing has changed
 │   ├── PlanPending                the sequence's last plan was neither committed nor voided
 │   ├── SequenceClosed             the sequence (or pin) was closed before
 │   ├── PinBudgetExceeded          pinning this would hold more of the pool than the budget allows
-│   └── PrefixHeld                 somebody holds what is to be discarded; nothing has changed
+│   └── PrefixHeld                 a sequence or a pin holds the prefix to be discarded; nothing has changed
 ├── UnsupportedModel               the model cannot be run exactly; the message says why
 ├── EngineError
 │   ├── EngineClosed               the engine was closed before or during the call
@@ -21,9 +21,9 @@ RadixKVError
 │   ├── SessionClosed              the chat session was closed before
 │   └── ContextOverflow            the conversation no longer fits the model's context
 └── TelemetryError
-    ├── ProtocolError              bytes of a socket or a recording are no frame of ours; the message says why
+    ├── ProtocolError              bytes of a socket or a recording are not a valid frame; the message says why
     ├── EngineNotFound             no running engine answers there
-    └── UnsafeFolder               there is no folder for sockets that nobody else can write to or read
+    └── UnsafeFolder               there is no folder for sockets that other users can neither read nor write
 """
 
 
@@ -32,11 +32,11 @@ class RadixKVError(Exception):
 
 
 class InvalidInput(RadixKVError, ValueError):
-    """An argument is out of range; the message says what is allowed."""
+    """An argument is out of range; the message names the allowed values."""
 
 
 class InvalidTokens(InvalidInput):
-    """Token ids that are no ints, negative or >= 2**31; or an empty prompt."""
+    """Token ids are not ints, negative or >= 2**31; or the prompt is empty."""
 
 
 class PromptTooLong(InvalidInput):
@@ -48,7 +48,7 @@ class UnknownPolicy(InvalidInput):
 
 
 class CacheError(RadixKVError):
-    """The prefix cache refused a call; its state is what it was before."""
+    """The prefix cache refused a call; its state is unchanged."""
 
 
 class OutOfBlocks(CacheError):
@@ -68,7 +68,7 @@ class PinBudgetExceeded(CacheError):
 
 
 class PrefixHeld(CacheError):
-    """A sequence or a pin holds what is to be discarded. Nothing has changed."""
+    """A sequence or a pin holds the prefix to be discarded. Nothing has changed."""
 
 
 class UnsupportedModel(RadixKVError):
@@ -96,7 +96,7 @@ class RequestFailed(EngineError):
 
 
 class ChatError(RadixKVError):
-    """A chat session refused a call; its history is what it was before."""
+    """A chat session refused a call; its history is unchanged."""
 
 
 class SessionClosed(ChatError):
@@ -108,11 +108,11 @@ class ContextOverflow(ChatError):
 
 
 class TelemetryError(RadixKVError):
-    """An engine cannot be watched; the engine itself is none the worse."""
+    """An engine cannot be watched; the engine itself goes on."""
 
 
 class ProtocolError(TelemetryError):
-    """Bytes of a socket or of a recording are no frame of ours; the message says what was wrong."""
+    """Bytes of a socket or of a recording are not a valid frame; the message says why."""
 
 
 class EngineNotFound(TelemetryError):
@@ -120,4 +120,4 @@ class EngineNotFound(TelemetryError):
 
 
 class UnsafeFolder(TelemetryError):
-    """There is no folder for sockets that nobody else can write to or read."""
+    """There is no folder for sockets that other users can neither read nor write."""

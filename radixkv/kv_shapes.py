@@ -1,7 +1,7 @@
-"""From a model's config.json, or one of the usual names, to the shape of its KV, without loading or fetching anything.
+"""Read the shape of a model's KV from its config.json, or look it up by a well-known name.
 
-Knows what the fields are called, what goes unsaid, and which models keep something else than keys and values. Knows no
-transformers and no torch: whether radixkv runs a model is found out by loading it (`radixkv doctor`).
+Nothing is loaded or downloaded. A shape does not imply that radixkv runs the model: `radixkv doctor` loads it to test
+that.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _KV_HEADS = ("num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_hea
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
-# What transformers' own classes fill in, where the files of a family leave it out and it does not follow from the rest.
-_UNSAID: Mapping[str, Mapping[str, int]] = {
+# Defaults of transformers' config classes for fields that the files of a family may omit.
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256},
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
@@ -54,16 +54,16 @@ _WINDOWED = {
 _KINDS = {"full_attention", "attention", *_WINDOWED}
 _DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _ENCODERS = ("albert", "bert", "electra", "roformer", "xlnet", "ernie", "big_bird", "data2vec")
-# A field that begins so belongs to a state that is no KV of single tokens, or to an index beside the KV.
+# Prefixes of fields that describe a recurrent state, or an index that is stored in addition to the KV.
 _STATE = ("mamba_", "ssm_", "linear_num_", "linear_conv_", "linear_attn_", "conv_L_cache", "rwkv_", "index_topk")
 _STATEFUL = {"falcon_mamba", "hrm_text", "mamba", "mamba2", "recurrent_gemma", "reformer", "rwkv", "xlstm"}
 
 
 def kv_shape(model: str) -> KVShape:
-    """The KV of a model: "tiny" (bundled), a folder, a config.json, or a usual name. Reads one small file, or none.
+    """Return the KV shape of a model: "tiny" (bundled), a folder, a config.json, or a well-known name.
 
-    Raises InvalidInput for what is none of these, and for a config of no decoder, or of one that keeps something else
-    than keys and values; it says what is wrong.
+    Raises InvalidInput with the reason if `model` is none of these, is not a decoder, or stores anything other than
+    keys and values of each token.
 
     >>> kv_shape("llama-3.1-70b").bytes_per_token()
     327680
@@ -81,7 +81,7 @@ def kv_shape(model: str) -> KVShape:
 
 
 def _path_of(model: str) -> Path | Traversable | None:
-    """The config.json that is meant; None if it can only be a name."""
+    """Return the path of the config.json; None if `model` can only be a name."""
     if model == "tiny":
         return resources.files("radixkv").joinpath("assets", "tiny", "config.json")
     path = Path(model).expanduser()
@@ -93,7 +93,7 @@ def _path_of(model: str) -> Path | Traversable | None:
 
 
 def _named(model: str) -> KVShape:
-    """One of the usual shapes; who made it, and "-Instruct" behind the name, change nothing."""
+    """Return a well-known shape; the organisation before the name and "-Instruct" after it are ignored."""
     name = model.lower().rpartition("/")[2].removeprefix("meta-").removesuffix("-instruct")
     if name not in _NAMED:
         names = ", ".join(["tiny", *_NAMED])
@@ -105,7 +105,7 @@ def _named(model: str) -> KVShape:
     return KVShape(name, (LayerKV(heads, dim, dim),) * layers, "bfloat16", context)
 
 
-# ---- a config; what is wrong with it is raised as ValueError
+# ---- a config; errors in it are raised as ValueError
 
 
 def _of_config(whole: dict[str, Any], name: str) -> KVShape:
@@ -114,7 +114,7 @@ def _of_config(whole: dict[str, Any], name: str) -> KVShape:
     if not isinstance(config, dict):
         raise ValueError(f"text_config is {config!r}")
     _check_decoder(config)
-    config = {**_UNSAID.get(str(config.get("model_type")), {}), **{k: v for k, v in config.items() if v is not None}}
+    config = {**_DEFAULTS.get(str(config.get("model_type")), {}), **{k: v for k, v in config.items() if v is not None}}
     kinds = _kinds(config)
     layers = [_layer(config, at, kind) for at, kind in enumerate(kinds)]
     kept = tuple(layer for layer in layers if layer is not None)
@@ -127,7 +127,7 @@ def _of_config(whole: dict[str, Any], name: str) -> KVShape:
 
 
 def _check_decoder(config: Mapping[str, Any]) -> None:
-    """Refuse what attends to later tokens too, or keeps anything else than keys and values of each token."""
+    """Refuse encoders, and models that store anything other than keys and values of each token."""
     kind, made = str(config.get("model_type")), config.get("architectures") or []
     if not isinstance(made, list):
         raise ValueError(f"architectures is {made!r}")
@@ -144,7 +144,7 @@ def _check_decoder(config: Mapping[str, Any]) -> None:
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, a name of `_KINDS`."""
+    """Return the kind of each layer, a name of `_KINDS`."""
     count = _whole(config, _LAYERS)
     if count > 10_000:
         raise ValueError(f"{count} layers")
@@ -159,13 +159,13 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def _slides(config: Mapping[str, Any]) -> bool:
-    """Whether all layers of a config without layer types have a window."""
+    """Return whether all layers of a config without layer types have a sliding window."""
     mixed = any(config.get(field) for field in ("sliding_window_pattern", "max_window_layers"))
     return bool(config.get("sliding_window")) and config.get("use_sliding_window", True) is not False and not mixed
 
 
 def _layer(config: Mapping[str, Any], at: int, kind: str) -> LayerKV | None:
-    """What one layer keeps; None if it has no attention."""
+    """Return the KV shape of one layer; None if it has no attention."""
     own = _own_fields(config, at, kind)
     heads = _whole(own, _HEADS)
     if own.get("no_op"):
@@ -180,13 +180,13 @@ def _layer(config: Mapping[str, Any], at: int, kind: str) -> LayerKV | None:
 
 
 def _own_fields(config: Mapping[str, Any], at: int, kind: str) -> dict[str, Any]:
-    """The config as this layer sees it: families differ in how they say that layers differ."""
+    """Return the config of one layer; model families have different fields for layers that differ."""
     own = {**config, **_part(config, "attn_config")}
     own.update({name: _at(own[name], at) for name in _KV_HEADS if isinstance(own.get(name), list)})
     if kind in _WINDOWED:
         own.update({name.removeprefix("swa_"): value for name, value in config.items() if name.startswith("swa_")})
         if config.get("model_type") == "mimo_v2_flash" and "swa_num_key_value_heads" not in config:
-            own["num_key_value_heads"] = 2 * _whole(config, _KV_HEADS)  # as its class has it, whatever the file says
+            own["num_key_value_heads"] = 2 * _whole(config, _KV_HEADS)  # as its class computes it, not as the file says
     elif "per_layer_config" not in config:
         own["head_dim"] = config.get("global_head_dim") or config.get("head_dim")
         if config.get("attention_k_eq_v", True):
@@ -200,14 +200,14 @@ def _own_fields(config: Mapping[str, Any], at: int, kind: str) -> dict[str, Any]
 
 
 def _grouped(attention: Mapping[str, Any], heads: int) -> dict[str, Any]:
-    """A block's own attention, which may be missing, or say how many query heads share a KV head."""
+    """Return the fields of a block's own attention: none at all, or the number of query heads per KV head."""
     if attention.get("no_op") or attention.get("replace_with_linear"):
         return {"no_op": True}
     return {"num_key_value_heads": heads // _whole(attention, ("n_heads_in_group",), default=1)}
 
 
 def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
-    """KV heads of a layer; they are as many as its heads where nothing is said."""
+    """Return the KV heads of a layer; without a field for them, each head has its own."""
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     kv_heads = _whole(config, _KV_HEADS, default=heads)
@@ -217,20 +217,20 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
 
 
 def _at(values: list[Any], at: int) -> Any:
-    """One layer's of a list that has something for each."""
+    """Return the value of one layer from a list with one value per layer."""
     if at >= len(values):
         raise ValueError(f"a list for all layers ends before layer {at}")
     return values[at]
 
 
 def _part(config: Any, field: str) -> Mapping[str, Any]:
-    """A part of a config that is a config itself; empty if it is missing."""
+    """Return a nested config; empty if it is missing."""
     part = config.get(field) if isinstance(config, dict) else None
     return part if isinstance(part, dict) else {}
 
 
 def _whole(config: Mapping[str, Any], fields: tuple[str, ...], default: int | None = None) -> int:
-    """The first of these fields that is there, a whole number above 0."""
+    """Return the first of these fields that is present, an int above 0."""
     for field in fields:
         value = config.get(field)
         if value is None:
@@ -244,16 +244,16 @@ def _whole(config: Mapping[str, Any], fields: tuple[str, ...], default: int | No
 
 
 def _dtype(config: Mapping[str, Any], whole: Mapping[str, Any]) -> str | None:
-    """What the weights are saved in, if it says so."""
-    said = (each.get(field) for each in (config, whole) for field in ("dtype", "torch_dtype"))
-    dtype = next((str(each).removeprefix("torch.") for each in said if each), None)
+    """Return the dtype that the weights are saved in; None if the config does not have it."""
+    named = (each.get(field) for each in (config, whole) for field in ("dtype", "torch_dtype"))
+    dtype = next((str(each).removeprefix("torch.") for each in named if each), None)
     if dtype is not None and dtype not in WIDTHS:
         raise ValueError(f"dtype {dtype!r} is none of {', '.join(WIDTHS)}")
     return dtype
 
 
 def _notes(config: Mapping[str, Any], kinds: list[str], layers: tuple[LayerKV, ...]) -> list[str]:
-    """What a reader of the numbers may not expect."""
+    """Return sentences about storage that the numbers alone do not explain."""
     notes = []
     if rank := config.get("kv_lora_rank"):
         latent = len(layers) * (_whole({"rank": rank}, ("rank",)) + _whole(config, ("qk_rope_head_dim",)))

@@ -1,7 +1,4 @@
-"""How many bytes the keys and values of a token take, and how many bytes "8GiB" are.
-
-Knows the shapes of layers, dtypes and units. Knows no model by name, no tensor, and no pool.
-"""
+"""Compute the bytes that the keys and values of a token take, and parse sizes such as "8GiB"."""
 
 from __future__ import annotations
 
@@ -11,18 +8,18 @@ from dataclasses import dataclass, replace
 from radixkv.errors import InvalidInput
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-"""What stands before the "B" of bytes (or before "tok"), in lower case."""
+"""Factors of the prefixes before the "B" of bytes (or before "tok"), in lower case."""
 
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of a number, by the name of its dtype."""
+"""Bytes per number, by the name of the dtype."""
 
 ASSUMED_DTYPE = "bfloat16"
-"""What weights are taken to be saved in, where a config does not say."""
+"""The dtype of weights whose config has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """What one attention layer keeps of a token: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
+    """The KV of a token in one attention layer: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
 
     kv_heads: int
     key_dim: int
@@ -30,20 +27,20 @@ class LayerKV:
 
     @property
     def numbers(self) -> int:
-        """Numbers that a token takes in this layer."""
+        """Numbers stored per token in this layer."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
     def of_rank(self, ranks: int) -> LayerKV:
-        """What the fullest of `ranks` tensor-parallel ranks keeps: heads are dealt out whole, and each rank has one."""
+        """Return the share of the fullest of `ranks` tensor-parallel ranks: whole heads, at least one per rank."""
         return replace(self, kv_heads=-(-self.kv_heads // ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV of a model: every layer that keeps some, in order.
+    """The KV of a model: every layer that stores some, in order.
 
-    `dtype` is what the weights are saved in and `context` the longest sequence in tokens, None where nothing says so.
-    `notes` are sentences on what a reader of the numbers may not expect.
+    `dtype` is the dtype of the saved weights and `context` the longest sequence in tokens; each is None if the config
+    does not have it. `notes` are sentences about storage that the numbers alone do not explain.
     """
 
     name: str
@@ -53,7 +50,9 @@ class KVShape:
     notes: tuple[str, ...] = ()
 
     def bytes_per_token(self, dtype: str | None = None, ranks: int = 1) -> int:
-        """Bytes of a token in all layers, on one of `ranks`. Raises InvalidInput for another dtype, or no rank.
+        """Return the bytes of a token in all layers, on one of `ranks`.
+
+        Raises InvalidInput for an unsupported dtype and for less than one rank.
 
         >>> KVShape("70B", (LayerKV(8, 128, 128),) * 80).bytes_per_token("float16")
         327680
@@ -67,7 +66,7 @@ class KVShape:
 
 
 def bytes_of(text: str) -> int | None:
-    """Bytes of "8GiB", "512 MB", "1.5g" or "0"; None for what is no size.
+    """Return the bytes of "8GiB", "512 MB", "1.5g" or "0"; None if `text` is not a size.
 
     >>> bytes_of("1.5 GiB"), bytes_of("much")
     (1610612736, None)
@@ -77,7 +76,7 @@ def bytes_of(text: str) -> int | None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "8GiB", "512 MB" or "1.5g"; raises InvalidInput for anything else, and for less than a byte.
+    """Return the bytes of "8GiB", "512 MB" or "1.5g"; raises InvalidInput for other text and for 0 bytes.
 
     >>> parse_size("8GiB"), parse_size("512 MB")
     (8589934592, 512000000)

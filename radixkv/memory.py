@@ -1,6 +1,6 @@
-"""How much memory this process may still take.
+"""Measure the memory that this process may still allocate.
 
-Knows Linux's counters and control groups, and asks the machine for its size elsewhere. Knows no tensor and no pool.
+Linux's counters and control groups are read; on other systems half of the machine's memory counts as free.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: what the machine has available, within the control group's limit."""
+    """Return the bytes that this process may still allocate: the machine's, within the control group's limit."""
     return min(_available(), left_in_cgroup())
 
 
@@ -19,25 +19,25 @@ def _available() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
         return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux: take half of the machine's memory for free
+    except (OSError, KeyError, ValueError):  # not Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def left_in_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes up to the limit of the control group that `folder` describes; 2**63 if there is none."""
+    """Return the bytes up to the limit of the control group that `folder` describes; 2**63 without a limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
             return max(0, int((folder / limit).read_text()) - int((folder / used).read_text()) + _files(folder, used))
-        except (OSError, ValueError):  # no such version of control groups, or "max": no limit
+        except (OSError, ValueError):  # another version of control groups, or "max"
             continue
     return 2**63
 
 
 def _files(folder: Path, used: str) -> int:
-    """Bytes of files that the control group's `used` counts, and that Linux gives up when memory is asked for."""
+    """Return the bytes of cached files that `used` counts; Linux drops them when memory is needed."""
     try:
         lines = (folder / used).with_name("memory.stat").read_text().splitlines()
     except OSError:

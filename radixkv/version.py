@@ -1,3 +1,3 @@
-"""The version of the distribution, for whoever must not import more than that. Knows nothing else."""
+"""The version of the distribution, in a module that imports nothing."""
 
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from radixkv.cli import main
 from radixkv.cli.plan import Plan, size
 from radixkv.errors import InvalidInput
-from radixkv.kv_shapes import _UNSAID, kv_shape
+from radixkv.kv_shapes import _DEFAULTS, kv_shape
 from radixkv.kv_size import KVShape, LayerKV, parse_size
 from radixkv.models.attention_interface import IMPLEMENTATION
 from radixkv.models.probe import probe
@@ -113,10 +113,10 @@ def test_the_bundled_model_takes_what_its_pool_takes() -> None:
     assert kinds(kv_shape("tiny")) == [(each.kv_heads, each.key_dim, each.value_dim) for each in layers]
 
 
-@pytest.mark.parametrize("family", _UNSAID)
+@pytest.mark.parametrize("family", _DEFAULTS)
 def test_what_goes_unsaid_is_what_transformers_fills_in(family: str) -> None:
     kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
-    said = {name: value for name, value in _UNSAID[family].items() if name != "global_head_dim"}
+    said = {name: value for name, value in _DEFAULTS[family].items() if name != "global_head_dim"}
     assert said == {name: getattr(kind, name) for name in said}
 
 
