@@ -7,6 +7,7 @@ choosing a victim scans nothing and rebuilds nothing; every operation is O(log l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from sortedcontainers import SortedList
@@ -117,6 +118,10 @@ class EvictionIndex:
         if child.tick > parent.tick:
             parent.tick, parent.used_at = child.tick, child.used_at
         parent.hits += child.hits
+
+    def next_victims(self, count: int) -> list[Entry]:
+        """Return the next `count` leaves in the order of eviction, fewer if there are fewer. O(count)."""
+        return [key[4] for key in islice(self._order, count)]
 
     def victim(self) -> Entry:
         """The leaf that goes next; the index must not be empty."""

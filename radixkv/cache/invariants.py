@@ -196,7 +196,7 @@ def _check_fill(cache: PrefixCache, nodes: list[Node]) -> None:
 
 def _check_leaves_worth(index: PredictiveIndex) -> None:
     leaves = {id(eviction_key[4]) for eviction_key in index._order}
-    seats = list(index._seats)
+    seats = list(index._by_worth)
     assert {id(worth_key[4]) for worth_key in seats} == leaves and len(seats) == len(leaves), (
         f"{len(leaves)} leaves, {len(seats)} are listed by worth"
     )

@@ -146,6 +146,13 @@ class PrefixCache:
         held = [sequence._node for sequence in self._open.values()] + self._pins.nodes()
         return random_run(self._tree, held, rng)
 
+    def next_victims(self, count: int = 32) -> list[int]:
+        """Return the node ids of the leaves that would be evicted next, in this order; fewer if there are fewer.
+
+        It changes nothing. The policy may choose otherwise once text is used in the meantime. O(count).
+        """
+        return [cast(Node, node).id for node in self._index.next_victims(count)]
+
     def stats(self) -> CacheStats:
         """Counters and gauges now (pins whose ttl is over are released first).
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import islice
 
 from sortedcontainers import SortedList
@@ -33,7 +33,7 @@ Seat = tuple[int, bool, float, int, Entry]
 class PredictiveIndex(EvictionIndex):
     """The unlocked leaves by recency, as LRU has them, and by what they are worth."""
 
-    __slots__ = ("_ages", "_block", "_capacity", "_kinds", "_now", "_seats", "_unknown", "baseline", "hazard_model")
+    __slots__ = ("_ages", "_block", "_by_worth", "_capacity", "_kinds", "_now", "_unknown", "baseline", "hazard_model")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__("predictive")
@@ -44,14 +44,14 @@ class PredictiveIndex(EvictionIndex):
         self._ages: list[OrderedDict[AccessRecord, None]] = [
             OrderedDict() for _ in range(BUCKETS)
         ]  # by bucket, oldest first
-        self._seats: SortedList = SortedList()
+        self._by_worth: SortedList = SortedList()
         self.hazard_model = HazardModel()
         self._unknown = self.hazard_model.classed(Traits(0, 0, 0, 0, 0, False))
         self.baseline = LruBaseline(num_blocks * block_size)
 
     def __iter__(self) -> Iterator[Entry]:
         """All leaves, those of least worth first."""
-        return (worth_key[4] for worth_key in self._seats)
+        return (worth_key[4] for worth_key in self._by_worth)
 
     @property
     def uses(self) -> int:
@@ -83,28 +83,51 @@ class PredictiveIndex(EvictionIndex):
         """The leaf that goes next; the index must not be empty."""
         oldest = super().victim()
         if self.baseline.leads:
-            return oldest if self.baseline.overdrawn else self._oldest_not_awaited(oldest)
-        least: Entry = self._seats[0][4]
-        for _ in range(LOOKS):
-            least = self._seats[0][4]
-            if least is oldest or self._reseat(least):
-                break
-        if least is oldest or not self._worth(least) < MARGIN * self._worth(oldest):
-            return oldest
-        self._coldest = None
-        return least
+            node = self._least_recent([key[4] for key in islice(self._order, LOOKS)])
+        else:
+            node = self._by_worth[0][4]
+            for _ in range(LOOKS):
+                node = self._by_worth[0][4]
+                if node is oldest or self._reseat(node):
+                    break
+            node = self._worth_less(node, oldest)
+        if node is not oldest:
+            self._coldest = None
+        return node
 
-    def _oldest_not_awaited(self, oldest: Entry) -> Entry:
-        """LRU's choice, but for a few of whom their users said that they return."""
-        for eviction_key in islice(self._order, LOOKS):
-            node: Entry = eviction_key[4]
-            if (node.priority, node.demoted) != (oldest.priority, oldest.demoted):
+    def next_victims(self, count: int) -> list[Entry]:
+        """Return the next `count` leaves as `victim` would choose them, if nothing else changed meanwhile. O(count)."""
+        by_recency, by_worth = (key[4] for key in self._order), (key[4] for key in self._by_worth)
+        oldest: list[Entry] = []
+        cheapest: list[Entry] = []
+        victims: dict[Entry, None] = {}
+        for _ in range(min(count, len(self))):
+            oldest = _refilled(oldest, by_recency, victims)
+            if self.baseline.leads:
+                node = self._least_recent(oldest)
+            else:
+                cheapest = _refilled(cheapest, by_worth, victims)
+                first = (cheapest[0].priority, cheapest[0].demoted)
+                alike = [each for each in cheapest if (each.priority, each.demoted) == first]
+                node = self._worth_less(min(alike, key=self._worth), oldest[0])
+            victims[node] = None
+        return list(victims)
+
+    def _least_recent(self, oldest: list[Entry]) -> Entry:
+        """LRU's choice among the least recent leaves; it passes over leaves that are expected back."""
+        first = oldest[0]
+        if self.baseline.overdrawn:
+            return first
+        for node in oldest:
+            if (node.priority, node.demoted) != (first.priority, first.demoted):
                 break
             if not self._awaited(node):
-                if node is not oldest:
-                    self._coldest = None
                 return node
-        return oldest
+        return first
+
+    def _worth_less(self, node: Entry, oldest: Entry) -> Entry:
+        """`node` if it is worth clearly less than LRU's choice, else that."""
+        return node if node is not oldest and self._worth(node) < MARGIN * self._worth(oldest) else oldest
 
     def room(self, node: Entry) -> int:
         """Blocks at its tail that are of one worth."""
@@ -272,10 +295,10 @@ class PredictiveIndex(EvictionIndex):
 
     def _seat(self, node: Entry, worth: float) -> None:
         node.worth_key = (node.priority, not node.demoted, worth, node.tick, node)
-        self._seats.add(node.worth_key)
+        self._by_worth.add(node.worth_key)
 
     def _unseat(self, node: Entry) -> None:
-        self._seats.remove(node.worth_key)
+        self._by_worth.remove(node.worth_key)
         node.worth_key = None
 
     def _reseat(self, node: Entry) -> bool:
@@ -287,6 +310,13 @@ class PredictiveIndex(EvictionIndex):
         self._unseat(node)
         self._seat(node, worth)
         return False
+
+
+def _refilled(window: list[Entry], rest: Iterator[Entry], taken: Container[Entry]) -> list[Entry]:
+    """The first LOOKS leaves of an order that are not taken, of which `window` were seen before."""
+    window = [node for node in window if node not in taken]
+    fresh = (node for node in rest if node not in taken)
+    return window + list(islice(fresh, LOOKS - len(window)))
 
 
 def new_index(policy: str, num_blocks: int, block_size: int) -> EvictionIndex:
