@@ -16,12 +16,10 @@ tool_calls*.py    replies taken apart: _format, how models write calls; _block, 
 saved.py          a session as a JSON file
 """
 
-from radixkv.chat.async_engine import AsyncEngine
-from radixkv.chat.async_session import AsyncChatSession, AsyncReplyStream
+from radixkv.chat.async_chat import AsyncChatSession, AsyncEngine, AsyncReplyStream
 from radixkv.chat.engine import Engine
 from radixkv.chat.messages import Reply, ToolCall, ToolResult
-from radixkv.chat.reply_stream import ReplyStream
-from radixkv.chat.session import ChatSession
+from radixkv.chat.session import ChatSession, ReplyStream
 
 __all__ = [
     "AsyncChatSession",

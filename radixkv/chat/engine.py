@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from radixkv.chat import saved
-from radixkv.chat.appending import HistoryMode
+from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message
 from radixkv.chat.session import ChatSession, Overflow
 from radixkv.chat.template import ChatTemplate

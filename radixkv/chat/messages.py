@@ -11,16 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from radixkv.chat.channels import split_channels
 from radixkv.engine import Usage
 from radixkv.engine.output import FinishReason
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import TokenLogprobs
 
 Message: TypeAlias = dict[str, Any]
-
-THINK_END = "</think>"
-THINK_START = "<think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +61,6 @@ class Reply:
     token_ids: tuple[int, ...]
     thinking: str = ""
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
-
-
-def split_thinking(
-    text: str, *, opened: bool = False, tags: tuple[str, str] = (THINK_START, THINK_END)
-) -> tuple[str, str]:
-    """(thinking, answer) of a reply with its control tokens; `opened` if its prompt ended with an open tag.
-
-    A reply that was cut before the end of its thinking is thinking only.
-
-    >>> split_thinking("<think>so</think>Yes.")
-    ('so', 'Yes.')
-    """
-    start, end = tags
-    if opened or text.lstrip().startswith(start):
-        thinking, _, answer = text.partition(end)
-        return thinking.lstrip().removeprefix(start).strip(), answer.lstrip()
-    return split_channels(text) or ("", text)  # a tag elsewhere is text, or part of a call's arguments
 
 
 def tool_messages(results: Sequence[ToolResult], calls: Sequence[ToolCall]) -> list[Message]:

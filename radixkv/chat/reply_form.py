@@ -16,10 +16,10 @@ from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
-from radixkv.chat.call_arguments import with_object, with_text
-from radixkv.chat.channels import CHANNEL, only_thinks
-from radixkv.chat.messages import THINK_END, THINK_START, Message
+from radixkv.chat.messages import Message
 from radixkv.chat.rendering import ANY_TOOL, Rendering
+from radixkv.chat.thinking import CHANNEL, THINK_END, THINK_START, only_thinks
+from radixkv.chat.tool_call_formats import with_object, with_text
 from radixkv.errors import ChatError
 
 ThinkingField: TypeAlias = Literal["content", "reasoning_content"]

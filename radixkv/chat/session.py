@@ -1,4 +1,8 @@
-"""A conversation: turns, their token ids, and the verbs that branch and shorten it.
+"""The reply to one message, while it is computed and when it is complete.
+
+Knows: the request behind it, and the session that it becomes a turn of. Knows no template and no ids but its own.
+
+A conversation: turns, their token ids, and the verbs that branch and shorten it.
 
 Knows: what was said, the ids that stand for it, and which of them nobody needs any more. Knows no cache and no thread:
 between two turns a session holds nothing in the pool; its next prompt simply begins with what the last one left there.
@@ -11,23 +15,84 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from radixkv.chat.appending import HistoryMode, history_mode
+from radixkv.chat.history_mode import HistoryMode, history_mode
 from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, tool_messages
-from radixkv.chat.reading import Reading
-from radixkv.chat.reply_stream import ReplyStream
+from radixkv.chat.reply_parser import Reading
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine import Completion
-from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, SessionClosed
+from radixkv.engine import Chunk, Completion, Handle
+from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, RequestCancelled, SessionClosed
 from radixkv.sampling.params import SamplingParams, checked_params, is_int
 
 if TYPE_CHECKING:
     from radixkv.engine import RequestEngine
+
+
+class ReplyStream:
+    """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole."""
+
+    def __init__(
+        self,
+        session: ChatSession,
+        handle: Handle,
+        turns: list[Turn],
+        prompt: array[int],
+        new: Sequence[Message],
+        params: SamplingParams,
+        *,
+        edits: bool = False,
+    ) -> None:
+        """Follow `handle`; at its end the session has `turns` and this one, which `edits` what was said before."""
+        self._session = session
+        self.handle = handle
+        self._reply: Reply | None = None
+        self.turns, self.prompt, self.new, self.params, self.edits = turns, prompt, new, params, edits
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""
+        try:
+            yield from self.handle
+        except (Exception, KeyboardInterrupt):
+            self.close()
+            raise
+        if self.is_open:
+            self.wait()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the session still waits for this reply."""
+        return self._session._open_stream is self
+
+    def wait(self) -> Reply:
+        """Wait for the whole reply. Raises as `Handle.result`, RequestCancelled if the stream was closed or left."""
+        if self._reply is None:
+            try:
+                completion = self.handle.result()
+            except BaseException:
+                self.close()
+                raise
+            if self.is_open:
+                self._reply = self._session._record(self, completion)
+            else:
+                raise RequestCancelled("this reply was left for another call on its session: its turn was undone")
+        return self._reply
+
+    @property
+    def reply(self) -> Reply:
+        """The whole reply; waits for it."""
+        return self.wait()
+
+    def close(self) -> None:
+        """Stop; unless the end of the reply was seen, its turn is undone."""
+        self.handle.cancel()
+        if self.is_open:
+            self._session._open_stream = None
+
 
 Overflow = Literal["error", "drop_oldest"]
 _ROOM = (

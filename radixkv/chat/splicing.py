@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
-from radixkv.chat.channels import CHANNEL
 from radixkv.chat.messages import Message
 from radixkv.chat.rendering import Rendering
 from radixkv.chat.reply_form import CallNames, Marks, ReplyForm
+from radixkv.chat.thinking import CHANNEL
 from radixkv.errors import ChatError
 
 _REMEMBERED = 20_000  # replies whose thinking was found

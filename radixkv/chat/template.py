@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from radixkv.chat.length import at_least
-from radixkv.chat.messages import THINK_START, Message, ToolCall
-from radixkv.chat.rendering import Rendering
+from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.rendering import Rendering, at_least
 from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form
 from radixkv.chat.splicing import Splicing, from_stop, unsaid, unused_word
+from radixkv.chat.thinking import THINK_START
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 
 _TAG = 16  # tokens that a tag and the white space behind it take at most, spelt letter by letter

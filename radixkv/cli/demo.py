@@ -1,6 +1,6 @@
 """`radixkv demo`: a chat, eight agents that fork from one prompt, the same without a cache, and what that saved.
 
-Knows how the demo looks. What is said is in `script.py`, how it runs in `play.py`.
+Knows how the demo looks. What is said is in `demo_script.py`, how it runs in `demo_script.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from radixkv.cli import play, script
-from radixkv.cli.play import Footprint, Played, Said
+from radixkv.cli import demo_script
+from radixkv.cli.demo_script import Footprint, Played, Said
 
 if TYPE_CHECKING:
     from radixkv.chat import Engine, Reply
@@ -84,11 +84,11 @@ def _load(console: Console, *, prefix_cache: bool) -> Engine:
 def _play_shown(console: Console, engine: Engine, params: SamplingParams) -> Run:
     """Both parts, each line printed when it is answered."""
     began = time.perf_counter()
-    console.print(_headline("1", f"A conversation. System prompt: {script.CHAT_SYSTEM!r}"))
-    chat = play.play_chat(engine, params, lambda said: console.print(_line(said)))
+    console.print(_headline("1", f"A conversation. System prompt: {demo_script.CHAT_SYSTEM!r}"))
+    chat = demo_script.play_chat(engine, params, lambda said: console.print(_line(said)))
     console.print(_headline("2", "Eight customers fork from one conversation with a shop's agent, all at once"))
     console.print(_about_manual())
-    agents, footprint = play.play_agents(engine, params, lambda said: console.print(_line(said)))
+    agents, footprint = demo_script.play_agents(engine, params, lambda said: console.print(_line(said)))
     played = Played(tuple(chat), tuple(agents), footprint)
     return Run(played, engine.stats(), time.perf_counter() - began)
 
@@ -105,7 +105,7 @@ def _play_counted(console: Console, engine: Engine, params: SamplingParams, expe
         transient=True,
     ) as progress:
         task = progress.add_task("replies", total=expected)
-        played = play.play(engine, params, lambda said: progress.advance(task, len(said.replies)))
+        played = demo_script.play(engine, params, lambda said: progress.advance(task, len(said.replies)))
     return Run(played, engine.stats(), time.perf_counter() - began)
 
 
@@ -125,9 +125,9 @@ def _headline(number: str, text: str) -> Text:
 
 
 def _about_manual() -> Text:
-    names = ", ".join(tool["function"]["name"] for tool in script.TOOLS)
+    names = ", ".join(tool["function"]["name"] for tool in demo_script.TOOLS)
     return Text(
-        f"   The prompt: opening hours, rules, {len(script.PRODUCTS)} products, and the tools {names}.\n", "dim"
+        f"   The prompt: opening hours, rules, {len(demo_script.PRODUCTS)} products, and the tools {names}.\n", "dim"
     )
 
 

@@ -16,9 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from radixkv.cli.finding import Finding, note, ok, problem
-from radixkv.cli.installed import versions
-from radixkv.cli.language import language
+from radixkv.cli.doctor_checks import Finding, language, note, ok, problem, versions
 from radixkv.cli.plan import size
 from radixkv.errors import InvalidInput, RadixKVError, UnsafeFolder
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from radixkv.cli import exits
+from radixkv.cli import entry_point
 
 _PROGRAM = "radixkv"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: the process's arguments) names; returns its status, see `exits.run`."""
-    return exits.run(_PROGRAM, _parser().parse_args(argv))
+    """Run the command that `argv` (default: the process's arguments) names; returns its status."""
+    return entry_point.run(_PROGRAM, _parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
     about = "A prefix-caching inference engine that lives inside your Python process."
-    parser, commands, common = exits.parsers(_PROGRAM, about)
+    parser, commands, common = entry_point.parsers(_PROGRAM, about)
     _add_chat(commands, common)
     _add_demo(commands, common)
     _add_ps(commands, common)

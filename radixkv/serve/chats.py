@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixkv.chat.messages import Message, ToolCall
-from radixkv.chat.tool_calls_format import tool_names
+from radixkv.chat.tool_call_formats import tool_names
 from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.serve import asking
 from radixkv.serve.conversations import ChatPrompt

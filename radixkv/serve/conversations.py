@@ -14,9 +14,10 @@ from itertools import count
 from json import dumps, loads
 from typing import Any, Literal
 
-from radixkv.chat.appending import history_mode
-from radixkv.chat.messages import THINK_END, THINK_START, Message, ToolCall
+from radixkv.chat.history_mode import history_mode
+from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.template import ChatTemplate
+from radixkv.chat.thinking import THINK_END, THINK_START
 from radixkv.engine.input_processor import Guard, today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from radixkv.chat.tool_calls_json import DEEPEST, too_deep
+from radixkv.chat.tool_call_formats import DEEPEST, too_deep
 from radixkv.serve.errors import ApiError, bad_request
 
 JsonObject = dict[str, Any]

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from radixkv.chat.messages import Message
-from radixkv.chat.tool_calls_json import too_deep
+from radixkv.chat.tool_call_formats import too_deep
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, JsonObject, shown
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from radixkv.chat import channels as in_channels
-from radixkv.chat.channels import ChannelReader
-from radixkv.chat.messages import THINK_END, THINK_START, ToolCall
-from radixkv.chat.tool_calls import CallReader, Part
-from radixkv.chat.tool_calls_format import HERMES, CallFormat
+from radixkv.chat import thinking as in_channels
+from radixkv.chat.messages import ToolCall
+from radixkv.chat.reply_parser import CallReader, Part
+from radixkv.chat.thinking import THINK_END, THINK_START, ChannelReader
+from radixkv.chat.tool_call_formats import HERMES, CallFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from typing import Any, NoReturn, TypeVar
 from starlette.requests import Request
 
 from radixkv.chat import AsyncEngine
-from radixkv.chat.channels import CHANNEL
-from radixkv.chat.length import at_least
-from radixkv.chat.messages import THINK_START, Message
-from radixkv.chat.tool_calls_format import format_of
+from radixkv.chat.messages import Message
+from radixkv.chat.rendering import at_least
+from radixkv.chat.thinking import CHANNEL, THINK_START
+from radixkv.chat.tool_call_formats import format_of
 from radixkv.engine import Completion
 from radixkv.engine.input_processor import encode, template_text
 from radixkv.engine.request import TokenIds

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from radixkv import SamplingParams
-from radixkv.chat import length
-from radixkv.chat.length import at_least
+from radixkv.chat import rendering
+from radixkv.chat.rendering import at_least
 from radixkv.chat.template import ChatTemplate
 from radixkv.errors import ContextOverflow, PromptTooLong
 from tests.chat.worlds import CHATML, byte_tokenizer, chat_engine, rendered
@@ -105,9 +105,9 @@ def test_it_is_never_more_than_there_are(name: str, text: str, piece: int) -> No
     tokenizer = TOKENIZERS[name]()
     encode = encoder(tokenizer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(length, "_PIECE", piece)
-        patch.setattr(length, "_REACH", 12)
-        patch.setattr(length, "_AROUND", AROUND[name])
+        patch.setattr(rendering, "_PIECE", piece)
+        patch.setattr(rendering, "_REACH", 12)
+        patch.setattr(rendering, "_AROUND", AROUND[name])
         counted, real = at_least(text, 10**9, tokenizer, encode), len(encode(text))
         assert counted <= real
         assert AROUND[name] or counted == real  # a cut is no place where tokens would have met
@@ -180,8 +180,8 @@ def test_what_fits_is_never_refused(text: str) -> None:
     ids = ChatTemplate(byte_tokenizer(CHATML), STOPS).opening(messages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("radixkv.chat.template._LONG", 0)  # count every text
-        patch.setattr(length, "_PIECE", 7)
-        patch.setattr(length, "_AROUND", 0)
+        patch.setattr(rendering, "_PIECE", 7)
+        patch.setattr(rendering, "_AROUND", 0)
         assert ChatTemplate(byte_tokenizer(CHATML), STOPS, limit=len(ids)).opening(messages) == ids
         with pytest.raises(PromptTooLong):
             ChatTemplate(byte_tokenizer(CHATML), STOPS, limit=len(ids) - 1).opening(messages)
@@ -215,7 +215,7 @@ def test_white_space_is_known_as_vocabularies_spell_it() -> None:
     tokenizer = unsplit()
     text = "he x=\n1 " * 9  # "he ", "x=", "=\n" and "1 " are tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(length, "_AROUND", 0)
+        patch.setattr(rendering, "_AROUND", 0)
         for piece in range(1, 16):
-            patch.setattr(length, "_PIECE", piece)
+            patch.setattr(rendering, "_PIECE", piece)
             assert at_least(text, 10**9, tokenizer, encoder(tokenizer)) == len(encoder(tokenizer)(text))

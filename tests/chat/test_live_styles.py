@@ -11,8 +11,8 @@ import pytest
 
 from radixkv import SamplingParams
 from radixkv.chat import Engine
-from radixkv.chat.messages import split_thinking
 from radixkv.chat.template import ChatTemplate
+from radixkv.chat.thinking import split_thinking
 from tests.chat.styles import DATE, STYLES, Style
 from tests.chat.test_templates import spelled
 from tests.engine.fakes import FakeModel, check, make_engine

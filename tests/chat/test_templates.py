@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from radixkv.chat.messages import ToolCall
 from radixkv.chat.splicing import from_stop
 from radixkv.chat.template import ChatTemplate
-from radixkv.chat.tool_calls_json import DEEPEST
+from radixkv.chat.tool_call_formats import DEEPEST
 from radixkv.errors import ChatError, InvalidInput
 from tests.chat.styles import DATE, NEED, STYLES, Style, sampled_call, written_call
 from tests.chat.worlds import THINKING, byte_tokenizer, chat_engine

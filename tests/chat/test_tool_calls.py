@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from radixkv.chat.tool_calls import CallReader, split_calls
-from radixkv.chat.tool_calls_format import FORMATS, HERMES, LLAMA, MISTRAL, CallFormat, format_of, tool_names
-from radixkv.chat.tool_calls_json import DEEPEST
+from radixkv.chat.reply_parser import CallReader, split_calls
+from radixkv.chat.tool_call_formats import DEEPEST, FORMATS, HERMES, LLAMA, MISTRAL, CallFormat, format_of, tool_names
 from tests.chat.worlds import CHATML, byte_tokenizer
 
 NAMES = {"weather", "now", "schön.suchen"}

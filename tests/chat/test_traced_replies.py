@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from radixkv.chat.appending import appending
-from radixkv.chat.canned import DIALOGUES, emitted
+from radixkv.chat.history_mode import appending
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.template import ChatTemplate
+from radixkv.chat.template_cases import DIALOGUES, emitted
 from radixkv.errors import ChatError
 from tests.chat.worlds import byte_tokenizer, chat_engine
 

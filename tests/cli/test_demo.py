@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from radixkv import Reply, Usage
-from radixkv.cli import demo, main, play, script
+from radixkv.cli import demo, demo_script, main
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_it_succeeds_with_equal_answers_all_of_them_right(played):
     status, out, _ = played
     assert status == 0
     assert re.search(r"All \d+ replies \(\d+ tokens\) are the same without the cache, token by token\.", out)
-    lines = len(script.CHAT) + 1 + sum(len(customer.lines) for customer in script.CUSTOMERS)
+    lines = len(demo_script.CHAT) + 1 + sum(len(customer.lines) for customer in demo_script.CUSTOMERS)
     assert f"{lines} of {lines} answers are right." in out
 
 
@@ -75,7 +75,7 @@ def test_replies_differ_by_any_token_or_by_their_number():
 
 def test_different_answers_are_a_loud_failure(monkeypatch, capsys):
     """The uncached run is made to end one of its replies a token early."""
-    honest = play.play
+    honest = demo_script.play
 
     def dishonest(*args, **options):
         result = honest(*args, **options)
@@ -83,14 +83,14 @@ def test_different_answers_are_a_loud_failure(monkeypatch, capsys):
         cut = dataclasses.replace(first.replies[0], token_ids=first.replies[0].token_ids[:-1])
         return dataclasses.replace(result, chat=(dataclasses.replace(first, replies=(cut,)), *rest))
 
-    monkeypatch.setattr(play, "play", dishonest)
-    monkeypatch.setattr(script, "CUSTOMERS", script.CUSTOMERS[:1])
+    monkeypatch.setattr(demo_script, "play", dishonest)
+    monkeypatch.setattr(demo_script, "CUSTOMERS", demo_script.CUSTOMERS[:1])
     assert main(["demo"]) == 1
     assert "REPLIES DIFFER WITH AND WITHOUT THE CACHE: replies [0]." in capsys.readouterr().out
 
 
 def test_tools_say_what_is_wrong_with_a_call():
-    assert script.use_tool("calculator", {"operation": "multiply", "a": 17, "b": 24}) == {"result": 408}
-    assert "error" in script.use_tool("fly", {})
-    assert "error" in script.use_tool("get_weather", {"city": "Atlantis"})
-    assert "error" in script.use_tool("check_stock", {"thing": "lamp"})
+    assert demo_script.use_tool("calculator", {"operation": "multiply", "a": 17, "b": 24}) == {"result": 408}
+    assert "error" in demo_script.use_tool("fly", {})
+    assert "error" in demo_script.use_tool("get_weather", {"city": "Atlantis"})
+    assert "error" in demo_script.use_tool("check_stock", {"thing": "lamp"})

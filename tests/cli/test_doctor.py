@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from radixkv.cli import doctor, installed, main
-from radixkv.cli.finding import Finding
+from radixkv.cli import doctor, doctor_checks, main
+from radixkv.cli.doctor_checks import Finding
 from radixkv.cli.plan import size
 from radixkv.errors import UnsupportedModel
 from radixkv.models.adapter import load
@@ -236,17 +236,17 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
     def version(name: str) -> str:
         if name not in here:
-            raise installed.PackageNotFoundError(name)
+            raise doctor_checks.PackageNotFoundError(name)
         return here[name]
 
-    monkeypatch.setattr(installed, "version", version)
+    monkeypatch.setattr(doctor_checks, "version", version)
     extras = ["pytest>=99; extra == 'dev'", "pywin32>=1; sys_platform == 'none'"]
-    monkeypatch.setattr(installed, "requires", lambda _: [*stated, *extras])
+    monkeypatch.setattr(doctor_checks, "requires", lambda _: [*stated, *extras])
     return here
 
 
 def judged() -> dict[str, str]:
-    return {each.about: each.status for each in installed.versions()}
+    return {each.about: each.status for each in doctor_checks.versions()}
 
 
 def test_versions_within_their_ranges_are_well(packages: dict[str, str]) -> None:
@@ -280,9 +280,9 @@ def test_an_old_python_is_a_problem(packages: dict[str, str], monkeypatch: pytes
 
 def test_a_folder_states_no_ranges(packages: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> list[str]:
-        raise installed.PackageNotFoundError(name)
+        raise doctor_checks.PackageNotFoundError(name)
 
-    monkeypatch.setattr(installed, "requires", missing)
+    monkeypatch.setattr(doctor_checks, "requires", missing)
     assert judged() == {"radixkv": "ok", "python": "ok", "packages": "note", "torch": "ok", "triton": "ok"} | {
         "transformers": "ok"
     }

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from radixkv.chat.appending import appending, history_mode
-from radixkv.chat.canned import TOOLS
+from radixkv.chat.history_mode import appending, histories, history_mode
 from radixkv.chat.template import ChatTemplate
-from radixkv.cli import language
-from radixkv.cli.histories import histories
+from radixkv.chat.template_cases import TOOLS
+from radixkv.cli import doctor_checks
 from radixkv.errors import ChatError
 from radixkv.models.adapter import load
 from radixkv.models.loaded import LoadedModel
@@ -30,7 +29,7 @@ def tiny() -> LoadedModel:
 
 def told(loaded: LoadedModel, about: str) -> list[tuple[str, str]]:
     """(status, seen) of what is found about one thing."""
-    return [(each.status, each.seen) for each in language.language(loaded) if each.about == about]
+    return [(each.status, each.seen) for each in doctor_checks.language(loaded) if each.about == about]
 
 
 # ---- tokens

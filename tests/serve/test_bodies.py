@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from radixkv.chat.tool_calls_json import DEEPEST
+from radixkv.chat.tool_call_formats import DEEPEST
 from tests.chat.worlds import THINKING, byte_tokenizer
 from tests.serve.served import ASKED, CHAT, fake_model, served
 

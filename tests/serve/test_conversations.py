@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.chat.messages import split_thinking
+from radixkv.chat.thinking import split_thinking
 from radixkv.engine.input_processor import Guard
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.conversations import ChatPrompt, Conversations, Mode

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.chat.channels import TAGS
-from radixkv.chat.messages import split_thinking
+from radixkv.chat.thinking import TAGS, split_thinking
 from radixkv.serve.reply import ReplyReader
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'

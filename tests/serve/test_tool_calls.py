@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.chat.tool_calls_format import FORMATS
+from radixkv.chat.tool_call_formats import FORMATS
 from radixkv.engine import Chunk
 from radixkv.engine.request import TextStream
 from radixkv.serve.messages import read_messages

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
-from radixkv.cli import exits
+from radixkv.cli import entry_point
 
 PROGRAM = "radixkv-replay"
 COMMANDS = ("simulate_command", "fragmentation_command", "generate_command", "live.command", "report.command")
@@ -17,13 +17,13 @@ COMMANDS = ("simulate_command", "fragmentation_command", "generate_command", "li
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: the process's arguments) names; returns its status, see `exits.run`."""
-    return exits.run(PROGRAM, _parser().parse_args(argv))
+    """Run the command that `argv` (default: the process's arguments) names; returns its status."""
+    return entry_point.run(PROGRAM, _parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
     about = "Recorded workloads: what a cache would have done with them, and what an engine does."
-    parser, commands, common = exits.parsers(PROGRAM, about)
+    parser, commands, common = entry_point.parsers(PROGRAM, about)
     for name in COMMANDS:
         import_module(f"radixkv_traces.{name}").add(commands, common)
     return parser

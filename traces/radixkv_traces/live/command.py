@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixkv.cli.exits import INTERRUPTED
+from radixkv.cli.entry_point import INTERRUPTED
 from radixkv.errors import InvalidInput
 from radixkv_traces.formats import Request, TraceRequest, open_trace
 from radixkv_traces.live import options, results

@@ -1,20 +1,110 @@
-"""What a loaded model reads and writes: its tokenizer, what ends and shapes a reply, and conversations.
+"""One line of a diagnosis. Knows its looks, and nothing of what is diagnosed.
+
+Are the packages that are installed those that radixkv was made for?
+
+Knows versions, and the ranges that radixkv's own metadata states: nothing is imported to look. Knows no device.
+
+What a loaded model reads and writes: its tokenizer, what ends and shapes a reply, and conversations.
 
 Knows how to say what was found. Does not know pools or devices, and samples nothing.
 """
 
 from __future__ import annotations
 
+import platform
+import sys
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import TYPE_CHECKING, Any, Literal
 
-from radixkv.cli.finding import Finding, note, ok, problem
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from radixkv import __version__
 from radixkv.errors import ChatError
 
 if TYPE_CHECKING:
-    from radixkv.cli.histories import Histories
+    from radixkv.chat.history_mode import Histories
     from radixkv.models.loaded import LoadedModel
+
+
+Status = Literal["ok", "note", "problem"]
+_MARKS = {"ok": "+", "note": "~", "problem": "!"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was looked at, whether it is well, and what was seen."""
+
+    status: Status
+    about: str
+    seen: str
+
+    def line(self, width: int) -> str:
+        """One printable line, `about` padded to `width`.
+
+        >>> ok("python", "3.12.1").line(10)
+        '+ ok       python      3.12.1'
+        """
+        seen = "".join(letter if letter.isprintable() else " " for letter in self.seen)
+        return f"{_MARKS[self.status]} {self.status:<7}  {self.about:<{width}}  {seen}"
+
+
+def ok(about: str, seen: str) -> Finding:
+    """All is well."""
+    return Finding("ok", about, seen)
+
+
+def note(about: str, seen: str) -> Finding:
+    """It works; somebody may want it otherwise."""
+    return Finding("note", about, seen)
+
+
+def problem(about: str, seen: str) -> Finding:
+    """It does not work."""
+    return Finding("problem", about, seen)
+
+
+PYTHON = SpecifierSet(">=3.11")
+_NAMED = ("torch", "triton", "transformers")  # a line each, also where nothing is wrong
+
+
+def versions() -> Iterator[Finding]:
+    """What is installed against what is supported: a line for the largest packages, and for each that does not fit."""
+    yield ok("radixkv", __version__)
+    python = f"{platform.python_version()} ({sys.platform}, {platform.machine()})"
+    suits = PYTHON.contains(platform.python_version(), prereleases=True)
+    yield ok("python", python) if suits else problem("python", f"{python}: {PYTHON} is needed")
+    try:
+        stated = requires("radixkv") or []
+    except PackageNotFoundError:
+        yield note("packages", "radixkv runs from a folder, not installed: nothing says which versions it supports")
+        stated = list(_NAMED)
+    for requirement in map(Requirement, stated):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            found = _judged(requirement)
+            if requirement.name in _NAMED or found.status != "ok":
+                yield found
+
+
+def _judged(requirement: Requirement) -> Finding:
+    """One package: too new is worth a note, as nobody has tested it; missing or too old is a problem."""
+    name, range_ = requirement.name, requirement.specifier
+    wanted = f"supported: {range_}" if range_ else "no range stated"
+    try:
+        here = version(name)
+    except PackageNotFoundError:
+        if name == "triton":
+            return note(name, f"not installed ({wanted}): attention runs in torch")
+        return problem(name, f"not installed ({wanted})")
+    if range_.contains(here, prereleases=True):
+        return ok(name, f"{here} ({wanted})")
+    oldest = SpecifierSet(",".join(str(each) for each in range_ if each.operator in (">=", ">", "==", "~=")))
+    if oldest.contains(here, prereleases=True):
+        return note(name, f"{here} is newer than what was tested ({wanted})")
+    return problem(name, f"{here} is too old ({wanted})")
+
 
 _SHOWN = 6  # stop tokens that are written out
 
@@ -63,7 +153,7 @@ def _sampling(loaded: LoadedModel) -> Iterator[Finding]:
 
 def _chat(loaded: LoadedModel) -> Iterator[Finding]:
     """Whether it can hold conversations, and what they do to the cached prefix."""
-    from radixkv.cli.histories import histories
+    from radixkv.chat.history_mode import histories
 
     if not getattr(loaded.tokenizer, "chat_template", None):
         yield note("chat template", "none: generate() and submit() work, chat() does not")

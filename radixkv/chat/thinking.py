@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import TypeAlias
 
+THINK_END = "</think>"
+THINK_START = "<think>"
 CHANNEL, BODY = "<|channel|>", "<|message|>"
 _START = "<|start|>"
 _CLOSES = ("<|end|>", "<|return|>", "<|call|>")
@@ -119,6 +121,23 @@ def split_channels(text: str) -> tuple[str, str] | None:
         return None
     thinking, said = ("".join(part for thought, part in parts if thought is wanted) for wanted in (True, False))
     return thinking, said
+
+
+def split_thinking(
+    text: str, *, opened: bool = False, tags: tuple[str, str] = (THINK_START, THINK_END)
+) -> tuple[str, str]:
+    """(thinking, answer) of a reply with its control tokens; `opened` if its prompt ended with an open tag.
+
+    A reply that was cut before the end of its thinking is thinking only.
+
+    >>> split_thinking("<think>so</think>Yes.")
+    ('so', 'Yes.')
+    """
+    start, end = tags
+    if opened or text.lstrip().startswith(start):
+        thinking, _, answer = text.partition(end)
+        return thinking.lstrip().removeprefix(start).strip(), answer.lstrip()
+    return split_channels(text) or ("", text)  # a tag elsewhere is text, or part of a call's arguments
 
 
 def only_thinks(text: str) -> bool:

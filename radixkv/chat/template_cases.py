@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from radixkv.chat.messages import THINK_END, Message, ToolCall
+from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.reply_form import ReplyForm, shared
 from radixkv.chat.splicing import from_stop
 from radixkv.chat.template import ChatTemplate
+from radixkv.chat.thinking import THINK_END
 from radixkv.errors import ChatError
 
 TOOLS = [

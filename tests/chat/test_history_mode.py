@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.chat.appending import appending, history_mode
-from radixkv.chat.canned import DIALOGUES, emitted
+from radixkv.chat.history_mode import appending, history_mode
 from radixkv.chat.template import ChatTemplate
+from radixkv.chat.template_cases import DIALOGUES, emitted
 from radixkv.errors import ChatError
 from tests.chat.styles import STYLES
 from tests.chat.worlds import CHATML, THINKING, byte_tokenizer, chat_engine
