@@ -172,7 +172,7 @@ def decode(rounds: int) -> dict[str, float]:
         tables = decode_tables(kind, count, length)
         cases[kind] = along_the_tree(store, tables, [length] * count, [1] * count, query)
     work = plan.build(decode_tables("grown", count, length), [length] * count, [1] * count, block_size=BLOCK)
-    cases["plan"] = lambda: torch_backend.Plan(store, work, KV_HEADS, GROUP)
+    cases["plan"] = lambda: torch_backend.TorchPlan(store, work, KV_HEADS, GROUP)
     check(cases["fresh"], static, count)
     return measure(cases, rounds)
 

@@ -46,7 +46,7 @@ from radixkv.attention import torch_backend
 from radixkv.attention.kv_store import KVStore
 from radixkv.cache import PrefixCache, Sequence
 from radixkv.models import adapter
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from radixkv.sampling.params import SampleRow, SamplingParams
 from radixkv.sampling.sampler import sample
@@ -122,7 +122,7 @@ class Steps:
             start = sequence.length
             plan = sequence.extend(new)
             copies += plan.copies
-            chunks.append(Chunk(np.array(new, dtype=np.int32), start, plan.slots, sequence.block_table))
+            chunks.append(SequenceInput(np.array(new, dtype=np.int32), start, plan.slots, sequence.block_table))
         logits = self.runner.run(chunks, copies)
         for sequence in sequences:
             sequence.commit()

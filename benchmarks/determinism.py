@@ -41,7 +41,7 @@ from cpu_decode import build_model, cpu_name
 from radixkv import Engine, SamplingParams
 from radixkv.models import adapter
 from radixkv.models.kv_recompute import TOLERANCE, compare
-from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from radixkv_traces.formats import TraceRequest, read, sample
 from radixkv_traces.simulate import replay, unique_blocks
@@ -198,7 +198,9 @@ def _compute(runner: Runner, tokens: np.ndarray, tables: list[np.ndarray], size:
         places = np.arange(start, end)
         runner.run(
             [
-                Chunk(tokens[start:end], start, t[places // BLOCK] * BLOCK + places % BLOCK, t[: -(-end // BLOCK)])
+                SequenceInput(
+                    tokens[start:end], start, t[places // BLOCK] * BLOCK + places % BLOCK, t[: -(-end // BLOCK)]
+                )
                 for t in tables
             ]
         )
@@ -217,7 +219,7 @@ def harm(dtype: str, changes: int = 300) -> dict[str, Any]:
         return decode()
 
     def decode() -> torch.Tensor:
-        return runner.run([Chunk(np.array([500], np.int32), 400, np.array([400]), table)])[0]
+        return runner.run([SequenceInput(np.array([500], np.int32), 400, np.array([400]), table)])[0]
 
     others = [logits(lambda: rng.choice([1, 5, 40, 200])) for _ in range(6)]
     base, moved = logits(lambda: 128), []

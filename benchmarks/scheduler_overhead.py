@@ -47,7 +47,7 @@ from radixkv.engine import core as engine_core
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.models import adapter
-from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from radixkv.sampling.params import SamplingParams
 
@@ -78,7 +78,7 @@ class ClockedRunner:
     def __init__(self, runner: Runner) -> None:
         self.clock = Clocked(runner.run)
 
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:
+    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> Tensor:
         logits: Tensor = self.clock(chunks, copies)
         return logits
 

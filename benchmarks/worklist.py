@@ -128,7 +128,7 @@ def naive(tables: Tables, lengths: list[int]) -> list[tuple[int, int, tuple[int,
             continue
         while len(last.children) == 1 and len(next(iter(last.children.values())).members) == len(node.members):
             last, end = next(iter(last.children.values())), end + 1
-        if (end - start) * BLOCK * (len(node.members) - 1) >= plan.WORTH:
+        if (end - start) * BLOCK * (len(node.members) - 1) >= plan.MIN_SAVING:
             items.append((start * BLOCK, (end - start) * BLOCK, tuple(node.members)))
             for index in node.members:
                 left[index] = end * BLOCK

@@ -123,7 +123,7 @@ class Reads:
     def __call__(self, *arguments: Any, **options: Any) -> WorkList:
         """As `plan.build`."""
         if not self.tree:
-            options["worth"] = plan.NEVER
+            options["min_saving"] = plan.NEVER_SHARE
         work = self._build(*arguments, **options)
         self.lists += 1
         self.tokens += work.read_tokens

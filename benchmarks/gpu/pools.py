@@ -73,8 +73,8 @@ class Attention:
     def __init__(self, pools: Pools, batch: Batch, query: Tensor, *, tree: bool = True) -> None:
         self._pools, self._batch, self._query = pools, batch, query
         shape, device = pools.shape, pools.device
-        worth = plan.WORTH if tree else plan.NEVER
-        work = plan.build(batch.tables, batch.kv, batch.queries, block_size=BLOCK, worth=worth)
+        min_saving = plan.MIN_SAVING if tree else plan.NEVER_SHARE
+        work = plan.build(batch.tables, batch.kv, batch.queries, block_size=BLOCK, min_saving=min_saving)
         self.read_tokens = work.read_tokens
         self.step = attention.plan(
             work,

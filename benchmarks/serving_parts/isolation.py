@@ -15,7 +15,7 @@ import numpy as np
 from radixkv import Engine, Handle, SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.engine import Limits
-from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 
 from .servers import BLOCK
@@ -100,7 +100,7 @@ def budgeted_step(loaded: LoadedModel, chunk: int, times: int = 5) -> float:
     return statistics.median(spent[1:])
 
 
-def _chunk(table: np.ndarray, start: int, count: int) -> Chunk:
+def _chunk(table: np.ndarray, start: int, count: int) -> SequenceInput:
     places = np.arange(start, start + count)
     tokens = (places % 97 + 3).astype(np.int32)
-    return Chunk(tokens, start, table[places // BLOCK].astype(np.int64) * BLOCK + places % BLOCK, table)
+    return SequenceInput(tokens, start, table[places // BLOCK].astype(np.int64) * BLOCK + places % BLOCK, table)

@@ -112,7 +112,7 @@ def parts(dim: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class TilePlan:
     """A step's tiles on a device, for layers of one head shape; made once per step, followed by each layer."""
 
     kinds: tuple[Kind, ...]
@@ -155,7 +155,7 @@ def plan(
     device: torch.device,
     processors: int,
     split: int | None = None,
-) -> Plan:
+) -> TilePlan:
     """Tiles for `work` on `device`, which has so many `processors`, in one copy.
 
     `split` cuts keys into parts of about so many, whatever else is in the step; else the step is balanced.
@@ -163,7 +163,7 @@ def plan(
     tiles = cut(work, heads=heads, kv_heads=kv_heads, chosen=chosen, processors=processors, split=split)
     lists = [tiles.block_ids, tiles.row_ids, tiles.positions, tiles.merge_rows, tiles.merge_offset, tiles.merge_ids]
     there = _upload([*lists, *tiles.kinds], device)
-    return Plan(
+    return TilePlan(
         kinds=chosen,
         counts=tuple(tiles.num_tiles(kind) for kind in range(len(chosen))),
         tiles=there[6:],
@@ -192,7 +192,7 @@ def attend(
     query: Tensor,
     key_pool: Tensor,
     value_pool: Tensor,
-    step: Plan,
+    step: TilePlan,
     *,
     scale: float,
     softcap: float | None = None,
@@ -225,7 +225,7 @@ def _launch(
     query: Tensor,
     key_pool: Tensor,
     value_pool: Tensor,
-    step: Plan,
+    step: TilePlan,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -279,7 +279,7 @@ def _reach(pool: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
 
 
-def _merge(step: Plan, partial: Tensor, lse: Tensor, sinks: Tensor | None, output: Tensor) -> None:
+def _merge(step: TilePlan, partial: Tensor, lse: Tensor, sinks: Tensor | None, output: Tensor) -> None:
     """All rows that have more than one partial, or none."""
     heads, dv = output.shape[1:]
     merge_partials[(step.num_merges, heads)](

@@ -15,7 +15,7 @@ DEPTH = 4
 
 
 @dataclass(frozen=True)
-class Capacity:
+class GraphCapacity:
     """Room for the tiles of one step, of which each kind may have all."""
 
     rows: int
@@ -41,7 +41,7 @@ class Capacity:
         return [HEADER + self.tiles * FIELDS] * kinds + [self.row_ids, self.rows, *merges]
 
 
-def of_decode(
+def decode_capacity(
     rows: int,
     blocks: int,
     shapes: tuple[Shape, ...],
@@ -50,7 +50,7 @@ def of_decode(
     spread: float | Sequence[float],
     keys: int,
     split: int | None = None,
-) -> Capacity:
+) -> GraphCapacity:
     """Room for `rows` decodes whose tables have `blocks` blocks together and whose paths share at most `DEPTH` runs.
 
     Arguments are those of `tiles.build`; with `split` nothing is shared, and no sequence has more than `keys` keys.
@@ -71,4 +71,4 @@ def of_decode(
     else:
         row_ids, tiles = rows, rows * (2 + keys // split)
         partials = tiles
-    return Capacity(rows, tiles, row_ids, partials, blocks + OVERREAD)
+    return GraphCapacity(rows, tiles, row_ids, partials, blocks + OVERREAD)

@@ -29,11 +29,11 @@ from radixkv_kernels.work_list import WorkList
 Int = NDArray[np.int64]
 Table = NDArray[np.int32]
 
-WORTH = 256
+MIN_SAVING = 256
 """Reads that a shared run must save to be an item of its own, in tokens: below, the item costs more than it saves."""
 
-NEVER = 1 << 62
-"""`worth` of a run that is never shared: each sequence then reads alone, and the same, whoever else is there."""
+NEVER_SHARE = 1 << 62
+"""`min_saving` of a run that is never shared: each sequence then reads alone, and the same, whoever else is there."""
 
 BAND = 256
 """Query rows of a chunk that are laid out together under a window: more wastes masks, fewer wastes calls."""
@@ -47,7 +47,7 @@ def build(
     previous: WorkList | None = None,
     *,
     block_size: int,
-    worth: int = WORTH,
+    min_saving: int = MIN_SAVING,
     max_tokens: int | None = None,
 ) -> WorkList:
     """The work list of a step: shared runs once for all their readers, then each sequence's tail.
@@ -67,9 +67,9 @@ def build(
     _check(tables, kv, queries, block_size)
     grouping = None
     if previous is not None and isinstance(previous.origin, Grouping) and previous.block_size == block_size:
-        grouping = previous.origin.grown(tables, kv, queries, worth)
+        grouping = previous.origin.grown(tables, kv, queries, min_saving)
     if grouping is None:
-        grouping = group(tables, kv, queries, block_size, worth)
+        grouping = group(tables, kv, queries, block_size, min_saving)
     return _Layout(grouping, kv, queries, window, block_size, max_tokens).work_list()
 
 
@@ -227,16 +227,16 @@ class Grouping:
     table_offset: Int  # [sequences + 1] where each table starts in block_ids
     kv_lengths: Int
     active: NDArray[np.bool_]  # [sequences] has query rows
-    worth: int
+    min_saving: int
 
-    def grown(self, tables: list[Table], kv_lengths: Int, query_lengths: Int, worth: int) -> Grouping | None:
+    def grown(self, tables: list[Table], kv_lengths: Int, query_lengths: Int, min_saving: int) -> Grouping | None:
         """This grouping for tables that have only grown at their ends, or None if anything else has changed."""
-        if len(tables) != len(self.kv_lengths) or worth != self.worth or (kv_lengths < self.kv_lengths).any():
+        if len(tables) != len(self.kv_lengths) or min_saving != self.min_saving or (kv_lengths < self.kv_lengths).any():
             return None
         block_ids, offset = _flat(tables)
         if not np.array_equal(query_lengths > 0, self.active) or not self._is_prefix(block_ids, offset):
             return None
-        return Grouping(self.runs, self.tails, block_ids, offset, kv_lengths, self.active, worth)
+        return Grouping(self.runs, self.tails, block_ids, offset, kv_lengths, self.active, min_saving)
 
     def _is_prefix(self, block_ids: Table, offset: Int) -> bool:
         """Does each of the new tables begin with the old one?"""
@@ -252,19 +252,19 @@ class Grouping:
         return np.array_equal(block_ids[new:], self.block_ids[old:])
 
 
-def group(tables: list[Table], kv_lengths: Int, query_lengths: Int, block_size: int, worth: int) -> Grouping:
+def group(tables: list[Table], kv_lengths: Int, query_lengths: Int, block_size: int, min_saving: int) -> Grouping:
     """Find the tree in the tables: sort them, compare neighbours, split where they part.
 
     Only blocks that are full for every member are shared: behind the fill mark of a common block each sequence may
-    have appended tokens of its own. A run whose sharing saves fewer than `worth` token reads is left to its children.
+    have appended tokens of its own. A run that saves fewer than `min_saving` token reads is left to its children.
     """
     block_ids, offset = _flat(tables)
     active = query_lengths > 0
     full = [table[: length // block_size] for table, length in zip(tables, kv_lengths.tolist(), strict=True)]
     order = sorted(np.flatnonzero(active).tolist(), key=lambda index: full[index].tobytes())
     common = [_common(full[a], full[b]) for a, b in itertools.pairwise(order)]
-    runs, tails = _split(np.array(order, dtype=np.int64), common, len(tables), -(-worth // block_size))
-    return Grouping(_joined(runs, block_size), tails * block_size, block_ids, offset, kv_lengths, active, worth)
+    runs, tails = _split(np.array(order, dtype=np.int64), common, len(tables), -(-min_saving // block_size))
+    return Grouping(_joined(runs, block_size), tails * block_size, block_ids, offset, kv_lengths, active, min_saving)
 
 
 def _joined(runs: list[tuple[int, int, Int]], block_size: int) -> SharedRuns:
@@ -289,7 +289,7 @@ def _common(a: Table, b: Table) -> int:
     return int(different.argmax()) if different.any() else length
 
 
-def _split(order: Int, common: list[int], sequences: int, worth: int) -> tuple[list[tuple[int, int, Int]], Int]:
+def _split(order: Int, common: list[int], sequences: int, min_saving: int) -> tuple[list[tuple[int, int, Int]], Int]:
     """Runs in blocks, each (start, stop, members), and each sequence's tail; no recursion.
 
     From sequences in the order of their tables, and the overlap of neighbours.
@@ -303,7 +303,7 @@ def _split(order: Int, common: list[int], sequences: int, worth: int) -> tuple[l
             tails[order[low:high]] = start
             continue
         stop = min(common[low : high - 1])
-        if stop > start and (stop - start) * (high - low - 1) >= worth:
+        if stop > start and (stop - start) * (high - low - 1) >= min_saving:
             runs.append((start, stop, np.sort(order[low:high])))
             start = stop
         edges = [low, *(i + 1 for i in range(low, high - 1) if common[i] == stop), high]
@@ -311,20 +311,20 @@ def _split(order: Int, common: list[int], sequences: int, worth: int) -> tuple[l
     return runs, tails
 
 
-def check(chunk: int, block_size: int) -> None:
+def check_chunk(chunk: int, block_size: int) -> None:
     """Raise InvalidInput if a chunk is no whole number of blocks: it would begin inside one, behind others' keys."""
     if chunk % block_size:
         raise InvalidInput(f"this model attends in chunks of {chunk} tokens, which block_size={block_size} must divide")
 
 
-def cut(
+def cut_chunks(
     tables: Sequence[Table], kv_lengths: Sequence[int], query_lengths: Sequence[int], chunk: int, block_size: int
 ) -> tuple[list[Table], list[int], list[int]]:
     """Tables, kv lengths and query lengths of the same rows in the same order, a sequence for each chunk they lie in.
 
     Sequence `s` has rows for its last `query_lengths[s]` positions, at least one. Costs nothing per token.
     """
-    check(chunk, block_size)
+    check_chunk(chunk, block_size)
     pieces = []
     for table, end, rows in zip(tables, kv_lengths, query_lengths, strict=True):
         first = end - rows

@@ -20,7 +20,7 @@ from radixkv.attention.kv_store import KVStore
 from radixkv_kernels.work_list import WorkList
 
 
-class Rows:
+class QueryRows:
     """Row indices [n], all different, on a device."""
 
     def __init__(self, rows: NDArray[np.int64], device: torch.device) -> None:
@@ -70,7 +70,7 @@ class _View:
     tokens: int
 
 
-class Layout:
+class PrivateLayout:
     """How the tails of a work list lie in the pool: long runs of adjacent blocks as views, the rest to be gathered."""
 
     def __init__(self, work: WorkList, items: Int, reads_in_place: bool) -> None:
@@ -131,17 +131,17 @@ class Layout:
         return bool(4 * (self.gathered[tail] + 4) >= 3 * self.gathered[first]) and high <= 2 * low + 128
 
 
-class TailBatch:
+class PrivateAttention:
     """Tails of similar shape, whose scores stand in one padded tensor [n, kv_heads, group, width].
 
     Its columns are the keys of the blocks that are gathered, then those of the views. Values stay where they lie: an
     embedding bag sums rows of a table by index and weight, in less time than a product takes over contiguous values.
     """
 
-    def __init__(self, layout: Layout, tails: Int, rows: Int, kv_heads: int, group: int, store: KVStore) -> None:
+    def __init__(self, layout: PrivateLayout, tails: Int, rows: Int, kv_heads: int, group: int, store: KVStore) -> None:
         """Lay out the scores; `rows` [n] are the query rows of `tails`. Everything here is done once per step."""
         self.size, self.kv_heads, self.group = len(tails), kv_heads, group
-        self.rows = Rows(rows, store.device)
+        self.rows = QueryRows(rows, store.device)
         number = np.full(len(layout.views), -1)
         number[tails] = np.arange(len(tails))
         blocks, hidden = self._blocks(layout, tails, number)
@@ -153,7 +153,7 @@ class TailBatch:
         self.padding = np.arange(self.scores.shape[-1]) >= np.array(filled)[:, None]
         self.padding[:, : self.columns] = hidden
 
-    def _blocks(self, layout: Layout, tails: Int, number: Int) -> tuple[Int, NDArray[np.bool_]]:
+    def _blocks(self, layout: PrivateLayout, tails: Int, number: Int) -> tuple[Int, NDArray[np.bool_]]:
         """Blocks to gather [n, most of a tail], padded with any; and which of their slots [n, columns] hold no key."""
         counts = layout.gathered[tails]
         chosen = np.flatnonzero(number[layout.tail] >= 0)

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
-from radixkv.attention.private_attention import Rows
+from radixkv.attention.private_attention import QueryRows
 from radixkv_kernels.work_list import WorkList
 
 SCORE_CELLS = 1 << 20
 """Scores that the unfused path holds at once, so that a long prompt does not need rows x keys of memory."""
 
 
-class Span:
+class SharedAttention:
     """An item of a work list: its keys as a view if they are adjacent, else gathered; its mask, if it needs one."""
 
     def __init__(self, work: WorkList, item: int, store: KVStore, kv_heads: int) -> None:
@@ -33,7 +33,7 @@ class Span:
         else:
             self.regions = store.regions(blocks, kv_heads)
         rows = work.row_ids[work.row_offset[item] : work.row_offset[item] + work.rows[item]].astype(np.int64)
-        self.rows = Rows(rows, store.device)
+        self.rows = QueryRows(rows, store.device)
         self._plan_mask(work, item, rows, store)
 
     def _plan_mask(self, work: WorkList, item: int, rows: NDArray[np.int64], store: KVStore) -> None:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
-from radixkv.attention.private_attention import Layout, TailBatch
-from radixkv.attention.shared_attention import Span
+from radixkv.attention.private_attention import PrivateAttention, PrivateLayout
+from radixkv.attention.shared_attention import SharedAttention
 from radixkv_kernels.work_list import WorkList
 
-_PLANS: WeakKeyDictionary[WorkList, dict[tuple[KVStore, int, int], Plan]] = WeakKeyDictionary()
+_PLANS: WeakKeyDictionary[WorkList, dict[tuple[KVStore, int, int], TorchPlan]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -45,32 +45,32 @@ def attend(
     return output.flatten(1, 2).to(query.dtype)
 
 
-def _plan(store: KVStore, work: WorkList, kv_heads: int, group: int) -> Plan:
+def _plan(store: KVStore, work: WorkList, kv_heads: int, group: int) -> TorchPlan:
     """The plan of `work` for layers of this shape, made when first asked for; it lives as long as the list."""
     plans = _PLANS.setdefault(work, {})
     key = (store, kv_heads, group)
     if key not in plans:
-        plans[key] = Plan(store, work, kv_heads, group)
+        plans[key] = TorchPlan(store, work, kv_heads, group)
     return plans[key]
 
 
-class Plan:
+class TorchPlan:
     """What one step does in each of its layers: operations that yield partials, and the merge of these."""
 
     def __init__(self, store: KVStore, work: WorkList, kv_heads: int, group: int) -> None:
         """Turn a work list into operations and index tensors."""
         single = (work.rows == 1) & work.fully_visible
-        self.operations: list[TailBatch | Span] = []
+        self.operations: list[PrivateAttention | SharedAttention] = []
         order = []
         for item in np.flatnonzero(~single).tolist():
-            self.operations.append(Span(work, item, store, kv_heads))
+            self.operations.append(SharedAttention(work, item, store, kv_heads))
             order.append(np.arange(work.row_offset[item], work.row_offset[item] + work.rows[item]))
         tails = np.flatnonzero(single)
-        layout = Layout(work, tails, store.reads_in_place)
+        layout = PrivateLayout(work, tails, store.reads_in_place)
         for batch in layout.batches():
             places = work.row_offset[tails[batch]].astype(np.int64)
             rows = work.row_ids[places].astype(np.int64)
-            self.operations.append(TailBatch(layout, batch, rows, kv_heads, group, store))
+            self.operations.append(PrivateAttention(layout, batch, rows, kv_heads, group, store))
             order.append(places)
         self._plan_merge(work, order, store)
 

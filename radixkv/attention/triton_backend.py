@@ -98,7 +98,7 @@ def follow(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `attend`, along a `radixkv_kernels.attention.Plan`; does nothing but launch, and reads no number back."""
+    """As `attend`, along a `radixkv_kernels.attention.TilePlan`; does nothing but launch, and reads no number back."""
     query = query if query.stride(2) == 1 else query.contiguous()
     pools = store.keys[layer], store.values[layer]
     output: Tensor = _kernels().attend(query, *pools, step, scale=scale, softcap=softcap, sinks=sinks)

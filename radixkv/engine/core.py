@@ -24,7 +24,7 @@ from radixkv.engine.reuse_policy import Reuse
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestCancelled, RequestTimedOut
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from radixkv.sampling.params import SampleRow, TokenLogprobs
 from radixkv.sampling.sampler import Sampled, sample
 
@@ -43,7 +43,7 @@ Row = tuple[int, Stream]
 class Forward(Protocol):
     """What computes a step; `radixkv.models.runner.Runner` does."""
 
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> Tensor:
+    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> Tensor:
         """Run all copies, then all chunks; logits [len(chunks), vocab] behind each chunk's last token."""
         ...
 
@@ -67,7 +67,7 @@ class Core:
         self.cache = cache
         self.runner = runner
         self.counters = Counters()
-        self._reuse = Reuse(cache, limits, on=reuse, rows_meet=getattr(runner, "rows_meet", False))
+        self._reuse = Reuse(cache, limits, on=reuse, row_dependent=getattr(runner, "row_dependent", False))
         self.scheduler = Scheduler(cache, limits, self.counters, self._end, self._reuse)
         self.auditor = Auditor(cache, runner, self.scheduler, self.counters, self._end, reuse=reuse, scrub=scrub)
         self.telemetry: EngineTelemetry | None = None  # is told of requests, if anybody wants to know
@@ -183,7 +183,7 @@ class Core:
         parts = _halving(chunks, self._forward, _of_chunk, self._end)
         return [([each for each, _ in part], logits) for part, logits in parts]
 
-    def _forward(self, items: list[tuple[Work, Chunk]]) -> Tensor:
+    def _forward(self, items: list[tuple[Work, SequenceInput]]) -> Tensor:
         copies = list(chain.from_iterable(each.plan.copies for each, _ in items))
         return self.runner.run([chunk for _, chunk in items], copies)
 
@@ -210,7 +210,7 @@ class Core:
         if not is_sound:
             raise InvalidInput("the model's logits have no finite maximum: it computed NaN or infinity")
         self._count(work)
-        publish = self._reuse.publishes(work.stream, len(work.tokens), alone=work.alone)
+        publish = self._reuse.publishes(work.stream, len(work.tokens), isolated=work.isolated)
         work.stream.sequence.commit(publish)
 
     def _count(self, work: Work) -> None:
@@ -343,7 +343,7 @@ def _halving(
     return _halving(items[:middle], call, owner, end) + _halving(items[middle:], call, owner, end)
 
 
-def _of_chunk(item: tuple[Work, Chunk]) -> Request:
+def _of_chunk(item: tuple[Work, SequenceInput]) -> Request:
     return item[0].stream.request
 
 
@@ -358,9 +358,9 @@ def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
     return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
-def _chunk(work: Work) -> Chunk:
+def _chunk(work: Work) -> SequenceInput:
     tokens = np.frombuffer(work.tokens, dtype=np.int32)
-    return Chunk(tokens, work.start, work.plan.slots, work.stream.sequence.block_table, work.alone)
+    return SequenceInput(tokens, work.start, work.plan.slots, work.stream.sequence.block_table, work.isolated)
 
 
 def _sample_row(stream: Stream) -> SampleRow:

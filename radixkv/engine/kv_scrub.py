@@ -42,7 +42,7 @@ class Rechecks(Protocol):
 
     recheck_tokens: int
     recheck_obstacle: str | None
-    rows_meet: bool
+    row_dependent: bool
     """Whether only whole pieces can be computed again."""
 
     def recheck(self, tokens: NDArray[np.int32], start: int, block_table: NDArray[np.int32]) -> Recheck:
@@ -207,7 +207,7 @@ class Auditor:
         return found
 
     def _can_compare(self, count: int) -> bool:
-        return count >= self._runner.recheck_tokens or not self._runner.rows_meet
+        return count >= self._runner.recheck_tokens or not self._runner.row_dependent
 
     def _on_grid(self, position: int) -> int:
         return position // self._runner.recheck_tokens * self._runner.recheck_tokens

@@ -30,13 +30,13 @@ _NOTHING = Match(0, np.empty(0, np.int32), 0)
 class Reuse:
     """The rules for one cache; `grid` is None where chunks and hits may end anywhere."""
 
-    def __init__(self, cache: PrefixCache, limits: Limits, *, on: bool = True, rows_meet: bool = False) -> None:
+    def __init__(self, cache: PrefixCache, limits: Limits, *, on: bool = True, row_dependent: bool = False) -> None:
         """Without `on` no request looks for a cached prefix, and none leaves one.
 
-        `rows_meet` says of the model that a row's bits depend on the other rows of its forward.
+        `row_dependent` says of the model that a row's bits depend on the other rows of its forward.
         """
         self.on = on
-        self._rows_meet = rows_meet
+        self._row_dependent = row_dependent
         self.grid = limits.prefill_chunk if limits.deterministic else None
         self._cache = cache
         self._chunk = limits.prefill_chunk
@@ -90,9 +90,9 @@ class Reuse:
 
     # ---- leaving
 
-    def publishes(self, stream: Stream, count: int, *, alone: bool) -> bool:
+    def publishes(self, stream: Stream, count: int, *, isolated: bool) -> bool:
         """Whether the next `count` tokens, which were computed, can be matched by others from now on."""
-        may = self.grid is None or self._is_common(stream, count, alone=alone)
+        may = self.grid is None or self._is_common(stream, count, isolated=isolated)
         return may and self.on and not stream.request.publish_late
 
     def leave(self, stream: Stream) -> None:
@@ -113,20 +113,20 @@ class Reuse:
     def _unmixed(self, stream: Stream) -> int:
         """How much of a stream may be published: in the tree, its chunks must not begin as somebody else's."""
         length = stream.common_length
-        if not self._rows_meet:
+        if not self._row_dependent:
             return length
         tokens = np.array(stream.tokens[:length], np.int32)
         found = self._cache.match(tokens, stream.request.namespace).length
         return length if found == self.on_grid(found) else self.on_grid(found)
 
-    def _is_common(self, stream: Stream, count: int, *, alone: bool) -> bool:
+    def _is_common(self, stream: Stream, count: int, *, isolated: bool) -> bool:
         """Whether anybody would compute these tokens like this; notes how far that holds for the stream.
 
         If the tree has them by now, the stream keeps its own: it does not change horses in mid-stream.
         """
         assert self.grid is not None
         start = stream.sequence.length  # what was computed now is not committed yet
-        if not alone or count != self.grid or start != stream.common_length:
+        if not isolated or count != self.grid or start != stream.common_length:
             return False
         stream.common_length += count
         tokens = np.array(stream.tokens[: start + count], np.int32)

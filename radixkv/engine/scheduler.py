@@ -45,7 +45,7 @@ class Work:
     start: int
     tokens: array[int]
     plan: WritePlan
-    alone: bool = False  # in a forward of its own
+    isolated: bool = False  # in a forward of its own
 
     @property
     def samples(self) -> bool:
@@ -189,8 +189,8 @@ class Scheduler:
             try:
                 start, count = stream.sequence.length, self._chunk(stream)
                 if count:
-                    tokens, alone = stream.tokens[start : start + count], self._reuse.runs_alone(stream)
-                    self._planned[stream] = Work(stream, start, tokens, stream.sequence.extend(tokens), alone)
+                    tokens, isolated = stream.tokens[start : start + count], self._reuse.runs_alone(stream)
+                    self._planned[stream] = Work(stream, start, tokens, stream.sequence.extend(tokens), isolated)
                     self._budget -= count
                 return
             except OutOfBlocks:

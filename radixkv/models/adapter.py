@@ -50,7 +50,7 @@ def load(
     be run exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
     """
     place = _device(device)
-    attention_interface.check(attention, place)
+    attention_interface.check_backend(attention, place)
     if isinstance(model, str):
         wanted = _dtype(dtype, "auto" if place.type != "cpu" else torch.float32)
         module, tokenizer = loader.read(
@@ -68,7 +68,7 @@ def load(
 def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str = "auto") -> LoadedModel:
     """Freeze, select our attention, look, test; raises UnsupportedModel, leaving the model with its own attention."""
     own = module.config._attn_implementation
-    architecture.check(module)
+    architecture.check_supported(module)
     try:
         _freeze(module, name)
         loaded, error = _paged_or_own(module, tokenizer, name, keep=keep, attention=attention)
@@ -111,7 +111,7 @@ def _freeze(module: Any, name: str) -> None:
 def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedModel, float]:
     """The model with the attention that was asked for, and the error of its self-test, which it has passed."""
     loaded = replace(
-        loaded, attention=attention_interface.choose(attention, loaded.layers, loaded.dtype, loaded.device)
+        loaded, attention=attention_interface.choose_backend(attention, loaded.layers, loaded.dtype, loaded.device)
     )
     try:
         return _packed(loaded, keep=keep)
@@ -159,7 +159,7 @@ def _packed(loaded: LoadedModel, *, keep: bool) -> tuple[LoadedModel, float]:
 
 def _without_idle_reach(layer: LayerSpec, max_length: int) -> LayerSpec:
     """A window or a chunk that no sequence outgrows is none: one work list fewer per step."""
-    window, chunk = (limit if limit and limit < max_length else None for limit in layer.reach)
+    window, chunk = (limit if limit and limit < max_length else None for limit in layer.attention_window)
     return replace(layer, window=window, chunk=chunk)
 
 

@@ -25,7 +25,7 @@ from radixkv.errors import UnsupportedModel
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardSignature:
     """What one architecture's forward takes.
 
     `positions`: it can be told where tokens stand, and calls the first place `first_position`. `counts`: it also looks
@@ -38,7 +38,7 @@ class Forward:
     first_position: int = 0
 
     @classmethod
-    def of(cls, model: Any) -> Forward:
+    def of(cls, model: Any) -> ForwardSignature:
         """Look at signatures and embeddings, and for scores that grow with the position, as those of Llama 4 do."""
         takes = [signature(part.forward).parameters for part in (model, model.base_model)]
         positions = any("position_ids" in parameters for parameters in takes)
@@ -110,13 +110,13 @@ def max_length(model: Any) -> int:
     """
     config = model.config.get_text_config()
     positions = min(int(found) for name in _POSITIONS if (found := getattr(config, name, None) or _UNLIMITED) > 0)
-    limits = [positions - Forward.of(model).first_position, getattr(config, "keep_window_size", None)]
+    limits = [positions - ForwardSignature.of(model).first_position, getattr(config, "keep_window_size", None)]
     if getattr(config, "attention_type", None) == "block_sparse" and hasattr(model.base_model, "set_attention_type"):
         limits.append((5 + 2 * config.num_random_blocks) * config.block_size)
     return min(int(limit) for limit in limits if limit)
 
 
-def reach(config: Any, kind: str | None = None) -> int | None:
+def window_limit(config: Any, kind: str | None = None) -> int | None:
     """How many tokens a layer of this kind sees at most, itself included; None if all, or if nothing is said.
 
     Without a kind: the layers that see least.
@@ -127,14 +127,14 @@ def reach(config: Any, kind: str | None = None) -> int | None:
     return max((limit for limit in found if isinstance(limit, int) and limit > 0), default=None)
 
 
-def unsaid_reach(config: Any, told: set[int]) -> int | None:
+def unlisted_window(config: Any, told: set[int]) -> int | None:
     """A reach that the configuration names, but for which no layer has a kind, and which is none of those `told`."""
     kinds = set(getattr(config, "layer_types", None) or ())
-    limit = None if kinds else reach(config)
+    limit = None if kinds else window_limit(config)
     return None if limit in told else limit
 
 
-def experts(config: Any) -> int:
+def num_experts(config: Any) -> int:
     """To how many experts a layer routes its tokens; 0 if it does not."""
     parts = (config, getattr(config, "ffn_config", None))
     return max(getattr(part, name, None) or 0 for part in parts for name in _EXPERTS)
@@ -144,7 +144,7 @@ def experts(config: Any) -> int:
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
-def check(model: Any) -> None:
+def check_supported(model: Any) -> None:
     """Raise UnsupportedModel, with the reason, for a model that keeps more than keys and values of its own tokens."""
     kind, config = type(model).__name__, model.config
     if getattr(model, "_is_stateful", False):
@@ -161,6 +161,6 @@ def check(model: Any) -> None:
         raise UnsupportedModel(f"{kind} has layers of type {', '.join(unknown)}")
 
 
-def short(error: Exception) -> str:
+def short_error(error: Exception) -> str:
     """The kind of an error that a model raised, and the first line of its text."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -153,13 +153,13 @@ def select(model: Any, implementation: str) -> None:
 
 
 _log = logging.getLogger(__name__)
-NAMES = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton")
 
 SPLIT = 512
 """Keys that a tile has, about, where bits must not depend on what else is in a step: several for a long context."""
 
 
-class Attending(Protocol):
+class AttentionBackend(Protocol):
     """Writes and reads the KV of one store; what the calls do stands at `KVStore` and `torch_backend`."""
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -173,7 +173,7 @@ class Attending(Protocol):
         ...
 
 
-class Backend(Attending, Protocol):
+class PoolBackend(AttentionBackend, Protocol):
     """Follows work lists, and copies blocks."""
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -238,27 +238,27 @@ class PlannedBackend:
         return triton_backend.follow(self._store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
 
 
-def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = False) -> Backend:
+def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = False) -> PoolBackend:
     """The backend that this model was tested with, over `store`."""
     if loaded.attention == "triton":
-        return TritonBackend(store, split_of(deterministic))
+        return TritonBackend(store, keys_per_tile(deterministic))
     return TorchBackend(store)
 
 
-def split_of(deterministic: bool) -> int | None:
+def keys_per_tile(deterministic: bool) -> int | None:
     """Keys to a tile, for a backend whose bits must not depend on what else is in a step; else as balances it."""
     return SPLIT if deterministic else None
 
 
-def check(asked: str, device: torch.device) -> None:
+def check_backend(asked: str, device: torch.device) -> None:
     """Raise InvalidInput for a backend that there is not, or that cannot run on this device whatever the model."""
-    if asked not in NAMES:
-        raise InvalidInput(f"attention={asked!r}: allowed are {', '.join(map(repr, NAMES))}")
+    if asked not in BACKENDS:
+        raise InvalidInput(f"attention={asked!r}: allowed are {', '.join(map(repr, BACKENDS))}")
     if asked == "triton":
         _refuse(triton_backend.absent(device))
 
 
-def choose(asked: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> str:
+def choose_backend(asked: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> str:
     """ "torch" or "triton", for all layers of a model: "auto" is Triton on CUDA, with a warning where it cannot be.
 
     Raises InvalidInput, with the reason, where "triton" was asked for and cannot serve a layer.

@@ -26,7 +26,7 @@ _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a file: its dtype as safetensors calls it ("BF16"), and its shape."""
 
     dtype: str
@@ -50,7 +50,7 @@ class Checkpoint:
 
     folder: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
 
     def bytes_in(self, itemsize: int | None) -> int:
         """Bytes of the weights with `itemsize` bytes a number; as they are stored if None, or if quantized."""
@@ -75,9 +75,9 @@ def examine(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, tensors)
 
 
-def _tensors(folder: Path, files: Sequence[str]) -> dict[str, Stored]:
+def _tensors(folder: Path, files: Sequence[str]) -> dict[str, StoredTensor]:
     """Every tensor of these files. transformers would take one that two of them have from the last."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     where: dict[str, str] = {}
     for file in files:
         for name, stored in _header(folder / file).items():
@@ -191,7 +191,7 @@ def _check_name(folder: Path, source: Path, name: object) -> None:
         raise InvalidInput(f"{source} names {name!r} for weights, which is not in {folder}")
 
 
-def _header(path: Path) -> dict[str, Stored]:
+def _header(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of a file by its name; raises InvalidInput for a file that is cut short or none of the kind."""
     try:
         with path.open("rb") as file:
@@ -199,14 +199,14 @@ def _header(path: Path) -> dict[str, Stored]:
                 raise InvalidInput(f"{path} stands in for the weights (Git LFS): run git lfs pull")
         with safe_open(path, framework="pt") as tensors:
             parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - it is no mapping
-            return {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+            return {name: StoredTensor(part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
     except SafetensorError as error:
         raise InvalidInput(f"{path} is not whole ({error}): fetch or copy it again") from error
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error}") from error
 
 
-def _check_integers(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
+def _check_integers(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
     """Integers without a word on what they stand for would be taken for weights as they are."""
     if "quantization_config" in config:
         return

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from radixkv.models.loaded import Chunk, Reach
+from radixkv.models.loaded import AttentionWindow, SequenceInput
 from radixkv_kernels.work_list import WorkList
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,9 @@ Present = tuple[bool, ...]
 class Inputs(Protocol):
     """What a recorded step reads; `decode_inputs.DecodeInputs` has it."""
 
-    def fill(self, chunks: Sequence[Chunk], work: Mapping[Reach, WorkList], bucket: int) -> Present | None:
+    def fill(
+        self, chunks: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList], bucket: int
+    ) -> Present | None:
         """Write a step of `bucket` rows on the host and say which kinds of tile it has; None if it does not fit."""
         ...
 
@@ -90,7 +92,7 @@ class DecodeGraphs:
         self._replays: dict[tuple[int, Present], Replay] = {}
         self.failed = False
 
-    def run(self, chunks: Sequence[Chunk], work: Mapping[Reach, WorkList]) -> Tensor | None:
+    def run(self, chunks: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList]) -> Tensor | None:
         """Logits [len(chunks), vocab] of a decode step; None, with nothing done, if it has to be computed otherwise.
 
         The result lies in memory that the next call overwrites.
@@ -105,7 +107,7 @@ class DecodeGraphs:
         replay = self._replay(*key)
         return None if replay is None else replay()[: len(chunks)]
 
-    def _bucket(self, chunks: Sequence[Chunk]) -> int | None:
+    def _bucket(self, chunks: Sequence[SequenceInput]) -> int | None:
         """The rows that a step is padded to."""
         place = bisect_left(self._buckets, len(chunks))
         if not chunks or place == len(self._buckets) or any(len(chunk.tokens) != 1 for chunk in chunks):

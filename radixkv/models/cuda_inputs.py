@@ -21,9 +21,9 @@ from torch import Tensor
 from radixkv.attention import triton_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.models.cuda_graphs import Present
-from radixkv.models.loaded import Chunk, LayerSpec, Reach
+from radixkv.models.loaded import AttentionWindow, LayerSpec, SequenceInput
 from radixkv_kernels import attention, graph_capacity
-from radixkv_kernels.graph_capacity import Capacity
+from radixkv_kernels.graph_capacity import GraphCapacity
 from radixkv_kernels.tiles import Tiles
 from radixkv_kernels.work_list import WorkList
 
@@ -31,7 +31,7 @@ ALIGNMENT = 16
 """Numbers that each array is padded to: 64 bytes, so that kernels may load 16 of them at a time."""
 
 
-class Staging:
+class HostStaging:
     """Arrays of at most `sizes` int32 numbers, on the host and on a device."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
@@ -80,10 +80,10 @@ TOKENS, POSITIONS, SLOTS = range(3)
 
 
 @dataclass(frozen=True)
-class Alike:
+class LayerGroup:
     """What layers have in common that follow the same tiles."""
 
-    reach: Reach
+    attention_window: AttentionWindow
     shape: LayerShape
     heads: int
 
@@ -101,7 +101,7 @@ class DecodeInputs:
         """Allocate for sequences of up to `max_length` tokens; `split` as in `triton_backend.attend`."""
         self._store, self._split = store, split
         self._blocks_each = min(-(-max_length // store.block_size), store.num_blocks)
-        self._of_layer = [Alike(layer.reach, layer.shape, layer.heads) for layer in layers]
+        self._of_layer = [LayerGroup(layer.attention_window, layer.shape, layer.heads) for layer in layers]
         self._alike = list(dict.fromkeys(self._of_layer))
         self._tilings = [triton_backend.tiling(store, alike.shape, alike.heads) for alike in self._alike]
         sizes, self._first = [2 * rows] * 3, []  # tokens, positions and slots have 64 bits
@@ -109,19 +109,21 @@ class DecodeInputs:
             self._first.append(len(sizes))
             sizes += self._room(index, rows).sizes(len(tiling["chosen"]))
         self._blocks = len(sizes)
-        self._staging = Staging([*sizes, self._room(0, rows).block_ids], store.device)
+        self._staging = HostStaging([*sizes, self._room(0, rows).block_ids], store.device)
         with torch.inference_mode(False):
             self._rows = torch.arange(rows, device=store.device)
 
     # ---- on the host
 
-    def fill(self, chunks: Sequence[Chunk], work: Mapping[Reach, WorkList], bucket: int) -> Present | None:
+    def fill(
+        self, chunks: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList], bucket: int
+    ) -> Present | None:
         """Write a step of `bucket` rows, of which `chunks` are the first, and say which kinds of tile it has.
 
         None if there is not enough room: then nothing was written. Costs the cutting of each distinct list.
         """
         cut = [
-            attention.cut(_padded(work[alike.reach], bucket), split=self._split, **tiling)
+            attention.cut(_padded(work[alike.attention_window], bucket), split=self._split, **tiling)
             for alike, tiling in zip(self._alike, self._tilings, strict=True)
         ]
         if not all(self._room(index, bucket).holds(tiles) for index, tiles in enumerate(cut)):
@@ -158,18 +160,18 @@ class DecodeInputs:
         """The row of each sequence's last token: its only one."""
         return self._rows[:bucket]
 
-    def plans(self, bucket: int, present: Present) -> list[attention.Plan]:
+    def plans(self, bucket: int, present: Present) -> list[attention.TilePlan]:
         """What each layer follows in steps of this bucket with these kinds of tile."""
         plans = {alike: self._plan(index, bucket, present) for index, alike in enumerate(self._alike)}
         return [plans[alike] for alike in self._of_layer]
 
-    def _plan(self, index: int, bucket: int, present: Present) -> attention.Plan:
+    def _plan(self, index: int, bucket: int, present: Present) -> attention.TilePlan:
         room, tiling, first = self._room(index, bucket), self._tilings[index], self._first[index]
         kinds = len(tiling["chosen"])
         *tiles, row_ids, positions, merge_rows, merge_offset, merge_ids = (
             self._staging.there(first + place) for place in range(kinds + 5)
         )
-        return attention.Plan(
+        return attention.TilePlan(
             kinds=tiling["chosen"],
             counts=tuple(room.tiles * there for there in present[:kinds]),
             tiles=tuple(tiles),
@@ -178,14 +180,14 @@ class DecodeInputs:
             num_merges=bucket,
             num_partials=room.partials,
             block_size=self._store.block_size,
-            window=self._alike[index].reach.window,
+            window=self._alike[index].attention_window.window,
             processors=tiling["processors"],
         )
 
-    def _room(self, index: int, bucket: int) -> Capacity:
+    def _room(self, index: int, bucket: int) -> GraphCapacity:
         """Room for the tiles of one list."""
         tiling = self._tilings[index]
-        return graph_capacity.of_decode(
+        return graph_capacity.decode_capacity(
             bucket,
             min(bucket * self._blocks_each, MOST_BLOCKS),
             tuple(kind.shape for kind in tiling["chosen"]),

@@ -21,9 +21,9 @@ from transformers.cache_utils import DynamicLayer
 
 from radixkv.attention.kv_store import KVStore
 from radixkv.errors import UnsupportedModel
-from radixkv.models.architecture import Forward, reach, short
+from radixkv.models.architecture import ForwardSignature, short_error, window_limit
 from radixkv.models.attention_interface import OWN, own_attention
-from radixkv.models.loaded import Chunk, LayerSpec, LoadedModel
+from radixkv.models.loaded import LayerSpec, LoadedModel, SequenceInput
 from radixkv.models.rounding import agree
 
 
@@ -33,16 +33,16 @@ class OwnAttention:
     def __init__(self, loaded: LoadedModel, store: KVStore) -> None:
         """Read and write `store`."""
         self._model, self._store = loaded.model, store
-        self._forward = Forward.of(loaded.model)
+        self._forward = ForwardSignature.of(loaded.model)
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(self, chunks: Sequence[SequenceInput]) -> Tensor:
         """Logits [len(chunks), vocab] of each chunk's last token, in the model's dtype; a forward for each chunk.
 
         Costs, beside that, a copy of each chunk's context a layer, and scores [heads, chunk, context] of one layer.
         """
         return torch.cat([self._run(chunk) for chunk in chunks])
 
-    def _run(self, chunk: Chunk) -> Tensor:
+    def _run(self, chunk: SequenceInput) -> Tensor:
         """Logits [1, vocab] of one chunk."""
         device, count = self._store.device, len(chunk.tokens)
         columns = np.stack([chunk.tokens, np.arange(chunk.start, chunk.start + count), chunk.slots]).astype(np.int64)
@@ -61,7 +61,7 @@ class PoolLayer(DynamicLayer):  # type: ignore[misc]  # transformers shows no ty
     Sliding windows are the model's masks' business: nothing is dropped, so that whoever shares a prefix finds it whole.
     """
 
-    def __init__(self, store: KVStore, layer: int, chunk: Chunk, slots: Tensor) -> None:
+    def __init__(self, store: KVStore, layer: int, chunk: SequenceInput, slots: Tensor) -> None:
         """The layer `layer` of `store`, for `chunk`, whose KV goes to `slots`."""
         super().__init__()
         self._store, self._layer, self._chunk, self._slots = store, layer, chunk, slots
@@ -95,10 +95,10 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
     token = torch.zeros(1, dtype=torch.long, device=model.device)
     try:
         with torch.inference_mode():
-            logits = _logits(Forward.of(model), model, token, token, cache)
+            logits = _logits(ForwardSignature.of(model), model, token, token, cache)
             causal = _is_causal(model)
     except Exception as error:
-        raise UnsupportedModel(f"it failed on its first tokens: {short(error)}") from error
+        raise UnsupportedModel(f"it failed on its first tokens: {short_error(error)}") from error
     if not cache.layers:
         raise UnsupportedModel("it does not use the cache that it is given")
     if not causal:
@@ -112,7 +112,7 @@ def _is_causal(model: Any) -> bool:
     transformers prefers that one, and some attentions of its own are causal where that one is not.
     """
     tokens = torch.arange(2, 10, device=model.device) % model.get_input_embeddings().num_embeddings
-    changed, rows, forward = tokens.clone(), torch.arange(7, device=model.device), Forward.of(model)
+    changed, rows, forward = tokens.clone(), torch.arange(7, device=model.device), ForwardSignature.of(model)
     changed[-1] = 1
     for implementation in (OWN, "sdpa") if getattr(model, "_supports_sdpa", False) else (OWN,):
         with own_attention(model, implementation):
@@ -122,7 +122,7 @@ def _is_causal(model: Any) -> bool:
     return True
 
 
-def _logits(forward: Forward, model: Any, tokens: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+def _logits(forward: ForwardSignature, model: Any, tokens: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
     """Logits [1, vocab] of the last of tokens [T], which stand at `positions` [T], behind what is in `cache`."""
     last = torch.full((1,), len(tokens) - 1, dtype=torch.long, device=tokens.device)
     found: Tensor = forward.logits(
@@ -151,5 +151,5 @@ def _specs(config: Any, cache: DynamicCache) -> Iterator[LayerSpec]:
             kv_heads=kv_heads,
             key_dim=key.shape[3],
             value_dim=value.shape[3],
-            window=reach(config, kinds[index] if len(kinds) == len(cache.layers) else None),
+            window=window_limit(config, kinds[index] if len(kinds) == len(cache.layers) else None),
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
-from radixkv.models.architecture import experts
+from radixkv.models.architecture import num_experts
 from radixkv.models.loaded import LoadedModel
 
 # The same token computed in chunks of other lengths, or beside others, comes out up to 9e-6 (float32), 7e-3 (float16)
@@ -37,8 +37,8 @@ class Recheck:
 
 def obstacle(loaded: LoadedModel, *, exact: bool) -> str | None:
     """Why this model's KV cannot be compared within a tolerance; None if it can."""
-    if rows_meet(loaded) and not exact:
-        count = experts(loaded.config.get_text_config())
+    if row_dependent(loaded) and not exact:
+        count = num_experts(loaded.config.get_text_config())
         return (
             f"this model routes tokens to {count} experts, and rounding may change the route, so that KV computed "
             "again differs without being wrong: load the engine with deterministic=True to audit it"
@@ -46,12 +46,12 @@ def obstacle(loaded: LoadedModel, *, exact: bool) -> str | None:
     return None
 
 
-def rows_meet(loaded: LoadedModel) -> bool:
+def row_dependent(loaded: LoadedModel) -> bool:
     """Whether the bits of a token's KV depend on the tokens behind it in its chunk.
 
     An expert's matrix product is as high as many tokens of the chunk are routed to it, and its height rounds its rows.
     """
-    return experts(loaded.config.get_text_config()) > 1
+    return num_experts(loaded.config.get_text_config()) > 1
 
 
 def compare(

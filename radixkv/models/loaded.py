@@ -18,7 +18,7 @@ from torch import nn
 from radixkv.attention.kv_store import LayerShape
 
 
-class Reach(NamedTuple):
+class AttentionWindow(NamedTuple):
     """Which of the tokens before it a token sees: the last `window`, or those of its own `chunk`; None is no limit."""
 
     window: int | None = None
@@ -44,9 +44,9 @@ class LayerSpec:
     chunk: int | None = None
 
     @property
-    def reach(self) -> Reach:
+    def attention_window(self) -> AttentionWindow:
         """Which tokens it sees."""
-        return Reach(self.window, self.chunk)
+        return AttentionWindow(self.window, self.chunk)
 
     @property
     def shape(self) -> LayerShape:
@@ -77,15 +77,15 @@ class LoadedModel:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SequenceInput:
     """Tokens [start, start + n) of one sequence, which this step computes and stores; a decode is a chunk of one.
 
     `slots` says where the n tokens' KV goes, `block_table` covers everything from token 0 to the chunk's end. A chunk
-    that is `alone` gets a forward of its own: a matrix product of other height may round its rows differently.
+    that is `isolated` gets a forward of its own: a matrix product of other height may round its rows differently.
     """
 
     tokens: NDArray[np.int32]
     start: int
     slots: NDArray[np.int64]
     block_table: NDArray[np.int32]
-    alone: bool = False
+    isolated: bool = False

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 _log = logging.getLogger(__name__)
 # A call of oneDNN takes some 10 microseconds more than one of torch, which a product with fewer weights does not save.
-WORTH = 1 << 18
+MIN_WEIGHTS = 1 << 18
 _EXPECTED_ROWS = 8  # of the layouts that oneDNN may choose from; all of them serve any number of rows
 _TESTED_ROWS = (1, 7)  # a matrix by a vector, and a product of few rows: different kernels
 _TOLERANCE = 1e-5  # of the lengths of row and weights; sums of float32 in another order differ by 1e-7 of that
@@ -99,7 +99,7 @@ def _is_worth_packing(module: nn.Module) -> bool:
     if module._forward_hooks or module._forward_pre_hooks:
         return False
     weight = module.weight
-    return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.numel() >= WORTH
+    return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.numel() >= MIN_WEIGHTS
 
 
 def _with_own_modules(model: nn.Module) -> nn.Module:

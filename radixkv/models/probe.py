@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import UnsupportedModel
-from radixkv.models.architecture import Forward, short
+from radixkv.models.architecture import ForwardSignature, short_error
 from radixkv.models.attention_interface import AttentionCall, handled_by
 from radixkv.models.loaded import LayerSpec
 
@@ -27,7 +27,7 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
 
     Raises UnsupportedModel, with the reason, for what cannot run over a paged pool. Costs one forward of one token.
     """
-    forward = Forward.of(model)
+    forward = ForwardSignature.of(model)
     recorder = _Recorder()
     first = torch.zeros(1, dtype=torch.long, device=model.device)  # the token, where it stands, and its row
     try:
@@ -36,7 +36,7 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
     except UnsupportedModel:
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{_kind(model)} failed on its first token: {short(error)}") from error
+        raise UnsupportedModel(f"{_kind(model)} failed on its first token: {short_error(error)}") from error
     layers = tuple(recorder.layers)
     _check_layers(model, layers)
     return _with_chunks(model, layers), int(logits.shape[-1])

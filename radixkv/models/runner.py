@@ -26,38 +26,38 @@ from torch import Tensor
 
 from radixkv.attention import plan
 from radixkv.attention.kv_store import KVStore
-from radixkv.models.architecture import Forward
+from radixkv.models.architecture import ForwardSignature
 from radixkv.models.attention_interface import (
-    Attending,
+    AttentionBackend,
     AttentionCall,
     PlannedBackend,
     backend_of,
     handled_by,
-    split_of,
+    keys_per_tile,
 )
 from radixkv.models.cuda_graphs import CudaRecorder, DecodeGraphs, Present, Recorder
 from radixkv.models.fallback import OwnAttention
-from radixkv.models.kv_recompute import Recheck, compare, obstacle, rows_meet
-from radixkv.models.loaded import Chunk, LayerSpec, LoadedModel, Reach
+from radixkv.models.kv_recompute import Recheck, compare, obstacle, row_dependent
+from radixkv.models.loaded import AttentionWindow, LayerSpec, LoadedModel, SequenceInput
 from radixkv.models.rounding import agree
 from radixkv_kernels.work_list import WorkList
 
-Lists = dict[Reach, WorkList]
+WorkLists = dict[AttentionWindow, WorkList]
 
 
-class Planner:
+class AttentionPlanner:
     """Builds a work list for each distinct reach of the layers of a model."""
 
-    def __init__(self, layers: Sequence[LayerSpec], block_size: int, worth: int) -> None:
-        """`worth` as in `plan.build`. Raises InvalidInput for layers whose chunks are no whole blocks."""
+    def __init__(self, layers: Sequence[LayerSpec], block_size: int, min_saving: int) -> None:
+        """`min_saving` as in `plan.build`. Raises InvalidInput for layers whose chunks are no whole blocks."""
         for layer in layers:
             if layer.chunk is not None:
-                plan.check(layer.chunk, block_size)
-        self._reaches = tuple({layer.reach: None for layer in layers})
-        self._block_size, self._worth = block_size, worth
+                plan.check_chunk(layer.chunk, block_size)
+        self._reaches = tuple({layer.attention_window: None for layer in layers})
+        self._block_size, self._worth = block_size, min_saving
         self._previous: dict[int | None, WorkList] = {}
 
-    def lists(self, chunks: Sequence[Chunk]) -> Lists:
+    def lists(self, chunks: Sequence[SequenceInput]) -> WorkLists:
         """The list of each reach.
 
         The tree among the tables is the same for all windows, and mostly that of the step before: each list is built
@@ -67,30 +67,36 @@ class Planner:
         query_lengths = [len(chunk.tokens) for chunk in chunks]
         kv_lengths = [chunk.start + n for chunk, n in zip(chunks, query_lengths, strict=True)]
         found = {}
-        for reach in self._reaches:
-            sequences = self._sequences(tables, kv_lengths, query_lengths, reach)
-            self._previous[reach.chunk] = found[reach] = plan.build(
+        for attention_window in self._reaches:
+            sequences = self._sequences(tables, kv_lengths, query_lengths, attention_window)
+            self._previous[attention_window.chunk] = found[attention_window] = plan.build(
                 *sequences,
-                reach.window,
-                self._previous.get(reach.chunk),
+                attention_window.window,
+                self._previous.get(attention_window.chunk),
                 block_size=self._block_size,
-                worth=self._worth,
+                min_saving=self._worth,
             )
         return found
 
     def _sequences(
-        self, tables: list[NDArray[np.int32]], kv_lengths: list[int], query_lengths: list[int], reach: Reach
+        self,
+        tables: list[NDArray[np.int32]],
+        kv_lengths: list[int],
+        query_lengths: list[int],
+        attention_window: AttentionWindow,
     ) -> tuple[Any, list[int], list[int]]:
         """The step's sequences as layers of this reach see them."""
-        if reach.chunk is None:
+        if attention_window.chunk is None:
             return tables, kv_lengths, query_lengths
-        return plan.cut(tables, kv_lengths, query_lengths, reach.chunk, self._block_size)
+        return plan.cut_chunks(tables, kv_lengths, query_lengths, attention_window.chunk, self._block_size)
 
 
-class Step:
+class ForwardContext:
     """Answers in order: the n-th call is layer n, whatever the module says about itself."""
 
-    def __init__(self, backend: Attending, layers: Sequence[LayerSpec], slots: Tensor, lists: Sequence[Any]) -> None:
+    def __init__(
+        self, backend: AttentionBackend, layers: Sequence[LayerSpec], slots: Tensor, lists: Sequence[Any]
+    ) -> None:
         """`lists` has what `backend` follows in each layer, `slots` [T] where new KV goes."""
         self._backend, self._layers, self._slots, self._lists = backend, layers, slots, lists
         self._next = 0
@@ -144,12 +150,12 @@ class Runner:
             dtype=loaded.dtype,
             always_gather=deterministic,
         )
-        self._forward_of = Forward.of(loaded.model)
+        self._forward_of = ForwardSignature.of(loaded.model)
         self._own = OwnAttention(loaded, self.store) if loaded.attention == "fallback" else None
         self._backend = backend_of(loaded, self.store, deterministic=deterministic)
         self._deterministic = deterministic
-        worth = plan.NEVER if deterministic else plan.WORTH
-        self._planner = Planner(loaded.layers, block_size, worth)
+        min_saving = plan.NEVER_SHARE if deterministic else plan.MIN_SAVING
+        self._planner = AttentionPlanner(loaded.layers, block_size, min_saving)
         self._graphs: DecodeGraphs | None = None
         self._model: Any = loaded.model
         self._uncompiled = False  # though it was to be compiled, which has been said
@@ -191,10 +197,10 @@ class Runner:
         size = self.store.block_size
         tables = np.arange(2 * -(-7 // size), dtype=np.int32).reshape(2, -1)
 
-        def chunk(row: int, start: int, end: int) -> Chunk:
+        def chunk(row: int, start: int, end: int) -> SequenceInput:
             places = np.arange(start, end)
             slots = tables[row][places // size].astype(np.int64) * size + places % size
-            return Chunk(places.astype(np.int32), start, slots, tables[row])
+            return SequenceInput(places.astype(np.int32), start, slots, tables[row])
 
         steps = [[chunk(0, 0, 5)], [chunk(0, 5, 6)], [chunk(0, 6, 7), chunk(1, 0, 2)]]
         return torch.cat([self.run(step) for step in steps])
@@ -216,13 +222,13 @@ class Runner:
         """Graphs of this runner's decode steps, none of which is recorded yet."""
         from radixkv.models.cuda_inputs import DecodeInputs  # needs Triton
 
-        layers, split = self.loaded.layers, split_of(self._deterministic)
+        layers, split = self.loaded.layers, keys_per_tile(self._deterministic)
         inputs = DecodeInputs(self.store, layers, most, max_length=self.loaded.max_length, split=split)
         backend = PlannedBackend(self.store)
 
         def forward(bucket: int, present: Present) -> Tensor:
             tokens, positions, slots = inputs.columns(bucket)
-            step = Step(backend, layers, slots, inputs.plans(bucket, present))
+            step = ForwardContext(backend, layers, slots, inputs.plans(bucket, present))
             return self._logits(step, tokens, positions, inputs.last_rows(bucket))
 
         return DecodeGraphs(
@@ -239,7 +245,7 @@ class Runner:
         """Whether a graph, recorded for one token, computes another behind it; a warning says why not."""
         table = np.arange(-(-2 // self.store.block_size), dtype=np.int32)
         for position in range(2):
-            chunk = Chunk(np.array([position], np.int32), position, np.array([position]), table)
+            chunk = SequenceInput(np.array([position], np.int32), position, np.array([position]), table)
             work = self._planner.lists([chunk])
             replayed = graphs.run([chunk], work)
             if replayed is None:
@@ -251,14 +257,14 @@ class Runner:
         return True
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
         """Execute one step, copies first, then all chunks in one forward; return float logits [len(chunks), vocab].
 
         Row i belongs to the last token of chunk i. Chunks may be of any mix of lengths, may share blocks that earlier
         steps have written, and write to slots of their own. Beside the pool this takes the activations of T = all
         tokens of the step (some T * hidden * 10 numbers, widest in the MLP) and len(chunks) * vocab logits: never
-        T * T scores, and T * vocab only where an architecture cannot leave rows out. A chunk that is `alone` takes one
-        forward more; by the fallback each takes its own.
+        T * T scores, and T * vocab only where an architecture cannot leave rows out. An `isolated` chunk takes one
+        forward more; the fallback takes one for each chunk.
         """
         with _on(self.store.device):
             self._backend.copy(copies)
@@ -268,7 +274,7 @@ class Runner:
             logits = torch.cat([self._forward([chunks[index] for index in group]) for group in groups])
             return logits[np.argsort(np.concatenate(groups))]
 
-    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+    def _forward(self, chunks: Sequence[SequenceInput]) -> Tensor:
         """All chunks in one forward, or in one replay of it; by the fallback, in a forward each."""
         if self._own is not None:
             return _wide(self._own.run(chunks))
@@ -278,14 +284,14 @@ class Runner:
             return _wide(self._compute(chunks, work))
         return _wide(logits, copy=True)  # the next replay overwrites it
 
-    def _compute(self, chunks: Sequence[Chunk], work: Lists) -> Tensor:
+    def _compute(self, chunks: Sequence[SequenceInput], work: WorkLists) -> Tensor:
         """Logits [len(chunks), vocab] of one forward, in the model's dtype."""
         batch = _Batch(chunks, self.loaded.device)
-        lists = [work[layer.reach] for layer in self.loaded.layers]
-        step = Step(self._backend, self.loaded.layers, batch.slots, lists)
+        lists = [work[layer.attention_window] for layer in self.loaded.layers]
+        step = ForwardContext(self._backend, self.loaded.layers, batch.slots, lists)
         return self._logits(step, batch.tokens, batch.positions, batch.last_rows)
 
-    def _logits(self, step: Step, tokens: Tensor, positions: Tensor, last_rows: Tensor) -> Tensor:
+    def _logits(self, step: ForwardContext, tokens: Tensor, positions: Tensor, last_rows: Tensor) -> Tensor:
         """One forward of tokens [T] whose attention `step` answers: logits [len(last_rows), vocab]."""
         with handled_by(step):
             logits: Tensor = self._forward_of.logits(
@@ -295,9 +301,9 @@ class Runner:
         return logits
 
     @property
-    def rows_meet(self) -> bool:
+    def row_dependent(self) -> bool:
         """Whether a row's bits depend on the other rows of its forward, also on those behind it."""
-        return rows_meet(self.loaded)
+        return row_dependent(self.loaded)
 
     @property
     def recheck_obstacle(self) -> str | None:
@@ -310,11 +316,11 @@ class Runner:
         `tokens` [end] and `block_table` describe the whole path; start is a multiple of `recheck_tokens`, and at most
         so many lie behind it. Writes to the blocks beside the pool only. A deterministic runner computes a full chunk,
         as the cached KV was computed, and compares bits: what stands behind a row changes none of its bits. Where it
-        does (`rows_meet`), the tokens must be such a full chunk. Costs one forward of these tokens.
+        does (`row_dependent`), the tokens must be such a full chunk. Costs one forward of these tokens.
         """
         assert start % self.recheck_tokens == 0 and 0 < len(tokens) - start <= self.recheck_tokens
         size, count = self.store.block_size, len(tokens) - start
-        assert not self.rows_meet or count == self.recheck_tokens
+        assert not self.row_dependent or count == self.recheck_tokens
         first, offset = divmod(start, size)
         copies = [(int(block_table[first]), self._beside)] if offset else []
         new = tokens[start:]
@@ -322,21 +328,23 @@ class Runner:
             new = np.concatenate([new, np.zeros(self.recheck_tokens - count, dtype=np.int32)])
         beside = np.arange(self._beside, self._beside - (-(offset + len(new)) // size), dtype=np.int32)
         slots = self._beside * size + offset + np.arange(len(new))
-        self.run([Chunk(new, start, slots, np.concatenate([block_table[:first], beside]), alone=True)], copies)
+        self.run(
+            [SequenceInput(new, start, slots, np.concatenate([block_table[:first], beside]), isolated=True)], copies
+        )
         return compare(self.store, block_table[first:], beside, offset, count, exact=self._deterministic)
 
 
-def _groups(chunks: Sequence[Chunk]) -> list[list[int]]:
+def _groups(chunks: Sequence[SequenceInput]) -> list[list[int]]:
     """Indices of the chunks that run in one forward: each that is alone, then all the others."""
-    alone = [[index] for index, chunk in enumerate(chunks) if chunk.alone]
-    others = [index for index, chunk in enumerate(chunks) if not chunk.alone]
-    return [*alone, others] if others else alone
+    isolated = [[index] for index, chunk in enumerate(chunks) if chunk.isolated]
+    others = [index for index, chunk in enumerate(chunks) if not chunk.isolated]
+    return [*isolated, others] if others else isolated
 
 
 class _Batch:
     """All chunks laid end to end: tokens, positions and slots [T], the row of each chunk's last token; in one copy."""
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[SequenceInput], device: torch.device) -> None:
         lengths = [len(chunk.tokens) for chunk in chunks]
         positions = [np.arange(c.start, c.start + n, dtype=np.int64) for c, n in zip(chunks, lengths, strict=True)]
         columns = [np.concatenate([chunk.tokens for chunk in chunks]), np.concatenate(positions)]

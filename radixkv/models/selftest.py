@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models.architecture import experts, short, unsaid_reach
+from radixkv.models.architecture import num_experts, short_error, unlisted_window
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.rounding import TOLERANCE, relative_error
-from radixkv.models.selftest_cases import SHORTEST, Scenario
+from radixkv.models.selftest_cases import SHORTEST, SelfTestCases
 
 _USUAL = 48
 _BEYOND_WINDOW = 16
@@ -62,12 +62,12 @@ def _compare(loaded: LoadedModel, length: int, *, proven: bool = False) -> float
     It is that of the worst row. Only where rounding may send a token to another expert, in 16 bits, it is that of the
     middle row, as a detour shows in some rows; it may be large if the algorithm is `proven` in float32.
     """
-    routed = loaded.dtype.itemsize < 4 and experts(loaded.config.get_text_config()) > 1
+    routed = loaded.dtype.itemsize < 4 and num_experts(loaded.config.get_text_config()) > 1
     allowed = _ROUTED if routed and proven else TOLERANCE.get(loaded.dtype, 1e-1)
     try:
-        results = Scenario(loaded, length).results()
+        results = SelfTestCases(loaded, length).results()
     except Exception as error:
-        raise UnsupportedModel(f"{_kind(loaded)} failed in its self-test: {short(error)}") from error
+        raise UnsupportedModel(f"{_kind(loaded)} failed in its self-test: {short_error(error)}") from error
     if not all(own.isfinite().all() for _, _, own in results):
         raise InvalidInput(
             f"{_kind(loaded)} gives nan or infinity by its own forward: its weights are damaged, or too large for "
@@ -118,8 +118,8 @@ def _prompt_length(loaded: LoadedModel) -> int:
     if loaded.max_length < SHORTEST:
         raise UnsupportedModel(f"a context of {loaded.max_length} tokens is too short to be tested")
     budget = int(_TOKEN_WEIGHTS.get(loaded.device.type, 1e9) / max(_weights(loaded), 1))
-    told = {limit for layer in loaded.layers for limit in layer.reach if limit is not None}
-    unsaid = unsaid_reach(loaded.config.get_text_config(), told)
+    told = {limit for layer in loaded.layers for limit in layer.attention_window if limit is not None}
+    unsaid = unlisted_window(loaded.config.get_text_config(), told)
     limits = [*told] if unsaid is None else [*told, unsaid]
     wanted = [limit + _BEYOND_WINDOW for limit in limits]
     length = min(max([_USUAL, *(each for each in wanted if each <= budget)]), loaded.max_length)

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.models.architecture import Forward
+from radixkv.models.architecture import ForwardSignature
 from radixkv.models.attention_interface import own_attention
-from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 
 BLOCK = 4  # small blocks: more of them are shared, copied and part-filled in a short prompt
@@ -30,13 +30,13 @@ class _Prompt:
     table: NDArray[np.int32]
     computed: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
 
-    def chunk(self, start: int, end: int) -> Chunk:
+    def chunk(self, start: int, end: int) -> SequenceInput:
         positions = np.arange(start, end)
         slots = self.table[positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
-        return Chunk(self.tokens[start:end], start, slots, self.table[: -(-end // BLOCK)])
+        return SequenceInput(self.tokens[start:end], start, slots, self.table[: -(-end // BLOCK)])
 
 
-class Scenario:
+class SelfTestCases:
     """Three prompts over one scattered pool: a whole one, one that branches off inside a block, a short late one.
 
     What an architecture keeps elsewhere than in its keys and values shows in one of these: the prompts take turns, each
@@ -66,7 +66,7 @@ class Scenario:
         padding = getattr(self._loaded.config.get_text_config(), "pad_token_id", None)
         if isinstance(padding, int) and 0 <= padding < self._loaded.vocab_size:
             tokens[tokens == padding] = (padding + 1) % self._loaded.vocab_size
-            if not Forward.of(self._loaded.model).positions:
+            if not ForwardSignature.of(self._loaded.model).positions:
                 tokens[:, 2] = padding
         return tokens
 
@@ -100,5 +100,5 @@ class Scenario:
         rows = torch.tensor(sorted(prompt.computed), device=self._loaded.device)
         tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(self._loaded.device)
         with own_attention(self._loaded.model):
-            own = Forward.of(self._loaded.model).logits(self._loaded.model, tokens, rows, use_cache=False)
+            own = ForwardSignature.of(self._loaded.model).logits(self._loaded.model, tokens, rows, use_cache=False)
         return [(*prompt.computed[int(row)], logits) for row, logits in zip(rows, own, strict=True)]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models.checkpoint import Stored
+from radixkv.models.checkpoint import StoredTensor
 
 _log = logging.getLogger(__name__)
 _COMPUTED = {"inv_freq", "masked_bias"}  # older files have these, and a model makes them itself
@@ -24,7 +24,7 @@ _BESIDE = {
 }  # fmt: skip
 
 
-def check(model: Any, found: Mapping[str, Any], name: str, tensors: Mapping[str, Stored]) -> None:
+def check(model: Any, found: Mapping[str, Any], name: str, tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse a model some of whose weights would be random, or whose files have more layers, biases or norms than it.
 
     `found` is transformers' loading info. Raises InvalidInput for shapes and for experts that are missing,
@@ -57,7 +57,7 @@ def _check_quantized(model: Any, name: str) -> None:
         )
 
 
-def _check_experts(name: str, tensors: Mapping[str, Stored]) -> None:
+def _check_experts(name: str, tensors: Mapping[str, StoredTensor]) -> None:
     """transformers stacks the experts of a layer in the order of their numbers, and would close a gap."""
     numbers: dict[str, set[int]] = defaultdict(set)
     for key in tensors:
@@ -70,7 +70,7 @@ def _check_experts(name: str, tensors: Mapping[str, Stored]) -> None:
             raise InvalidInput(f"{name!r} lacks {experts.lstrip('.')}{missing}, and has {max(here)}: fetch it again")
 
 
-def _check_unused(model: Any, keys: Sequence[str], name: str, tensors: Mapping[str, Stored]) -> None:
+def _check_unused(model: Any, keys: Sequence[str], name: str, tensors: Mapping[str, StoredTensor]) -> None:
     keys = [key for key in keys if not _computed(key, tensors)]
     parts, config = {each for each, _ in model.named_modules()}, model.config.get_text_config()
     before = f"{model.base_model_prefix}." if _headless(model, tensors) else ""
@@ -84,13 +84,13 @@ def _check_unused(model: Any, keys: Sequence[str], name: str, tensors: Mapping[s
         _log.warning("%s: %d weights are of parts that it runs without, %s among them", name, len(keys), keys[0])
 
 
-def _headless(model: Any, tensors: Mapping[str, Stored]) -> bool:
+def _headless(model: Any, tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether the files are those of the model without a head, which leave the first word out."""
     weights = {key for key, _ in model.named_parameters()}
     return any(key not in weights and f"{model.base_model_prefix}.{key}" in weights for key in tensors)
 
 
-def _computed(key: str, tensors: Mapping[str, Stored]) -> bool:
+def _computed(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether a tensor is one that models make themselves now, or do without: frequencies, masks, scales of KV."""
     return key.rpartition(".")[2] in _COMPUTED | _OF_KV or (key in tensors and not tensors[key].floating)
 

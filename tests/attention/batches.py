@@ -22,7 +22,7 @@ class Batch:
     query_lengths: list[int]
     query: Tensor
 
-    def truth(self, **options: object) -> Tensor:
+    def expected_output(self, **options: object) -> Tensor:
         pools = self.store.keys[0], self.store.values[0]
         return reference.attend(
             self.query,

@@ -76,10 +76,13 @@ windows = st.sampled_from([None, 1, 2, 7, 16, 40, 10_000])
 @given(batches(), windows, st.sampled_from([1, 8, 256]), st.sampled_from([None, 16, 33]))
 @SETTINGS
 def test_every_visible_pair_stands_in_exactly_one_item(
-    batch: tuple[list[list[int]], list[int], list[int], int], window: int | None, worth: int, max_tokens: int | None
+    batch: tuple[list[list[int]], list[int], list[int], int],
+    window: int | None,
+    min_saving: int,
+    max_tokens: int | None,
 ) -> None:
     tables, kv, queries, block_size = batch
-    work = plan.build(tables, kv, queries, window, block_size=block_size, worth=worth, max_tokens=max_tokens)
+    work = plan.build(tables, kv, queries, window, block_size=block_size, min_saving=min_saving, max_tokens=max_tokens)
     assert covered(work) == expected(tables, kv, queries, window, block_size)
     check_merge(work)
     assert (work.tokens > 0).all()
@@ -94,14 +97,14 @@ def test_a_list_grown_from_the_previous_one_covers_what_a_fresh_one_covers(
     batch: tuple[list[list[int]], list[int], list[int], int], window: int | None, growth: list[int]
 ) -> None:
     tables, kv, queries, block_size = batch
-    before = plan.build(tables, kv, queries, window, block_size=block_size, worth=1)
+    before = plan.build(tables, kv, queries, window, block_size=block_size, min_saving=1)
     later = [length + more for length, more in zip(kv, growth, strict=False)]
     fresh_blocks = iter(range(10_000, 20_000))
     grown = [
         table + [next(fresh_blocks) for _ in range(-(-length // block_size) - len(table))]
         for table, length in zip(tables, later, strict=True)
     ]
-    work = plan.build(grown, later, queries, window, before, block_size=block_size, worth=1)
+    work = plan.build(grown, later, queries, window, before, block_size=block_size, min_saving=1)
     assert covered(work) == expected(grown, later, queries, window, block_size)
     check_merge(work)
     assert work.origin.runs is before.origin.runs  # type: ignore[attr-defined]
@@ -112,9 +115,9 @@ def test_a_list_grown_from_the_previous_one_covers_what_a_fresh_one_covers(
 def test_a_previous_list_of_another_batch_is_noticed(
     first: tuple[list[list[int]], list[int], list[int], int], second: tuple[list[list[int]], list[int], list[int], int]
 ) -> None:
-    previous = plan.build(*first[:3], block_size=first[3], worth=1)
+    previous = plan.build(*first[:3], block_size=first[3], min_saving=1)
     tables, kv, queries, block_size = second
-    work = plan.build(tables, kv, queries, None, previous, block_size=block_size, worth=1)
+    work = plan.build(tables, kv, queries, None, previous, block_size=block_size, min_saving=1)
     assert covered(work) == expected(tables, kv, queries, None, block_size)
 
 
@@ -131,9 +134,9 @@ def test_a_previous_list_of_another_batch_is_noticed(
     ],
 )
 def test_any_change_but_growth_is_noticed(tables: list[list[int]], kv: list[int], queries: list[int]) -> None:
-    before = plan.build([[0, 1, 2], [0, 1, 3]], [6, 6], [1, 1], block_size=2, worth=1)
-    after = plan.build(tables, kv, queries, None, before, block_size=2, worth=1)
-    fresh = plan.build(tables, kv, queries, block_size=2, worth=1)
+    before = plan.build([[0, 1, 2], [0, 1, 3]], [6, 6], [1, 1], block_size=2, min_saving=1)
+    after = plan.build(tables, kv, queries, None, before, block_size=2, min_saving=1)
+    fresh = plan.build(tables, kv, queries, block_size=2, min_saving=1)
     assert covered(after) == expected(tables, kv, queries, None, 2)
     assert after.read_tokens == fresh.read_tokens
 
@@ -158,12 +161,12 @@ def test_sharing_nests() -> None:
 def test_a_small_shared_run_is_not_worth_an_item_and_goes_with_its_children() -> None:
     tables = [[0, 1, 10], [0, 1, 11]]
     assert plan.build(tables, [40, 40], [1, 1], block_size=16).num_items == 2
-    assert plan.build(tables, [40, 40], [1, 1], block_size=16, worth=32).num_items == 3
+    assert plan.build(tables, [40, 40], [1, 1], block_size=16, min_saving=32).num_items == 3
 
 
 def test_a_common_block_that_is_not_full_for_all_belongs_to_each_tail() -> None:
     tables = [[0, 1], [0, 1, 2]]  # the second has appended behind the first's tokens, in place
-    work = plan.build(tables, [20, 40], [1, 1], block_size=16, worth=1)
+    work = plan.build(tables, [20, 40], [1, 1], block_size=16, min_saving=1)
     assert work.read_tokens == 16 + 4 + 24
 
 
@@ -190,7 +193,7 @@ def test_under_a_window_only_what_can_be_seen_is_read() -> None:
 def test_a_long_list_of_nested_prefixes_does_not_recurse() -> None:
     chain = list(range(1500))
     tables = [[*chain[: i + 1], 5000 + i] for i in range(1500)]
-    work = plan.build(tables, [2 * (i + 2) for i in range(1500)], [1] * 1500, block_size=2, worth=1)
+    work = plan.build(tables, [2 * (i + 2) for i in range(1500)], [1] * 1500, block_size=2, min_saving=1)
     assert work.read_tokens == 1499 * 2 + 2 + 1500 * 2
 
 
@@ -223,7 +226,7 @@ def slots_read(work: WorkList) -> Counter[tuple[int, int]]:
 @given(batches(), st.integers(1, 6), st.sampled_from([1, 256]))
 @SETTINGS
 def test_every_row_reads_its_own_chunk(
-    batch: tuple[list[list[int]], list[int], list[int], int], blocks: int, worth: int
+    batch: tuple[list[list[int]], list[int], list[int], int], blocks: int, min_saving: int
 ) -> None:
     _, _, _, size = batch
     chosen = [(np.array(table, np.int32), n, rows) for table, n, rows in zip(*batch[:3], strict=True) if rows]
@@ -236,26 +239,26 @@ def test_every_row_reads_its_own_chunk(
     if not chosen:
         return
     tables, lengths, queries = (list(part) for part in zip(*chosen, strict=True))
-    sequences = plan.cut(tables, lengths, queries, chunk, size)
-    work = plan.build(*sequences, block_size=size, worth=worth)
+    sequences = plan.cut_chunks(tables, lengths, queries, chunk, size)
+    work = plan.build(*sequences, block_size=size, min_saving=min_saving)
     assert slots_read(work) == expected
     check_merge(work)
 
 
 def test_a_step_within_one_chunk_is_a_shorter_table() -> None:
     table = np.arange(10, 20, dtype=np.int32)
-    tables, lengths, queries = plan.cut([table], [36], [3], 16, 4)
+    tables, lengths, queries = plan.cut_chunks([table], [36], [3], 16, 4)
     assert ([each.tolist() for each in tables], lengths, queries) == ([[18]], [4], [3])
 
 
 def test_a_step_over_a_boundary_is_a_sequence_on_either_side() -> None:
     table = np.arange(10, 20, dtype=np.int32)
-    tables, lengths, queries = plan.cut([table], [34], [5], 16, 4)
+    tables, lengths, queries = plan.cut_chunks([table], [34], [5], 16, 4)
     assert [each.tolist() for each in tables] == [[14, 15, 16, 17], [18]]
     assert (lengths, queries) == ([16, 2], [3, 2])
 
 
 def test_chunks_are_whole_blocks() -> None:
     with pytest.raises(InvalidInput, match="chunks of 8192 tokens, which block_size=24 must divide"):
-        plan.check(8192, 24)
-    plan.check(8192, 16)
+        plan.check_chunk(8192, 24)
+    plan.check_chunk(8192, 16)

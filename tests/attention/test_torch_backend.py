@@ -34,9 +34,14 @@ def batches(draw: st.DrawFn) -> Batch:
     )
 
 
-def attend(batch: Batch, window: int | None = None, worth: int = 1, **options: object) -> torch.Tensor:
+def attend(batch: Batch, window: int | None = None, min_saving: int = 1, **options: object) -> torch.Tensor:
     work = plan.build(
-        batch.tables, batch.kv_lengths, batch.query_lengths, window, block_size=batch.store.block_size, worth=worth
+        batch.tables,
+        batch.kv_lengths,
+        batch.query_lengths,
+        window,
+        block_size=batch.store.block_size,
+        min_saving=min_saving,
     )
     return torch_backend.attend(batch.store, 0, batch.query, work, **options)  # type: ignore[arg-type]
 
@@ -48,12 +53,12 @@ softcaps = st.sampled_from([None, None, 1.5])
 @given(batches(), windows, softcaps, st.booleans(), st.sampled_from([1, 16, 256]))
 @SETTINGS
 def test_equals_the_reference(
-    batch: Batch, window: int | None, softcap: float | None, with_sinks: bool, worth: int
+    batch: Batch, window: int | None, softcap: float | None, with_sinks: bool, min_saving: int
 ) -> None:
     sinks = torch.randn(len(batch.query), dtype=torch.float64) if with_sinks else None
     options = {"scale": 0.4, "softcap": softcap, "sinks": sinks}
-    output = attend(batch, window, worth, **options)
-    torch.testing.assert_close(output, batch.truth(window=window, **options), rtol=0, atol=1e-12)
+    output = attend(batch, window, min_saving, **options)
+    torch.testing.assert_close(output, batch.expected_output(window=window, **options), rtol=0, atol=1e-12)
 
 
 @given(batches())
@@ -61,8 +66,8 @@ def test_equals_the_reference(
 def test_along_the_tree_equals_sequence_by_sequence(batch: Batch) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(private_attention, "VIEW_BLOCKS", 2)  # tails that overlap in memory
-        flat = attend(batch, worth=10**9, scale=0.4)
-    torch.testing.assert_close(attend(batch, worth=1, scale=0.4), flat, rtol=0, atol=1e-12)
+        flat = attend(batch, min_saving=10**9, scale=0.4)
+    torch.testing.assert_close(attend(batch, min_saving=1, scale=0.4), flat, rtol=0, atol=1e-12)
 
 
 @given(batches(), windows, softcaps)
@@ -76,7 +81,9 @@ def test_the_open_arithmetic_cuts_rows_and_changes_nothing(
         patch.setattr(private_attention, "VIEW_BLOCKS", 2)
         patch.setattr(plan, "BAND", 64)
         output = attend(batch, window, scale=0.4, softcap=softcap)
-    torch.testing.assert_close(output, batch.truth(scale=0.4, window=window, softcap=softcap), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        output, batch.expected_output(scale=0.4, window=window, softcap=softcap), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
@@ -91,8 +98,8 @@ def test_other_dtypes_come_close(dtype: torch.dtype, tolerance: float, decode: b
     narrow = Batch(store, batch.tables, batch.kv_lengths, batch.query_lengths, batch.query.to(dtype))
     output = attend(narrow, window, scale=0.25)
     assert output.dtype == dtype
-    truth = batch.truth(scale=0.25, window=window)
-    torch.testing.assert_close(output.double(), truth, rtol=0, atol=tolerance)
+    expected_output = batch.expected_output(scale=0.25, window=window)
+    torch.testing.assert_close(output.double(), expected_output, rtol=0, atol=tolerance)
 
 
 def test_layers_have_shapes_of_their_own_and_share_one_list() -> None:
@@ -100,21 +107,21 @@ def test_layers_have_shapes_of_their_own_and_share_one_list() -> None:
     store = KVStore(shapes, 12, 4, dtype=torch.float64)
     tables, kv, queries = [[3, 1, 7], [3, 1, 5], [9]], [12, 10, 2], [1, 3, 1]
     fill(store, tables, kv)
-    work = plan.build(tables, kv, queries, block_size=4, worth=1)
+    work = plan.build(tables, kv, queries, block_size=4, min_saving=1)
     for layer, shape in enumerate(shapes):
         query = torch.randn(4, 5, shape.key_dim, dtype=torch.float64)
         one = KVStore([shape], 12, 4, dtype=torch.float64)
         one.keys[0].copy_(store.keys[layer])
         one.values[0].copy_(store.values[layer])
-        truth = Batch(one, tables, kv, queries, query).truth(scale=0.5)
+        expected_output = Batch(one, tables, kv, queries, query).expected_output(scale=0.5)
         torch.testing.assert_close(
-            torch_backend.attend(store, layer, query, work, scale=0.5), truth, rtol=0, atol=1e-12
+            torch_backend.attend(store, layer, query, work, scale=0.5), expected_output, rtol=0, atol=1e-12
         )
 
 
 def test_works_in_and_out_of_inference_mode_on_one_list() -> None:
     batch = random_batch(3, block_size=16, shape=LayerShape(2, 8, 8), group=2, sequences=5, decode=True, adjacent=False)
-    work = plan.build(batch.tables, batch.kv_lengths, batch.query_lengths, block_size=16, worth=1)
+    work = plan.build(batch.tables, batch.kv_lengths, batch.query_lengths, block_size=16, min_saving=1)
     with torch.inference_mode():
         inside = torch_backend.attend(batch.store, 0, batch.query, work, scale=0.4)
     outside = torch_backend.attend(batch.store, 0, batch.query, work, scale=0.4)
@@ -131,7 +138,7 @@ def test_a_query_laid_out_as_models_do_is_read_right() -> None:
     models = batch.query.transpose(0, 1).contiguous().transpose(0, 1)
     work = plan.build(batch.tables, batch.kv_lengths, batch.query_lengths, block_size=16)
     output = torch_backend.attend(batch.store, 0, models, work, scale=0.4)
-    torch.testing.assert_close(output, batch.truth(scale=0.4), rtol=0, atol=1e-12)
+    torch.testing.assert_close(output, batch.expected_output(scale=0.4), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -147,6 +154,6 @@ def test_where_the_blocks_lie_changes_no_bit_if_all_are_gathered(window: int | N
         for block in order:
             for pool in (store.keys[0], store.values[0]):
                 pool[:, block] = torch.randn(2, 16, 8, generator=generator)
-        work = plan.build(moved, kv, queries, window, block_size=16, worth=plan.NEVER)
+        work = plan.build(moved, kv, queries, window, block_size=16, min_saving=plan.NEVER_SHARE)
         outputs.append(torch_backend.attend(store, 0, query, work, scale=0.4))
     assert torch.equal(outputs[0], outputs[1])

@@ -15,7 +15,7 @@ import torch
 from radixkv.cache import PrefixCache
 from radixkv.chat import Engine
 from radixkv.engine import Limits
-from radixkv.models.loaded import Chunk, LayerSpec
+from radixkv.models.loaded import LayerSpec, SequenceInput
 
 VOCAB = 50
 STOP = 49
@@ -72,7 +72,7 @@ class FakeRunner:
         block_size: int,
         vocab: int = VOCAB,
         brain: Callable[[list[int]], int] | None = None,
-        fault: Callable[[Sequence[Chunk]], None] | None = None,
+        fault: Callable[[Sequence[SequenceInput]], None] | None = None,
     ) -> None:
         self.size, self.vocab, self.brain, self.fault = block_size, vocab, brain, fault
         self.state = np.zeros(num_blocks * block_size, dtype=np.uint64)
@@ -81,7 +81,7 @@ class FakeRunner:
         self.gate: threading.Semaphore | None = None  # with one, each step waits to be let through
         self.began = threading.Semaphore(0)
 
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
         self.began.release()
         if self.gate is not None:
             self.gate.acquire()
@@ -104,16 +104,16 @@ class FakeRunner:
             for (_, target), source in zip(pairs, sources, strict=True):
                 blocks[target] = source
 
-    def _slot(self, chunk: Chunk, position: int) -> int:
+    def _slot(self, chunk: SequenceInput, position: int) -> int:
         return int(chunk.block_table[position // self.size]) * self.size + position % self.size
 
-    def _write(self, chunk: Chunk) -> None:
+    def _write(self, chunk: SequenceInput) -> None:
         state = int(self.state[self._slot(chunk, chunk.start - 1)]) if chunk.start else 0
         for token, slot in zip(chunk.tokens.tolist(), chunk.slots.tolist(), strict=True):
             state = chain(state, token)
             self.state[slot], self.tokens[slot] = state, token
 
-    def _logits(self, chunk: Chunk) -> np.ndarray:
+    def _logits(self, chunk: SequenceInput) -> np.ndarray:
         positions = np.arange(chunk.start + len(chunk.tokens))
         slots = chunk.block_table[positions // self.size] * self.size + positions % self.size
         states, tokens = self.state[slots], self.tokens[slots]
@@ -133,7 +133,7 @@ def make_engine(
     *,
     model: FakeModel | None = None,
     brain: Callable[[list[int]], int] | None = None,
-    fault: Callable[[Sequence[Chunk]], None] | None = None,
+    fault: Callable[[Sequence[SequenceInput]], None] | None = None,
     prefix_cache: bool = True,
     seed: int = 0,
     monitor: bool | str = False,

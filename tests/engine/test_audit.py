@@ -21,7 +21,7 @@ from radixkv.engine.kv_scrub import Auditor, piece_tokens, scrub_rate
 from radixkv.engine.request import Request
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestFailed
 from radixkv.models.kv_recompute import Recheck
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from tests.cache.freeze import freeze
 from tests.engine.fakes import FakeModel, FakeRunner, chain, check, greedy_reply, logits_of
 from tests.models.conftest import FAMILIES, make
@@ -33,7 +33,7 @@ class AuditedRunner(FakeRunner):
     """The fake that computes its chains again; it believes what it reads, as a model does."""
 
     recheck_obstacle: str | None = None
-    rows_meet: bool = False
+    row_dependent: bool = False
 
     def __init__(self, num_blocks: int, block_size: int, recheck_tokens: int = 8) -> None:
         super().__init__(num_blocks, block_size)
@@ -58,7 +58,7 @@ class AuditedRunner(FakeRunner):
                 wrong.append(position - start)
         return Recheck(tuple(wrong), 0 if wrong else None, "key" if wrong else None, float(bool(wrong)))
 
-    def _logits(self, chunk: Chunk) -> np.ndarray:
+    def _logits(self, chunk: SequenceInput) -> np.ndarray:
         position = chunk.start + len(chunk.tokens) - 1
         return logits_of(int(self.state[self._slot(chunk, position)]), self.vocab)
 
@@ -591,7 +591,7 @@ def test_where_there_is_nothing_to_audit_it_is_said() -> None:
 
 def test_where_rows_meet_only_whole_pieces_are_computed_again() -> None:
     engine, runner = make_engine()
-    runner.rows_meet = True
+    runner.row_dependent = True
     asked: list[int] = []
     compare = runner.recheck
     runner.recheck = lambda tokens, start, table: (asked.append(len(tokens) - start), compare(tokens, start, table))[1]  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from radixkv.engine import Limits
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, RequestCancelled
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from tests.engine.fakes import VOCAB, chain, logits_of
 from tests.models.conftest import FAMILIES, make
@@ -37,18 +37,18 @@ class RoundingRunner:
         self.state = np.zeros((num_blocks, block_size), dtype=np.uint64)
         self.beside = 0
 
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
         self.state[[target for _, target in copies]] = self.state[[source for source, _ in copies]]
-        together = sum(len(chunk.tokens) for chunk in chunks if not chunk.alone)
-        self.beside += any(chunk.alone for chunk in chunks) and len(chunks) > 1
+        together = sum(len(chunk.tokens) for chunk in chunks if not chunk.isolated)
+        self.beside += any(chunk.isolated for chunk in chunks) and len(chunks) > 1
         for chunk in chunks:
-            self._write(chunk, len(chunk.tokens) if chunk.alone else together)
+            self._write(chunk, len(chunk.tokens) if chunk.isolated else together)
         return torch.from_numpy(np.stack([logits_of(hash(self.states(chunk).tobytes()) % 2**32) for chunk in chunks]))
 
-    def states(self, chunk: Chunk) -> np.ndarray:
+    def states(self, chunk: SequenceInput) -> np.ndarray:
         return self.state[chunk.block_table].reshape(-1)[: chunk.start + len(chunk.tokens)]
 
-    def _write(self, chunk: Chunk, rows: int) -> None:
+    def _write(self, chunk: SequenceInput, rows: int) -> None:
         flat = self.state.reshape(-1)
         last = chunk.start - 1
         state = int(flat[chunk.block_table[last // self.size] * self.size + last % self.size]) if chunk.start else 0
@@ -199,7 +199,7 @@ def _check_cached(world: World, prompts: Sequence[Sequence[int]]) -> None:
         for start in range(0, whole, grid):
             places = np.arange(start, start + grid)
             table = np.arange(start + grid, dtype=np.int32)
-            chunk = Chunk(np.array(padded[start : start + grid], np.int32), start, places, table, alone=True)
+            chunk = SequenceInput(np.array(padded[start : start + grid], np.int32), start, places, table, isolated=True)
             lone.run([chunk], [])
             state = lone.states(chunk)
         assert (found == state[: len(found)]).all()
@@ -304,8 +304,8 @@ def test_chunks_are_never_cut_to_fit_a_step() -> None:
     lengths = set()
     run = world.runner.run
 
-    def recorded(chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
-        lengths.update((chunk.start % 8, len(chunk.tokens)) for chunk in chunks if chunk.alone)
+    def recorded(chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+        lengths.update((chunk.start % 8, len(chunk.tokens)) for chunk in chunks if chunk.isolated)
         assert sum(len(chunk.tokens) for chunk in chunks) <= 12
         return run(chunks, copies)
 
@@ -332,7 +332,7 @@ class Recorder:
         self._runner = engine._core.runner
         engine._core.runner = self  # type: ignore[assignment]
 
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
         logits = self._runner.run(chunks, copies)
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
         self.rows += [row.clone() for row, end in zip(logits, ends, strict=True) if end >= self.prompt]
@@ -393,11 +393,11 @@ def test_beside_others_a_first_token_has_the_same_bits_and_later_ones_come_close
         prompts = words(rng, family_of_prompts(rng, 8, 120), 97)
         together = loaded.generate(prompts, params)
         for done, prompt in zip(together, prompts, strict=True):
-            [alone] = lone.generate([prompt], params)
+            [isolated] = lone.generate([prompt], params)
             assert done.logprobs is not None
-            assert alone.logprobs is not None
-            assert done.logprobs[0] == alone.logprobs[0]
-            for mine, other in zip(done.logprobs, alone.logprobs, strict=True):
+            assert isolated.logprobs is not None
+            assert done.logprobs[0] == isolated.logprobs[0]
+            for mine, other in zip(done.logprobs, isolated.logprobs, strict=True):
                 if mine.top[0][0] != other.top[0][0]:
                     break  # a near tie: from here on the texts differ
                 assert mine.chosen == pytest.approx(other.chosen, abs=1e-3)

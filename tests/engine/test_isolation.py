@@ -14,7 +14,7 @@ import pytest
 from radixkv import SamplingParams
 from radixkv.engine import Limits
 from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, RequestFailed
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from tests.chat.worlds import chat_engine
 from tests.engine.fakes import VOCAB, FakeModel, check, greedy_reply, make_engine
 
@@ -137,7 +137,7 @@ def test_a_row_without_a_finite_logit_fails_alone() -> None:
     engine, runner = make_engine()
     whole = runner._logits
 
-    def logits(chunk: Chunk) -> np.ndarray:
+    def logits(chunk: SequenceInput) -> np.ndarray:
         first = runner.tokens[runner._slot(chunk, 0)]
         return whole(chunk) * (float("nan") if first == 9 else 1)
 

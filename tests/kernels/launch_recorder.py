@@ -27,7 +27,7 @@ class CaptureError(RuntimeError):
     """What a real capture raises, too."""
 
 
-class Tape(TorchDispatchMode):
+class RecordedCalls(TorchDispatchMode):
     """Everything that runs on the device while this is open."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _guarded(tape: Tape) -> Iterator[None]:
+def _guarded(recording: RecordedCalls) -> Iterator[None]:
     """Launches go to the tape; what no operator shows raises."""
     run = InterpretedFunction.run
     inside = False
@@ -84,7 +84,7 @@ def _guarded(tape: Tape) -> Iterator[None]:
             finally:
                 inside = False
 
-        tape.launch(kernel)
+        recording.launch(kernel)
 
     def forbidden(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def _guarded(tape: Tape) -> Iterator[None]:
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch, tape:
+    with pytest.MonkeyPatch.context() as patch, recording:
         patch.setattr(InterpretedFunction, "run", launch)
         patch.setattr(torch, "from_numpy", forbidden(torch.from_numpy))
         patch.setattr(Tensor, "numpy", forbidden(Tensor.numpy))
@@ -102,28 +102,28 @@ def _guarded(tape: Tape) -> Iterator[None]:
         yield
 
 
-class TapeRecorder:
+class LaunchRecorder:
     """Records on tapes; `full` from `most` of them on."""
 
     def __init__(self, most: int = 1000) -> None:
-        self.tapes: list[Tape] = []
+        self.recordings: list[RecordedCalls] = []
         self.replays = 0
         self.most = most
 
     @property
     def full(self) -> bool:
-        return len(self.tapes) >= self.most
+        return len(self.recordings) >= self.most
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        tape = Tape()
-        with _guarded(tape):
+        recording = RecordedCalls()
+        with _guarded(recording):
             output = step()
-        self.tapes.append(tape)
+        self.recordings.append(recording)
 
         def replay() -> Tensor:
             self.replays += 1
             output.fill_(torch.nan)  # a recording computes nothing, only a replay does
-            tape.replay()
+            recording.replay()
             return output
 
         return replay

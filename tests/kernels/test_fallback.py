@@ -28,7 +28,7 @@ def test_without_triton_torch_attends_writes_and_copies(
     work = plan.build(case.tables, case.kv_lengths, case.query_lengths, block_size=4)
     for _ in range(3):
         output = triton_backend.attend(case.store, 0, case.query, work, scale=0.4)
-    torch.testing.assert_close(output, case.truth(scale=0.4), rtol=0, atol=1e-12)
+    torch.testing.assert_close(output, case.expected_output(scale=0.4), rtol=0, atol=1e-12)
     store = KVStore([LayerShape(1, 2, 2)], 2, 4)
     triton_backend.write(store, 0, torch.tensor([1]), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
     triton_backend.copy(store, [(0, 1)])
@@ -53,12 +53,12 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_gpu")
 def test_auto_is_triton_on_cuda_where_it_serves_every_layer(caplog: pytest.LogCaptureFixture) -> None:
-    assert attention_interface.choose("auto", LAYERS, torch.bfloat16, CUDA) == "triton"
-    assert attention_interface.choose("auto", LAYERS, torch.bfloat16, torch.device("cpu")) == "torch"
-    assert attention_interface.choose("torch", LAYERS, torch.bfloat16, CUDA) == "torch"
+    assert attention_interface.choose_backend("auto", LAYERS, torch.bfloat16, CUDA) == "triton"
+    assert attention_interface.choose_backend("auto", LAYERS, torch.bfloat16, torch.device("cpu")) == "torch"
+    assert attention_interface.choose_backend("torch", LAYERS, torch.bfloat16, CUDA) == "torch"
     assert not caplog.messages
     wide = [*LAYERS, LayerSpec(256, 1, 64, 64)]
-    assert attention_interface.choose("auto", wide, torch.bfloat16, CUDA) == "torch"
+    assert attention_interface.choose_backend("auto", wide, torch.bfloat16, CUDA) == "torch"
     assert caplog.messages == [
         "attention runs in torch, not in Triton: 256 query heads share a kv head, at most 128 fit into a tile"
     ]
@@ -77,7 +77,7 @@ def test_auto_on_cuda_without_triton_is_torch_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(triton_backend, "TRITON", False)
-    assert attention_interface.choose("auto", LAYERS, torch.bfloat16, CUDA) == "torch"
+    assert attention_interface.choose_backend("auto", LAYERS, torch.bfloat16, CUDA) == "torch"
     assert caplog.messages == ["attention runs in torch, not in Triton: Triton is not installed"]
 
 
@@ -86,7 +86,7 @@ def test_triton_where_it_cannot_run_is_refused_before_anything_is_read(monkeypat
     with pytest.raises(InvalidInput, match=r"attention='triton' cannot run here: Triton does not run on cpu"):
         Engine.load("/no/such/folder", attention="triton", device="cpu")
     with pytest.raises(InvalidInput, match=r"do not store torch\.float64"):
-        attention_interface.choose("triton", LAYERS, torch.float64, CUDA)
+        attention_interface.choose_backend("triton", LAYERS, torch.float64, CUDA)
     with pytest.raises(InvalidInput, match="attention='cuda': allowed are 'auto', 'torch', 'triton'"):
         Engine.load("/no/such/folder", attention="cuda")
     monkeypatch.setattr(triton_backend, "TRITON", False)
@@ -104,8 +104,8 @@ def test_a_model_that_fails_with_triton_runs_in_torch_unless_triton_was_asked_fo
         return self_test(loaded)
 
     monkeypatch.setattr(adapter, "self_test", failing)
-    monkeypatch.setattr(attention_interface, "check", lambda asked, device: None)
-    monkeypatch.setattr(attention_interface, "choose", lambda *args: "triton")
+    monkeypatch.setattr(attention_interface, "check_backend", lambda asked, device: None)
+    monkeypatch.setattr(attention_interface, "choose_backend", lambda *args: "triton")
     if asked == "triton":
         with pytest.raises(UnsupportedModel, match="it differs"):
             adapter.load("tiny", attention=asked)

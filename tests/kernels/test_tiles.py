@@ -16,7 +16,7 @@ from radixkv.attention import plan
 from radixkv.attention.plan import Grouping
 from radixkv_kernels import graph_capacity
 from radixkv_kernels import tiles as tiling
-from radixkv_kernels.graph_capacity import Capacity
+from radixkv_kernels.graph_capacity import GraphCapacity
 from radixkv_kernels.tiles import FIELDS, HEADER, Shape, Tiles
 from radixkv_kernels.work_list import WorkList
 from tests.attention.batches import tree_tables
@@ -103,8 +103,8 @@ def lists(draw: st.DrawFn) -> WorkList:
     queries = [min(length, rng.choice([0, 1, 1, 2, 9, 70])) for length in kv]
     window = draw(st.sampled_from([None, None, 1, 2, 7, 16, 40, 10_000]))
     most = draw(st.sampled_from([None, None, 5, 33]))
-    worth = draw(st.sampled_from([1, 8, 256]))
-    work = plan.build(tables, kv, queries, window, block_size=block_size, worth=worth, max_tokens=most)
+    min_saving = draw(st.sampled_from([1, 8, 256]))
+    work = plan.build(tables, kv, queries, window, block_size=block_size, min_saving=min_saving, max_tokens=most)
     if draw(st.booleans()):
         return work
     order = np.array(rng.sample(range(work.num_items), work.num_items), dtype=np.int64)  # a list may have any
@@ -182,7 +182,7 @@ def test_with_a_fixed_split_a_rows_tiles_do_not_depend_on_the_others() -> None:
         for length in lengths:
             tables.append(np.arange(at, at - (-length // 16)))
             at += len(tables[-1])
-        work = plan.build(tables, lengths, [1] * len(lengths), block_size=16, worth=plan.NEVER)
+        work = plan.build(tables, lengths, [1] * len(lengths), block_size=16, min_saving=plan.NEVER_SHARE)
         tiles = tiling.build(work, SHAPES, 4, spread=len(lengths), split=256)
         return sorted(tile[1:4] for tile in records(tiles, 0) if tile[4] == 0)
 
@@ -204,9 +204,9 @@ def decodes(draw: st.DrawFn) -> WorkList:
     tables, kv = tree_tables(rng, 4, draw(st.integers(1, 40)), adjacent=False)
     kept = [(table, length) for table, length in zip(tables, kv, strict=True) if length]
     window = draw(st.sampled_from([None, 3, 40]))
-    worth = draw(st.sampled_from([1, 8, plan.NEVER]))
+    min_saving = draw(st.sampled_from([1, 8, plan.NEVER_SHARE]))
     tables, kv = [table for table, _ in kept], [length for _, length in kept]
-    return plan.build(tables, kv, [1] * len(kv), window, block_size=4, worth=worth)
+    return plan.build(tables, kv, [1] * len(kv), window, block_size=4, min_saving=min_saving)
 
 
 def depth(work: WorkList) -> int:
@@ -234,7 +234,9 @@ def test_a_decode_steps_tiles_fit_the_stated_bound(
         patch.setattr(tiling, "SHORTEST", 4)
         patch.setattr(graph_capacity, "DEPTH", depth(work))
         tiles = tiling.build(work, SHAPES, group, spread=spread, split=split)
-        room = graph_capacity.of_decode(work.num_rows, blocks, SHAPES, group, spread=spread, keys=keys, split=split)
+        room = graph_capacity.decode_capacity(
+            work.num_rows, blocks, SHAPES, group, spread=spread, keys=keys, split=split
+        )
     assert room.holds(tiles)
     merges = tiles.merge_rows, tiles.merge_offset, tiles.merge_ids
     arrays = [*tiles.kinds, tiles.row_ids, tiles.positions, *merges]
@@ -247,13 +249,13 @@ def test_a_long_run_that_many_share_is_cut_often_and_fits() -> None:
     work = plan.build(tables, [1024 * 16 + 1] * 16, [1] * 16, block_size=16)
     shapes = (Shape(16, 64),)
     tiles = tiling.build(work, shapes, 1, spread=40)
-    room = graph_capacity.of_decode(16, len(work.block_ids), shapes, 1, spread=40, keys=1024 * 16 + 1)
+    room = graph_capacity.decode_capacity(16, len(work.block_ids), shapes, 1, spread=40, keys=1024 * 16 + 1)
     assert room.holds(tiles)
     assert tiles.num_partials > 500
     long = [np.arange(i * 64, i * 64 + 64) for i in range(16)]
     work = plan.build(long, [1024] * 16, [1] * 16, block_size=16)
     tiles = tiling.build(work, shapes, 1, spread=64)
-    assert graph_capacity.of_decode(16, len(work.block_ids), shapes, 1, spread=64, keys=1024).holds(tiles)
+    assert graph_capacity.decode_capacity(16, len(work.block_ids), shapes, 1, spread=64, keys=1024).holds(tiles)
     assert tiles.num_tiles(0) == 64
 
 
@@ -357,7 +359,7 @@ def test_the_same_step_is_cut_the_same_way() -> None:
 
 def test_what_does_not_fit_is_noticed_whatever_it_is() -> None:
     tiles = tiling.build(single(4096), (Shape(16, 64),), 4, spread=8)
-    room = Capacity(rows=1, tiles=8, row_ids=1, partials=8, block_ids=len(tiles.block_ids))
+    room = GraphCapacity(rows=1, tiles=8, row_ids=1, partials=8, block_ids=len(tiles.block_ids))
     assert room.holds(tiles)
     for name, size in dataclasses.asdict(room).items():
         assert not dataclasses.replace(room, **{name: size - 1}).holds(tiles)
@@ -367,7 +369,7 @@ def test_each_kind_of_tile_has_to_fit() -> None:
     """Three kinds, of which the last two have no tile."""
     tiles = tiling.build(single(4096), SHIPPED, 4, spread=8)
     assert [tiles.num_tiles(kind) for kind in range(3)] == [8, 0, 0]
-    assert not Capacity(rows=1, tiles=7, row_ids=1, partials=8, block_ids=len(tiles.block_ids)).holds(tiles)
+    assert not GraphCapacity(rows=1, tiles=7, row_ids=1, partials=8, block_ids=len(tiles.block_ids)).holds(tiles)
 
 
 def test_behind_the_last_block_id_there_are_some_that_may_be_loaded() -> None:

@@ -14,7 +14,7 @@ import torch
 from radixkv.cache import PrefixCache, Sequence
 from radixkv.errors import OutOfBlocks
 from radixkv.models.attention_interface import own_attention
-from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 
 BLOCK_SIZE = 4
@@ -27,7 +27,7 @@ class Branch:
         self.sequence, self.waiting = sequence, waiting
 
 
-class Mill:
+class StepRunner:
     """Runs steps over many branches at once, as an engine does: plan all, run once, commit all."""
 
     def __init__(self, loaded: LoadedModel, num_blocks: int) -> None:
@@ -51,7 +51,7 @@ class Mill:
             except OutOfBlocks:
                 continue
             copies += plan.copies
-            chunks.append(Chunk(tokens, start, plan.slots, branch.sequence.block_table))
+            chunks.append(SequenceInput(tokens, start, plan.slots, branch.sequence.block_table))
             done.append((branch, count))
         if not chunks:
             return []
@@ -74,7 +74,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     return made
 
 
-def random_steps(mill: Mill, seed: int, steps: int) -> list[tuple[list[int], torch.Tensor]]:
+def random_steps(step_runner: StepRunner, seed: int, steps: int) -> list[tuple[list[int], torch.Tensor]]:
     """Opens, forks, truncations, closes and steps of random chunks; every row of logits with its history."""
     rng = random.Random(seed)
     texts = prompts(rng, 8)
@@ -82,7 +82,7 @@ def random_steps(mill: Mill, seed: int, steps: int) -> list[tuple[list[int], tor
     rows = []
     for _ in range(steps):
         if len(branches) < 5:
-            branches.append(mill.open(rng.choice(texts)))
+            branches.append(step_runner.open(rng.choice(texts)))
         idle = [branch for branch in branches if not branch.waiting]
         if idle and rng.random() < 0.5:
             branch = rng.choice(idle)
@@ -92,7 +92,7 @@ def random_steps(mill: Mill, seed: int, steps: int) -> list[tuple[list[int], tor
             branch.sequence.truncate(rng.randrange(1, branch.sequence.length))
         for branch in idle:
             branch.waiting.append(rng.randrange(3, 97))
-        fitted = mill.step([(branch, rng.choice([1, 1, 7, 20])) for branch in branches])
+        fitted = step_runner.step([(branch, rng.choice([1, 1, 7, 20])) for branch in branches])
         rows += fitted
         if len(branches) > 6 or len(fitted) < len(branches):
             branches.pop(rng.randrange(len(branches))).sequence.close()
@@ -109,11 +109,11 @@ def own_logits(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
 
 def compare(loaded: LoadedModel, tolerance: float) -> None:
     """Random steps over random branches are the model's own forward, each of them."""
-    mill = Mill(loaded, num_blocks=70)
-    rows = random_steps(mill, seed=3, steps=9)
+    step_runner = StepRunner(loaded, num_blocks=70)
+    rows = random_steps(step_runner, seed=3, steps=9)
     assert len(rows) > 25
-    assert mill.hits > 50
-    assert mill.copied > 1
+    assert step_runner.hits > 50
+    assert step_runner.copied > 1
     for tokens, logits in rows:
         torch.testing.assert_close(logits, own_logits(loaded, tokens), rtol=0, atol=tolerance)
 

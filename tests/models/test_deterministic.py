@@ -14,7 +14,7 @@ import transformers
 
 from radixkv import Engine, SamplingParams
 from radixkv.models import adapter
-from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 
 BLOCKS, SIZE = 160, 4
@@ -39,12 +39,12 @@ class Reader:
     table: list[int]
     logits: list[torch.Tensor] = field(default_factory=list)
 
-    def chunk(self, start: int, end: int, *, alone: bool = False) -> Chunk:
+    def chunk(self, start: int, end: int, *, isolated: bool = False) -> SequenceInput:
         places = np.arange(start, end)
         blocks = np.array(self.table, dtype=np.int32)
         slots = blocks[places // SIZE].astype(np.int64) * SIZE + places % SIZE
         tokens = np.array(self.tokens[start:end], dtype=np.int32)
-        return Chunk(tokens, start, slots, blocks[: -(-end // SIZE)], alone=alone)
+        return SequenceInput(tokens, start, slots, blocks[: -(-end // SIZE)], isolated=isolated)
 
     def prefill(self, start: int, end: int, grid: int) -> None:
         for low in range(start, end, grid):
@@ -100,23 +100,23 @@ def test_a_chunk_that_is_alone_has_no_neighbours(loaded: LoadedModel) -> None:
     rng = random.Random(1)
     for length in (25, 24, 1):  # the rest of a prompt may be a single token, as a decode is
         shared = random_tokens(rng, 24)
-        alone = Reader(Runner(loaded, BLOCKS, SIZE, deterministic=True), shared + random_tokens(rng, length), [])
-        alone.table = list(range(blocks_for(24 + length)))
-        alone.prefill(0, 24, 24)
-        expected = alone.runner.run([alone.chunk(24, 24 + length)])[0]
+        isolated = Reader(Runner(loaded, BLOCKS, SIZE, deterministic=True), shared + random_tokens(rng, length), [])
+        isolated.table = list(range(blocks_for(24 + length)))
+        isolated.prefill(0, 24, 24)
+        expected = isolated.runner.run([isolated.chunk(24, 24 + length)])[0]
 
         runner = Runner(loaded, BLOCKS, SIZE, deterministic=True)
         places = rng.sample(range(BLOCKS), 60)
-        me = replace(alone, runner=runner, table=places[:20])
+        me = replace(isolated, runner=runner, table=places[:20])
         others = [
             Reader(runner, shared + random_tokens(rng, 9), places[:6] + places[20 + 10 * i :][:10]) for i in range(3)
         ]
         me.prefill(0, 24, 24)
-        chunks = [others[0].chunk(24, 25), me.chunk(24, 24 + length, alone=True), others[1].chunk(24, 33)]
-        chunks.append(others[2].chunk(24, 32, alone=True))
+        chunks = [others[0].chunk(24, 25), me.chunk(24, 24 + length, isolated=True), others[1].chunk(24, 33)]
+        chunks.append(others[2].chunk(24, 32, isolated=True))
         logits = runner.run(chunks)
         assert torch.equal(logits[1], expected)
-        assert same(me.kv(), alone.kv())
+        assert same(me.kv(), isolated.kv())
 
 
 def test_shared_blocks_are_read_by_each_alone(build: Callable[..., Any]) -> None:
@@ -140,8 +140,8 @@ def test_each_row_of_logits_is_its_chunks(build: Callable[..., Any]) -> None:
     plain, split = Runner(loaded, BLOCKS, SIZE), Runner(loaded, BLOCKS, SIZE)
     readers = [Reader(plain, random_tokens(rng, 3 + i), [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(5)]
     together = plain.run([reader.chunk(0, len(reader.tokens)) for reader in readers])
-    for alone in ([0], [4], [1, 3], [0, 1, 2, 3, 4]):
-        chunks = [reader.chunk(0, len(reader.tokens), alone=i in alone) for i, reader in enumerate(readers)]
+    for isolated in ([0], [4], [1, 3], [0, 1, 2, 3, 4]):
+        chunks = [reader.chunk(0, len(reader.tokens), isolated=i in isolated) for i, reader in enumerate(readers)]
         torch.testing.assert_close(split.run(chunks), together, rtol=0, atol=1e-9)
 
 
@@ -151,7 +151,7 @@ def test_copies_come_before_the_first_of_several_forwards(build: Callable[..., A
     whole.prefill(0, 6, 6)
     branch = Reader(runner, [3, 4, 5, 6, 7, 9], [0, 4])
     over = Reader(runner, [3, 4, 5, 6, 9], [0, 1])  # writes over what is copied
-    logits = runner.run([over.chunk(4, 5, alone=True), branch.chunk(5, 6)], copies=[(1, 4)])
+    logits = runner.run([over.chunk(4, 5, isolated=True), branch.chunk(5, 6)], copies=[(1, 4)])
     expected = Reader(Runner(runner.loaded, 12, SIZE), branch.tokens, [0, 1])
     expected.prefill(0, 6, 6)
     torch.testing.assert_close(logits[1], expected.logits[0], rtol=0, atol=1e-9)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from radixkv.models import adapter
-from tests.models.step_runner import Mill, prompts, random_steps
+from tests.models.step_runner import StepRunner, prompts, random_steps
 
 
 def reference(build: Callable[..., Any], family: str, dtype: torch.dtype) -> Callable[[list[int]], torch.Tensor]:
@@ -29,33 +29,33 @@ def reference(build: Callable[..., Any], family: str, dtype: torch.dtype) -> Cal
 
 @pytest.mark.usefixtures("exact_softmax")
 def test_logits_equal_the_own_forward_in_float64(build: Callable[..., Any], family: str) -> None:
-    mill = Mill(adapter.load(build(family, torch.float64)), num_blocks=70)
-    rows = random_steps(mill, seed=3, steps=14)
+    step_runner = StepRunner(adapter.load(build(family, torch.float64)), num_blocks=70)
+    rows = random_steps(step_runner, seed=3, steps=14)
     own = reference(build, family, torch.float64)
     assert len(rows) > 40
-    assert mill.hits > 50
-    assert mill.copied > 3
+    assert step_runner.hits > 50
+    assert step_runner.copied > 3
     for tokens, logits in rows:
         torch.testing.assert_close(logits, own(tokens)[-1], rtol=0, atol=1e-9)
 
 
 @pytest.mark.usefixtures("exact_softmax")
 def test_logits_are_right_while_blocks_are_evicted_and_used_again(build: Callable[..., Any]) -> None:
-    mill = Mill(adapter.load(build("llama", torch.float64)), num_blocks=40)
-    rows = random_steps(mill, seed=5, steps=25)
+    step_runner = StepRunner(adapter.load(build("llama", torch.float64)), num_blocks=40)
+    rows = random_steps(step_runner, seed=5, steps=25)
     own = reference(build, "llama", torch.float64)
-    assert mill.cache.stats().evicted_blocks > 20
+    assert step_runner.cache.stats().evicted_blocks > 20
     for tokens, logits in rows:
         torch.testing.assert_close(logits, own(tokens)[-1], rtol=0, atol=1e-9)
 
 
-def greedy(mill: Mill, prompt: list[int], count: int, chunk: int, beside: list[list[int]]) -> list[int]:
+def greedy(step_runner: StepRunner, prompt: list[int], count: int, chunk: int, beside: list[list[int]]) -> list[int]:
     """Greedy reply to `prompt`, while other prompts are computed in the same steps."""
-    branch, others = mill.open(prompt), [mill.open(other) for other in beside]
+    branch, others = step_runner.open(prompt), [step_runner.open(other) for other in beside]
     reply: list[int] = []
     while len(reply) < count:
         busy = [branch, *(other for other in others if other.waiting)]
-        rows = mill.step([(each, chunk) for each in busy])
+        rows = step_runner.step([(each, chunk) for each in busy])
         if not branch.waiting:
             reply.append(int(rows[0][1].argmax()))
             branch.waiting.append(reply[-1])
@@ -66,12 +66,12 @@ def greedy(mill: Mill, prompt: list[int], count: int, chunk: int, beside: list[l
 
 def test_greedy_tokens_equal_the_own_forward_in_float32(build: Callable[..., Any], family: str) -> None:
     texts = prompts(random.Random(8), 4)
-    mill = Mill(adapter.load(build(family)), num_blocks=200)
+    step_runner = StepRunner(adapter.load(build(family)), num_blocks=200)
     own = reference(build, family, torch.float32)
     expected = list(texts[1])
     for _ in range(12):
         expected.append(int(own(expected)[-1].argmax()))
-    cold = greedy(mill, texts[1], 12, chunk=9, beside=[])
-    warm = greedy(mill, texts[1], 12, chunk=64, beside=[texts[2], texts[3]])
-    assert mill.hits >= len(texts[1]) - 1
+    cold = greedy(step_runner, texts[1], 12, chunk=9, beside=[])
+    warm = greedy(step_runner, texts[1], 12, chunk=64, beside=[texts[2], texts[3]])
+    assert step_runner.hits >= len(texts[1]) - 1
     assert cold == warm == expected[len(texts[1]) :]

@@ -17,7 +17,7 @@ from radixkv import Engine, SamplingParams
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter
 from radixkv.models.fallback import PoolLayer
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from radixkv.models.selftest import self_test
 from tests.models.conftest import GROUPED, SIZES
@@ -105,7 +105,7 @@ def test_bits_depend_on_the_sequence_alone(build: Callable[..., Any]) -> None:
         places = np.arange(9)
         blocks = [np.array(table, dtype=np.int32) for table in tables]
         return runner.run(
-            [Chunk(tokens, 0, table[places // 4].astype(np.int64) * 4 + places % 4, table) for table in blocks]
+            [SequenceInput(tokens, 0, table[places // 4].astype(np.int64) * 4 + places % 4, table) for table in blocks]
         )
 
     alone = run([0, 1, 2])
@@ -117,7 +117,7 @@ def test_what_a_fallback_has_cached_can_be_computed_again(build: Callable[..., A
     runner = Runner(adapter.load(build("llama")), 4, 4, recheck_tokens=8)
     tokens, table = np.arange(3, 15, dtype=np.int32), np.array([2, 0, 1], dtype=np.int32)
     places = np.arange(12)
-    runner.run([Chunk(tokens, 0, table[places // 4].astype(np.int64) * 4 + places % 4, table)])
+    runner.run([SequenceInput(tokens, 0, table[places // 4].astype(np.int64) * 4 + places % 4, table)])
     assert runner.recheck(tokens, 8, table).positions == ()
     runner.store.keys[1][0, 1, 2] += 1.0  # the third token of the third block
     assert runner.recheck(tokens, 8, table).positions == (2,)
@@ -177,7 +177,7 @@ def test_a_step_that_writes_otherwise_than_the_first_fails(
 
     monkeypatch.setattr(PoolLayer, "update", otherwise)
     with pytest.raises(RuntimeError, match=said):
-        runner.run([Chunk(np.arange(3, 6, dtype=np.int32), 0, np.arange(3), np.zeros(1, dtype=np.int32))])
+        runner.run([SequenceInput(np.arange(3, 6, dtype=np.int32), 0, np.arange(3), np.zeros(1, dtype=np.int32))])
 
 
 def test_a_model_that_leaves_out_what_pads_is_refused(build: Callable[..., Any]) -> None:

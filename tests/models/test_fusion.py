@@ -13,18 +13,18 @@ from torch._dynamo.utils import counters
 from radixkv.attention import triton_backend
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter, fusion
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from tests.models.conftest import FAMILIES, make
 
 CPU, CUDA = "cpu", "cuda:1"
 
 
-def chunk(tokens: list[int], start: int, table: list[int]) -> Chunk:
+def chunk(tokens: list[int], start: int, table: list[int]) -> SequenceInput:
     places = np.arange(start, start + len(tokens))
     blocks = np.array(table, dtype=np.int32)
     slots = blocks[places // 4].astype(np.int64) * 4 + places % 4
-    return Chunk(np.array(tokens, dtype=np.int32), start, slots, blocks)
+    return SequenceInput(np.array(tokens, dtype=np.int32), start, slots, blocks)
 
 
 STEPS = [

@@ -13,7 +13,7 @@ import torch
 
 from radixkv.models import adapter
 from radixkv.models.kv_recompute import TOLERANCE, Recheck
-from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 
 BLOCKS, SIZE = 40, 4
@@ -52,7 +52,7 @@ class Path:
             end = min(start + count, length)
             places = np.arange(start, end)
             slots = self.table[places // SIZE].astype(np.int64) * SIZE + places % SIZE
-            chunk = Chunk(self.tokens[start:end], start, slots, self.table[: -(-end // SIZE)], alone=exact)
+            chunk = SequenceInput(self.tokens[start:end], start, slots, self.table[: -(-end // SIZE)], isolated=exact)
             self.runner.run([chunk])
             start = end
 

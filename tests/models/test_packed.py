@@ -16,7 +16,7 @@ from torch import nn
 
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter, packed
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from radixkv.models.packed import PackedLinear, pack, unpack
 from radixkv.models.runner import Runner
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not packed._is_possible(), reason="this torch ha
 
 @pytest.fixture(autouse=True)
 def _all_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "WORTH", 1)
+    monkeypatch.setattr(packed, "MIN_WEIGHTS", 1)
 
 
 def layers(model: Any) -> tuple[int, int]:
@@ -50,7 +50,7 @@ def own_logits(model: Any, tokens: list[int]) -> torch.Tensor:
 def paged_logits(loaded: adapter.LoadedModel, tokens: list[int]) -> torch.Tensor:
     """The last row over a pool."""
     blocks = -(-len(tokens) // 4)
-    chunk = Chunk(np.array(tokens, np.int32), 0, np.arange(len(tokens)), np.arange(blocks, dtype=np.int32))
+    chunk = SequenceInput(np.array(tokens, np.int32), 0, np.arange(len(tokens)), np.arange(blocks, dtype=np.int32))
     return Runner(loaded, blocks, 4).run([chunk])[0]
 
 
@@ -148,7 +148,7 @@ def test_only_large_plain_layers_are_packed(monkeypatch: pytest.MonkeyPatch) -> 
     model[2].register_forward_hook(lambda *_: None)
     model[3].register_forward_pre_hook(lambda *_: None)
     model[4].forward = lambda given: given
-    monkeypatch.setattr(packed, "WORTH", 16)
+    monkeypatch.setattr(packed, "MIN_WEIGHTS", 16)
     pack(model, keep=False)
     assert [type(layer) for layer in model] == [PackedLinear, Own, *[nn.Linear] * 4]
 
@@ -156,7 +156,7 @@ def test_only_large_plain_layers_are_packed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_layers_too_small_to_gain_leave_the_model_alone(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "WORTH", 1 << 18)
+    monkeypatch.setattr(packed, "MIN_WEIGHTS", 1 << 18)
     model = build("llama")
     assert adapter.load(model).model is model
 

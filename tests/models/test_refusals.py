@@ -13,7 +13,7 @@ from torch import nn
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter, selftest
 from radixkv.models.rounding import TOLERANCE, relative_error
-from radixkv.models.selftest_cases import Scenario
+from radixkv.models.selftest_cases import SelfTestCases
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -221,7 +221,7 @@ def test_rounding_that_routes_tokens_is_no_fault(build: Callable[..., Any]) -> N
     """In bfloat16 a few of its tokens go to other experts than in one forward of all: some logits differ widely."""
     config = transformers.MixtralConfig(**{**GATED, "num_hidden_layers": 4}, num_local_experts=8)
     loaded = adapter.load(build(config, torch.bfloat16))
-    errors = [relative_error(ours, own) for _, ours, own in Scenario(loaded, 48).results()]
+    errors = [relative_error(ours, own) for _, ours, own in SelfTestCases(loaded, 48).results()]
     assert loaded.attention == "torch"
     assert max(errors) > TOLERANCE[torch.bfloat16]
     model = build(config, torch.bfloat16)
@@ -253,15 +253,15 @@ def test_one_row_that_is_wrong_in_16_bits_is_rounding_only_where_experts_are_cho
 ) -> None:
     config = transformers.MixtralConfig(**GATED, num_local_experts=4) if routed else "llama"
     loaded = adapter.load(build(config, torch.bfloat16))
-    results = Scenario.results
+    results = SelfTestCases.results
 
-    def one_wrong(scenario: Scenario) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    def one_wrong(scenario: SelfTestCases) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         [(name, ours, own), *rest] = results(scenario)
         if own.dtype == torch.bfloat16:
             ours = -ours
         return [(name, ours, own), *rest]
 
-    monkeypatch.setattr(Scenario, "results", one_wrong)
+    monkeypatch.setattr(SelfTestCases, "results", one_wrong)
     if accepted:
         selftest.self_test(loaded)
     else:

@@ -12,7 +12,7 @@ import transformers
 
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter, rope
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 
 SIZES: dict[str, Any] = {
@@ -58,7 +58,7 @@ def run(runner: Runner, *lengths: int) -> torch.Tensor:
         tokens = np.random.default_rng(place).integers(3, 97, length).astype(np.int32)
         table = np.arange(first, first + -(-length // 4), dtype=np.int32)
         first += len(table)
-        chunks.append(Chunk(tokens, 0, np.arange(length) + 4 * int(table[0]), table))
+        chunks.append(SequenceInput(tokens, 0, np.arange(length) + 4 * int(table[0]), table))
     return runner.run(chunks)
 
 
@@ -82,7 +82,7 @@ def test_the_fallback_is_fixed_too(
     whole = run(runner, 60)[0]
     tokens, table = np.random.default_rng(0).integers(3, 97, 60).astype(np.int32), np.arange(15, dtype=np.int32)
     run(runner, 20)  # the first blocks anew
-    cut = runner.run([Chunk(tokens[20:], 20, np.arange(20, 60), table)])[0]
+    cut = runner.run([SequenceInput(tokens[20:], 20, np.arange(20, 60), table)])[0]
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-4)  # its softmax is float32's
 
 

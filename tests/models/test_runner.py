@@ -11,15 +11,15 @@ import torch
 
 from radixkv.attention import plan
 from radixkv.models import adapter
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 
 
-def chunk(tokens: list[int], start: int, table: list[int], block_size: int = 4) -> Chunk:
+def chunk(tokens: list[int], start: int, table: list[int], block_size: int = 4) -> SequenceInput:
     places = np.arange(start, start + len(tokens))
     blocks = np.array(table, dtype=np.int32)
     slots = blocks[places // block_size].astype(np.int64) * block_size + places % block_size
-    return Chunk(np.array(tokens, dtype=np.int32), start, slots, blocks)
+    return SequenceInput(np.array(tokens, dtype=np.int32), start, slots, blocks)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from radixkv.sampling.params import SampleRow
 from radixkv.sampling.sampler import Sampled, sample
 from tests.simulation.scenario import Ask, Fault, Sabotage, Scenario
@@ -25,7 +25,7 @@ class Faults:
 
     scenario: Scenario
     now: Callable[[], int]
-    chunk_of: Callable[[Chunk], Ask]
+    chunk_of: Callable[[SequenceInput], Ask]
     row_of: Callable[[SampleRow], Ask]
     blamed: dict[int, tuple[Exception, set[int]]] = field(default_factory=dict)  # by id, so that the ids stay taken
     swept: dict[int, set[int]] = field(default_factory=dict)  # by step: who fails with others, as nobody can tell
@@ -34,7 +34,7 @@ class Faults:
 
     # ---- where the engine meets them
 
-    def in_forward(self, chunks: Sequence[Chunk], part: int) -> None:
+    def in_forward(self, chunks: Sequence[SequenceInput], part: int) -> None:
         """Raise what is due at this part of a run."""
         asks = [self.chunk_of(chunk) for chunk in chunks]
         for chunk, ask in zip(chunks, asks, strict=True):
@@ -49,7 +49,7 @@ class Faults:
             if size > fault.size and part == 1:
                 self._raise("memory", asks, f"no memory for {size} tokens at once")
 
-    def is_sick(self, chunk: Chunk) -> bool:
+    def is_sick(self, chunk: SequenceInput) -> bool:
         """Whether the logits of this chunk are no numbers."""
         ask = self.chunk_of(chunk)
         end = chunk.start + len(chunk.tokens)
@@ -88,7 +88,7 @@ class Faults:
 
     # ---- inside
 
-    def _is_flawed(self, ask: Ask, chunk: Chunk) -> bool:
+    def _is_flawed(self, ask: Ask, chunk: SequenceInput) -> bool:
         flaw = ask.flaw
         return flaw is not None and flaw.kind in ("forward", "memory") and chunk.start + len(chunk.tokens) > flaw.at
 

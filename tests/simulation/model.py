@@ -18,7 +18,7 @@ import torch
 from radixkv.cache import PrefixCache
 from radixkv.cache.block_pool import BlockPool
 from radixkv.models.kv_recompute import Recheck
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 
 VOCAB = 16
 _MIX, _ADD, _POISON = 6364136223846793005, 1442695040888963407, 0xDEAD_BEEF_DEAD_BEEF
@@ -65,17 +65,17 @@ class SlotModel:
         # By which chunk each slot was computed: its start, its length, whether it had a forward of its own.
         self.origins = np.zeros((cache.num_blocks, self.size, 3), np.int64)
         self.runs = 0
-        self.recheck_tokens, self.recheck_obstacle, self.rows_meet = 2 * self.size, None, False
+        self.recheck_tokens, self.recheck_obstacle, self.row_dependent = 2 * self.size, None, False
         self.broken: AssertionError | None = None  # a rule of a step that was not kept
-        self.fault: Callable[[Sequence[Chunk], int], None] = lambda chunks, part: None
+        self.fault: Callable[[Sequence[SequenceInput], int], None] = lambda chunks, part: None
         self.garbles: Callable[[], bool] = lambda: False  # whether a run returns too little
-        self.sick: Callable[[Chunk], bool] = lambda chunk: False  # whose logits are no numbers
+        self.sick: Callable[[SequenceInput], bool] = lambda chunk: False  # whose logits are no numbers
         self._rng = random.Random(seed)
         self._poison_what_is_handed_out()
 
     # ---- a step
 
-    def run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
         self.runs += 1
         try:
             return self._run(chunks, copies)
@@ -83,7 +83,7 @@ class SlotModel:
             self.broken = error
             raise
 
-    def _run(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def _run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
         self._check_plan(chunks, copies)
         self.fault(chunks, 0)
         self._copy(list(copies))
@@ -96,7 +96,7 @@ class SlotModel:
         logits[[row for row, chunk in enumerate(chunks) if self.sick(chunk)]] = np.nan
         return torch.from_numpy(logits[:-1] if self.garbles() else logits)
 
-    def _check_plan(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]]) -> None:
+    def _check_plan(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> None:
         assert chunks, "a step without chunks"
         sources, targets = {source for source, _ in copies}, [target for _, target in copies]
         assert len(set(targets)) == len(targets) and sources.isdisjoint(targets), f"copies {copies} depend on an order"
@@ -110,7 +110,7 @@ class SlotModel:
             assert written.isdisjoint(chunk.slots.tolist()), "two chunks write one slot"
             written.update(chunk.slots.tolist())
 
-    def _slots(self, chunk: Chunk, start: int) -> list[int]:
+    def _slots(self, chunk: SequenceInput, start: int) -> list[int]:
         positions = np.arange(start, chunk.start + len(chunk.tokens))
         slots: list[int] = (chunk.block_table[positions // self.size] * self.size + positions % self.size).tolist()
         return slots
@@ -120,15 +120,15 @@ class SlotModel:
             for content in (self.digests, self.tokens, self.origins):
                 content[target] = content[source]
 
-    def _write(self, chunk: Chunk) -> None:
+    def _write(self, chunk: SequenceInput) -> None:
         digests, tokens = self.digests.reshape(-1), self.tokens.reshape(-1)
         digest = int(digests[self._slots(chunk, chunk.start - 1)[0]]) if chunk.start else 0
         for token, slot in zip(chunk.tokens.tolist(), chunk.slots.tolist(), strict=True):
             digest = follow(digest, token)
             digests[slot], tokens[slot] = digest, token
-        self.origins.reshape(-1, 3)[chunk.slots] = (chunk.start, len(chunk.tokens), chunk.alone)
+        self.origins.reshape(-1, 3)[chunk.slots] = (chunk.start, len(chunk.tokens), chunk.isolated)
 
-    def _read(self, chunk: Chunk) -> int:
+    def _read(self, chunk: SequenceInput) -> int:
         length = chunk.start + len(chunk.tokens)
         assert self.holds(chunk.block_table, length), f"a block table of {length} tokens leads to another history"
         return int(self.digests.reshape(-1)[self._slots(chunk, length - 1)[0]])

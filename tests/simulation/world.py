@@ -25,7 +25,7 @@ from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
 from radixkv.engine.stats import AuditReport
 from radixkv.errors import EngineClosed, InvalidInput, PinBudgetExceeded, PrefixHeld
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from radixkv.sampling import sampler
 from radixkv.sampling.params import SampleRow
 from tests.simulation.books import Books
@@ -266,7 +266,7 @@ class World:
         """For messages."""
         return f"request {self.customer_of(request).ask.number}"
 
-    def ask_of(self, chunk: Chunk) -> Ask:
+    def ask_of(self, chunk: SequenceInput) -> Ask:
         """Whose chunk it is."""
         for work in self.work:
             if work.plan.slots is chunk.slots:

@@ -28,7 +28,7 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
     return dataclasses.replace(batch, store=store, query=batch.query.to(dtype))
 
 
-def truth(batch: Batch, **options: object) -> Tensor:
+def expected_output(batch: Batch, **options: object) -> Tensor:
     """The reference in float64, on the numbers as the store rounds them."""
     pools = batch.store.keys[0].double(), batch.store.values[0].double()
     lengths = batch.tables, batch.kv_lengths, batch.query_lengths
@@ -39,14 +39,19 @@ def attend(
     batch: Batch,
     window: int | None = None,
     *,
-    worth: int = 1,
+    min_saving: int = 1,
     kinds: tuple[Kind, ...] = SMALL,
     split: int | None = None,
     processors: int = 3,
     **options: object,
 ) -> Tensor:
     work = plan.build(
-        batch.tables, batch.kv_lengths, batch.query_lengths, window, block_size=batch.store.block_size, worth=worth
+        batch.tables,
+        batch.kv_lengths,
+        batch.query_lengths,
+        window,
+        block_size=batch.store.block_size,
+        min_saving=min_saving,
     )
     heads, kv_heads = len(batch.query), batch.store.layers[0].kv_heads
     step = attention.plan(

@@ -17,7 +17,7 @@ from radixkv.attention import plan
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv_kernels import attention, reference
 from tests.attention.batches import Batch, BlocksFirst, random_batch
-from tests.kernels.interpreted.attending import CPU, SMALL, TOLERANCE, attend, cast, close, truth
+from tests.kernels.interpreted.attending import CPU, SMALL, TOLERANCE, attend, cast, close, expected_output
 
 DTYPES = list(TOLERANCE)
 
@@ -49,7 +49,7 @@ def test_equals_the_reference(
     sinks = torch.randn(len(batch.query)).to(batch.query.dtype) if with_sinks else None
     output = attend(batch, window, split=split, scale=0.3, softcap=softcap, sinks=sinks)
     wide = None if sinks is None else sinks.double()
-    expected = truth(batch, scale=0.3, window=window, softcap=softcap, sinks=wide)
+    expected = expected_output(batch, scale=0.3, window=window, softcap=softcap, sinks=wide)
     assert output.dtype == batch.query.dtype
     close(output, expected, batch.query.dtype)
 
@@ -57,8 +57,8 @@ def test_equals_the_reference(
 @given(batches(), windows)
 @settings(max_examples=8, deadline=None)
 def test_along_the_tree_equals_sequence_by_sequence(batch: Batch, window: int | None) -> None:
-    flat = attend(batch, window, worth=plan.NEVER, scale=0.3)
-    close(attend(batch, window, worth=1, split=16, scale=0.3), flat.double(), batch.query.dtype)
+    flat = attend(batch, window, min_saving=plan.NEVER_SHARE, scale=0.3)
+    close(attend(batch, window, min_saving=1, split=16, scale=0.3), flat.double(), batch.query.dtype)
 
 
 def long(lengths: list[int], seed: int = 0) -> Batch:
@@ -75,7 +75,7 @@ def long(lengths: list[int], seed: int = 0) -> Batch:
 
 
 def test_a_fixed_split_gives_a_row_the_same_bits_in_any_batch_on_any_device() -> None:
-    options = {"worth": plan.NEVER, "split": 32, "scale": 0.3}
+    options = {"min_saving": plan.NEVER_SHARE, "split": 32, "scale": 0.3}
     alone = attend(long([130]), **options)  # type: ignore[arg-type]
     for processors in (1, 5):
         among = attend(long([130, 17, 200]), processors=processors, **options)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_a_fixed_split_gives_a_row_the_same_bits_in_any_batch_on_any_device() ->
 
 def test_many_partials_are_merged() -> None:
     batch = long([16 * 20 + 3])
-    close(attend(batch, split=16, scale=0.3), truth(batch, scale=0.3), torch.float32)
+    close(attend(batch, split=16, scale=0.3), expected_output(batch, scale=0.3), torch.float32)
 
 
 def test_a_row_with_nothing_to_read_gets_zeros() -> None:
@@ -96,7 +96,7 @@ def test_a_row_with_nothing_to_read_gets_zeros() -> None:
     pools = batch.store.keys[0], batch.store.values[0]
     output = attention.attend(query, *pools, step, scale=0.3, output=torch.full((2, 6, 16), torch.nan))
     assert not output[1].any()
-    close(output[:1], truth(batch, scale=0.3), torch.float32)
+    close(output[:1], expected_output(batch, scale=0.3), torch.float32)
 
 
 @pytest.mark.parametrize("split", [None, 32])
@@ -105,9 +105,9 @@ def test_scores_and_sinks_of_any_size_stay_finite(split: int | None) -> None:
     for sink in (-1e4, 1e4):
         sinks = torch.full((6,), sink)
         output = attend(batch, split=split, scale=300.0, sinks=sinks)
-        close(output, truth(batch, scale=300.0, sinks=sinks.double()), torch.float32)
+        close(output, expected_output(batch, scale=300.0, sinks=sinks.double()), torch.float32)
         capped = attend(batch, split=split, scale=300.0, sinks=sinks, softcap=30.0)
-        close(capped, truth(batch, scale=300.0, sinks=sinks.double(), softcap=30.0), torch.float32)
+        close(capped, expected_output(batch, scale=300.0, sinks=sinks.double(), softcap=30.0), torch.float32)
 
 
 def test_blocks_beyond_two_gigabytes_are_reached() -> None:
@@ -118,7 +118,7 @@ def test_blocks_beyond_two_gigabytes_are_reached() -> None:
     for block in {block for table in tables for block in table}:
         big[:, block] = torch.randn(16, 64).half()
     query = torch.randn(2, 7, 64).half()
-    work = plan.build(tables, [40, 20], [1, 6], block_size=16, worth=1)
+    work = plan.build(tables, [40, 20], [1, 6], block_size=16, min_saving=1)
     step = attention.plan(work, heads=2, kv_heads=1, chosen=SMALL, device=CPU, processors=2)
     output = attention.attend(query, big, big, step, scale=0.1)
     used = [[0, 1, 2], [0, 3]]

@@ -25,7 +25,7 @@ def test_equals_the_torch_backend_in_every_layer(kind: type[KVStore]) -> None:
     case = batch(kind)
     lists = [case.tables, case.kv_lengths, case.query_lengths]
     for window in (None, 5):
-        work = plan.build(*lists, window, block_size=16, worth=1)
+        work = plan.build(*lists, window, block_size=16, min_saving=1)
         for layer, shape in enumerate(SHAPES):
             query = torch.randn(4, shape.key_dim, case.query.shape[1]).transpose(1, 2)  # its last stride is not 1
             options = {"scale": 0.3, "softcap": 2.0, "sinks": torch.randn(4)}
@@ -55,6 +55,6 @@ def test_what_the_kernels_do_not_serve_goes_to_torch_with_one_warning(caplog: py
     work = plan.build(case.tables, case.kv_lengths, case.query_lengths, block_size=16)
     for _ in range(2):
         output = triton_backend.attend(case.store, 0, case.query, work, scale=0.3)
-    torch.testing.assert_close(output, case.truth(scale=0.3), rtol=0, atol=1e-12)
+    torch.testing.assert_close(output, case.expected_output(scale=0.3), rtol=0, atol=1e-12)
     assert caplog.messages == ["attention runs in torch, not in Triton: the kernels do not store torch.float64"]
     assert "at most 32 fit" in str(triton_backend.unavailable(batch().store, 2 * 33))

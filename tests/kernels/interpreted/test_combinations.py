@@ -14,7 +14,7 @@ import torch
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv_kernels.attention import kinds
 from tests.attention.batches import Batch, BlocksFirst, fill
-from tests.kernels.interpreted.attending import attend, cast, close, truth
+from tests.kernels.interpreted.attending import attend, cast, close, expected_output
 
 HEADS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)]
 LEVELS = {
@@ -79,5 +79,5 @@ def test_equals_the_reference(run: Run) -> None:
     options = {"scale": run.dims[0] ** -0.5, "softcap": run["softcap"]}
     own = None if sinks is None else sinks.to(case.query.dtype)
     output = attend(case, run["window"], kinds=chosen, sinks=own, **options)  # type: ignore[arg-type]
-    expected = truth(case, window=run["window"], sinks=None if own is None else own.double(), **options)
+    expected = expected_output(case, window=run["window"], sinks=None if own is None else own.double(), **options)
     close(output, expected, dtype)  # type: ignore[arg-type]

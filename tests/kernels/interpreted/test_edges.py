@@ -18,7 +18,7 @@ from radixkv_kernels import attention, reference
 from radixkv_kernels.attention import Kind
 from radixkv_kernels.triton_kernels import merge_partials
 from tests.attention.batches import Batch
-from tests.kernels.interpreted.attending import CPU, SMALL, attend, close, separate, truth
+from tests.kernels.interpreted.attending import CPU, SMALL, attend, close, expected_output, separate
 
 ONE = (Kind(16, 16, 4, 1, 1),)
 """Sixteen rows over sixteen keys an iteration."""
@@ -30,7 +30,7 @@ def check(case: Batch, window: int | None = None, *, split: int | None = None, *
     """The kernels give what the reference gives, in one tile a row and in tiles that are merged."""
     sinks = options.get("sinks")
     wide = sinks.double() if isinstance(sinks, torch.Tensor) else None
-    expected = truth(case, scale=0.3, window=window, **{**options, "sinks": wide})
+    expected = expected_output(case, scale=0.3, window=window, **{**options, "sinks": wide})
     for kinds, each in ((SMALL, split), (ONE, 16)):
         close(attend(case, window, kinds=kinds, split=each, scale=0.3, **options), expected, torch.float32)  # type: ignore[arg-type]
 
@@ -108,7 +108,7 @@ def test_more_partials_than_a_merge_loads_at_once() -> None:
     for sinks in (None, torch.tensor([6.0, 0.0])):
         wide = None if sinks is None else sinks.double()
         output = attend(case, kinds=ONE, split=16, scale=1.0, sinks=sinks)
-        close(output, truth(case, scale=1.0, sinks=wide), torch.float32)
+        close(output, expected_output(case, scale=1.0, sinks=wide), torch.float32)
 
 
 def test_partials_that_saw_nothing_are_merged_as_nothing() -> None:
@@ -141,10 +141,10 @@ def test_a_row_of_sinks_alone_gets_zeros() -> None:
 def test_how_many_tiles_of_a_kind_there_are_is_read_by_the_kernel() -> None:
     """Each kind of tile has a count of its own, on the device: what lies behind it is not computed."""
     case = separate([20, 40, 33], [1, 20, 1], shape=LayerShape(2, 16, 16), group=2)
-    work = plan.build(case.tables, case.kv_lengths, case.query_lengths, block_size=16, worth=plan.NEVER)
+    work = plan.build(case.tables, case.kv_lengths, case.query_lengths, block_size=16, min_saving=plan.NEVER_SHARE)
     step = attention.plan(work, heads=4, kv_heads=2, chosen=SMALL, device=CPU, processors=2)
     assert [int(tiles[0]) for tiles in step.tiles] == [2, 0, 1]
-    pools, expected = (case.store.keys[0], case.store.values[0]), truth(case, scale=0.3)
+    pools, expected = (case.store.keys[0], case.store.values[0]), expected_output(case, scale=0.3)
     decodes, chunk = [0, 21], list(range(1, 21))
     longest = 21  # tiles of a kind are in order of their length
     for counts, done in (((2, 0, 0), decodes), ((0, 0, 1), chunk), ((1, 0, 0), [longest])):
@@ -158,7 +158,7 @@ def test_how_many_tiles_of_a_kind_there_are_is_read_by_the_kernel() -> None:
 @pytest.mark.parametrize("processors", [1, 2, 64])
 def test_any_number_of_programs_does_all_tiles_once(processors: int) -> None:
     case = separate([20, 40, 33, 1, 50], [1, 1, 1, 1, 2], group=2)
-    close(attend(case, processors=processors, split=16, scale=0.3), truth(case, scale=0.3), torch.float32)
+    close(attend(case, processors=processors, split=16, scale=0.3), expected_output(case, scale=0.3), torch.float32)
 
 
 def test_queries_sinks_and_pools_of_other_dtypes() -> None:
@@ -166,7 +166,7 @@ def test_queries_sinks_and_pools_of_other_dtypes() -> None:
     case = separate([37], [3], group=2)
     sinks = torch.linspace(-1, 1, 4).half()
     output = attend(case, scale=0.3, sinks=sinks)
-    close(output, truth(case, scale=0.3, sinks=sinks.double()), torch.float32)
+    close(output, expected_output(case, scale=0.3, sinks=sinks.double()), torch.float32)
 
 
 def test_a_head_beyond_two_gigabytes_is_reached() -> None:
@@ -190,7 +190,7 @@ def test_softmax_does_not_overflow_where_scores_do() -> None:
     case = separate([40], [1], group=1)
     case = dataclasses.replace(case, query=case.query * 1e4)
     output = attend(case, kinds=ONE, split=16, scale=1.0)
-    close(output, truth(case, scale=1.0), torch.float32)
+    close(output, expected_output(case, scale=1.0), torch.float32)
     assert math.isfinite(float(output.sum()))
 
 

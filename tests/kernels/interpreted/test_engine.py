@@ -15,7 +15,7 @@ from radixkv.attention import plan, triton_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter, attention_interface
-from radixkv.models.loaded import Chunk
+from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -49,12 +49,12 @@ def decoder(config: Any = transformers.LlamaConfig, **changes: Any) -> Any:
     return model
 
 
-def chunk(tokens: Sequence[int], start: int, table: Sequence[int], *, alone: bool = False) -> Chunk:
+def chunk(tokens: Sequence[int], start: int, table: Sequence[int], *, isolated: bool = False) -> SequenceInput:
     """Tokens behind `start` of a sequence in these blocks."""
     places = np.arange(start, start + len(tokens))
     blocks = np.array(table, dtype=np.int32)
     slots = blocks[places // SIZE].astype(np.int64) * SIZE + places % SIZE
-    return Chunk(np.array(tokens, dtype=np.int32), start, slots, blocks, alone=alone)
+    return SequenceInput(np.array(tokens, dtype=np.int32), start, slots, blocks, isolated=isolated)
 
 
 def lives(engine: Engine) -> list[tuple[int, ...]]:
@@ -72,7 +72,7 @@ def lives(engine: Engine) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_engine_answers_as_with_torch(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "WORTH", 1)
+    monkeypatch.setattr(plan, "MIN_SAVING", 1)
     monkeypatch.setattr(attention_interface, "SPLIT", 8)
     answers = {}
     for attention in ("torch", "triton"):
@@ -103,7 +103,7 @@ def test_the_bundled_model_talks_as_with_torch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "WORTH", 1)
+    monkeypatch.setattr(plan, "MIN_SAVING", 1)
     model = decoder(transformers.MistralConfig, sliding_window=9).to(dtype)
     rows = []
     for attention in ("torch", "triton"):
@@ -130,11 +130,11 @@ def test_a_deterministic_hit_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     mine, other = [30, 4, 17, 9, 22, 1, 33, 35], [30, 4, 17, 39, 38]
     beside = chunk([6, 7, 8], 12, other)
     found = [
-        warm.run([chunk(tokens[12:24], 12, mine, alone=True), beside])[:1],
-        warm.run([chunk([5], 15, other), chunk(tokens[24:29], 24, mine, alone=True)])[1:],
+        warm.run([chunk(tokens[12:24], 12, mine, isolated=True), beside])[:1],
+        warm.run([chunk([5], 15, other), chunk(tokens[24:29], 24, mine, isolated=True)])[1:],
         warm.run([chunk(tokens[29:30], 29, mine)]),
     ]
-    assert all(torch.equal(ours, alone) for ours, alone in zip(found, expected[1:], strict=True))
+    assert all(torch.equal(ours, isolated) for ours, isolated in zip(found, expected[1:], strict=True))
 
 
 def test_the_backends_fixed_split_gives_a_row_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_the_backends_fixed_split_gives_a_row_the_same_bits_in_any_batch(monkeyp
 
     def attend(count: int, *, deterministic: bool) -> torch.Tensor:
         backend = attention_interface.backend_of(loaded, store, deterministic=deterministic)
-        work = plan.build(tables[:count], lengths[:count], [1] * count, block_size=SIZE, worth=plan.NEVER)
+        work = plan.build(tables[:count], lengths[:count], [1] * count, block_size=SIZE, min_saving=plan.NEVER_SHARE)
         return backend.attend(0, query[:, :count], work, scale=0.3, softcap=None, sinks=None)
 
     assert torch.equal(attend(1, deterministic=True)[0], attend(3, deterministic=True)[0])

@@ -14,10 +14,10 @@ import transformers
 
 from radixkv.attention import plan
 from radixkv.models import adapter, attention_interface, cuda_inputs
-from radixkv.models.loaded import Chunk, LoadedModel
+from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from radixkv_kernels import graph_capacity
-from tests.kernels.launch_recorder import TapeRecorder
+from tests.kernels.launch_recorder import LaunchRecorder
 
 SIZE, BLOCKS = 4, 120
 SIZES: dict[str, Any] = {
@@ -59,7 +59,7 @@ class Pair:
     """The same life on two runners: one that replays, one that does not. Free slots hold NaN in both."""
 
     loaded: LoadedModel
-    recorder: TapeRecorder = field(default_factory=TapeRecorder)
+    recorder: LaunchRecorder = field(default_factory=LaunchRecorder)
     most: int = 6
     deterministic: bool = False
 
@@ -102,13 +102,13 @@ class Pair:
             self.lives[index] = (length + 1, table)
         self._run(chunks, copies)
 
-    def _chunk(self, tokens: list[int], start: int, table: list[int]) -> Chunk:
+    def _chunk(self, tokens: list[int], start: int, table: list[int]) -> SequenceInput:
         places = np.arange(start, start + len(tokens))
         blocks = np.array(table, dtype=np.int32)
         slots = blocks[places // SIZE].astype(np.int64) * SIZE + places % SIZE
-        return Chunk(np.array(tokens, dtype=np.int32), start, slots, blocks)
+        return SequenceInput(np.array(tokens, dtype=np.int32), start, slots, blocks)
 
-    def _run(self, chunks: list[Chunk], copies: list[tuple[int, int]]) -> None:
+    def _run(self, chunks: list[SequenceInput], copies: list[tuple[int, int]]) -> None:
         ours, expected = self.replaying.run(chunks, copies), self.plain.run(chunks, copies)
         if self.deterministic:
             assert torch.equal(ours, expected)
@@ -121,7 +121,7 @@ class Pair:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_replays_compute_what_steps_would(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of each size, growing contexts, branches and their copies, shared runs and none."""
-    monkeypatch.setattr(plan, "WORTH", 1)
+    monkeypatch.setattr(plan, "MIN_SAVING", 1)
     pair, rng = Pair(load(kind)), random.Random(1)
     pair.prefill(11)
     pair.decode(rng)
@@ -131,7 +131,7 @@ def test_replays_compute_what_steps_would(kind: str, monkeypatch: pytest.MonkeyP
     for which in (None, [0, 2], [2, 0, 1]):
         pair.decode(rng, which)
     assert pair.recorder.replays == 5 + 2  # and two of the probe
-    assert len(pair.recorder.tapes) <= 4
+    assert len(pair.recorder.recordings) <= 4
 
 
 def test_an_ordinary_step_is_not_recorded_again_and_launches_only_the_tiles_there_are() -> None:
@@ -140,7 +140,7 @@ def test_an_ordinary_step_is_not_recorded_again_and_launches_only_the_tiles_ther
         pair.prefill(2)
     for _ in range(2):
         pair.decode(rng)
-    alone, together = pair.recorder.tapes  # the probe's, and one for the bucket of four
+    alone, together = pair.recorder.recordings  # the probe's, and one for the bucket of four
     assert alone.launches == together.launches == 2 + 1 + 1  # two writes, one kind of tile and a merge
     assert pair.recorder.replays == 2 + 2
 
@@ -170,12 +170,12 @@ def test_logits_outlive_the_next_replay() -> None:
 def test_what_does_not_fit_is_computed_without(
     limit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(plan, "WORTH", 1)
+    monkeypatch.setattr(plan, "MIN_SAVING", 1)
     if limit == "depth":
         monkeypatch.setattr(graph_capacity, "DEPTH", 0)
     if limit == "blocks":
         monkeypatch.setattr(cuda_inputs, "MOST_BLOCKS", 9)
-    pair = Pair(load(), TapeRecorder(1 if limit == "memory" else 1000), most=2 if limit == "most" else 6)
+    pair = Pair(load(), LaunchRecorder(1 if limit == "memory" else 1000), most=2 if limit == "most" else 6)
     rng, replays = random.Random(5), pair.recorder.replays
     pair.prefill(13)
     for _ in range(2):
@@ -190,33 +190,35 @@ def test_what_does_not_fit_is_computed_without(
 
 def test_without_memory_for_its_own_recording_a_step_uses_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sequences are recorded in the bucket of four; then one and two of them are served by it, padded."""
-    monkeypatch.setattr(plan, "WORTH", 1)
+    monkeypatch.setattr(plan, "MIN_SAVING", 1)
     pair, rng = Pair(load(), most=4), random.Random(9)
     for length in (13, 3, 6):
         pair.prefill(length)
     pair.decode(rng)
     pair.replaying._graphs._replays = {key: made for key, made in pair.replaying._graphs._replays.items() if key[0] > 1}
-    pair.recorder.most = len(pair.recorder.tapes)
+    pair.recorder.most = len(pair.recorder.recordings)
     replays = pair.recorder.replays
     for which in ([1], [0, 2], [2, 1, 0]):
         pair.decode(rng, which)
     assert pair.recorder.replays == replays + 3
-    assert len(pair.recorder.tapes) == 2
+    assert len(pair.recorder.recordings) == 2
     pair.recorder.most = 1000
     pair.decode(rng, [1, 0])
-    assert len(pair.recorder.tapes) == 3  # now it has its own
+    assert len(pair.recorder.recordings) == 3  # now it has its own
 
 
 def test_a_step_without_shared_runs_is_served_by_a_recording_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "WORTH", 1)
+    monkeypatch.setattr(plan, "MIN_SAVING", 1)
     pair, rng = Pair(load(), most=16), random.Random(10)
     pair.prefill(12)
     for _ in range(9):
         pair.fork(0)
     pair.prefill(5)
     pair.decode(rng)
-    assert pair.recorder.tapes[-1].launches == 2 + 2 + 1  # two kinds of tile: tails, and the run that ten rows share
-    pair.recorder.most = len(pair.recorder.tapes)
+    assert (
+        pair.recorder.recordings[-1].launches == 2 + 2 + 1
+    )  # two kinds of tile: tails, and the run that ten rows share
+    pair.recorder.most = len(pair.recorder.recordings)
     replays = pair.recorder.replays
     pair.decode(rng, [0, 10])
     assert pair.recorder.replays == replays + 1
@@ -229,7 +231,7 @@ def test_a_deterministic_step_is_never_padded_into_a_larger_recording(monkeypatc
         pair.prefill(5)
     pair.decode(rng)
     pair.replaying._graphs._replays = {key: made for key, made in pair.replaying._graphs._replays.items() if key[0] > 1}
-    pair.recorder.most = len(pair.recorder.tapes)
+    pair.recorder.most = len(pair.recorder.recordings)
     replays = pair.recorder.replays
     pair.decode(rng, [0])
     assert pair.recorder.replays == replays
@@ -278,7 +280,7 @@ def test_a_model_that_can_neither_be_compiled_nor_recorded_warns_once(caplog: py
     torch._dynamo.reset()
     runner = Runner(load(change=lambda model: _reading(model, branching)), BLOCKS, SIZE)
     runner.fuse("eager")
-    runner.record_decodes(6, TapeRecorder())
+    runner.record_decodes(6, LaunchRecorder())
     assert [message.partition(":")[0] for message in caplog.messages] == ["the model runs uncompiled from now on"]
     torch._dynamo.reset()
 
@@ -302,9 +304,9 @@ def test_a_model_whose_replay_computes_something_else_runs_as_before_with_one_wa
 
 
 def test_a_recording_that_fails_later_leaves_those_that_are_there(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(TapeRecorder):
+    class Failing(LaunchRecorder):
         def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-            if self.tapes:
+            if self.recordings:
                 raise torch.OutOfMemoryError("no memory for a graph")
             return super().record(step)
 
@@ -349,9 +351,9 @@ def test_recorded_steps_run_what_was_compiled_at_load() -> None:
 def test_the_host_waits_for_the_last_copy_before_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("wait", "put", "send"):
-        original = getattr(cuda_inputs.Staging, name)
+        original = getattr(cuda_inputs.HostStaging, name)
         monkeypatch.setattr(
-            cuda_inputs.Staging,
+            cuda_inputs.HostStaging,
             name,
             lambda self, *args, original=original, name=name: calls.append(name) or original(self, *args),
         )
