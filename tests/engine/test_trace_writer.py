@@ -26,10 +26,10 @@ from radixkv.cli.main import main
 from radixkv.engine.observers import trace_writer
 from radixkv.engine.observers.trace_writer import TraceRecording, block_ids
 from radixkv.errors import InvalidInput
+from radixkv_traces.cli import add_trace, load
 from radixkv_traces.formats import read
-from radixkv_traces.live.asks import Synthesis, asks
+from radixkv_traces.live.requests import Synthesis, asks
 from radixkv_traces.simulate import replay
-from radixkv_traces.trace_options import add_trace, load
 from tests.engine.fakes import make_engine
 from tests.engine.test_scheduler import World, tokens
 

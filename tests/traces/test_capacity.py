@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.errors import InvalidInput
-from radixkv_traces.capacity import kv_bytes_per_token, parse_capacity
+from radixkv_traces.cli import kv_bytes_per_token, parse_capacity
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from radixkv_traces import cli, simulate
+from radixkv_traces.cli import Progress
 from radixkv_traces.formats import read, sample
-from radixkv_traces.progress import Progress
 from radixkv_traces.simulate import replay
 from radixkv_traces.workload import prepare
 

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.errors import InvalidInput
-from radixkv_traces.fragmentation import fragmentation
-from radixkv_traces.generate import generate
-from radixkv_traces.generate_kinds import KINDS
-from radixkv_traces.reservations import Buddy
+from radixkv_traces.fragmentation import Buddy, fragmentation
+from radixkv_traces.generate import KINDS, generate
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=25)
 

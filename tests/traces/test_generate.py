@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.errors import InvalidInput
-from radixkv_traces import generate_kinds
+from radixkv_traces import generate as module
 from radixkv_traces.formats import TraceRequest
-from radixkv_traces.generate import Call, Draw, Segment, Session, Shared, generate
-from radixkv_traces.generate_kinds import AGENT_CONTEXT, CHAT_CONTEXT, KINDS
+from radixkv_traces.generate import AGENT_CONTEXT, CHAT_CONTEXT, KINDS, Call, Draw, Segment, Session, Shared, generate
 from radixkv_traces.mooncake import parse, to_line
 
 
@@ -121,7 +120,7 @@ def test_agents_stop_for_tools_repeat_calls_and_summarise(monkeypatch: pytest.Mo
     pairs = [(a, b) for mine in by_session(requests).values() for a, b in pairwise(mine)]
     assert sum(a.blocks == b.blocks for a, b in pairs) / len(pairs) == pytest.approx(0.05, abs=0.02)
     assert max(each.input_length for each in requests) <= AGENT_CONTEXT
-    monkeypatch.setattr(generate_kinds, "AGENT_CONTEXT", 40_000)
+    monkeypatch.setattr(module, "AGENT_CONTEXT", 40_000)
     short = made("agent", 25)
     assert max(each.input_length for each in short) <= 40_000
     assert any(b.input_length < a.input_length for mine in by_session(short).values() for a, b in pairwise(mine))

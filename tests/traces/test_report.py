@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 import pytest
 
 from radixkv_traces.cli import main
-from radixkv_traces.report.found import read
-from radixkv_traces.report.plots import hit_rate, hits, occupancy, over_time, ttft
+from radixkv_traces.plots import hit_rate, hits, occupancy, over_time, ttft
+from radixkv_traces.saved_results import read
 
 ROWS = [
     {
@@ -170,6 +170,6 @@ def test_a_kind_that_there_is_not_is_named(simulation, capsys):
 
 
 def test_without_matplotlib_it_says_what_to_install(simulation, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "radixkv_traces.report.plots", None)
+    monkeypatch.setitem(__import__("sys").modules, "radixkv_traces.plots", None)
     assert main(["report", simulation, "--out", str(tmp_path)]) == 2
     assert "pip install 'radixkv[plots]'" in capsys.readouterr().err

@@ -1,18 +1,39 @@
-"""`radixkv-replay`: which commands there are.
-
-Does not know what they do; none is imported but to add its options.
-"""
+"""The commands of `radixkv-replay`, and the options, sizes, progress and tables that they share."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import chain, islice
+from pathlib import Path
+from typing import TextIO, TypeVar
 
 from radixkv.cli import entry_point
+from radixkv.errors import InvalidInput
+from radixkv.kv_shapes import kv_shape
+from radixkv.kv_size import UNITS
+from radixkv_traces.formats import FORMATS, SAMPLES, ChatRequest, Request, Source, TraceRequest, open_trace, sample
+from radixkv_traces.text_blocks import estimate, text_blocks, tokenizer
+from radixkv_traces.workload import Workload, block_tokens_of, by_time, interleave, prepare
+
+T = TypeVar("T")
+
+_PERIOD = 0.1  # seconds between two drawings
+
+_FORMS = "a share of the trace's unique blocks (2.5%), blocks (4096), tokens (500ktok) or bytes (16GB, with --model)"
+MAX_BLOCKS = 1 << 26
+"""Of a simulated pool, which has a few bytes for each: petabytes of a large model's KV."""
+
+TEXT_BLOCK_TOKENS = 16
+"""Of a text trace, if nobody says another number."""
 
 PROGRAM = "radixkv-replay"
-COMMANDS = ("simulate_command", "fragmentation_command", "generate_command", "live.command", "report.command")
+COMMANDS = ("simulate_command", "fragmentation_command", "generate", "live.command", "report_command")
 """Modules of this package with `add(commands, common)`, which sets the default `module`, and `run(arguments)`."""
 
 
@@ -27,3 +48,196 @@ def _parser() -> argparse.ArgumentParser:
     for name in COMMANDS:
         import_module(f"radixkv_traces.{name}").add(commands, common)
     return parser
+
+
+def add_trace(parser: argparse.ArgumentParser, *, tokenizer: bool = True) -> None:
+    """TRACE, and what says how to read it and which part of it; `tokenizer` where text is to become block ids."""
+    parser.add_argument(
+        "trace", metavar="TRACE", help=f"a file (.gz too), - for standard input, or sample:NAME ({', '.join(SAMPLES)})"
+    )
+    reading = parser.add_argument_group("reading the trace")
+    reading.add_argument("--format", choices=FORMATS, default="auto", help="default: seen by how it begins")
+    reading.add_argument(
+        "--block-tokens", type=positive, metavar="N",
+        help="tokens of a recorded block (default: what the file says, or what its lengths fit; of a text trace 16)",
+    )  # fmt: skip
+    if tokenizer:
+        reading.add_argument(
+            "--tokenizer", metavar="PATH",
+            help="of text traces: a folder, a tokenizer.json or 'tiny' (default: a token for every 4 bytes)",
+        )  # fmt: skip
+    reading.add_argument("--start", type=seconds, default=0.0, metavar="S", help="skip requests before this second")
+    reading.add_argument("--end", type=seconds, metavar="S", help="stop before this second")
+    reading.add_argument("--limit", type=positive, metavar="N", help="at most so many requests")
+    reading.add_argument(
+        "--interleave", type=positive, metavar="N",
+        help="take turns between N sessions at a time, in the place of file order: for traces without times",
+    )  # fmt: skip
+
+
+def load(arguments: argparse.Namespace) -> Workload:
+    """The part of the trace that the options name, in the order of its times. InvalidInput if nothing is left of it,
+    or at a bad line. The ids of one line are in memory as they were read, those of the others as numbers.
+    """
+    with Progress("reading") as progress:
+        chosen = window(open_trace(source(arguments.trace), arguments.format), arguments)
+        workload = prepare(_blocks(progress.counted(chosen), arguments), 1)
+    if not workload.requests:
+        raise InvalidInput(f"{arguments.trace}: no request, or none between --start and --end")
+    block_tokens = arguments.block_tokens or block_tokens_of(workload.requests)
+    workload = by_time(replace(workload, block_tokens=block_tokens))
+    return (
+        prepare(interleave(workload.requests, arguments.interleave), block_tokens) if arguments.interleave else workload
+    )
+
+
+def source(name: str) -> Source:
+    """A shipped sample, or the path as it is."""
+    return sample(name.removeprefix("sample:")) if name.startswith("sample:") else name
+
+
+def window(requests: Iterable[Request], arguments: argparse.Namespace) -> Iterator[Request]:
+    """Those from --start to --end, at most --limit; a file may be out of order, so all of it is looked at."""
+    begin = arguments.start * 1000
+    end = float("inf") if arguments.end is None else arguments.end * 1000
+    return islice((each for each in requests if begin <= each.timestamp < end), arguments.limit)
+
+
+def name_of(trace: str) -> str:
+    """How a trace is called in a table."""
+    return "standard input" if trace == "-" else trace if trace.startswith("sample:") else Path(trace).name
+
+
+def positive(text: str) -> int:
+    """An int >= 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: allowed is an int of at least 1")
+    return number
+
+
+def seconds(text: str) -> float:
+    """A number >= 0, for argparse."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: allowed are seconds >= 0")
+    return number
+
+
+def _blocks(requests: Iterator[Request], arguments: argparse.Namespace) -> Iterator[TraceRequest]:
+    """Text as block ids; a file has either."""
+    first = next(requests, None)
+    if isinstance(first, ChatRequest):
+        encode = estimate if arguments.tokenizer is None else tokenizer(arguments.tokenizer)
+        texts = (each for each in chain([first], requests) if isinstance(each, ChatRequest))
+        yield from text_blocks(texts, arguments.block_tokens or TEXT_BLOCK_TOKENS, encode)
+    elif first is not None:
+        if arguments.tokenizer is not None:
+            raise InvalidInput("--tokenizer: this trace has block ids, no text")
+        yield from (each for each in chain([first], requests) if isinstance(each, TraceRequest))
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A pool's size as it was asked for, and in blocks."""
+
+    text: str
+    blocks: int
+
+
+def parse_capacity(text: str, unique_blocks: int, block_tokens: int, kv_bytes: int | None = None) -> Capacity:
+    """Blocks of a share, a number, tokens or bytes; `kv_bytes` are those of one token. InvalidInput otherwise.
+
+    >>> [parse_capacity(each, 1000, 512, 131072).blocks for each in ("2.5%", "300", "1Mtok", "16GiB")]
+    [25, 300, 1953, 256]
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|(?:[kmgt]i?)?(?:b|tok)|)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise InvalidInput(f"capacity {text!r}: allowed is {_FORMS}")
+    number, unit = match[1], match[2].lower()
+    if unit == "%":
+        blocks = int(unique_blocks * float(number) / 100)
+    elif unit == "":
+        if "." in number:
+            raise InvalidInput(f"capacity {text!r}: blocks are a whole number")
+        blocks = int(number)
+    elif unit.endswith("tok"):
+        blocks = int(float(number) * UNITS[unit[:-3]]) // block_tokens
+    else:
+        if kv_bytes is None:
+            raise InvalidInput(f"capacity {text!r}: bytes say nothing without a model; give --model or --kv-bytes")
+        blocks = int(float(number) * UNITS[unit[:-1]]) // (kv_bytes * block_tokens)
+    if blocks > MAX_BLOCKS:
+        raise InvalidInput(f"capacity {text!r}: {blocks:,} blocks; at most {MAX_BLOCKS:,} can be simulated")
+    if blocks < 1 and unit != "%":
+        raise InvalidInput(f"capacity {text!r}: not even one block of {block_tokens} tokens")
+    return Capacity(text.strip(), max(1, blocks))
+
+
+def kv_bytes_per_token(model: str) -> int:
+    """Bytes of keys and values that a token takes in all layers of a model: its folder, its config.json, or a name.
+
+    As `radixkv plan` counts them, in the dtype that the weights are saved in. Raises InvalidInput where nothing says
+    so; --kv-bytes says it directly.
+
+    >>> kv_bytes_per_token("llama-3.1-8b")
+    131072
+    """
+    try:
+        return kv_shape(model).bytes_per_token()
+    except InvalidInput as error:
+        raise InvalidInput(f"{error}; or give --kv-bytes") from error
+
+
+class Progress:
+    """A line that is drawn over; leaving it wipes the line."""
+
+    def __init__(self, what: str, stream: TextIO | None = None) -> None:
+        self._what = what
+        self._stream = sys.stderr if stream is None else stream
+        self._on = self._stream.isatty()
+        self._drawn = 0.0
+        self._width = 0
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        """Say that `done` of `total` are done; O(1), drawn ten times a second at most."""
+        if not self._on or (now := time.monotonic()) - self._drawn < _PERIOD:
+            return
+        self._drawn = now
+        share = f"{done:,}" if not total else f"{done:,} of {total:,} ({done / total:.0%})"
+        line = f"{self._what}: {share} requests"
+        self._stream.write("\r" + line.ljust(self._width))
+        self._stream.flush()
+        self._width = len(line)
+
+    def counted(self, each: Iterable[T]) -> Iterator[T]:
+        """The same, counted as they pass."""
+        for number, item in enumerate(each):
+            self(number)
+            yield item
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._width:
+            self._stream.write("\r" + " " * self._width + "\r")
+            self._stream.flush()
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Lines without a newline at the end; the columns in `left` begin at the left, all others end at the right.
+
+    >>> print(table(("name", "n"), [("one", "1"), ("ten", "10")]))
+    name   n
+    one    1
+    ten   10
+    """
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (columns, *rows)
+    )

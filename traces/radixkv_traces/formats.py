@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TypeAlias, cast
 
 from radixkv.errors import InvalidInput
-from radixkv_traces import chats, mooncake, taubench
+from radixkv_traces import chats, mooncake
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.mooncake import decoded, parse
 from radixkv_traces.records import Line, TraceError, TraceRequest
@@ -78,7 +78,7 @@ def _requests(trace: Source, format: str) -> Iterator[Request]:
         lines = _Lines(file, name)
         head = lines.head()
         if head.lstrip().startswith(b"["):
-            array = enumerate(taubench.elements(_Pieces(head, lines), name, lines.number), 1)
+            array = enumerate(chats.elements(_Pieces(head, lines), name, lines.number), 1)
             yield from _by_object(((f"conversation {number}", line) for number, line in array), format)
         elif head:
             texts = (text for text in chain([lines.whole(head)], lines) if text.strip())
@@ -95,7 +95,7 @@ def _by_object(objects: Iterator[tuple[str, Line]], format: str) -> Iterator[Req
         elif format == "chat":
             yield from chats.conversation(line, name)
         else:
-            yield from taubench.session(line)
+            yield from chats.trajectory(line)
 
 
 _SIGNS = {"hash_ids": "mooncake", "hash_ranges": "mooncake", "messages": "chat", "traj": "taubench"}

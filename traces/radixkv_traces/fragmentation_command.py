@@ -11,10 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from radixkv.errors import InvalidInput
-from radixkv_traces.capacity import kv_bytes_per_token, parse_capacity
+from radixkv_traces.cli import add_trace, kv_bytes_per_token, load, name_of, parse_capacity, positive, table
 from radixkv_traces.fragmentation import Fragmentation, fragmentation
-from radixkv_traces.table import table
-from radixkv_traces.trace_options import add_trace, load, name_of, positive
 
 _SLABS = 32  # of the default memory
 

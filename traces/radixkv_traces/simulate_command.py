@@ -11,12 +11,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from radixkv.cache import POLICIES
-from radixkv_traces.capacity import Capacity, kv_bytes_per_token, parse_capacity
-from radixkv_traces.progress import Progress
+from radixkv_traces.cli import (
+    Capacity,
+    Progress,
+    add_trace,
+    kv_bytes_per_token,
+    load,
+    name_of,
+    parse_capacity,
+    positive,
+    table,
+)
 from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
 from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
-from radixkv_traces.table import table
-from radixkv_traces.trace_options import add_trace, load, name_of, positive
 from radixkv_traces.workload import Workload
 
 INTERRUPTED = 130

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from radixkv.errors import PromptTooLong, RequestFailed
-from radixkv_traces.live.outcome import Answer, Moment
+from radixkv_traces.live.requests import Answer, Moment
 
 
 @dataclass

@@ -10,9 +10,9 @@ import pytest
 from radixkv.errors import InvalidInput
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.formats import TraceRequest
-from radixkv_traces.live.asks import Synthesis, asks
 from radixkv_traces.live.http_target import HttpTarget, TargetError
 from radixkv_traces.live.player import Pace, Player
+from radixkv_traces.live.requests import Synthesis, asks
 from tests.traces.live.targets import http_server
 
 SYNTHESIS = Synthesis(100, 4)

@@ -8,9 +8,8 @@ import pytest
 
 from radixkv.errors import InvalidInput
 from radixkv_traces.formats import TraceRequest
-from radixkv_traces.live.asks import Synthesis, asks
-from radixkv_traces.live.outcome import TOO_LONG
 from radixkv_traces.live.player import Pace, Player
+from radixkv_traces.live.requests import TOO_LONG, Synthesis, asks
 from tests.traces.live.targets import FakeTarget
 
 SYNTHESIS = Synthesis(100, 4)

@@ -1,6 +1,6 @@
-"""`radixkv-replay run`: a trace against a live engine, with progress, and with what was measured so far on Ctrl-C.
+"""`radixkv-replay run`: replay a trace against a live engine or a server, and measure what its clients see.
 
-Knows arguments, terminals and the order of things. An engine, and torch with it, is loaded only where one is asked for.
+Ctrl-C prints the measurements so far. An engine, and torch with it, is loaded only where the options ask for one.
 """
 
 from __future__ import annotations
@@ -8,20 +8,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixkv.cli.entry_point import INTERRUPTED
 from radixkv.errors import InvalidInput
+from radixkv_traces.cli import add_trace, name_of, positive, source, window
 from radixkv_traces.formats import Request, TraceRequest, open_trace
-from radixkv_traces.live import options, results
-from radixkv_traces.live.asks import Ask, Synthesis, asks
-from radixkv_traces.live.figures import Figures, compared, parse_goodput, summary
+from radixkv_traces.live import results
+from radixkv_traces.live.display import Progress, show
 from radixkv_traces.live.player import Pace, Played, Player
-from radixkv_traces.live.shown import Progress, show
-from radixkv_traces.trace_options import name_of, source, window
+from radixkv_traces.live.requests import Ask, Synthesis, asks
+from radixkv_traces.live.results import Figures, compared, parse_goodput, summary
 from radixkv_traces.workload import block_tokens_of, interleave
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from radixkv_traces.live.http_target import HttpTarget
 
 
+_ASAP_CONCURRENCY = 64
 _ABOUT = "replay a trace against a live engine, or any server that speaks OpenAI's HTTP"
 
 
@@ -36,7 +38,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add the command to a parser's commands."""
     parser = commands.add_parser("run", help=_ABOUT, description=f"{_ABOUT[0].upper()}{_ABOUT[1:]}.", parents=[common])
     parser.set_defaults(module=__name__)
-    options.add(parser)
+    _add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     replay = Replay(
         arguments,
         _requests(arguments),
-        options.pace(arguments),
+        _pace(arguments),
         parse_goodput(arguments.goodput),
         None if arguments.out is None else results.folder(arguments.out, fresh=True),
     )
@@ -101,14 +103,14 @@ class Replay:
     async def _engine(self, name: str, *, prefix_cache: bool) -> EngineTarget:
         from radixkv_traces.live.engine_target import EngineTarget
 
-        given = options.engine_options(self.arguments)
+        given = _engine_options(self.arguments)
         return await EngineTarget.load(self.arguments.model or "tiny", name, prefix_cache=prefix_cache, **given)
 
     async def _server(self) -> HttpTarget:
         from radixkv_traces.live.http_target import HttpTarget
 
         arguments = self.arguments
-        extra, key = options.extra_body(arguments), options.api_key(arguments)
+        extra, key = _extra_body(arguments), _api_key(arguments)
         return await HttpTarget.at(
             arguments.target, arguments.model, api_key=key, extra=extra, timeout=arguments.timeout
         )
@@ -153,3 +155,117 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
 def _from_now(asks: Sequence[Ask]) -> list[Ask]:
     """The asks, with times that begin at the first: what went ahead as warm-up took its own time."""
     return [replace(ask, due=ask.due - asks[0].due) for ask in asks]
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_trace(parser, tokenizer=False)
+    _add_pace(parser.add_argument_group("when requests are sent"))
+    _add_size(parser.add_argument_group("what is sent"))
+    _add_engine(parser.add_argument_group("the engine of this process"))
+    _add_target(parser.add_argument_group("another server"))
+    _add_results(parser.add_argument_group("results"))
+
+
+def _pace(arguments: argparse.Namespace) -> Pace:
+    """When to send; raises InvalidInput."""
+    concurrency = arguments.concurrency
+    if concurrency is None and arguments.asap:
+        concurrency = _ASAP_CONCURRENCY
+    return Pace(arguments.loop, arguments.speedup, arguments.asap, concurrency)
+
+
+def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `Engine.load` is given."""
+    given = {
+        "kv_memory": arguments.kv_memory,
+        "num_blocks": arguments.num_blocks,
+        "block_size": arguments.block_size,
+        "eviction": arguments.eviction,
+        "max_sequences": arguments.max_sequences,
+        "attention": arguments.attention,
+        "device": arguments.device,
+        "dtype": arguments.dtype,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _extra_body(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """What `--extra` adds to each body; raises InvalidInput."""
+    try:
+        extra = json.loads(arguments.extra)
+    except ValueError as error:
+        raise InvalidInput(f"--extra {arguments.extra!r} is no JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise InvalidInput(f'--extra {arguments.extra!r}: allowed is a JSON object, such as {{"ignore_eos": null}}')
+    return extra
+
+
+def _api_key(arguments: argparse.Namespace) -> str | None:
+    """The key that `--api-key-env` names; an argument would show in the list of processes."""
+    return os.environ.get(arguments.api_key_env)
+
+
+def _add_pace(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--loop",
+        choices=("open", "closed"),
+        default="closed",
+        help="open: at the recorded times, come what may; closed (the default): a session's next request also waits "
+        "for the answer to the one before",
+    )
+    group.add_argument("--speedup", type=float, default=1.0, metavar="X", help="recorded times pass X times as fast")
+    group.add_argument("--asap", action="store_true", help="ignore recorded times: send as soon as there is room")
+    group.add_argument(
+        "--concurrency",
+        type=positive,
+        metavar="N",
+        help=f"at most N requests (closed loop: sessions) at once (default: no limit; {_ASAP_CONCURRENCY} with --asap)",
+    )
+
+
+def _add_size(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--warmup", type=positive, default=0, metavar="N", help="send the first N ahead, and do not count them"
+    )
+    group.add_argument(
+        "--shrink",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="make prompts and answers of recorded blocks N times shorter (for small models)",
+    )
+    group.add_argument("--max-output", type=positive, metavar="N", help="at most N tokens of an answer")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the token ids made up for block ids")
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", help="'tiny' (bundled, the default), a local folder, or a hub name")
+    group.add_argument("--kv-memory", metavar="SIZE", help="memory of the KV pool, such as 512MB (default: auto)")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the KV pool, in place of --kv-memory")
+    group.add_argument("--block-size", type=int, metavar="N", help="tokens of a block of the pool (16)")
+    group.add_argument("--eviction", metavar="POLICY", help="the eviction policy (lru)")
+    group.add_argument("--max-sequences", type=int, metavar="N", help="most requests of a step (64)")
+    group.add_argument("--attention", help="torch, triton or auto")
+    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: auto)")
+    group.add_argument("--dtype", help="float32, bfloat16, ... (default: auto)")
+    group.add_argument("--compare", choices=("off",), help="off: play everything again without a prefix cache")
+
+
+def _add_target(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--target", metavar="URL", help="drive this OpenAI-compatible server in place of an engine here")
+    group.add_argument("--vocab-size", type=positive, default=30000, metavar="N", help="token ids are below N (30000)")
+    group.add_argument("--extra", default="{}", metavar="JSON", help='more of each body; {"ignore_eos": null} drops it')
+    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="how long it may be silent (600)")
+    group.add_argument("--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="the variable with its key")
+
+
+def _add_results(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--goodput",
+        action="append",
+        default=[],
+        metavar="NAME:MS",
+        help="count requests that keep this bar; NAME is ttft, tpot or e2e; may be repeated",
+    )
+    group.add_argument("--out", metavar="DIR", help="write summary.json, requests.csv and moments.csv into a folder")
+    group.add_argument("--json", action="store_true", help="print the summary as one JSON object")

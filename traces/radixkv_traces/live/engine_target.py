@@ -9,8 +9,7 @@ from typing import Any
 
 from radixkv.chat import AsyncEngine
 from radixkv.sampling.params import SamplingParams
-from radixkv_traces.live.asks import Ask, Messages, TokenIds
-from radixkv_traces.live.outcome import Answer, Moment, Seen
+from radixkv_traces.live.requests import Answer, Ask, Messages, Moment, Seen, TokenIds
 
 
 class EngineTarget:

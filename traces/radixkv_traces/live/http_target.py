@@ -21,8 +21,7 @@ import numpy as np
 
 from radixkv.errors import InvalidInput, RadixKVError
 from radixkv_traces.chats import ChatRequest
-from radixkv_traces.live.asks import Ask, Messages, TokenIds
-from radixkv_traces.live.outcome import Answer, Moment, Seen
+from radixkv_traces.live.requests import Answer, Ask, Messages, Moment, Seen, TokenIds
 from radixkv_traces.records import is_count
 
 P = ParamSpec("P")

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from radixkv.errors import InvalidInput, PromptTooLong
-from radixkv_traces.live.asks import Ask, Synthesis
-from radixkv_traces.live.outcome import TOO_LONG, Moment, Outcome, Target
+from radixkv_traces.live.requests import TOO_LONG, Ask, Moment, Outcome, Synthesis, Target
 
 _BETWEEN_MOMENTS = 0.5  # seconds
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from radixkv.errors import InvalidInput
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.formats import TraceRequest
-from radixkv_traces.live.asks import Synthesis, asks
+from radixkv_traces.live.requests import Synthesis, asks
 
 VOCABULARY = 1 << 20  # large, so that nothing is shared by chance
 

@@ -1,7 +1,4 @@
-"""What `simulate --json` and `run --out` left on disk, read back and checked.
-
-Knows files and columns. Knows no plot.
-"""
+"""Results of `simulate --json` and `run --out`, read from disk and checked."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.errors import InvalidInput
-from radixkv_traces.live.figures import compared, latencies, parse_goodput, summary
-from radixkv_traces.live.outcome import TOO_LONG, Answer, Outcome
 from radixkv_traces.live.player import Played
+from radixkv_traces.live.requests import TOO_LONG, Answer, Outcome
+from radixkv_traces.live.results import compared, latencies, parse_goodput, summary
 
 
 def answered(number, first=0.1, gap=0.01, tokens=3, *, prompt=100, cached=0, due=0.0, sent=0.0, **options):

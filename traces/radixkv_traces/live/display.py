@@ -14,8 +14,8 @@ import rich.progress
 from rich.console import Console
 from rich.table import Table
 
-from radixkv_traces.live.figures import Figures
-from radixkv_traces.live.outcome import TOO_LONG, Outcome
+from radixkv_traces.live.requests import TOO_LONG, Outcome
+from radixkv_traces.live.results import Figures
 
 _BETWEEN = 0.2  # seconds between two drawings
 _ROWS = {

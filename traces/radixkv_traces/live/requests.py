@@ -1,14 +1,16 @@
-"""From recorded requests to what is asked of an engine: token ids made up from block ids, or chat messages as they are.
+"""Requests of a replay: what is sent, what came back, and the interface of a target that answers them.
 
-Knows recorded requests and random numbers. Knows no engine and no clock.
+A recorded chat is sent as its messages; for a recorded prompt of block ids, token ids are made up. All times are
+seconds on one clock; those of an outcome count from the start of the replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,11 @@ from radixkv_traces.text_blocks import estimate, spoken
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 Messages: TypeAlias = list[Mapping[str, Any]]
+
+TOO_LONG = "too long"
+"""The error of a request that no engine of this size can serve: skipped, and counted apart from failures."""
+
+Seen = Callable[[], None]
 
 _KEPT_BLOCKS = 4096  # synthesised blocks that are kept: the prefixes that many prompts begin with
 
@@ -36,6 +43,84 @@ class Ask:
     due: float
     output_tokens: int
     request: TraceRequest | ChatRequest
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a target says of a request that it answered; None for what it does not tell."""
+
+    output_tokens: int
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    preemptions: int | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request from being due to its end; `error` says why it has no answer."""
+
+    number: int
+    session: str | None
+    due: float
+    sent: float
+    warmup: bool = False
+    arrivals: array[float] = field(default_factory=lambda: array("d"))  # of each token, or piece of the stream
+    ended: float | None = None
+    answer: Answer | None = None
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from being sent to the first token."""
+        return self.arrivals[0] - self.sent if self.arrivals and self.answer is not None else None
+
+    @property
+    def total(self) -> float | None:
+        """Seconds from being sent to the last token."""
+        return self.arrivals[-1] - self.sent if self.arrivals and self.answer is not None else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds for each token behind the first; None for answers of one token."""
+        if self.answer is None or self.answer.output_tokens < 2 or len(self.arrivals) < 2:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.answer.output_tokens - 1)
+
+    @property
+    def late(self) -> float:
+        """Seconds between being due and being sent: what the replay itself, or its `concurrency`, made it wait."""
+        return self.sent - self.due
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An engine at one moment of a replay."""
+
+    at: float
+    used_blocks: int
+    cached_blocks: int
+    num_blocks: int
+    running: int
+    waiting: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Target(Protocol):
+    """An engine that can be asked. Its methods run in one event loop."""
+
+    @property
+    def name(self) -> str:
+        """What the figures call it."""
+
+    async def ask(self, ask: Ask, prompt: TokenIds | Messages, seen: Seen) -> Answer:
+        """Send a request, call `seen` at each piece of the answer, and return at its end.
+
+        What it raises becomes the outcome's error; PromptTooLong is for what cannot be served.
+        """
+
+    async def moment(self, at: float) -> Moment | None:
+        """The engine now, `at` seconds into the replay; None from one that does not tell."""
 
 
 class Synthesis:

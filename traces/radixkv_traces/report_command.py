@@ -1,6 +1,6 @@
-"""`radixkv-replay report`: pictures, a summary and a table of what `simulate` and `run` found.
+"""`radixkv-replay report`: pictures, a summary and a table of the results of `simulate` and `run`.
 
-Knows arguments and files. What is drawn, `plots` knows; matplotlib is loaded only here, and may be missing.
+matplotlib is imported only here, and may be missing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from radixkv.errors import InvalidInput
 from radixkv_traces.live.results import folder
-from radixkv_traces.report.found import Run, Simulation, read
+from radixkv_traces.saved_results import Run, Simulation, read
 
 _KINDS = ("svg", "png", "pdf")
 _ABOUT = "draw what simulate --json printed, or what run --out wrote"
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(found: Simulation | Run, out: Path, prefix: str, kinds: list[str]) -> None:
     try:
-        from radixkv_traces.report.plots import figures
+        from radixkv_traces.plots import figures
     except ImportError as error:
         raise InvalidInput(f"pictures need matplotlib: pip install 'radixkv[plots]' ({error})") from error
     for name, figure in figures(found):
