@@ -42,7 +42,7 @@ def client(engine: Engine) -> Iterator[list[int]]:
 
 def clocks(engine: Engine) -> dict[str, int]:
     """Nanoseconds: of the wall, of the engine's thread, of all threads, and of the wall for telling and collecting."""
-    telemetry, thread = engine._core.telemetry, engine._worker._thread.ident
+    telemetry, thread = engine._core.telemetry, engine._engine_thread._thread.ident
     assert thread is not None
     return {
         "wall": time.perf_counter_ns(),

@@ -24,7 +24,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from radixkv.chat.messages import Message
-from radixkv.engine.input_processor import Guard, check_date, rendered, template_source, today
+from radixkv.engine.input_processor import ControlTokens, check_date, rendered, template_source, today
 from radixkv.errors import ChatError, InvalidInput
 
 _PIECE = 1 << 14  # characters that are encoded at a time
@@ -119,7 +119,7 @@ class Rendering:
         tokenizer: Any | None,
         tools: Sequence[Any] | None = None,
         date: str | None = None,
-        guard: Guard | None = None,
+        control_tokens: ControlTokens | None = None,
     ) -> None:
         """Raises ChatError for a model without a chat template, InvalidInput for tools that JSON cannot hold."""
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
@@ -129,7 +129,7 @@ class Rendering:
         self.tokenizer = tokenizer
         self.tools = _json_copy(tools) if tools else None
         self.date = check_date(date) if date else today()
-        self._guard = guard or Guard(tokenizer)
+        self._guard = control_tokens or ControlTokens(tokenizer)
 
     @cached_property
     def template(self) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from radixkv.engine.request import Request, Stream
 
 
-def still_to_take(request: Request, block_size: int, length: int | None = None, *, most: bool = False) -> int:
+def blocks_needed(request: Request, block_size: int, length: int | None = None, *, most: bool = False) -> int:
     """Blocks that all streams of a request may still take together, without the spare ones.
 
     `length` is where its first stream begins if it does not run yet. `most` counts up to max_tokens in any case.
@@ -26,23 +26,23 @@ def still_to_take(request: Request, block_size: int, length: int | None = None, 
     return sum(_blocks(end, block_size) - at // block_size for at, end in _spans(request, length, most))
 
 
-def to_spare(request: Request) -> int:
+def headroom_blocks(request: Request) -> int:
     """One block a stream: publishing what the tree has by then holds the tree's copy of a part-filled block as well."""
     return request.streams_left
 
 
-def blocks_alone(request: Request, block_size: int) -> int:
+def most_blocks_freed(request: Request, block_size: int) -> int:
     """At most how many blocks a running request would leave to others if it gave way."""
-    awake = [stream.sequence for stream in request.live if stream.awake]
-    shared = len(request.prompt) if len(awake) > 1 else 0  # its streams hold their prompt together
-    return sum(-(-(each.unshared_length + shared) // block_size) + 1 for each in awake)
+    active = [stream.sequence for stream in request.live if stream.active]
+    shared = len(request.prompt) if len(active) > 1 else 0  # its streams hold their prompt together
+    return sum(-(-(each.unshared_length + shared) // block_size) + 1 for each in active)
 
 
 def _spans(request: Request, length: int | None, most: bool) -> Iterator[tuple[int, int]]:
     """For each stream that is left, from where to where it computes; those to be forked begin behind the prompt."""
     prompt = len(request.prompt)
     for index, stream in enumerate(request.live):
-        at = stream.sequence.length if stream.awake else prompt
+        at = stream.sequence.length if stream.active else prompt
         yield length if index == 0 and length is not None else at, _end(request, stream, most)
     for index in range(len(request.live), request.streams_left):
         yield (length or 0) if index == 0 else prompt, _end(request, None, most)
@@ -64,14 +64,14 @@ Key = tuple[int, int]
 def victim(running: Iterable[Request], policy: str) -> Request:
     """The request to preempt; O(running * depth of the tree)."""
     key = VICTIMS[policy]
-    return min(running, key=lambda each: (not each.outlet.lagging, each.priority, each.guaranteed, key(each)))
+    return min(running, key=lambda each: (not each.channel.paused, each.priority, each.guaranteed, key(each)))
 
 
 def _cheapest(request: Request) -> Key:
     """Tokens to compute again if all that only it holds is evicted; of equals the one that came last."""
-    awake = [stream for stream in request.live if stream.awake]
-    tokens = sum(stream.sequence.unshared_length for stream in awake)
-    if len(awake) > 1:  # its streams share the prompt with each other
+    active = [stream for stream in request.live if stream.active]
+    tokens = sum(stream.sequence.unshared_length for stream in active)
+    if len(active) > 1:  # its streams share the prompt with each other
         tokens += max(len(request.prompt) - request.streams[0].cached_tokens, 0)
     return tokens, -request.number
 

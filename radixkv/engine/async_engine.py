@@ -103,8 +103,8 @@ class AsyncRequestEngine:
         request = await self._prepared(engine._warming, prompt, pin, ttl, namespace, timeout)
         usage = (await AsyncHandle(engine._start(request)).result()).usage
         if not pin:
-            return Warmed(usage, None, engine._worker)
-        pinning = engine._worker.call(lambda: engine._pinned(request, usage, ttl))
+            return Warmed(usage, None, engine._engine_thread)
+        pinning = engine._engine_thread.call(lambda: engine._pinned(request, usage, ttl))
         try:
             return await asyncio.wrap_future(pinning)
         except asyncio.CancelledError:
@@ -151,7 +151,7 @@ class AsyncRequestEngine:
         try:
             await asyncio.to_thread(self._engine.close, drain, timeout)
         except asyncio.CancelledError:
-            self._engine._worker.stop()
+            self._engine._engine_thread.stop()
             raise
 
     async def __aenter__(self) -> Self:
@@ -191,7 +191,7 @@ class AsyncRequestEngine:
 
     async def _asked(self, call: Callable[[], Result]) -> Result:
         """What `call` returns on the engine's thread, at the next step boundary."""
-        return await asyncio.wrap_future(self._engine._worker.call(call))
+        return await asyncio.wrap_future(self._engine._engine_thread.call(call))
 
 
 def _unpin(pinning: Future[Warmed]) -> None:
@@ -222,15 +222,15 @@ class AsyncHandle:
 
         Raises RequestCancelled, RequestTimedOut, RequestFailed or EngineClosed.
         """
-        outlet = self._handle._outlet
+        channel = self._handle._channel
         try:
-            with outlet.waiting():
-                while not outlet.ended:
+            with channel.waiting():
+                while not channel.ended:
                     await _news(self._handle, end=True)
         except BaseException:  # the task was cancelled, or destroyed with its loop
             self._handle.cancel()
             raise
-        return outlet.wait(0)
+        return channel.wait(0)
 
     def cancel(self) -> None:
         """Ask the engine to stop at the next step boundary; what was computed stays cached. Does nothing at the end."""
@@ -283,10 +283,10 @@ class AsyncChunks:
     async def _take(self) -> Chunk | None:
         if not self._begun:
             self._begun = True
-            self._reading.enter_context(self._handle._outlet.reading())
+            self._reading.enter_context(self._handle._channel.reading())
         while True:
             try:
-                return self._handle._outlet.next_chunk(block=False)
+                return self._handle._channel.next_chunk(block=False)
             except Empty:
                 await _news(self._handle)
 
@@ -300,7 +300,7 @@ async def _news(handle: Handle, *, end: bool = False) -> None:
     """Sleep until there is a chunk, or the end, to take."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
-    handle._outlet.listen(lambda: _wake(loop, future, handle), end=end)
+    handle._channel.listen(lambda: _wake(loop, future, handle), end=end)
     await future
 
 

@@ -20,7 +20,7 @@ from radixkv.cache import PrefixCache
 from radixkv.engine.kv_scrub import Auditor
 from radixkv.engine.limits import Limits
 from radixkv.engine.request import Request, Stream, TokenIds, failure
-from radixkv.engine.reuse_policy import Reuse
+from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestCancelled, RequestTimedOut
@@ -31,8 +31,8 @@ from radixkv.sampling.sampler import Sampled, sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from radixkv.engine.observers.recorder import EngineTelemetry
-    from radixkv.engine.observers.trace_writer import TraceRecording
+    from radixkv.engine.observers.recorder import RequestRecorder
+    from radixkv.engine.observers.trace_writer import TraceWriter
 
 _log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -67,11 +67,11 @@ class Core:
         self.cache = cache
         self.runner = runner
         self.counters = Counters()
-        self._reuse = Reuse(cache, limits, on=reuse, row_dependent=getattr(runner, "row_dependent", False))
-        self.scheduler = Scheduler(cache, limits, self.counters, self._end, self._reuse)
+        self._reuse_policy = ReusePolicy(cache, limits, on=reuse, row_dependent=getattr(runner, "row_dependent", False))
+        self.scheduler = Scheduler(cache, limits, self.counters, self._end, self._reuse_policy)
         self.auditor = Auditor(cache, runner, self.scheduler, self.counters, self._end, reuse=reuse, scrub=scrub)
-        self.telemetry: EngineTelemetry | None = None  # is told of requests, if anybody wants to know
-        self.recording: TraceRecording | None = None  # is told how requests ended
+        self.telemetry: RequestRecorder | None = None  # is told of requests, if anybody wants to know
+        self.recording: TraceWriter | None = None  # is told how requests ended
         self.step_seconds, self.step_tokens = 0.0, 0  # of all steps that ran something
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; those that ended are passed over
 
@@ -83,14 +83,14 @@ class Core:
     @property
     def reuses(self) -> bool:
         """Whether requests look for cached prefixes at all."""
-        return self._reuse.on
+        return self._reuse_policy.on
 
     def idle_for(self) -> float | None:
         """Seconds for which a step would have nothing to do: 0.0 for none, None until somebody calls.
 
         Only requests that nobody reads, and deadlines, let the engine rest while it is busy.
         """
-        if any(not each.outlet.lagging for each in chain(self.scheduler.running, self.scheduler.waiting)):
+        if any(not each.channel.paused for each in chain(self.scheduler.running, self.scheduler.waiting)):
             return 0.0
         rests = [self.auditor.rest(busy=self.busy)]
         if self.busy and self._deadlines:
@@ -104,20 +104,20 @@ class Core:
             self.telemetry.added(request)
         if request.deadline is not None:
             if len(self._deadlines) > 2 * (len(self.scheduler.running) + len(self.scheduler.waiting)):
-                self._deadlines = [each for each in self._deadlines if not each[2].outlet.ended]
+                self._deadlines = [each for each in self._deadlines if not each[2].channel.ended]
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
     def cancel(self, request: Request) -> None:
         """End a request that has not ended; what it computed stays cached. Between two steps only."""
-        if not request.outlet.ended:
+        if not request.channel.ended:
             self._publish_all(request)
         self._end(request, RequestCancelled("the request was cancelled"))
 
-    def hurry(self) -> None:
+    def disable_backpressure(self) -> None:
         """Pause nobody from now on: the engine drains, and a reader who has left would hold up its end."""
         for request in chain(self.scheduler.running, self.scheduler.waiting):
-            request.outlet.never_lag()
+            request.channel.disable_backpressure()
 
     def end_all(self, error: EngineError) -> None:
         """End every request, waiting or running. Raises nothing: nobody is to wait for ever."""
@@ -132,7 +132,7 @@ class Core:
         self.end_all(error)
         self.auditor.close(EngineClosed("the engine was closed during the audit"))
         self.scheduler.close()
-        self._reuse.close()
+        self._reuse_policy.close()
         del self.runner, self.cache
 
     def demote(self, tokens: TokenIds, keep: int, namespace: Hashable) -> None:
@@ -160,9 +160,9 @@ class Core:
 
     def _expire(self) -> None:
         """End the requests whose time is over."""
-        while self._deadlines and (self._deadlines[0][0] <= time.perf_counter() or self._deadlines[0][2].outlet.ended):
+        while self._deadlines and (self._deadlines[0][0] <= time.perf_counter() or self._deadlines[0][2].channel.ended):
             request = heapq.heappop(self._deadlines)[2]
-            if not request.outlet.ended:
+            if not request.channel.ended:
                 waited = time.perf_counter() - request.submitted
                 self._publish_all(request)
                 self._end(request, RequestTimedOut(f"the request did not finish in time: {waited:.3g} s have passed"))
@@ -194,7 +194,7 @@ class Core:
         for each, is_sound in zip(work, sound, strict=True):
             request = each.stream.request
             try:
-                if not request.outlet.ended:  # another stream of it failed
+                if not request.channel.ended:  # another stream of it failed
                     self._commit_one(each, is_sound)
             except Exception as error:
                 self._fail_alone(request, error)
@@ -210,7 +210,7 @@ class Core:
         if not is_sound:
             raise InvalidInput("the model's logits have no finite maximum: it computed NaN or infinity")
         self._count(work)
-        publish = self._reuse.publishes(work.stream, len(work.tokens), isolated=work.isolated)
+        publish = self._reuse_policy.publishes(work.stream, len(work.tokens), isolated=work.isolated)
         work.stream.sequence.commit(publish)
 
     def _count(self, work: Work) -> None:
@@ -228,7 +228,7 @@ class Core:
         rows: list[Row] = []
         for row, each in enumerate(work):
             request = each.stream.request
-            if not each.samples or request.outlet.ended:
+            if not each.samples or request.channel.ended:
                 continue
             if len(request.streams) == request.width:
                 rows.append((row, each.stream))
@@ -252,7 +252,7 @@ class Core:
             logprobs = sampled.logprobs or [None] * len(part)
             for place, (_, stream) in enumerate(part):
                 try:
-                    if not stream.request.outlet.ended:  # another stream of it failed
+                    if not stream.request.channel.ended:  # another stream of it failed
                         self._accept(stream, sampled.tokens[place], logprobs[place], place in sampled.broken)
                 except Exception as error:
                     self._fail_alone(stream.request, error)
@@ -261,27 +261,27 @@ class Core:
         if broken:
             raise InvalidInput("the logits have no finite maximum: the sampling parameters leave nothing to draw")
         self.counters.output_tokens += 1
-        stream.request.outlet.put(stream.accept(token, logprobs))
+        stream.request.channel.put(stream.accept(token, logprobs))
 
     def _settle(self, request: Request) -> None:
         """Close the streams that ended, and the request with its last one."""
-        if request.outlet.ended:
+        if request.channel.ended:
             return
         if not request.max_tokens and not request.streams[0].prefilling:
             request.streams[0].finish_reason = "length"  # only the prompt was asked for
         finished = [stream for stream in request.streams if stream.finish_reason is not None]
         for stream in finished:
-            self._reuse.leave(stream)
+            self._reuse_policy.leave(stream)
             stream.close()
         if len(finished) == request.width:
             self.scheduler.remove(request)
-            request.outlet.finish(request.completion())
+            request.channel.finish(request.completion())
             self.counters.finished += 1
             self._tell_end(request, None)
 
     def _publish_all(self, request: Request) -> None:
         for stream in request.streams:
-            self._reuse.leave(stream)
+            self._reuse_policy.leave(stream)
 
     # ---- ends
 
@@ -299,7 +299,7 @@ class Core:
             self._end(request, failure(error))
 
     def _end(self, request: Request, error: Exception) -> None:
-        if request.outlet.ended:
+        if request.channel.ended:
             return
         try:
             self.scheduler.remove(request)
@@ -307,7 +307,7 @@ class Core:
             self.counters.cancelled += isinstance(error, RequestCancelled)
             self.counters.failed += not isinstance(error, RequestCancelled)
             self.counters.timed_out += isinstance(error, RequestTimedOut)
-            request.outlet.fail(error)
+            request.channel.fail(error)
             self._tell_end(request, error)
 
     def _tell_end(self, request: Request, error: Exception | None) -> None:
@@ -326,7 +326,7 @@ def _halving(
 
     Items of a request that has ended meanwhile are left out. Costs 2 log n calls of falling size for each that fails.
     """
-    items = [item for item in items if not owner(item).outlet.ended]
+    items = [item for item in items if not owner(item).channel.ended]
     if not items:
         return []
     try:

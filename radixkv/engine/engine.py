@@ -20,9 +20,9 @@ import torch
 
 from radixkv.cache import Explanation, PrefixCache
 from radixkv.engine.core import Core, Forward
-from radixkv.engine.engine_thread import Worker
+from radixkv.engine.engine_thread import EngineThread
 from radixkv.engine.input_processor import (
-    Intake,
+    InputProcessor,
     Params,
     Prompt,
     check_flag,
@@ -33,8 +33,8 @@ from radixkv.engine.input_processor import (
 from radixkv.engine.kv_scrub import check_blocks, piece_tokens, scrub_rate
 from radixkv.engine.limits import Limits
 from radixkv.engine.observers import monitoring
-from radixkv.engine.observers.recorder import EngineTelemetry
-from radixkv.engine.observers.trace_writer import TraceRecording, check_path
+from radixkv.engine.observers.recorder import RequestRecorder
+from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Usage
 from radixkv.engine.prefill_result import Warmed
 from radixkv.engine.request import Request
@@ -74,22 +74,22 @@ class RequestEngine:
         file = check_path(record)
         self._model = model
         self._core = core = Core(cache, runner, limits or Limits(), reuse=prefix_cache, scrub=scrub)
-        core.recording = recording = None if file is None else TraceRecording(file, cache.block_size)
-        self._worker = Worker(
+        core.recording = recording = None if file is None else TraceWriter(file, cache.block_size)
+        self._engine_thread = EngineThread(
             core.step,
             core.idle_for,
             lambda: core.busy,
             core.close,
         )
         self._bytes_per_block = bytes_per_block
-        self._intake = Intake(model, cache.num_blocks * cache.block_size, seed)
+        self._input_processor = InputProcessor(model, cache.num_blocks * cache.block_size, seed)
         self._loaded_at = time.perf_counter()
         self._session_numbers = itertools.count(1)
         self._decode = _decoder(model) if expose_text else None
         self._monitoring: monitoring.Monitoring | None = None
-        self._told: list[TraceRecording | monitoring.Monitoring] = [] if recording is None else [recording]
+        self._told: list[TraceWriter | monitoring.Monitoring] = [] if recording is None else [recording]
         # Also at interpreter exit, so that the thread does not outlive what it uses.
-        self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self, _shut, self._worker, self._told)
+        self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self, _shut, self._engine_thread, self._told)
         if monitor:
             self._watch(monitor, core)
 
@@ -272,34 +272,34 @@ class RequestEngine:
         finally:
             handle.cancel()
         if not pin:
-            return Warmed(usage, None, self._worker)
-        return self._worker.ask(lambda: self._pinned(request, usage, ttl))
+            return Warmed(usage, None, self._engine_thread)
+        return self._engine_thread.ask(lambda: self._pinned(request, usage, ttl))
 
     def probe(self, prompt: Prompt, *, namespace: Hashable = None) -> Explanation:
         """How much of a prompt is cached now, and why not more; changes nothing, not even recency."""
-        return self._worker.ask(self._probing(prompt, namespace))
+        return self._engine_thread.ask(self._probing(prompt, namespace))
 
     def demote(self, prompt: Prompt, *, keep: int = 0, namespace: Hashable = None) -> None:
         """Say that a cached prompt will not be asked for again behind its first `keep` tokens.
 
         What is cached there and shared with nothing else is the first to be evicted; asking for it again undoes that.
         """
-        ids = self._intake.encode(prompt)
+        ids = self._input_processor.encode(prompt)
         check_namespace(namespace)
         if not is_int(keep) or keep < 0:
             raise InvalidInput(f"keep is how many tokens to leave alone, an int >= 0; got {keep!r}")
-        self._worker.post(lambda: self._core.demote(ids, keep, namespace))
+        self._engine_thread.post(lambda: self._core.demote(ids, keep, namespace))
 
     def stats(self) -> EngineStats:
         """Counters and gauges of this moment, between two steps."""
-        return self._worker.ask(self._stats)
+        return self._engine_thread.ask(self._stats)
 
     def tree(self, namespace: Hashable = ALL) -> TreeView:
         """What is cached, as a frozen tree of this moment; of one namespace, if that is given. O(nodes), between steps.
 
         A node says how it begins if the engine was loaded with `expose_text`.
         """
-        return self._worker.ask(self._viewing(namespace))
+        return self._engine_thread.ask(self._viewing(namespace))
 
     def flight_recording(self, path: str | os.PathLike[str]) -> None:
         """Write what the engine did in the last ten minutes to a file, for `radixkv-monitor --replay`.
@@ -327,7 +327,7 @@ class RequestEngine:
 
     def clear_cache(self) -> None:
         """Drop every cached prefix that nobody holds."""
-        self._worker.ask(lambda: self._core.cache.clear())
+        self._engine_thread.ask(lambda: self._core.cache.clear())
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """End what still runs with EngineClosed, stop, and free the pool; the model stays. May be called twice.
@@ -340,7 +340,7 @@ class RequestEngine:
         if timeout is not None and not drain:
             raise InvalidInput("timeout is how long draining may take: pass drain=True with it")
         try:
-            self._worker.close(drain, timeout, self._core.hurry)
+            self._engine_thread.close(drain, timeout, self._core.disable_backpressure)
         finally:
             self._finalizer.detach()
             for each in self._told:
@@ -366,24 +366,24 @@ class RequestEngine:
     @property
     def default_params(self) -> SamplingParams:
         """What a request without params uses: the defaults, with what the model's generation_config.json suggests."""
-        return self._intake.default_params
+        return self._input_processor.default_params
 
     @property
     def context_limit(self) -> int:
         """Tokens that prompt and reply may have together: what the model allows, or what the pool holds."""
-        return self._intake.context_limit
+        return self._input_processor.context_limit
 
     # ---- inside; what waits for nobody is shared with AsyncRequestEngine
 
     def _request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Request:
-        request = self._intake.request(prompt, params, **options)
+        request = self._input_processor.request(prompt, params, **options)
         self._core.scheduler.check_fits(request)
         return request
 
     def _batch(
         self, prompts: str | Sequence[Prompt], params: Params, namespace: Hashable, timeout: float | None
     ) -> list[Request]:
-        requests = self._intake.batch(prompts, params, namespace, timeout)
+        requests = self._input_processor.batch(prompts, params, namespace, timeout)
         for request in requests:
             self._core.scheduler.check_fits(request)
         return requests
@@ -393,15 +393,15 @@ class RequestEngine:
     ) -> Request:
         if ttl is not None and not pin:
             raise InvalidInput("ttl is how long a pin lasts: pass pin=True with it")
-        return self._request(self._intake.encode(prompt), namespace=namespace, timeout=timeout, sample=False)
+        return self._request(self._input_processor.encode(prompt), namespace=namespace, timeout=timeout, sample=False)
 
     def _pinned(self, request: Request, usage: Usage, ttl: float | None) -> Warmed:
         """Pin a prompt that was computed; on the engine's thread."""
-        return Warmed(usage, self._core.scheduler.pin(request.prompt, request.namespace, ttl), self._worker)
+        return Warmed(usage, self._core.scheduler.pin(request.prompt, request.namespace, ttl), self._engine_thread)
 
     def _probing(self, prompt: Prompt, namespace: Hashable) -> Callable[[], Explanation]:
         """What is to be asked of the engine's thread to probe a prompt."""
-        ids = self._intake.encode(prompt)
+        ids = self._input_processor.encode(prompt)
         check_namespace(namespace)
         return lambda: self._core.cache.explain(ids, namespace)
 
@@ -420,16 +420,16 @@ class RequestEngine:
         if telemetry is None:
             return
         try:
-            self._worker.post(lambda: telemetry.session_closed(number))
+            self._engine_thread.post(lambda: telemetry.session_closed(number))
         except EngineClosed:
             return  # nobody watches any more
 
     def _handle(self, request: Request) -> Handle:
-        return Handle(request.outlet, lambda: self._cancel(request))
+        return Handle(request.channel, lambda: self._cancel(request))
 
     def _begin(self, request: Request) -> None:
-        request.outlet.on_drained = self._worker.wake
-        self._worker.post(lambda: self._core.add(request), begins=True)
+        request.channel.on_drained = self._engine_thread.wake
+        self._engine_thread.post(lambda: self._core.add(request), begins=True)
 
     def _start(self, request: Request) -> Handle:
         self._begin(request)
@@ -437,7 +437,7 @@ class RequestEngine:
 
     def _cancel(self, request: Request) -> None:
         try:
-            self._worker.post(lambda: self._core.cancel(request))
+            self._engine_thread.post(lambda: self._core.cancel(request))
         except EngineClosed:
             return  # closing ended it
 
@@ -445,7 +445,7 @@ class RequestEngine:
         """An audit that has begun."""
         check_blocks(blocks)
         report: Future[AuditReport] = Future()
-        self._worker.post(lambda: self._core.auditor.begin(blocks, report), begins=True)
+        self._engine_thread.post(lambda: self._core.auditor.begin(blocks, report), begins=True)
         return report
 
     def _stats(self) -> EngineStats:
@@ -485,9 +485,9 @@ class RequestEngine:
         recorder = Recorder(decode=self._decode)
         recorder.attach(cache)
         constants = {"max_length": model.max_length, "kv_bytes": self._bytes_per_block * cache.num_blocks}
-        telemetry = EngineTelemetry(core, recorder, constants)
+        telemetry = RequestRecorder(core, recorder, constants)
         try:
-            self._monitoring = monitoring.begin(monitor, facts, self._worker, telemetry)
+            self._monitoring = monitoring.begin(monitor, facts, self._engine_thread, telemetry)
         except BaseException:
             self.close()
             raise
@@ -495,8 +495,8 @@ class RequestEngine:
             self._told.append(self._monitoring)
 
 
-def _shut(worker: Worker, told: list[TraceRecording | monitoring.Monitoring]) -> None:
-    worker.close()
+def _shut(engine_thread: EngineThread, told: list[TraceWriter | monitoring.Monitoring]) -> None:
+    engine_thread.close()
     for each in told:
         each.close()
 

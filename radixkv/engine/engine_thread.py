@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class Worker:
+class EngineThread:
     """Calls `step` whenever `idle_for` allows, posted calls in between, in order, and `finish` once at the end.
 
     `idle_for` says how long a step would find nothing to do, unless something is posted: 0.0 is not at all, None for
@@ -86,18 +86,20 @@ class Worker:
 
     # ---- the end
 
-    def close(self, drain: bool = False, timeout: float | None = None, hurry: Callable[[], None] | None = None) -> None:
+    def close(
+        self, drain: bool = False, timeout: float | None = None, on_drain: Callable[[], None] | None = None
+    ) -> None:
         """Stop behind the current step, answer what was posted before, and wait for that. May be called twice.
 
         With `drain` first let what was begun come to its end, for at most `timeout` seconds; nothing new begins, and
-        `hurry` is called on the thread.
+        `on_drain` is called on the thread.
         Whatever interrupts that wait (Ctrl-C) makes it an immediate end, and is passed on.
         """
         if self._is_forked:
             return
         try:
             if drain and threading.current_thread() is not self._thread:
-                self._drain(timeout, hurry or _nothing)
+                self._drain(timeout, on_drain or _nothing)
         finally:
             self.stop()
             if threading.current_thread() is not self._thread:
@@ -112,11 +114,11 @@ class Worker:
                 self._closed = True
                 self._inbox.put(None)
 
-    def _drain(self, timeout: float | None, hurry: Callable[[], None]) -> None:
+    def _drain(self, timeout: float | None, on_drain: Callable[[], None]) -> None:
         with self._gate:
             self._draining = True
             if not self._closed:
-                self._inbox.put(hurry)  # behind all that was begun
+                self._inbox.put(on_drain)  # behind all that was begun
         self._drained.wait(timeout)
 
     # ---- the thread

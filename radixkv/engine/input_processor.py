@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.engine.output import MAX_UNREAD, Outlet
+from radixkv.engine.output import MAX_UNREAD, OutputChannel
 from radixkv.engine.request import Request, TokenIds, derive_seed
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
 from radixkv.sampling.params import SamplingParams, checked_params, is_int, suggested
@@ -31,7 +31,7 @@ Prompt: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer[Any]] | Sequenc
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class Intake:
+class InputProcessor:
     """Turns prompts and parameters into requests."""
 
     def __init__(self, model: LoadedModel, pool_tokens: int, seed: int) -> None:
@@ -81,7 +81,7 @@ class Intake:
             tokenizer=self._model.tokenizer,
             namespace=namespace,
             priority=priority,
-            outlet=Outlet(MAX_UNREAD * params.n),
+            channel=OutputChannel(MAX_UNREAD * params.n),
             session=session,
         )
         if timeout is not None:
@@ -198,9 +198,9 @@ def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[in
     tokenizer = _need(tokenizer, "chat messages")
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInput("this tokenizer has no chat template: pass text or token ids instead of chat messages")
-    guard = Guard(tokenizer)
-    guarded = [guard.message(message) for message in messages]
-    return guard.encode(rendered(tokenizer, guarded, today(), reply=reply))
+    control_tokens = ControlTokens(tokenizer)
+    guarded = [control_tokens.message(message) for message in messages]
+    return control_tokens.encode(rendered(tokenizer, guarded, today(), reply=reply))
 
 
 def checked_ids(ids: Any, vocab_size: int) -> TokenIds:
@@ -279,7 +279,7 @@ def rendered(
 
     Raises ChatError if the template takes no such messages.
     """
-    template, values = pinned(template_source(tokenizer, tools), date)
+    template, values = at_date(template_source(tokenizer, tools), date)
     try:
         text = tokenizer.apply_chat_template(
             list(messages), tools=tools, chat_template=template, add_generation_prompt=reply, tokenize=False, **values
@@ -295,7 +295,7 @@ _BREAK = "\ufdd0"
 _UNTRUSTED = frozenset({"user", "tool"})
 
 
-class Guard:
+class ControlTokens:
     """Breaks control tokens up in what users and tools say, and encodes what was rendered from that."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -369,7 +369,7 @@ _CLOCK = "strftime_now"  # the function that transformers gives to templates; it
 # In front of a template, this takes the place of the function. The line's end is the block's, and not the template's.
 _STANDING_CLOCK = """{%- macro strftime_now(format) %}
 {%- set shown = namespace(text=format) %}
-{%- for code, text in pinned_date.items() %}{% set shown.text = shown.text.replace(code, text) %}{% endfor %}
+{%- for code, text in template_date.items() %}{% set shown.text = shown.text.replace(code, text) %}{% endfor %}
 {{- shown.text }}
 {%- endmacro %}
 """
@@ -380,11 +380,11 @@ def today() -> str:
     return datetime.date.today().strftime(_FORM)
 
 
-def pinned(template: str, date: str) -> tuple[str, Mapping[str, Any]]:
+def at_date(template: str, date: str) -> tuple[str, Mapping[str, Any]]:
     """The template with a clock that stands at the beginning of `date`, and the variables to render it with."""
     if _CLOCK not in template:
         return template, {"date_string": date}
-    return _STANDING_CLOCK + template, {"date_string": date, "pinned_date": dict(_codes(date))}
+    return _STANDING_CLOCK + template, {"date_string": date, "template_date": dict(_codes(date))}
 
 
 def check_date(date: object) -> str:

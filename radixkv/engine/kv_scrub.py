@@ -324,7 +324,7 @@ class Quarantine:
         return [
             request
             for request in (*self._scheduler.waiting, *self._scheduler.running)
-            if any(not each.awake and each.output_length and _begins(each, prefix, namespace) for each in request.live)
+            if any(not each.active and each.output_length and _begins(each, prefix, namespace) for each in request.live)
         ]
 
     def _behind(self, tokens: TokenIds, namespace: Hashable, start: int) -> list[Request]:
@@ -341,7 +341,7 @@ def _begins(stream: Stream, prefix: TokenIds, namespace: Hashable) -> bool:
 
 
 def _reads(request: Request, block: int, index: int) -> bool:
-    tables = (stream.sequence.block_table for stream in request.live if stream.awake)
+    tables = (stream.sequence.block_table for stream in request.live if stream.active)
     return any(len(table) > index and table[index] == block for table in tables)
 
 

@@ -82,10 +82,10 @@ MAX_UNREAD = 64  # chunks of one stream; a few seconds of decoding on a CPU
 _log = logging.getLogger(__name__)
 
 
-class Outlet:
+class OutputChannel:
     """A one-way mailbox: the engine's thread puts chunks in and ends it once; callers' threads take them out.
 
-    It is `lagging` from when somebody iterates and has `max_unread` chunks unread until at most half of them are, the
+    It is `paused` from when somebody iterates and has `max_unread` chunks unread until at most half of them are, the
     iteration ends, or somebody waits for the result, who needs no chunk read. `on_drained` is then called, by whichever
     thread it was that caught up; it must not raise.
     """
@@ -103,7 +103,7 @@ class Outlet:
         self._lock = threading.RLock()
         self._readers = 0
         self._waiters = 0
-        self._lagging = False
+        self._paused = False
         self._chunk_listeners: list[Callable[[], None]] = []
         self._end_listeners: list[Callable[[], None]] = []
 
@@ -112,10 +112,10 @@ class Outlet:
     def put(self, chunk: Chunk) -> None:
         """Hand one chunk over. Takes no lock while the reader keeps up."""
         self._chunks.put(chunk)
-        if self._readers and not self._lagging and self._chunks.qsize() >= self._max_unread:
-            self._fall_behind()
+        if self._readers and not self._paused and self._chunks.qsize() >= self._max_unread:
+            self._pause()
         if self._chunk_listeners:
-            self._tell()
+            self._notify()
 
     def finish(self, completion: Completion) -> None:
         """End with a result."""
@@ -126,23 +126,23 @@ class Outlet:
         self._end(None, error)
 
     def _end(self, completion: Completion | None, error: Exception | None) -> None:
-        assert not self._ended.is_set(), "an outlet ends once"
+        assert not self._ended.is_set(), "a channel ends once"
         self._result, self._error = completion, error
         self._ended.set()
         self._is_ended = True
         self._chunks.put(None)
-        self._tell()
+        self._notify()
 
     @property
-    def lagging(self) -> bool:
+    def paused(self) -> bool:
         """Whether the engine had better compute nothing more for this one now."""
-        return self._lagging and not self._is_ended
+        return self._paused and not self._is_ended
 
-    def never_lag(self) -> None:
+    def disable_backpressure(self) -> None:
         """Let unread chunks pile up from now on."""
         with self._lock:
             self._waiters += 1  # as if somebody waited for the end
-        self._catch_up()
+        self._resume()
 
     # ---- the callers' side
 
@@ -161,8 +161,8 @@ class Outlet:
             self._chunks.put(None)  # whoever asks again sees the end again
             if self._error is not None and not isinstance(self._error, RequestCancelled):
                 raise self._error
-        elif self._lagging:
-            self._catch_up()
+        elif self._paused:
+            self._resume()
         return chunk
 
     def wait(self, timeout: float | None = None) -> Completion:
@@ -185,14 +185,14 @@ class Outlet:
         finally:
             with self._lock:
                 self._readers -= 1
-            self._catch_up()
+            self._resume()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """While somebody waits for the end, unread chunks do not count: holding the engine up could hold him up."""
         with self._lock:
             self._waiters += 1
-        self._catch_up()
+        self._resume()
         try:
             yield
         finally:
@@ -207,32 +207,32 @@ class Outlet:
         with self._lock:
             (self._end_listeners if end else self._chunk_listeners).append(callback)
         if self._ended.is_set() or not (end or self._chunks.empty()):
-            self._tell()
+            self._notify()
 
     # ---- inside
 
-    def _keeps_up(self) -> bool:
+    def _may_resume(self) -> bool:
         return not self._readers or self._waiters > 0 or self._chunks.qsize() <= self._max_unread // 2
 
-    def _fall_behind(self) -> None:
+    def _pause(self) -> None:
         with self._lock:
-            self._lagging = True  # first, then look again: who takes a chunk between the two sees it, and looks too
-            self._lagging = not self._keeps_up()
+            self._paused = True  # first, then look again: who takes a chunk between the two sees it, and looks too
+            self._paused = not self._may_resume()
 
-    def _catch_up(self) -> None:
+    def _resume(self) -> None:
         with self._lock:
-            drained = self._lagging and self._keeps_up()
+            drained = self._paused and self._may_resume()
             if drained:
-                self._lagging = False
+                self._paused = False
         if drained and self.on_drained is not None and not self._ended.is_set():
             self.on_drained()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._lock:
-            told, self._chunk_listeners = self._chunk_listeners, []
+            listeners, self._chunk_listeners = self._chunk_listeners, []
             if self._ended.is_set():
-                told, self._end_listeners = told + self._end_listeners, []
-        for callback in told:
+                listeners, self._end_listeners = listeners + self._end_listeners, []
+        for callback in listeners:
             try:
                 callback()
             except Exception:  # a listener's trouble is its own
@@ -242,9 +242,9 @@ class Outlet:
 class Handle:
     """A submitted request: iterate it for chunks as they are computed, or wait for `result()`."""
 
-    def __init__(self, outlet: Outlet, cancel: Callable[[], None]) -> None:
-        """Wrap an outlet; `cancel` asks the engine to stop."""
-        self._outlet = outlet
+    def __init__(self, channel: OutputChannel, cancel: Callable[[], None]) -> None:
+        """Wrap a channel; `cancel` asks the engine to stop."""
+        self._channel = channel
         self._cancel = cancel
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -253,8 +253,8 @@ class Handle:
         A cancelled request just ends. Each chunk is handed out once. The engine waits for an iterator that falls far
         behind; leaving the loop lets the request run on, unread. Raises RequestFailed, RequestTimedOut or EngineClosed.
         """
-        with self._outlet.reading():
-            while (chunk := self._outlet.next_chunk()) is not None:
+        with self._channel.reading():
+            while (chunk := self._channel.next_chunk()) is not None:
                 yield chunk
 
     def result(self, timeout: float | None = None) -> Completion:
@@ -262,14 +262,14 @@ class Handle:
 
         Raises RequestCancelled, RequestTimedOut, RequestFailed, EngineClosed; or TimeoutError, and the request runs on.
         """
-        return self._outlet.wait(timeout)
+        return self._channel.wait(timeout)
 
     def cancel(self) -> None:
         """Ask the engine to stop at the next step boundary; what was computed stays cached. Does nothing at the end."""
-        if not self._outlet.ended:
+        if not self._channel.ended:
             self._cancel()
 
     @property
     def done(self) -> bool:
         """Whether the request finished, failed, ran out of time or was cancelled."""
-        return self._outlet.ended
+        return self._channel.ended

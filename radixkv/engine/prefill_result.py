@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from radixkv.cache import Pin
-from radixkv.engine.engine_thread import Worker
+from radixkv.engine.engine_thread import EngineThread
 from radixkv.engine.output import Usage
 from radixkv.errors import EngineClosed
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class Warmed:
     """A prompt that was computed ahead of its use; with a pin, it stays until `release` or its ttl."""
 
-    def __init__(self, usage: Usage, pin: Pin | None, worker: Worker) -> None:
+    def __init__(self, usage: Usage, pin: Pin | None, engine_thread: EngineThread) -> None:
         """Keep the pin; it is released on the engine's thread, which owns the cache."""
         self.usage = usage
         self._pin = pin
-        self._worker = worker
+        self._engine_thread = engine_thread
 
     @property
     def pinned_tokens(self) -> int:
@@ -35,7 +35,7 @@ class Warmed:
         if self._pin is not None:
             pin, self._pin = self._pin, None
             try:
-                self._worker.post(pin.release)
+                self._engine_thread.post(pin.release)
             except EngineClosed:
                 return  # its pool is gone
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache import Explanation, Hint, Sequence
-from radixkv.engine.output import Chunk, Completion, FinishReason, Outlet, Usage
+from radixkv.engine.output import Chunk, Completion, FinishReason, OutputChannel, Usage
 from radixkv.errors import RequestFailed
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class Request:
     `stop_ids` end a stream when they are sampled. `seed` is the first stream's. `deadline` is in seconds of
     time.perf_counter.
 
-    What the scheduler notes: `number` is its arrival and `admitted` its last admission, counted from 1; `overtaken`
-    how many later ones came in before it; `parked` whom it waits for. `guaranteed` says that all that it may take was
-    promised to it, `publish_late` that it keeps what it computes to itself until a stream ends, which takes no block
-    beyond its own. `counted` says that its prompt is in the engine's counters.
+    Set by the scheduler: `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken` counts
+    the later requests that were admitted before it. `prefix_wait` is its wait for a shared prefix. `guaranteed` means
+    that all blocks that it may need were promised to it. `publish_late` means that it publishes nothing until a stream
+    ends, which takes no block beyond its own. `counted` means that its prompt is in the engine's counters.
 
     For telemetry: `session` is the number of the conversation that asks, `started_at` when it first came in,
     `coalesced` whether it waited for a neighbour and found more, `miss` why it did not find all, if it did not.
@@ -55,14 +55,14 @@ class Request:
     namespace: Hashable = None
     priority: int = 0
     deadline: float | None = None
-    outlet: Outlet = field(default_factory=Outlet)
+    channel: OutputChannel = field(default_factory=OutputChannel)
     submitted: float = field(default_factory=time.perf_counter)
     streams: list[Stream] = field(default_factory=list)
     number: int = 0
     admitted: int = 0
     overtaken: int = 0
     preemptions: int = 0
-    parked: Parked | None = None
+    prefix_wait: PrefixWait | None = None
     waited_enough: bool = False
     guaranteed: bool = False
     publish_late: bool = False
@@ -93,9 +93,9 @@ class Request:
         return [stream for stream in self.streams if stream.finish_reason is None]
 
     @property
-    def asleep(self) -> list[Stream]:
+    def suspended(self) -> list[Stream]:
         """After a preemption: the streams that wait for the first one to bring the prompt back."""
-        return [stream for stream in self.live if not stream.awake]
+        return [stream for stream in self.live if not stream.active]
 
     @property
     def streams_left(self) -> int:
@@ -113,7 +113,7 @@ class Request:
         If this raises, `sequence` stays the caller's.
         """
         if self.streams:
-            self.live[0].wake(sequence)
+            self.live[0].resume(sequence)
         else:
             self.streams.append(Stream(self, 0, sequence))
             self.started_at = time.perf_counter()
@@ -138,7 +138,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Parked:
+class PrefixWait:
     """Behind whom a request waits, for how many tokens, until which step, and what was cached when it began."""
 
     leader: Request
@@ -168,7 +168,7 @@ class Stream:
         # For an engine that is deterministic (see `reuse`): how far anybody would have computed the same KV, and
         # whether the tree had some of it before this stream could publish it.
         self.common_length: int = sequence.length if index == 0 else request.streams[0].common_length
-        self.keeps_own = False
+        self.diverged = False
         self.recomputed_tokens = 0
 
     @property
@@ -177,7 +177,7 @@ class Stream:
         return len(self.tokens) - self.sequence.length
 
     @property
-    def awake(self) -> bool:
+    def active(self) -> bool:
         """Whether it has a sequence; between a preemption and its return it has none."""
         return not self.sequence.closed
 
@@ -217,16 +217,16 @@ class Stream:
         self.finish_reason = reason
         return self.text.flush()
 
-    def wake(self, sequence: Sequence, common_length: int | None = None) -> None:
+    def resume(self, sequence: Sequence, common_length: int | None = None) -> None:
         """Go on, after a preemption, on a sequence that holds what is still cached, or what another stream has."""
-        assert not self.awake
+        assert not self.active
         self.sequence = sequence
         gained = max(sequence.length - self.reached, 0)  # somebody else computed what we would have
         self.cached_tokens += gained
         self._uncounted_hits += gained
         self.reached += gained
         self.common_length = sequence.length if common_length is None else common_length
-        self.keeps_own = False
+        self.diverged = False
 
     def computed(self, start: int, count: int) -> int:
         """Note that [start, start + count) were computed; returns how many of them for the first time."""

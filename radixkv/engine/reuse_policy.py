@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 _NOTHING = Match(0, np.empty(0, np.int32), 0)
 
 
-class Reuse:
-    """The rules for one cache; `grid` is None where chunks and hits may end anywhere."""
+class ReusePolicy:
+    """The rules for one cache; `chunk_alignment` is None where chunks and hits may end anywhere."""
 
     def __init__(self, cache: PrefixCache, limits: Limits, *, on: bool = True, row_dependent: bool = False) -> None:
         """Without `on` no request looks for a cached prefix, and none leaves one.
@@ -37,7 +37,7 @@ class Reuse:
         """
         self.on = on
         self._row_dependent = row_dependent
-        self.grid = limits.prefill_chunk if limits.deterministic else None
+        self.chunk_alignment = limits.prefill_chunk if limits.deterministic else None
         self._cache = cache
         self._chunk = limits.prefill_chunk
 
@@ -57,15 +57,15 @@ class Reuse:
     def limit(self, tokens: TokenIds, namespace: Hashable) -> int:
         """How many of these tokens a sequence may open with, if they are cached."""
         # A full repeat computes one token again: its logits are needed, and a step has no empty chunks.
-        most = self.on_grid(len(tokens) - 1) if self.on else 0
-        if self.grid is None or not most:
+        most = self.aligned(len(tokens) - 1) if self.on else 0
+        if self.chunk_alignment is None or not most:
             return most
         found = self._cache.match(tokens[:most], namespace).length
-        return most if found == self.on_grid(found) else self.on_grid(found)  # eviction trims block by block
+        return most if found == self.aligned(found) else self.aligned(found)  # eviction trims block by block
 
-    def on_grid(self, length: int) -> int:
+    def aligned(self, length: int) -> int:
         """The largest length up to this one at which a hit may end."""
-        return length if self.grid is None else length // self.grid * self.grid
+        return length if self.chunk_alignment is None else length // self.chunk_alignment * self.chunk_alignment
 
     def sure(self, pinned: int) -> int:
         """Of so many pinned tokens, how many can be counted on whichever pin of them is released, in whole blocks.
@@ -74,7 +74,9 @@ class Reuse:
         copy, or next to a line of the grid, so that what lies before that line is all that can be hit.
         """
         size = self._cache.block_size
-        lost = 1 if self.grid is None else -(-self.grid // size) + (self.grid % size > 0)
+        lost = (
+            1 if self.chunk_alignment is None else -(-self.chunk_alignment // size) + (self.chunk_alignment % size > 0)
+        )
         return max(-(-pinned // size) - lost, 0) * size
 
     # ---- computing
@@ -82,17 +84,17 @@ class Reuse:
     def chunk(self, pending: int, budget: int) -> int:
         """Tokens of the next chunk, of those that are pending; 0 if it would have to be cut to fit the budget."""
         count = min(pending, self._chunk)
-        return count if count <= budget else budget if self.grid is None else 0
+        return count if count <= budget else budget if self.chunk_alignment is None else 0
 
     def runs_alone(self, stream: Stream) -> bool:
         """Whether a stream's chunk must not share its forward with others."""
-        return self.grid is not None and stream.prefilling
+        return self.chunk_alignment is not None and stream.prefilling
 
     # ---- leaving
 
     def publishes(self, stream: Stream, count: int, *, isolated: bool) -> bool:
         """Whether the next `count` tokens, which were computed, can be matched by others from now on."""
-        may = self.grid is None or self._is_common(stream, count, isolated=isolated)
+        may = self.chunk_alignment is None or self._is_common(stream, count, isolated=isolated)
         return may and self.on and not stream.request.publish_late
 
     def leave(self, stream: Stream) -> None:
@@ -104,7 +106,7 @@ class Reuse:
         if not self.on or sequence.closed:
             return
         try:
-            if self.grid is not None:
+            if self.chunk_alignment is not None:
                 sequence.truncate(self._unmixed(stream))
             sequence.commit()
         except Exception:
@@ -117,18 +119,18 @@ class Reuse:
             return length
         tokens = np.array(stream.tokens[:length], np.int32)
         found = self._cache.match(tokens, stream.request.namespace).length
-        return length if found == self.on_grid(found) else self.on_grid(found)
+        return length if found == self.aligned(found) else self.aligned(found)
 
     def _is_common(self, stream: Stream, count: int, *, isolated: bool) -> bool:
         """Whether anybody would compute these tokens like this; notes how far that holds for the stream.
 
         If the tree has them by now, the stream keeps its own: it does not change horses in mid-stream.
         """
-        assert self.grid is not None
+        assert self.chunk_alignment is not None
         start = stream.sequence.length  # what was computed now is not committed yet
-        if not isolated or count != self.grid or start != stream.common_length:
+        if not isolated or count != self.chunk_alignment or start != stream.common_length:
             return False
         stream.common_length += count
         tokens = np.array(stream.tokens[: start + count], np.int32)
-        stream.keeps_own |= self._cache.match(tokens, stream.request.namespace).length > start
-        return not stream.keeps_own
+        stream.diverged |= self._cache.match(tokens, stream.request.namespace).length > start
+        return not stream.diverged

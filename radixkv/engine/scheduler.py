@@ -25,12 +25,12 @@ import numpy as np
 
 from radixkv.cache import Match, Pin, PrefixCache, Sequence, WritePlan
 from radixkv.cache.types import Purpose
-from radixkv.engine.admission import blocks_alone, still_to_take, to_spare, victim
+from radixkv.engine.admission import blocks_needed, headroom_blocks, most_blocks_freed, victim
 from radixkv.engine.limits import Limits
 from radixkv.engine.request import Request, Stream, TokenIds, common_prefix, failure
-from radixkv.engine.reuse_policy import Reuse
+from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.stats import Counters
-from radixkv.engine.wait_queue import Coalescing, Waiting
+from radixkv.engine.wait_queue import Coalescer, WaitQueue
 from radixkv.errors import InvalidInput, OutOfBlocks, PinBudgetExceeded, PromptTooLong
 
 _log = logging.getLogger(__name__)
@@ -62,21 +62,21 @@ class Scheduler:
         limits: Limits,
         counters: Counters,
         end: Callable[[Request, Exception], None],
-        reuse: Reuse,
+        reuse: ReusePolicy,
     ) -> None:
         """Schedule onto `cache`; `reuse` says what of it a request takes, and where its chunks end.
 
         `end` ends a request that can never be admitted, or raised while it was looked at; it must `remove` it.
         """
         self.limits = limits
-        self.waiting = Waiting(limits, self._cached)
+        self.waiting = WaitQueue(limits, self._cached)
         self.running: list[Request] = []  # by rank
         self._cache = cache
         self._num_blocks, self._block_size = cache.num_blocks, cache.block_size
         self._counters = counters
         self._end = end
-        self._reuse = reuse
-        self._coalescing = Coalescing(limits.prefill_chunk, 2 * cache.block_size, reuse.on_grid)
+        self._reuse_policy = reuse
+        self._coalescer = Coalescer(limits.prefill_chunk, 2 * cache.block_size, reuse.aligned)
         self._planned: dict[Stream, Work] = {}  # of the step that is being scheduled
         self._budget = 0
         self._arrivals = 0
@@ -108,7 +108,7 @@ class Scheduler:
 
         Reads nothing that changes, so any thread may ask.
         """
-        need, width = still_to_take(request, self._block_size, 0, most=True), request.width
+        need, width = blocks_needed(request, self._block_size, 0, most=True), request.width
         if width > self.limits.max_sequences:
             raise InvalidInput(f"n={width} streams exceed max_sequences={self.limits.max_sequences}")
         if need > self._num_blocks:
@@ -126,7 +126,7 @@ class Scheduler:
         """
         pin = self._cache.pin(tokens, namespace, ttl)
         begun = [(each, None) for each in self.running] + [(each, 0) for each in self.waiting if each.preemptions]
-        most = [still_to_take(each, self._block_size, at, most=True) + to_spare(each) for each, at in begun]
+        most = [blocks_needed(each, self._block_size, at, most=True) + headroom_blocks(each) for each, at in begun]
         if self._available() < max([self._promised(), *most]):
             pin.release()
             raise PinBudgetExceeded(
@@ -158,13 +158,13 @@ class Scheduler:
         """Plan the next step: at most max_batch_tokens tokens, one chunk a stream. Raises nothing that is expected."""
         self._planned = {}
         self._budget = self.limits.max_batch_tokens
-        self._coalescing.next_step()
+        self._coalescer.next_step()
         for each in list(self.running):
-            if each.preemptions and each.asleep:
+            if each.preemptions and each.suspended:
                 self._guarded(each, self._wake_others)
         for stream in self._in_order():
             self._plan(stream)
-        self.waiting.release(self._coalescing.over)
+        self.waiting.release(self._coalescer.over)
         while self._budget and (request := self._admit()) is not None:
             newcomer = request.live[0]
             self._plan(newcomer)
@@ -177,19 +177,19 @@ class Scheduler:
         decoding: list[Stream] = []
         prefilling: list[Stream] = []
         for request in self.running:
-            if not request.outlet.lagging:
+            if not request.channel.paused:
                 for stream in request.live:
-                    if stream.awake:
+                    if stream.active:
                         (prefilling if stream.prefilling else decoding).append(stream)
         return decoding + prefilling
 
     def _plan(self, stream: Stream) -> None:
         """Plan a stream's chunk, unless there is no budget left or the stream must give way itself."""
-        while self._budget and stream.awake:
+        while self._budget and stream.active:
             try:
                 start, count = stream.sequence.length, self._chunk(stream)
                 if count:
-                    tokens, isolated = stream.tokens[start : start + count], self._reuse.runs_alone(stream)
+                    tokens, isolated = stream.tokens[start : start + count], self._reuse_policy.runs_alone(stream)
                     self._planned[stream] = Work(stream, start, tokens, stream.sequence.extend(tokens), isolated)
                     self._budget -= count
                 return
@@ -202,9 +202,9 @@ class Scheduler:
         count = stream.pending
         if count == 1:
             return 1
-        if stream.request.asleep:  # the others begin where the prompt ends
+        if stream.request.suspended:  # the others begin where the prompt ends
             count = len(stream.request.prompt) - stream.sequence.length
-        return self._reuse.chunk(count, self._budget)
+        return self._reuse_policy.chunk(count, self._budget)
 
     def _unplan(self, stream: Stream) -> None:
         work = self._planned.pop(stream, None)
@@ -216,9 +216,9 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Free all that a running request holds; it waits for its return, in front of who came later."""
         for stream in request.live:
-            if stream.awake:
+            if stream.active:
                 if stream not in self._planned:
-                    self._reuse.leave(stream)
+                    self._reuse_policy.leave(stream)
                 self._unplan(stream)
                 stream.sequence.close()
         self.running.remove(request)
@@ -229,16 +229,16 @@ class Scheduler:
 
     def _wake_others(self, request: Request) -> None:
         """The prompt is back: the other streams of a preempted request go on from what is left of theirs."""
-        lead = next(stream for stream in request.live if stream.awake)
+        lead = next(stream for stream in request.live if stream.active)
         if lead.sequence.length < len(request.prompt):
             return
-        for stream in request.asleep:
-            if self._reuse.on and self._reuse.grid is None and not request.publish_late:
-                stream.wake(self._open(request, np.array(stream.tokens, np.int32)))
+        for stream in request.suspended:
+            if self._reuse_policy.on and self._reuse_policy.chunk_alignment is None and not request.publish_late:
+                stream.resume(self._open(request, np.array(stream.tokens, np.int32)))
             else:
                 twin = lead.sequence.fork()
                 twin.truncate(len(request.prompt))
-                stream.wake(twin, common_length=self._reuse.on_grid(min(lead.common_length, twin.length)))
+                stream.resume(twin, common_length=self._reuse_policy.aligned(min(lead.common_length, twin.length)))
 
     # ---- admit
 
@@ -247,14 +247,14 @@ class Scheduler:
         if not len(self.waiting) or (self._streams() >= self.limits.max_sequences and self._paused() is None):
             return None  # before anything is looked up for those that wait
         for _ in range(_LOOKED_AT):
-            request = next((each for each in self.waiting.ranked() if not each.outlet.lagging), None)
+            request = next((each for each in self.waiting.ranked() if not each.channel.paused), None)
             if request is None:
                 return None
             try:
-                match = self._reuse.match(request)
-                if not (self._reuse.on and self._coalescing.begins_to_wait(request, self.running, match.length)):
+                match = self._reuse_policy.match(request)
+                if not (self._reuse_policy.on and self._coalescer.starts_wait(request, self.running, match.length)):
                     return self._let_in(request, match)
-                self.waiting.park(request)
+                self.waiting.delay(request)
             except Exception as error:  # whatever it is about this one, the others go on
                 self._fail(request, error)
                 return None
@@ -272,11 +272,11 @@ class Scheduler:
 
     def _would_fit(self, request: Request, match: Match) -> bool:
         """Whether there could be room if all paused requests gave way: for less, none of them is bothered."""
-        paused = [each for each in self.running if each.outlet.lagging]
+        paused = [each for each in self.running if each.channel.paused]
         if len(paused) == len(self.running):
             return True
         streams = self._streams() - sum(each.streams_left for each in paused) + request.streams_left
-        freed = sum(self._promise(each) + blocks_alone(each, self._block_size) for each in paused)
+        freed = sum(self._promise(each) + most_blocks_freed(each, self._block_size) for each in paused)
         spare = self._available() - self._promised() + freed
         room = streams <= self.limits.max_sequences and spare >= self._takes(request, match)
         return bool(paused) and room and self._could_return(request)
@@ -294,8 +294,8 @@ class Scheduler:
         pinned = self._pinned_blocks()
         if not pinned:
             return True
-        own = self._reuse.sure(self._pinned(request))
-        return still_to_take(request, self._block_size, own, most=True) <= self._num_blocks - pinned
+        own = self._reuse_policy.sure(self._pinned(request))
+        return blocks_needed(request, self._block_size, own, most=True) <= self._num_blocks - pinned
 
     def _pinned_blocks(self) -> int:
         """How many blocks pins hold, those whose time is over not included."""
@@ -309,29 +309,31 @@ class Scheduler:
             for pin, pinned, owner in self._pins
             if pin.active and owner in {request.namespace}
         )
-        return self._reuse.on_grid(min(max(common, default=0), self._reuse.limit(tokens, request.namespace)))
+        return self._reuse_policy.aligned(
+            min(max(common, default=0), self._reuse_policy.limit(tokens, request.namespace))
+        )
 
     def _takes(self, request: Request, match: Match) -> int:
         """Blocks that a request is sure to take if it comes in now: those of its hit that nobody holds, and new."""
-        return match.idle_blocks + still_to_take(request, self._block_size, match.length) + to_spare(request)
+        return match.idle_blocks + blocks_needed(request, self._block_size, match.length) + headroom_blocks(request)
 
     def _streams(self) -> int:
         return sum(each.streams_left for each in self.running)
 
     def _paused(self) -> Request | None:
         """A running request that nobody reads: it gives way to whoever is wanted now."""
-        paused = [request for request in self.running if request.outlet.lagging]
+        paused = [request for request in self.running if request.channel.paused]
         return victim(paused, self.limits.victim) if paused else None
 
     def _let_in_alone(self, request: Request) -> Request | None:
         """Nobody runs: whoever comes now must be able to finish, if need be without a block to spare."""
         sequence = self._open(request, request.known)
-        if self._lacks(request, sequence, to_spare(request)):
+        if self._lacks(request, sequence, headroom_blocks(request)):
             request.guaranteed = request.publish_late = True
             self._pinned_blocks()  # lets go of those whose time is over
             if self._lacks(request, sequence):
                 # A hit that ends inside a block costs a copy of that block: give the tokens in it up.
-                sequence.truncate(self._reuse.on_grid(sequence.length - sequence.length % self._block_size))
+                sequence.truncate(self._reuse_policy.aligned(sequence.length - sequence.length % self._block_size))
             if self._lacks(request, sequence):
                 # Part-filled blocks on the way to the hit are held beside it: give up all that is not held anyway.
                 sequence.truncate(min(self._pinned(request), sequence.length))
@@ -342,7 +344,7 @@ class Scheduler:
         return self._enter(request, sequence)
 
     def _lacks(self, request: Request, sequence: Sequence, spare: int = 0) -> bool:
-        need = still_to_take(request, self._block_size, sequence.length, most=True)
+        need = blocks_needed(request, self._block_size, sequence.length, most=True)
         return self._available() < need + spare
 
     def _enter(self, request: Request, sequence: Sequence) -> Request:
@@ -356,17 +358,17 @@ class Scheduler:
         self._admissions += 1
         request.admitted = self._admissions
         self.waiting.overtaken_by(request)
-        if request.parked is not None:
-            gained = sequence.length - request.parked.cached
+        if request.prefix_wait is not None:
+            gained = sequence.length - request.prefix_wait.cached
             request.coalesced |= gained > 0
             self._counters.coalesced_requests += gained > 0
             self._counters.coalesced_tokens += max(gained, 0)
-            request.parked = None
+            request.prefix_wait = None
         self._wake_others(request)
         return request
 
     def _open(self, request: Request, tokens: TokenIds) -> Sequence:
-        limit = self._reuse.limit(tokens, request.namespace)
+        limit = self._reuse_policy.limit(tokens, request.namespace)
         purpose: Purpose = "resume" if request.streams else "request"
         sequence = self._cache.open(tokens, request.namespace, limit, request.priority, purpose=purpose)
         if self.on_opened is not None:
@@ -376,7 +378,7 @@ class Scheduler:
     def _cached(self, request: Request) -> int:
         """Tokens that a request would hit, for its rank; whoever cannot be looked up fails alone, at the door."""
         try:
-            return self._reuse.match(request).length
+            return self._reuse_policy.match(request).length
         except Exception:
             return 0
 
@@ -386,7 +388,7 @@ class Scheduler:
         begun = "the request had begun, and pins have changed since: " if request.admitted else ""
         beside = f" beside {own // self._block_size} that are pinned for it" if own >= self._block_size else ""
         return PromptTooLong(
-            f"{begun}the request takes {still_to_take(request, self._block_size, own, most=True)} blocks{beside}; of "
+            f"{begun}the request takes {blocks_needed(request, self._block_size, own, most=True)} blocks{beside}; of "
             f"the pool's {self._num_blocks}, {pinned} are pinned: release pins, or load the engine with more kv_memory"
         )
 
@@ -400,7 +402,7 @@ class Scheduler:
         return sum(map(self._promise, self.running))
 
     def _promise(self, request: Request) -> int:
-        return still_to_take(request, self._block_size) + to_spare(request)
+        return blocks_needed(request, self._block_size) + headroom_blocks(request)
 
     # ---- faults
 

@@ -19,32 +19,32 @@ from itertools import chain, islice, takewhile
 from sortedcontainers import SortedKeyList
 
 from radixkv.engine.limits import Limits
-from radixkv.engine.request import Parked, Request, common_prefix
+from radixkv.engine.request import PrefixWait, Request, common_prefix
 
 LOOKED_AT = 128  # requests of one priority, by arrival, whose cached prefix is looked up for "longest-prefix"
 
 
-class Waiting:
+class WaitQueue:
     """Requests by rank; O(log n) to add and remove. Who is parked (see `coalescing`) waits, too, but is not asked."""
 
     def __init__(self, limits: Limits, cached: Callable[[Request], int]) -> None:
         """Start empty; `cached` tells how many tokens of a request are cached now."""
         self._ready: SortedKeyList = SortedKeyList(key=_rank)
-        self._parked: SortedKeyList = SortedKeyList(key=_rank)
+        self._delayed: SortedKeyList = SortedKeyList(key=_rank)
         self._by_prefix = limits.order == "longest-prefix"
         self._max_overtakes = limits.max_overtakes
         self._cached = cached
         self._lengths: dict[Request, int] = {}  # cached tokens, as looked up in this step
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._parked)
+        return len(self._ready) + len(self._delayed)
 
     def __iter__(self) -> Iterator[Request]:
         """By priority, then by arrival."""
-        return merge(self._ready, self._parked, key=_rank)
+        return merge(self._ready, self._delayed, key=_rank)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._ready or request in self._parked
+        return request in self._ready or request in self._delayed
 
     def add(self, request: Request) -> None:
         """Let a request wait, in the place of its arrival."""
@@ -52,18 +52,18 @@ class Waiting:
 
     def remove(self, request: Request) -> None:
         """Take it out: it ended, or comes in."""
-        (self._ready if request in self._ready else self._parked).remove(request)
+        (self._ready if request in self._ready else self._delayed).remove(request)
 
-    def park(self, request: Request) -> None:
+    def delay(self, request: Request) -> None:
         """Ask a request no more until it is released."""
         self._ready.remove(request)
-        self._parked.add(request)
+        self._delayed.add(request)
 
     def release(self, over: Callable[[Iterable[Request]], list[Request]]) -> None:
         """Before anybody comes in: those of the parked ones whose wait is `over` may come in again. O(parked)."""
         self._lengths.clear()
-        for request in over(self._parked):
-            self._parked.remove(request)
+        for request in over(self._delayed):
+            self._delayed.remove(request)
             self._ready.add(request)
 
     def ranked(self) -> Iterator[Request]:
@@ -80,7 +80,7 @@ class Waiting:
         if not self._by_prefix or request.preemptions:
             return
         for other in islice(self._ready, self._ready.bisect_key_left(request.rank)):
-            if other.priority == request.priority and not other.outlet.lagging:
+            if other.priority == request.priority and not other.channel.paused:
                 other.overtaken += 1
 
     def _by_length(self, request: Request) -> tuple[bool, bool, int, int]:
@@ -101,30 +101,30 @@ def _rank(request: Request) -> tuple[int, bool, int]:
 _SLACK = 8  # steps: others may keep a leader from its chunk for a few
 
 
-class Coalescing:
+class Coalescer:
     """Who waits for whom. One comparison of two prompts for each that begins to wait, then O(1) a step."""
 
-    def __init__(self, prefill_chunk: int, worth: int, on_grid: Callable[[int], int]) -> None:
+    def __init__(self, prefill_chunk: int, worth: int, aligned: Callable[[int], int]) -> None:
         """Let nobody wait for less than `worth` tokens; a leader computes at most `prefill_chunk` a step.
 
-        Of `n` tokens in common, `on_grid(n)` can be hit.
+        Of `n` tokens in common, `aligned(n)` can be hit.
         """
-        self._chunk, self._worth, self._on_grid = prefill_chunk, worth, on_grid
+        self._chunk, self._worth, self._on_grid = prefill_chunk, worth, aligned
         self._step = 0
 
     def next_step(self) -> None:
         """Count the steps that bound every wait."""
         self._step += 1
 
-    def over(self, parked: Iterable[Request]) -> list[Request]:
+    def over(self, prefix_wait: Iterable[Request]) -> list[Request]:
         """Those whose wait is over: the tokens are there, the leader is gone, or it took too long.
 
         O(parked + leaders).
         """
         positions: dict[Request, int | None] = {}
         done = []
-        for request in parked:
-            wait = request.parked
+        for request in prefix_wait:
+            wait = request.prefix_wait
             assert wait is not None
             if wait.leader not in positions:
                 positions[wait.leader] = _ahead(wait.leader)
@@ -136,7 +136,7 @@ class Coalescing:
                 done.append(request)
         return done
 
-    def begins_to_wait(self, request: Request, running: Iterable[Request], cached: int) -> bool:
+    def starts_wait(self, request: Request, running: Iterable[Request], cached: int) -> bool:
         """Park a request, of which `cached` tokens are cached, if a running prompt is about to compute more of it."""
         if request.waited_enough:
             return False
@@ -147,8 +147,8 @@ class Coalescing:
             shared = self._on_grid(common_prefix(leader.prompt, request.prompt))
             if shared > position and shared - cached >= self._worth:
                 steps = -(-(shared - position) // self._chunk)
-                before = cached if request.parked is None else request.parked.cached
-                request.parked = Parked(leader, shared, self._step + 2 * steps + _SLACK, before)
+                before = cached if request.prefix_wait is None else request.prefix_wait.cached
+                request.prefix_wait = PrefixWait(leader, shared, self._step + 2 * steps + _SLACK, before)
                 return True
         return False
 
@@ -160,7 +160,7 @@ def _equal(one: Hashable, other: Hashable) -> bool:
 
 def _ahead(leader: Request) -> int | None:
     """How many tokens of its prompt a request has computed; None if it computes, or publishes, none of it now."""
-    stream = next((each for each in leader.live if each.awake), None)
-    if stream is None or leader.publish_late or leader.outlet.lagging or stream.sequence.length >= len(leader.prompt):
+    stream = next((each for each in leader.live if each.active), None)
+    if stream is None or leader.publish_late or leader.channel.paused or stream.sequence.length >= len(leader.prompt):
         return None
     return stream.sequence.length

@@ -18,7 +18,7 @@ from radixkv.chat.history_mode import history_mode
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.thinking import THINK_END, THINK_START
-from radixkv.engine.input_processor import Guard, today
+from radixkv.engine.input_processor import ControlTokens, today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
 
@@ -182,7 +182,7 @@ class Conversations:
         before = template.said_text(ids[:kept])
         if not text.startswith(before):  # a control token that texts leave out, or characters in parts
             return None
-        rest = Guard(self._tokenizer).encode(text.removeprefix(before))
+        rest = ControlTokens(self._tokenizer).encode(text.removeprefix(before))
         return array("i", ids[:kept]) + array("i", rest)
 
 

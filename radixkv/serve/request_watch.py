@@ -140,8 +140,8 @@ class RequestWatch:
         begins = request not in self._live
         self._live[request] = (reason, missed)
         if begins:
-            vars(request.outlet)["put"] = self._timed(request.outlet.put)  # before the class's own
-            request.outlet.listen(partial(self._ended, request), end=True)
+            vars(request.channel)["put"] = self._timed(request.channel.put)  # before the class's own
+            request.channel.listen(partial(self._ended, request), end=True)
 
     def _timed(self, put: Callable[[Chunk], None]) -> Callable[[Chunk], None]:
         """The same, and the time since the last token of the same stream is counted. Costs about a microsecond."""
@@ -157,8 +157,8 @@ class RequestWatch:
         return timed
 
     def _ended(self, request: Request) -> None:
-        """It ended, however; what this raises, the outlet logs."""
-        vars(request.outlet).pop("put", None)  # which holds the outlet
+        """It ended, however; what this raises, the channel logs."""
+        vars(request.channel).pop("put", None)  # which holds the channel
         reason, missed = self._live.pop(request)
         if not request.streams:
             return  # it never came in
@@ -166,7 +166,7 @@ class RequestWatch:
             self.counts.lookups[reason] += 1
             self.counts.missed_tokens[reason] += missed
         try:
-            reply = request.outlet.wait(0)
+            reply = request.channel.wait(0)
         except RadixKVError:
             return
         if request.max_tokens:  # else only the prompt was asked for

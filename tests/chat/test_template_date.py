@@ -8,7 +8,7 @@ import json
 import pytest
 
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine.input_processor import check_date, pinned, today
+from radixkv.engine.input_processor import at_date, check_date, today
 from radixkv.errors import ChatError, InvalidInput
 from tests.chat.styles import STYLES
 from tests.chat.worlds import CHATML, byte_tokenizer, chat_engine
@@ -49,7 +49,7 @@ def test_the_standing_clock_changes_nothing_else() -> None:
         )
         text = without.apply_chat_template(HI, tokenize=False, add_generation_prompt=True)
         assert seen(front + CLOCK, "31 Dec 2025").replace("Wednesday, 31 December 2025", "D") == text
-    assert pinned(CHATML, "31 Dec 2025") == (CHATML, {"date_string": "31 Dec 2025"})
+    assert at_date(CHATML, "31 Dec 2025") == (CHATML, {"date_string": "31 Dec 2025"})
 
 
 def test_today_is_the_day_unless_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ def test_cancelling_a_task_cancels_its_request(how, stage):
 
         task = asyncio.create_task(work())
         wanted = 2 if how == "generate" else 1
-        await until(lambda: engine._engine._worker._inbox.qsize() >= wanted if stage == "waiting" else True)
+        await until(lambda: engine._engine._engine_thread._inbox.qsize() >= wanted if stage == "waiting" else True)
         if stage != "waiting":
             runner.gate.release(4)
             await began(runner, 5)
@@ -280,7 +280,7 @@ def test_leaving_the_loop_early_cancels():
                 elif way == "aclose":
                     chunks = aiter(handle)
                     await anext(chunks)
-                    await until(lambda handle=handle: handle._handle._outlet._chunks.qsize() > 3)
+                    await until(lambda handle=handle: handle._handle._channel._chunks.qsize() > 3)
                     await chunks.aclose()  # type: ignore[attr-defined]
                     with pytest.raises(StopAsyncIteration):
                         await anext(chunks)
@@ -343,8 +343,8 @@ def test_a_slow_reader_holds_up_nobody_and_little_memory():
             slow = await engine.submit(prompt_of(5, 1), LONG)
             chunks = aiter(slow)
             first = await anext(chunks)
-            unread = slow._handle._outlet._chunks
-            await until(lambda: slow._handle._outlet.lagging)
+            unread = slow._handle._channel._chunks
+            await until(lambda: slow._handle._channel.paused)
             for _ in range(3):
                 done = (await engine.generate([prompt_of(9, 2)], GREEDY.but(max_tokens=200)))[0]
                 assert list(done.token_ids) == greedy_reply(prompt_of(9, 2), 200)
@@ -366,7 +366,7 @@ def test_who_awaits_the_result_beside_a_loop_that_sleeps_gets_it():
             handle = await engine.submit(prompt_of(5), GREEDY.but(max_tokens=500))
             chunks = aiter(handle)
             await anext(chunks)
-            await until(lambda: handle._handle._outlet.lagging)
+            await until(lambda: handle._handle._channel.paused)
             assert len((await handle.result()).token_ids) == 500
             assert len([chunk async for chunk in chunks]) == 499
 
@@ -462,8 +462,12 @@ def test_closing_ends_what_runs_and_draining_finishes_it():
             handle = await engine.submit(prompt_of(5), GREEDY)
             await began(runner)
             closing = asyncio.create_task(engine.close(drain=drain))
-            worker = engine._engine._worker
-            await until(lambda worker=worker, drain=drain: worker._draining if drain else worker._closed)
+            engine_thread = engine._engine._engine_thread
+            await until(
+                lambda engine_thread=engine_thread, drain=drain: (
+                    engine_thread._draining if drain else engine_thread._closed
+                )
+            )
             with pytest.raises(EngineClosed):
                 await engine.submit([1])
             runner.gate.release(100)
@@ -484,7 +488,7 @@ def test_cancelling_a_task_that_drains_ends_the_draining():
         handle = await engine.submit(prompt_of(5), LONG)
         await began(runner)
         closing = asyncio.create_task(engine.close(drain=True))
-        await until(lambda: engine._engine._worker._draining)
+        await until(lambda: engine._engine._engine_thread._draining)
         await cancelled(closing)
         runner.gate.release(1)
         with pytest.raises(EngineClosed):
@@ -499,7 +503,7 @@ def test_a_forgotten_engine_ends_its_threads():
         engine, _ = make_async()
         await engine.generate([[1, 2]], GREEDY)
         await engine.stats()
-        return [engine._engine._worker._thread, *engine._preparing._threads]
+        return [engine._engine._engine_thread._thread, *engine._preparing._threads]
 
     threads = run(main())
     gc.collect()

@@ -90,7 +90,7 @@ class World:
     def answer(self, prompt: Sequence[int], **more: Any) -> list[int]:
         request = self.submit(prompt, **more)
         self.finish()
-        return list(request.outlet.wait(0).token_ids)
+        return list(request.channel.wait(0).token_ids)
 
     def begin(self, blocks: int) -> Future[AuditReport]:
         future: Future[AuditReport] = Future()
@@ -133,7 +133,7 @@ def branching(rng: random.Random, count: int, longest: int = 60) -> list[list[in
 
 
 def is_right(request: Request) -> bool:
-    return list(request.outlet.wait(0).token_ids) == greedy_reply(request.prompt.tolist(), request.max_tokens)
+    return list(request.channel.wait(0).token_ids) == greedy_reply(request.prompt.tolist(), request.max_tokens)
 
 
 # ---- healthy
@@ -157,7 +157,7 @@ def test_thousands_of_audits_of_a_healthy_cache_find_nothing_and_change_nothing(
     assert all(report.differ == 0 and report.differences == () for report in found)
     assert world.core.counters.audited_blocks == sum(report.blocks for report in found) > 1000
     assert world.core.counters.differing_blocks == 0
-    assert all(request.outlet.ended for request in requests)
+    assert all(request.channel.ended for request in requests)
 
 
 def test_an_audit_covers_all_that_is_cached() -> None:
@@ -290,7 +290,7 @@ def test_requests_that_read_it_fail_and_others_go_on() -> None:
     assert world.cached(shared) == 8
     for reader in readers:
         with pytest.raises(RequestFailed, match=r"audit found .* from token 9 on, .* cannot be trusted"):
-            reader.outlet.wait(0)
+            reader.channel.wait(0)
     assert world.core.counters.failed == 3
     world.finish()
     assert all(map(is_right, others))
@@ -309,7 +309,7 @@ def test_who_was_preempted_after_reading_it_fails_too() -> None:
     world.spoil(shared, 9)
     assert world.audit(500).differences[0].failed_requests == 1
     with pytest.raises(RequestFailed, match="cannot be trusted"):
-        reader.outlet.wait(0)
+        reader.channel.wait(0)
     world.finish()
     assert is_right(other)
 
@@ -326,7 +326,7 @@ def test_who_computed_the_same_tokens_to_itself_goes_on() -> None:
     world.finish()
     assert is_right(twins[1])
     with pytest.raises(RequestFailed):
-        twins[0].outlet.wait(0)
+        twins[0].channel.wait(0)
 
 
 def test_all_samples_of_a_request_fail_together() -> None:
@@ -337,7 +337,7 @@ def test_all_samples_of_a_request_fail_together() -> None:
     world.spoil(list(range(24)), 3)
     assert world.audit(500).differences[0].failed_requests == 1
     with pytest.raises(RequestFailed):
-        request.outlet.wait(0)
+        request.channel.wait(0)
     assert world.cache.stats().held_blocks == 0
 
 
@@ -403,7 +403,7 @@ def test_a_piece_is_audited_behind_each_step() -> None:
     for count in range(1, 6):
         world.step()
         assert world.runner.rechecked == count
-    assert not request.outlet.ended
+    assert not request.channel.ended
     world.finish()
     assert future.result().blocks >= 20
     assert is_right(request)
@@ -444,7 +444,7 @@ def test_the_scrubber_works_while_nothing_else_is_to_be_done(monkeypatch: pytest
     world = World(scrub=4.0)
     assert world.core.idle_for() is None  # nothing is cached
     request = world.submit(list(range(40)))
-    while not request.outlet.ended:
+    while not request.channel.ended:
         assert world.core.idle_for() == 0.0
         assert world.runner.rechecked == 0
         world.step()

@@ -88,7 +88,7 @@ class World:
         """Of one request that runs alone."""
         request = self.submit(prompt, params)
         self.finish()
-        done = request.outlet.wait(0)
+        done = request.channel.wait(0)
         return [list(each.token_ids) for each in (done, *done.alternatives)]
 
     def cached_states(self, prompt: Sequence[int]) -> np.ndarray:
@@ -183,7 +183,7 @@ def test_whatever_runs_together_only_common_kv_is_published(seed: int) -> None:
     _check_cached(world, seen + whole)
     for request in running:
         try:
-            request.outlet.wait(0)
+            request.channel.wait(0)
         except RequestCancelled:
             continue
 
@@ -222,7 +222,7 @@ def test_samples_that_were_preempted_publish_only_common_kv(seed: int) -> None:
         world.step()
         _check_cached(world, whole)
     assert world.core.counters.preemptions > 1
-    assert all(len(request.outlet.wait(0).token_ids) == 28 for request in requests)
+    assert all(len(request.channel.wait(0).token_ids) == 28 for request in requests)
 
 
 def test_who_comes_back_and_leaves_again_publishes_what_it_computed_anew() -> None:
@@ -272,7 +272,7 @@ def test_a_first_token_does_not_depend_on_who_runs_beside() -> None:
     world.finish()
     for prompt, request in zip(prompts, requests, strict=True):
         [[first]] = reference(4, limits, prompt, GREEDY.but(max_tokens=1))
-        assert request.outlet.wait(0).token_ids[0] == first
+        assert request.channel.wait(0).token_ids[0] == first
 
 
 def test_who_finds_its_chunk_published_by_another_keeps_its_own() -> None:
@@ -312,7 +312,7 @@ def test_chunks_are_never_cut_to_fit_a_step() -> None:
     world.runner.run = recorded  # type: ignore[method-assign]
     world.finish()
     assert lengths == {(0, 8), (0, 6)}
-    assert all(len(request.outlet.wait(0).token_ids) == 3 for request in requests)
+    assert all(len(request.channel.wait(0).token_ids) == 3 for request in requests)
 
 
 def test_a_step_must_have_room_for_a_chunk_beside_all_decodes() -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 
-from radixkv.engine.engine_thread import Worker
+from radixkv.engine.engine_thread import EngineThread
 from radixkv.errors import EngineClosed
 
 
-def idle_worker(finish: Callable[[EngineClosed], None] = lambda why: None) -> Worker:
-    return Worker(lambda: None, lambda: None, lambda: False, finish)
+def idle_worker(finish: Callable[[EngineClosed], None] = lambda why: None) -> EngineThread:
+    return EngineThread(lambda: None, lambda: None, lambda: False, finish)
 
 
 class Countdown:
@@ -25,7 +25,9 @@ class Countdown:
         self.left = steps
         self.gate, self.began = threading.Semaphore(0), threading.Semaphore(0)
         self.ended_with: int | None = None
-        self.worker = Worker(self.step, lambda: 0.0 if self.left else None, lambda: self.left > 0, self.finish)
+        self.engine_thread = EngineThread(
+            self.step, lambda: 0.0 if self.left else None, lambda: self.left > 0, self.finish
+        )
 
     def step(self) -> None:
         self.began.release()
@@ -36,8 +38,8 @@ class Countdown:
         self.ended_with = self.left
 
 
-def closing(worker: Worker, **how: float | bool | None) -> threading.Thread:
-    thread = threading.Thread(target=lambda: worker.close(**how))  # type: ignore[arg-type]
+def closing(engine_thread: EngineThread, **how: float | bool | None) -> threading.Thread:
+    thread = threading.Thread(target=lambda: engine_thread.close(**how))  # type: ignore[arg-type]
     thread.start()
     return thread
 
@@ -59,32 +61,32 @@ def test_calls_run_in_order_between_steps_and_errors_come_back():
     def busy() -> bool:
         return "go" in seen and not stepped.is_set()
 
-    worker = Worker(step, lambda: 0.0 if busy() else None, busy, lambda why: seen.append("end"))
-    worker.post(lambda: seen.append("go"))
+    engine_thread = EngineThread(step, lambda: 0.0 if busy() else None, busy, lambda why: seen.append("end"))
+    engine_thread.post(lambda: seen.append("go"))
     with pytest.raises(ZeroDivisionError):
-        worker.ask(lambda: 1 // 0)
+        engine_thread.ask(lambda: 1 // 0)
     assert stepped.wait(timeout=10)
-    worker.close()
+    engine_thread.close()
     assert seen == ["go", "step", "step", "step", "end"]
     with pytest.raises(EngineClosed):
-        worker.ask(lambda: 1)
+        engine_thread.ask(lambda: 1)
 
 
 def test_a_posted_call_that_raises_does_not_take_the_thread(caplog):
-    worker = idle_worker()
-    worker.post(lambda: 1 // 0)
-    assert worker.ask(lambda: 7) == 7
+    engine_thread = idle_worker()
+    engine_thread.post(lambda: 1 // 0)
+    assert engine_thread.ask(lambda: 7) == 7
     assert "posted" in caplog.text
-    worker.close()
+    engine_thread.close()
 
 
 def test_an_idle_worker_waits_without_stepping():
     steps: list[int] = []
-    worker = Worker(lambda: steps.append(1), lambda: None, lambda: False, lambda why: None)
-    answered = [worker.ask(threading.get_ident) for _ in range(3)]
-    worker.close()
+    engine_thread = EngineThread(lambda: steps.append(1), lambda: None, lambda: False, lambda why: None)
+    answered = [engine_thread.ask(threading.get_ident) for _ in range(3)]
+    engine_thread.close()
     assert steps == []
-    assert set(answered) == {worker._thread.ident}
+    assert set(answered) == {engine_thread._thread.ident}
 
 
 def test_a_worker_with_a_deadline_ahead_steps_when_it_is_over_and_answers_meanwhile():
@@ -98,30 +100,32 @@ def test_a_worker_with_a_deadline_ahead_steps_when_it_is_over_and_answers_meanwh
         left.pop(0)
         stepped.set()
 
-    worker = Worker(step, idle_for, lambda: bool(left), lambda why: None)
-    assert worker.ask(lambda: left.pop(0)) == 3600.0  # then a millisecond passes by itself, and then there is work
+    engine_thread = EngineThread(step, idle_for, lambda: bool(left), lambda why: None)
+    assert (
+        engine_thread.ask(lambda: left.pop(0)) == 3600.0
+    )  # then a millisecond passes by itself, and then there is work
     assert stepped.wait(timeout=10)
-    worker.close()
+    engine_thread.close()
     assert len(left) <= 1
 
 
 def test_a_call_that_is_given_up_before_its_turn_is_skipped():
     task, ran = Countdown(1), []
     assert task.began.acquire(timeout=10)
-    given_up = task.worker.call(lambda: ran.append("given up"))
-    kept = task.worker.call(lambda: ran.append("kept"))
+    given_up = task.engine_thread.call(lambda: ran.append("given up"))
+    kept = task.engine_thread.call(lambda: ran.append("kept"))
     assert given_up.cancel()
     task.gate.release()
     kept.result(timeout=10)
-    task.worker.close()
+    task.engine_thread.close()
     assert ran == ["kept"]
 
 
 def test_closing_ends_behind_the_current_step():
     task = Countdown(3)
     assert task.began.acquire(timeout=10)
-    thread = closing(task.worker)
-    while not task.worker._closed:
+    thread = closing(task.engine_thread)
+    while not task.engine_thread._closed:
         assert thread.is_alive()
     task.gate.release(3)
     assert joined(thread)
@@ -131,12 +135,12 @@ def test_closing_ends_behind_the_current_step():
 def test_draining_finishes_what_is_there_begins_nothing_and_answers_meanwhile():
     task = Countdown(3)
     assert task.began.acquire(timeout=10)
-    thread = closing(task.worker, drain=True)
-    while not task.worker._draining:
+    thread = closing(task.engine_thread, drain=True)
+    while not task.engine_thread._draining:
         assert thread.is_alive()
     with pytest.raises(EngineClosed):
-        task.worker.post(lambda: None, begins=True)
-    answer = task.worker.call(lambda: task.left)
+        task.engine_thread.post(lambda: None, begins=True)
+    answer = task.engine_thread.call(lambda: task.left)
     task.gate.release(3)
     assert joined(thread)
     assert answer.result(timeout=10) == 2
@@ -146,13 +150,13 @@ def test_draining_finishes_what_is_there_begins_nothing_and_answers_meanwhile():
 def test_what_began_before_the_draining_is_finished_too():
     task = Countdown(1)
     assert task.began.acquire(timeout=10)
-    task.worker.post(lambda: setattr(task, "left", 2), begins=True)  # still in the inbox when the step ends
-    thread = closing(task.worker, drain=True)
-    while not task.worker._draining:
+    task.engine_thread.post(lambda: setattr(task, "left", 2), begins=True)  # still in the inbox when the step ends
+    thread = closing(task.engine_thread, drain=True)
+    while not task.engine_thread._draining:
         assert thread.is_alive()
     task.gate.release(1)
     assert task.began.acquire(timeout=10)
-    assert not task.worker._drained.is_set()  # though for a moment nothing was left
+    assert not task.engine_thread._drained.is_set()  # though for a moment nothing was left
     task.gate.release(10)
     assert joined(thread)
     assert task.ended_with == 0
@@ -160,23 +164,25 @@ def test_what_began_before_the_draining_is_finished_too():
 
 def test_draining_an_idle_worker_just_ends_it():
     ended: list[int] = []
-    worker = idle_worker(lambda why: ended.append(1))
-    assert joined(closing(worker, drain=True))
-    worker.close(drain=True)
+    engine_thread = idle_worker(lambda why: ended.append(1))
+    assert joined(closing(engine_thread, drain=True))
+    engine_thread.close(drain=True)
     assert ended == [1]
 
 
 def test_draining_stops_when_its_time_is_over():
     left = [True]
-    worker = Worker(lambda: None, lambda: None, lambda: left[0], lambda why: None)  # busy, with nothing to do: paused
-    assert joined(closing(worker, drain=True, timeout=0.01))
-    assert worker._closed
+    engine_thread = EngineThread(
+        lambda: None, lambda: None, lambda: left[0], lambda why: None
+    )  # busy, with nothing to do: paused
+    assert joined(closing(engine_thread, drain=True, timeout=0.01))
+    assert engine_thread._closed
 
 
 def test_an_immediate_end_ends_somebody_elses_draining():
-    worker = Worker(lambda: None, lambda: None, lambda: True, lambda why: None)
-    draining = closing(worker, drain=True)
-    worker.close()
+    engine_thread = EngineThread(lambda: None, lambda: None, lambda: True, lambda why: None)
+    draining = closing(engine_thread, drain=True)
+    engine_thread.close()
     assert joined(draining)
 
 
@@ -188,17 +194,17 @@ def test_what_interrupts_the_draining_makes_it_an_immediate_end(monkeypatch):
         task.gate.release(3)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(task.worker._drained, "wait", interrupted)
+    monkeypatch.setattr(task.engine_thread._drained, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        task.worker.close(drain=True)
-    assert not task.worker._thread.is_alive()
+        task.engine_thread.close(drain=True)
+    assert not task.engine_thread._thread.is_alive()
     assert task.ended_with is not None
 
 
 def test_draining_from_the_workers_own_thread_does_not_wait_for_itself():
-    worker = idle_worker()
-    worker.post(lambda: worker.close(drain=True))
-    assert joined(worker._thread)
+    engine_thread = idle_worker()
+    engine_thread.post(lambda: engine_thread.close(drain=True))
+    assert joined(engine_thread._thread)
 
 
 def test_a_step_that_raises_closes_the_worker_and_ends_a_draining():
@@ -206,12 +212,12 @@ def test_a_step_that_raises_closes_the_worker_and_ends_a_draining():
         raise RuntimeError("it must not")
 
     started = threading.Event()
-    worker = Worker(step, lambda: 0.0 if started.is_set() else None, lambda: True, lambda why: None)
-    draining = closing(worker, drain=True)
-    worker.post(started.set)
+    engine_thread = EngineThread(step, lambda: 0.0 if started.is_set() else None, lambda: True, lambda why: None)
+    draining = closing(engine_thread, drain=True)
+    engine_thread.post(started.set)
     assert joined(draining)
     with pytest.raises(EngineClosed):
-        worker.post(lambda: None)
+        engine_thread.post(lambda: None)
 
 
 def test_a_waiting_worker_keeps_nothing_of_its_last_call_alive():
@@ -219,13 +225,13 @@ def test_a_waiting_worker_keeps_nothing_of_its_last_call_alive():
         def stats(self) -> int:
             return 1
 
-    worker, engine = idle_worker(), Engine()
+    engine_thread, engine = idle_worker(), Engine()
     gone = threading.Event()
     weakref.finalize(engine, gone.set)
-    worker.ask(engine.stats)
+    engine_thread.ask(engine.stats)
     del engine
     assert gone.wait(timeout=10)
-    worker.close()
+    engine_thread.close()
 
 
 FORKED = """
@@ -239,7 +245,7 @@ engine.generate([[1, 2, 3]], params)
 held, done = threading.Event(), threading.Event()
 
 def hold():
-    with engine._worker._gate:
+    with engine._engine_thread._gate:
         held.set()
         done.wait()
 

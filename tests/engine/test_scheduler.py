@@ -68,7 +68,7 @@ class World:
 
 
 def answer(request: Request) -> list[int]:
-    return list(request.outlet.wait(0).token_ids)
+    return list(request.channel.wait(0).token_ids)
 
 
 def is_right(request: Request) -> bool:
@@ -86,7 +86,7 @@ def test_a_long_prompt_never_keeps_a_running_stream_from_its_token(chunk: int) -
         world.step()
     long = world.submit(tokens(3000, 9))
     steps = 0
-    while not long.outlet.ended:
+    while not long.channel.ended:
         chunks = world.step()
         assert len([1 for _, n in chunks if n == 1]) >= 8
         assert sum(n for _, n in chunks) <= chunk + 16
@@ -193,8 +193,8 @@ def test_the_wait_for_a_neighbour_is_bounded() -> None:
     shared = tokens(100)
     leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
     world.step()
-    assert follower.parked is not None and follower.parked.leader is leader
-    coalescing, waited = world.core.scheduler._coalescing, 0
+    assert follower.prefix_wait is not None and follower.prefix_wait.leader is leader
+    coalescing, waited = world.core.scheduler._coalescer, 0
     while not coalescing.over([follower]):  # a leader that stands still
         coalescing.next_step()
         waited += 1
@@ -225,7 +225,7 @@ def test_nobody_waits_for_a_leader_that_publishes_late() -> None:
     assert leader.publish_late
     follower = world.submit([*shared, 2])
     world.step()
-    assert follower.parked is None
+    assert follower.prefix_wait is None
     world.finish()
     assert is_right(leader) and is_right(follower)
 
@@ -253,9 +253,9 @@ def _long_and_cold(max_overtakes: int, hits: int, **limits: Any) -> tuple[World,
 
 
 def _ended_before(world: World, request: Request, others: list[Request]) -> int:
-    while not request.outlet.ended:
+    while not request.channel.ended:
         world.step()
-    return sum(other.outlet.ended for other in others)
+    return sum(other.channel.ended for other in others)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 5, 32])
@@ -270,11 +270,11 @@ def test_an_endless_stream_of_hits_does_not_starve_a_cold_request() -> None:
     world, cold, hot = _long_and_cold(8, 1)
     warm = hot[0].prompt.tolist()[:-1]
     for i in range(100):
-        if cold.outlet.ended:
+        if cold.channel.ended:
             break
         hot.append(world.submit([*warm, i % 49], GREEDY.but(max_tokens=1)))
         world.step()
-    assert cold.outlet.ended and len(hot) <= 8 + 3
+    assert cold.channel.ended and len(hot) <= 8 + 3
 
 
 def test_first_come_first_served_by_default() -> None:
@@ -283,7 +283,7 @@ def test_first_come_first_served_by_default() -> None:
     order = []
     while world.core.busy:
         world.step()
-        order += [each for each in requests if each.outlet.ended and each not in order]
+        order += [each for each in requests if each.channel.ended and each not in order]
     assert order == requests
 
 
@@ -299,7 +299,7 @@ def test_priority_goes_before_either_order(order: str) -> None:
     ended: list[Request] = []
     while world.core.busy:
         world.step()
-        ended += [each for each in [*low, *high] if each.outlet.ended and each not in ended]
+        ended += [each for each in [*low, *high] if each.channel.ended and each not in ended]
     expected = high if order == "fcfs" else [high[2], *high[:2]]
     assert ended == [*expected, *low]
 
@@ -334,7 +334,7 @@ def test_answers_are_unchanged_by_preemption_in_pools_too_small(victim: str, reu
         counters = world.core.counters
         preemptions += counters.preemptions
         assert counters.preemptions == sum(each.preemptions for each in requests)
-        usages = [each.outlet.wait(0).usage for each in requests]
+        usages = [each.channel.wait(0).usage for each in requests]
         assert counters.recomputed_tokens == sum(usage.recomputed_tokens for usage in usages)
         assert counters.computed_tokens == sum(usage.computed_tokens for usage in usages)
         assert all(u.cached_tokens + u.computed_tokens == u.prompt_tokens + u.output_tokens - 1 for u in usages)
@@ -353,7 +353,7 @@ def test_only_what_was_evicted_is_computed_again() -> None:
     world.core.cancel(other)
     world.finish()
     assert is_right(victim)
-    assert victim.outlet.wait(0).usage.recomputed_tokens == reached - kept
+    assert victim.channel.wait(0).usage.recomputed_tokens == reached - kept
 
 
 def test_the_victim_has_the_lowest_priority_then_costs_least() -> None:
@@ -443,7 +443,7 @@ def test_who_cannot_fit_because_of_pins_is_refused_not_kept_waiting() -> None:
     request = world.submit(tokens(40, 2))
     world.finish()
     with pytest.raises(PromptTooLong, match="8 are pinned"):
-        request.outlet.wait(0)
+        request.channel.wait(0)
     pin.release()
     again = world.submit(tokens(40, 2))
     world.finish()
@@ -469,7 +469,7 @@ def test_eight_samples_hold_the_prompt_once(prompt_length: int, size: int) -> No
         full, part = divmod(prompt_length, size)
         assert world.cache.stats().held_blocks == full + 8 * -(-(part + new) // size)
     world.finish()
-    done = request.outlet.wait(0)
+    done = request.channel.wait(0)
     assert len({tuple(stream.tokens) for stream in request.streams}) == 8  # each has a seed of its own
     assert done.usage.computed_tokens == prompt_length + 19
     assert all(each.usage.cached_tokens == prompt_length for each in done.alternatives)
@@ -512,7 +512,7 @@ def test_only_who_raises_alone_fails() -> None:
     world.finish()
     assert all(map(is_right, good))
     with pytest.raises(RequestFailed, match="cannot compute eight"):
-        bad.outlet.wait(0)
+        bad.channel.wait(0)
 
 
 def test_what_is_too_much_for_the_memory_at_once_is_computed_in_parts() -> None:
@@ -544,12 +544,12 @@ def test_what_cannot_be_published_harms_nobody(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(CacheSequence, "commit", broken)
     world.step()
     world.core.cancel(cancelled)
-    assert cancelled.outlet.ended and late.outlet.ended
+    assert cancelled.channel.ended and late.channel.ended
     world.finish()
     assert all(map(is_right, requests))
     assert world.core.counters.preemptions
     with pytest.raises(RequestTimedOut):
-        late.outlet.wait(0)
+        late.channel.wait(0)
 
 
 # ---- pins
@@ -579,13 +579,13 @@ def test_who_had_begun_and_cannot_come_back_is_told_that_pins_have_changed() -> 
     big = world.submit([*text, 1], GREEDY.but(max_tokens=32))
     for _ in range(4):
         world.step()
-    big.outlet._lagging = True
+    big.channel._paused = True
     other = world.submit(tokens(4, 5), GREEDY.but(max_tokens=2))
     world.step()
     assert big.preemptions == 1
     longer.release()
     world.cache.discard(text, None, 6)
-    big.outlet.never_lag()
+    big.channel.disable_backpressure()
     world.finish()
     assert is_right(other)
     assert shorter.active

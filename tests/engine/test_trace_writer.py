@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from radixkv import Engine, SamplingParams
 from radixkv.cli.main import main
 from radixkv.engine.observers import trace_writer
-from radixkv.engine.observers.trace_writer import TraceRecording, block_ids
+from radixkv.engine.observers.trace_writer import TraceWriter, block_ids
 from radixkv.errors import InvalidInput
 from radixkv_traces.cli import add_trace, load
 from radixkv_traces.formats import read
@@ -131,7 +131,7 @@ def test_ids_are_equal_exactly_as_long_as_all_tokens_so_far_are(one: list[int], 
 
 def test_how_requests_ended_and_what_never_came_in(tmp_path: Path) -> None:
     world = World(64)
-    world.core.recording = TraceRecording(tmp_path / "t", 4)
+    world.core.recording = TraceWriter(tmp_path / "t", 4)
     stopped = world.submit(tokens(5), ONE.but(stop_token_ids=range(50), ignore_eos=False, max_tokens=9))
     many = world.submit(tokens(6, 1), ONE.but(max_tokens=3, n=2, temperature=1.0))
     cancelled = world.submit(tokens(7, 2), ONE.but(max_tokens=30), session=4)
@@ -149,7 +149,7 @@ def test_how_requests_ended_and_what_never_came_in(tmp_path: Path) -> None:
     expected = [(5, 1, "stop", None), (6, 6, "length", None), (7, 2, "cancelled", "4"), (8, 0, "length", "12")]
     assert recorded == expected
     assert many.width == 2
-    assert only.outlet.ended
+    assert only.channel.ended
 
 
 # ---- when
@@ -158,14 +158,14 @@ def test_how_requests_ended_and_what_never_came_in(tmp_path: Path) -> None:
 def test_a_request_is_written_when_it_ends_whoever_still_runs(tmp_path: Path) -> None:
     """What a killed process leaves: nothing is closed, and the first request has not ended."""
     path, world = tmp_path / "t", World(64)
-    world.core.recording = recording = TraceRecording(path, 4)
+    world.core.recording = recording = TraceWriter(path, 4)
     story = world.submit(tokens(20), ONE.but(max_tokens=60))
     for seed in range(1, 4):
         world.submit(tokens(10 + seed, seed), ONE)
     for _ in range(10):
         world.step()
     until(lambda: len(lines(path)) == 3)
-    assert not story.outlet.ended
+    assert not story.channel.ended
     assert sorted(line["input_length"] for line in lines(path)) == [11, 12, 13]
     world.finish()
     recording.close()
@@ -174,7 +174,7 @@ def test_a_request_is_written_when_it_ends_whoever_still_runs(tmp_path: Path) ->
 
 def test_what_came_first_is_replayed_first_though_its_line_is_last(tmp_path: Path) -> None:
     path, world = tmp_path / "t", World(64)
-    world.core.recording = TraceRecording(path, 4)
+    world.core.recording = TraceWriter(path, 4)
     world.submit(tokens(20), ONE.but(max_tokens=12), session=1)
     begun = time.perf_counter()
     until(lambda: time.perf_counter() > begun + 0.002)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.chat.thinking import split_thinking
-from radixkv.engine.input_processor import Guard
+from radixkv.engine.input_processor import ControlTokens
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.conversations import ChatPrompt, Conversations, Mode
 from radixkv.serve.messages import read_messages
@@ -313,13 +313,13 @@ def test_what_is_certainly_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPat
     """Whatever the longest token of the vocabulary is; nor is it where the beginning is known."""
     told, lengths = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, limit=500), []
     told.remember(told.prompt("x", [user("a")]), assistant("hello"), [*spelled("hello", 1), END])
-    encode = Guard.encode
+    encode = ControlTokens.encode
 
-    def counted(guard: Guard, text: str) -> list[int]:
+    def counted(control_tokens: ControlTokens, text: str) -> list[int]:
         lengths.append(len(text))
-        return encode(guard, text)
+        return encode(control_tokens, text)
 
-    monkeypatch.setattr(Guard, "encode", counted)
+    monkeypatch.setattr(ControlTokens, "encode", counted)
     for asked in ([user("hello you " * 100_000)], [user("a"), assistant("hello"), user("hello you " * 100_000)]):
         with pytest.raises(PromptTooLong, match="more than the 500 tokens"):
             told.prompt("x", asked)

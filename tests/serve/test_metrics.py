@@ -153,7 +153,7 @@ def test_each_gap_between_tokens_is_counted_as_it_was(monkeypatch: pytest.Monkey
         }
         assert gaps == {"0.025": 3, "0.4": 4, "5.0": 6}
         assert numbers["radixkv:token_gap_seconds_sum", ()] == pytest.approx(0.02 + 0.02 + 3 + 0.02 + 0.3 + 0.5)
-        assert "put" not in vars(handle._handle._outlet)
+        assert "put" not in vars(handle._handle._channel)
         assert next(times, None) is None
 
     watched(test)

@@ -173,7 +173,7 @@ def test_a_slow_reader_slows_nobody_else():
         until(lambda: len(host.engine._core.scheduler.running) == 3)
         quick = ask(host, {**CHAT, "max_tokens": 200, "ignore_eos": True})
         assert quick.json()["usage"]["completion_tokens"] == 200
-        until(lambda: all(r.outlet.lagging for r in list(host.engine._core.scheduler.running)))
+        until(lambda: all(r.channel.paused for r in list(host.engine._core.scheduler.running)))
         assert host.engine.stats().running == 3
         body = b""
         while b"[DONE]" not in body:

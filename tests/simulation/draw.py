@@ -100,7 +100,7 @@ class _Draw:
             observer_raises=rng.choice((None, None, 0, 10, 100)),
             pin_budget=rng.choice((0.5, 1.0)),
             forgettings=tuple(self._forgetting(rng.choice(asks), last) for _ in range(rng.choice((0, 0, 1, 3)))),
-            hurry=last + rng.randint(1, 20) if rng.random() < 0.1 else None,
+            disable_backpressure=last + rng.randint(1, 20) if rng.random() < 0.1 else None,
             close=rng.randint(1, last + 20) if rng.random() < 0.1 else None,
             audits=tuple(
                 Auditing(rng.randint(0, last + 20), rng.choice((1, 5, 30))) for _ in range(rng.choice((0, 0, 2)))

@@ -42,27 +42,27 @@ class Ends:
         assert listener is None or listener.heard <= listener.raises + 1, "an observer that raised was told more"
 
     def _outcome(self, customer: Customer) -> None:
-        ask, outlet = customer.ask, customer.outlet
-        assert outlet.ends == 1, f"request {ask.number} ended {outlet.ends} times"
+        ask, channel = customer.ask, customer.channel
+        assert channel.ends == 1, f"request {ask.number} ended {channel.ends} times"
         answers = answers_of(ask)
         for index, answer in enumerate(answers):
-            said = outlet.tokens(index)
+            said = channel.tokens(index)
             assert said == answer.tokens[: len(said)], f"request {ask.number}.{index} said {said}, not {answer.tokens}"
-        assert all(chunk.index < len(answers) for chunk in outlet.chunks)
-        if outlet.completion is not None:
+        assert all(chunk.index < len(answers) for chunk in channel.chunks)
+        if channel.completion is not None:
             self._completion(customer, answers)
         else:
-            assert self._deserved(customer), f"request {ask.number} must not end with {outlet.error!r}"
+            assert self._deserved(customer), f"request {ask.number} must not end with {channel.error!r}"
 
     def _completion(self, customer: Customer, answers: tuple[Reply, ...]) -> None:
-        ask, done = customer.ask, customer.outlet.completion
+        ask, done = customer.ask, customer.channel.completion
         assert done is not None and not customer.cancelled
         streams = [done, *done.alternatives]
         assert [(each.token_ids, each.finish_reason) for each in streams] == [
             (answer.tokens, answer.finish_reason) for answer in answers
         ], f"request {ask.number} answered {streams}, not {answers}"
         for index, each in enumerate(streams):
-            assert customer.outlet.tokens(index) == each.token_ids, f"request {ask.number}: chunks are not the answer"
+            assert customer.channel.tokens(index) == each.token_ids, f"request {ask.number}: chunks are not the answer"
             usage = each.usage
             held = len(ask.prompt) + max(len(each.token_ids) - 1, 0)
             assert usage.cached_tokens + usage.computed_tokens == held, f"request {ask.number}: {usage}, {held} tokens"
@@ -73,7 +73,7 @@ class Ends:
 
     def _deserved(self, customer: Customer) -> bool:
         """Whether an error is what befell this request."""
-        ask, error, faults = customer.ask, customer.outlet.error, self.world.faults
+        ask, error, faults = customer.ask, customer.channel.error, self.world.faults
         if isinstance(error, RequestCancelled):
             return customer.cancelled
         if isinstance(error, RequestTimedOut):
@@ -90,29 +90,29 @@ class Ends:
             return True
         if flaw is not None and flaw.kind == "namespace" and isinstance(cause, Sabotage):
             return True
-        return cause is customer.outlet.raised is not None or faults.explains(cause, ask)
+        return cause is customer.channel.raised is not None or faults.explains(cause, ask)
 
     def _counters(self) -> None:
         counters, customers = self.core.counters, list(self.world.customers.values())
-        ends = Counter(type(c.outlet.error) for c in customers)
+        ends = Counter(type(c.channel.error) for c in customers)
         assert counters.finished == ends[type(None)]
         assert counters.cancelled == ends[RequestCancelled]
         assert counters.failed == sum(ends.values()) - ends[type(None)] - ends[RequestCancelled]
         assert counters.timed_out == ends[RequestTimedOut]
         assert counters.preemptions == sum(c.request.preemptions for c in customers)
-        put = sum(len(c.outlet.chunks) for c in customers)
-        assert put <= counters.output_tokens <= put + sum(c.outlet.raised is not None for c in customers)
+        put = sum(len(c.channel.chunks) for c in customers)
+        assert put <= counters.output_tokens <= put + sum(c.channel.raised is not None for c in customers)
         if ends[type(None)] == len(customers):
             self._sums(counters)
         stats = self.cache.stats()
         assert counters.computed_tokens + counters.recomputed_tokens == stats.committed_tokens, f"{counters}, {stats}"
         asked = sum(len(c.ask.prompt) for c in customers if c.request.admitted)
-        refused = sum(len(c.ask.prompt) for c in customers if isinstance(c.outlet.error, PromptTooLong))
+        refused = sum(len(c.ask.prompt) for c in customers if isinstance(c.channel.error, PromptTooLong))
         assert asked <= stats.query_tokens <= asked + refused, f"{asked} tokens were asked for: {stats}"
 
     def _sums(self, counters: Any) -> None:
         """Everybody finished: what each was told adds up to what the engine counted."""
-        done = [c.outlet.completion for c in self.world.customers.values() if c.outlet.completion is not None]
+        done = [c.channel.completion for c in self.world.customers.values() if c.channel.completion is not None]
         streams = [each for first in done for each in (first, *first.alternatives)]
         assert counters.prompt_tokens == sum(each.usage.prompt_tokens for each in done)
         assert counters.computed_tokens == sum(each.usage.computed_tokens for each in streams)

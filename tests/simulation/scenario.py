@@ -132,7 +132,7 @@ class Scenario:
     observer_raises: int | None = None  # at which event; None: nobody listens
     pinnings: tuple[Pinning, ...] = ()
     forgettings: tuple[Forgetting, ...] = ()
-    hurry: int | None = None  # the step from which nobody is paused any more, as the engine drains
+    disable_backpressure: int | None = None  # the step from which nobody is paused any more, as the engine drains
     close: int | None = None  # the step before which the engine is closed
     audits: tuple[Auditing, ...] = ()
     faults: tuple[Fault, ...] = ()
@@ -152,7 +152,8 @@ class Scenario:
         """One line a fact, for people."""
         facts = [
             f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
-            f"{self.limits}, observer raises at {self.observer_raises}, hurry at {self.hurry}, close at {self.close}",
+            f"{self.limits}, observer raises at {self.observer_raises}",
+            f"no backpressure from {self.disable_backpressure}, close at {self.close}",
         ]
         facts += map(str, (*self.asks, *self.pinnings, *self.forgettings, *self.audits, *self.faults))
         return "\n".join(facts)

@@ -21,7 +21,7 @@ class Before:
     """What a step began with."""
 
     running: tuple[Request, ...]
-    awake: tuple[tuple[Any, Any], ...]  # streams with their sequences, whose readers are there
+    active: tuple[tuple[Any, Any], ...]  # streams with their sequences, whose readers are there
     decoding: tuple[tuple[Any, Any], ...]  # those of them that must get their token
     preemptions: tuple[int, ...]  # of those that run
     computed: dict[int, int]  # tokens that those which ran, or had ended, had computed, by id
@@ -43,12 +43,12 @@ class Steps:
     def before(self) -> Before:
         """What the step begins with."""
         running = tuple(self.core.scheduler.running)
-        read = [request for request in running if not self.world.customer_of(request).outlet.in_span]
-        awake = [stream for request in read for stream in request.live if stream.awake]
+        read = [request for request in running if not self.world.customer_of(request).channel.in_span]
+        active = [stream for request in read for stream in request.live if stream.active]
         return Before(
             running,
-            tuple((stream, stream.sequence) for stream in awake),
-            tuple((stream, stream.sequence) for stream in awake if stream.pending == 1 and stream.output_length),
+            tuple((stream, stream.sequence) for stream in active),
+            tuple((stream, stream.sequence) for stream in active if stream.pending == 1 and stream.output_length),
             tuple(request.preemptions for request in running),
             self._computed(),
             self._progress(),
@@ -57,13 +57,13 @@ class Steps:
     def _computed(self) -> dict[int, int]:
         computed = {}
         for customer in self.world.customers.values():
-            awake = [stream.sequence.length for stream in customer.request.live if stream.awake]
-            if awake or customer.outlet.ended:
-                computed[id(customer.request)] = awake[0] if awake else len(customer.ask.prompt)
+            active = [stream.sequence.length for stream in customer.request.live if stream.active]
+            if active or customer.channel.ended:
+                computed[id(customer.request)] = active[0] if active else len(customer.ask.prompt)
         return computed
 
     def _progress(self) -> tuple[int, ...]:
-        ended = sum(customer.outlet.ended for customer in self.world.customers.values())
+        ended = sum(customer.channel.ended for customer in self.world.customers.values())
         counters = self.core.counters
         audited = counters.audited_blocks, len(self.core.auditor._jobs)
         return (ended, counters.computed_tokens, counters.recomputed_tokens, *audited)
@@ -81,9 +81,9 @@ class Steps:
         self.world.turns.after(before)
         self._deadlines()
         if self._progress() == before.progress:
-            left = [customer for customer in self.world.customers.values() if not customer.outlet.ended]
-            away = [customer.outlet.in_span for customer in left]
-            undecided = any(customer.outlet.in_span and customer.ask.flickers for customer in left)
+            left = [customer for customer in self.world.customers.values() if not customer.channel.ended]
+            away = [customer.channel.in_span for customer in left]
+            undecided = any(customer.channel.in_span and customer.ask.flickers for customer in left)
             assert all(away) or undecided, "a step without progress"
         assert self.count <= self.most, "too many steps: they get nowhere"
 
@@ -97,19 +97,19 @@ class Steps:
     def _who_is_in(self, before: Before, work: list[Work]) -> None:
         planned, running = {id(each.stream) for each in work}, self.core.scheduler.running
         for stream, sequence in before.decoding:
-            gone = stream.request.outlet.ended or stream.request not in running
+            gone = stream.request.channel.ended or stream.request not in running
             gone |= sequence.closed  # it gave way, and maybe came back at once
             assert gone or id(stream) in planned, (
                 f"{self.world.name_of(stream.request)} decodes, and was left out of a step"
             )
         left = self.limits.max_batch_tokens - sum(len(each.tokens) for each in work)
         if left >= (self.limits.prefill_chunk if self.limits.deterministic else 1):  # there, no chunk is cut to fit
-            idle = [s for s, sequence in before.awake if s.sequence is sequence and s.awake and id(s) not in planned]
+            idle = [s for s, sequence in before.active if s.sequence is sequence and s.active and id(s) not in planned]
             assert not idle, f"{idle} could have run in what is left of the budget"
             cut = [each for each in work if self._is_cut(each)]
             assert not cut, f"{cut} could have been longer by what is left of the budget"
         self._higher_ranks_first(before, planned)
-        away = [each for each in work if self.world.customer_of(each.stream.request).outlet.is_away]
+        away = [each for each in work if self.world.customer_of(each.stream.request).channel.is_away]
         assert not away, f"computed, though nobody reads: {away}"
 
     def _is_cut(self, work: Work) -> bool:
@@ -121,8 +121,8 @@ class Steps:
     def _higher_ranks_first(self, before: Before, planned: set[int]) -> None:
         """Of the prompts that are under way, a higher priority gets its chunk before a lower one."""
         decoding = [s for s, _ in before.decoding]
-        prompts = [(s, s.request.priority) for s, sequence in before.awake if s.sequence is sequence]
-        prompts = [(s, priority) for s, priority in prompts if s not in decoding and s.awake]
+        prompts = [(s, s.request.priority) for s, sequence in before.active if s.sequence is sequence]
+        prompts = [(s, priority) for s, priority in prompts if s not in decoding and s.active]
         lowest = min((priority for s, priority in prompts if id(s) in planned), default=None)
         if lowest is not None and not self.limits.deterministic:
             passed = [s for s, priority in prompts if id(s) not in planned and priority > lowest]
@@ -163,7 +163,7 @@ class Steps:
         """
         for each in work if self.limits.deterministic else []:
             stream, request = each.stream, each.stream.request
-            if stream.awake and not request.preemptions:
+            if stream.active and not request.preemptions:
                 length = min(stream.sequence.length, len(request.prompt))
                 own = self.world.books.is_common(stream.sequence.block_table, length, len(request.prompt))
                 assert own, f"{self.world.name_of(request)} reads KV of other chunks than its own"
@@ -171,18 +171,18 @@ class Steps:
     def _deadlines(self) -> None:
         for customer in self.world.customers.values():
             deadline = customer.request.deadline
-            late = deadline is not None and not customer.outlet.ended and deadline <= self.world.clock.now - 1
+            late = deadline is not None and not customer.channel.ended and deadline <= self.world.clock.now - 1
             assert not late, f"{customer.ask.number} lives beyond its deadline"
 
     def idle(self, idle: float | None) -> None:
         """`idle_for` says when the next deadline is, if all that is left are those whose readers are away."""
-        left = [customer for customer in self.world.customers.values() if not customer.outlet.ended]
+        left = [customer for customer in self.world.customers.values() if not customer.channel.ended]
         if idle == 0:
-            resting = left and all(customer.outlet.is_away for customer in left)
+            resting = left and all(customer.channel.is_away for customer in left)
             due = any(c.ask.timeout is not None for c in self.world.customers.values())
             assert not resting or due or self.core.auditor._jobs, "a step is wanted, though nobody reads"
             return
-        assert all(customer.outlet.in_span for customer in left), "idle, though somebody could run"
+        assert all(customer.channel.in_span for customer in left), "idle, though somebody could run"
         deadlines = [c.request.deadline for c in left if c.request.deadline is not None]
         if deadlines:  # it may wake up earlier, for the deadline of one that ended
             assert idle is not None and idle <= min(deadlines) - self.world.clock.now, f"idle for {idle}: {deadlines}"

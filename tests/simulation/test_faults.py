@@ -69,10 +69,10 @@ def whole() -> World:
 
 def failed(world: World) -> list[int]:
     for customer in world.customers.values():
-        error = customer.outlet.error
+        error = customer.channel.error
         assert error is None or (isinstance(error, RequestFailed) and error.__cause__ is not None)
         assert error is None or str(error.__cause__) in str(error)
-    return [number for number, customer in world.customers.items() if customer.outlet.error is not None]
+    return [number for number, customer in world.customers.items() if customer.channel.error is not None]
 
 
 def in_step(world: World, step: int) -> list[int]:

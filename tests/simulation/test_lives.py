@@ -113,7 +113,7 @@ def test_what_a_paused_request_kept_to_itself_is_cached_when_it_gives_way() -> N
     asks = (Ask(0, 0, (0,) * 8, greedy, 9, lags=((4, 20),)), Ask(1, 6, (1, 2, 3), greedy, 2))
     world = World(Scenario(0, 4, 4, Limits(max_sequences=2, max_batch_tokens=8, prefill_chunk=8), asks)).run()
     assert world.customers[0].request.preemptions == 1
-    assert world.customers[0].outlet.completion is not None
+    assert world.customers[0].channel.completion is not None
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -128,7 +128,7 @@ def test_streams_of_a_request_come_back_as_they_left(prompt: int, blocks: int, o
     limits = Limits(max_sequences=3, max_batch_tokens=19, prefill_chunk=16)
     world = World(Scenario(0, blocks, 4, limits, asks, reuse=reuse)).run()
     assert world.customers[0].request.preemptions == 1
-    assert world.customers[0].outlet.completion is not None
+    assert world.customers[0].channel.completion is not None
 
 
 def test_what_a_stream_that_gives_way_was_to_compute_others_may() -> None:
@@ -171,14 +171,14 @@ def beside_pins(prompt: tuple[int, ...], tokens: int, *pinnings: Pinning, until:
 
 def test_who_could_not_come_back_for_pins_is_refused_before_it_says_a_word() -> None:
     stranger = beside_pins((10, 11, 12), 33).customers[2]
-    assert isinstance(stranger.outlet.error, PromptTooLong)
-    assert "takes 9 blocks; of the pool's 10, 2 are pinned" in str(stranger.outlet.error)
-    assert not stranger.outlet.chunks and not stranger.request.admitted
+    assert isinstance(stranger.channel.error, PromptTooLong)
+    assert "takes 9 blocks; of the pool's 10, 2 are pinned" in str(stranger.channel.error)
+    assert not stranger.channel.chunks and not stranger.request.admitted
 
 
 def test_who_begins_with_what_is_pinned_counts_on_it_and_comes_back() -> None:
     regular = beside_pins((*PINNED, 9), 28).customers[2]
-    assert regular.outlet.completion is not None
+    assert regular.channel.completion is not None
     assert regular.request.preemptions == 1, "it came beside another, and gave way"
 
 
@@ -187,7 +187,7 @@ def test_a_pin_that_ends_inside_a_block_holds_a_block_that_is_no_hit(until: int)
     """While the longer pin lasts, ten blocks just fit alone; once the shorter one is all that is left, they do not."""
     last = beside_pins((*PINNED, 9), 32, Pinning(2, PINNED[:6], None, 90), until=until).customers[2]
     assert not last.request.preemptions, "it came beside another, and was not sure to come back"
-    assert (last.outlet.completion is None) == (until == 20)
+    assert (last.channel.completion is None) == (until == 20)
 
 
 def test_of_a_hit_that_costs_a_block_more_what_is_pinned_stays() -> None:
@@ -198,6 +198,6 @@ def test_of_a_hit_that_costs_a_block_more_what_is_pinned_stays() -> None:
     asks.append(Ask(3, 9, (*stem, 2, 2, 2, 3), greedy, 27))
     limits = Limits(max_sequences=2, max_batch_tokens=16, prefill_chunk=8)
     world = World(Scenario(0, 10, 4, limits, tuple(asks), pinnings=(Pinning(2, PINNED, None, 90),))).run()
-    done = world.customers[3].outlet.completion
+    done = world.customers[3].channel.completion
     assert done is not None
     assert done.usage.cached_tokens == len(PINNED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from radixkv.engine.request import Parked, Request
+from radixkv.engine.request import PrefixWait, Request
 from tests.simulation.scenario import Ids
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ class Turns:
     def __init__(self, world: World) -> None:
         self.world, self.core, self.cache = world, world.core, world.cache
         self.overtaken = 0
-        self.waited: Counter[tuple[str, Parked]] = Counter()  # steps of each wait
-        self.first: dict[str, Parked] = {}  # the first wait of each
+        self.waited: Counter[tuple[str, PrefixWait]] = Counter()  # steps of each wait
+        self.first: dict[str, PrefixWait] = {}  # the first wait of each
 
     def after(self, before: Before) -> None:
         """What a step must not have done to anybody's place."""
@@ -42,7 +42,7 @@ class Turns:
         for newcomer in sorted(entered.values(), key=lambda request: request.admitted):
             for other in waiting:
                 customer = self.world.customer_of(other)
-                if customer.outlet.in_span or self._is_parked(other, before):
+                if customer.channel.in_span or self._waits_for_prefix(other, before):
                     continue
                 assert newcomer.priority >= other.priority, (
                     f"{self.world.name_of(newcomer)} went before {self.world.name_of(other)}"
@@ -61,10 +61,10 @@ class Turns:
         stayed = [request for request in before.running if request in running]
         for request, preemptions in zip(before.running, before.preemptions, strict=True):
             customer = self.world.customer_of(request)
-            if request.preemptions == preemptions or customer.outlet.in_span:
+            if request.preemptions == preemptions or customer.channel.in_span:
                 continue
             for other in stayed:
-                away = self.world.customer_of(other).outlet.is_away
+                away = self.world.customer_of(other).channel.is_away
                 better = not away and (other.priority, other.preemptions) >= (request.priority, preemptions)
                 assert better or other.guaranteed, (
                     f"{self.world.name_of(request)} gave way, not {self.world.name_of(other)}"
@@ -77,7 +77,7 @@ class Turns:
         """What each stream of a request that gives way has computed, but for what it kept and cannot publish now."""
         if not self.world.scenario.reuse or self.world.scenario.limits.deterministic:
             return []
-        streams = [stream for stream in request.live if stream.awake]
+        streams = [stream for stream in request.live if stream.active]
         return [
             tuple(stream.sequence.tokens)
             for stream in streams
@@ -86,7 +86,7 @@ class Turns:
 
     def after_preemption(self, request: Request, kept: list[Ids]) -> None:
         """All of that is cached, until somebody takes its blocks; the request holds nothing."""
-        assert not any(stream.awake for stream in request.streams)
+        assert not any(stream.active for stream in request.streams)
         for tokens in kept:
             cached = self.cache.match(list(tokens), request.namespace).length
             assert cached == len(tokens), (
@@ -96,26 +96,31 @@ class Turns:
     def _parking(self) -> None:
         """Who waits for a neighbour waits for a good part of its own prompt."""
         for request in self.core.scheduler.waiting:
-            parked = request.parked
-            if parked is None or request.waited_enough:
+            prefix_wait = request.prefix_wait
+            if prefix_wait is None or request.waited_enough:
                 continue
             name = self.world.name_of(request)
-            self.waited[name, parked] += 1
-            first = self.first.setdefault(name, parked)  # a later one may begin with less: what was cached may be gone
-            if parked.leader in self.core.scheduler.running:
-                same = parked.leader.prompt[: parked.shared], request.prompt[: parked.shared]
-                assert parked.leader.namespace == request.namespace and (same[0] == same[1]).all()
-                assert parked is not first or parked.shared - parked.cached >= 2 * self.world.scenario.block_size
+            self.waited[name, prefix_wait] += 1
+            first = self.first.setdefault(
+                name, prefix_wait
+            )  # a later one may begin with less: what was cached may be gone
+            if prefix_wait.leader in self.core.scheduler.running:
+                same = prefix_wait.leader.prompt[: prefix_wait.shared], request.prompt[: prefix_wait.shared]
+                assert prefix_wait.leader.namespace == request.namespace and (same[0] == same[1]).all()
+                assert (
+                    prefix_wait is not first
+                    or prefix_wait.shared - prefix_wait.cached >= 2 * self.world.scenario.block_size
+                )
 
-    def _is_parked(self, request: Request, before: Before) -> bool:
+    def _waits_for_prefix(self, request: Request, before: Before) -> bool:
         """Whether a neighbour was about to compute its prefix in this step, and it has not waited for that too long."""
-        parked = request.parked
-        if parked is None or request.waited_enough:
+        prefix_wait = request.prefix_wait
+        if prefix_wait is None or request.waited_enough:
             return False
         steps = -(-len(request.prompt) // self.world.scenario.limits.prefill_chunk)
-        leader, computed = parked.leader, before.computed.get(id(parked.leader))
-        waited = self.waited[self.world.name_of(request), parked]
+        leader, computed = prefix_wait.leader, before.computed.get(id(prefix_wait.leader))
+        waited = self.waited[self.world.name_of(request), prefix_wait]
         if computed is None:  # it came in, or came back, in this very step (and gave way again), or waits itself
-            here = leader in self.core.scheduler.running or leader.outlet.ended or not waited
-            computed = 0 if here else parked.shared
-        return computed < parked.shared and waited <= 2 * steps + 10
+            here = leader in self.core.scheduler.running or leader.channel.ended or not waited
+            computed = 0 if here else prefix_wait.shared
+        return computed < prefix_wait.shared and waited <= 2 * steps + 10

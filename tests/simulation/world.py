@@ -29,10 +29,10 @@ from radixkv.models.loaded import SequenceInput
 from radixkv.sampling import sampler
 from radixkv.sampling.params import SampleRow
 from tests.simulation.books import Books
+from tests.simulation.channel import ScriptedChannel
 from tests.simulation.ends import Ends
 from tests.simulation.faults import Faults, Listener
 from tests.simulation.model import SlotModel
-from tests.simulation.outlet import ScriptedOutlet
 from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
 from tests.simulation.steps import Steps
 from tests.simulation.turns import Turns
@@ -62,7 +62,7 @@ class Customer:
 
     ask: Ask
     request: Request
-    outlet: ScriptedOutlet
+    channel: ScriptedChannel
     cancelled: bool = False
     ended_at: float | None = None
     overtaken: int = 0  # counted by us
@@ -70,13 +70,13 @@ class Customer:
     @property
     def stage(self) -> str:
         """Where it is, as far as a caller could tell."""
-        if self.outlet.ended:
+        if self.channel.ended:
             return "ended"
         if not any(not stream.sequence.closed for stream in self.request.streams):
             return "preempted" if self.request.streams else "waiting"
-        if self.outlet.in_span:
+        if self.channel.in_span:
             return "paused"
-        return "decode" if self.outlet.chunks else "prefill"
+        return "decode" if self.channel.chunks else "prefill"
 
 
 @dataclass
@@ -163,10 +163,10 @@ class World:
         )
         seen = Counter({name: getattr(counters, name) for name in names})
         seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
-        seen |= Counter(closed=sum(isinstance(c.outlet.error, EngineClosed) for c in self.customers.values()))
+        seen |= Counter(closed=sum(isinstance(c.channel.error, EngineClosed) for c in self.customers.values()))
         seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.turns.overtaken)
         seen |= Counter(self.stages)
-        seen.update(c.ask.flaw.kind for c in self.customers.values() if c.ask.flaw and c.outlet.error)
+        seen.update(c.ask.flaw.kind for c in self.customers.values() if c.ask.flaw and c.channel.error)
         seen.update(f"a fault: {fault.kind}" for fault in (*self.faults.fired, *self.faults.began))
         return +seen
 
@@ -182,7 +182,7 @@ class World:
                 self._submit(ask)
         doomed = [c for c in self.customers.values() if now == c.ask.cancel or c.stage == c.ask.cancel_in]
         for customer in doomed:
-            if not customer.outlet.ended:
+            if not customer.channel.ended:
                 self._cancel(customer)
         pinned = self._change_pins()
         forgettings = [forgetting for forgetting in scenario.forgettings if forgetting.at == now]
@@ -192,13 +192,13 @@ class World:
             if auditing.at == now:
                 self.audits.append(Future())
                 self.core.auditor.begin(auditing.blocks, self.audits[-1])
-        if now == scenario.hurry:
-            self.core.hurry()
+        if now == scenario.disable_backpressure:
+            self.core.disable_backpressure()
         if doomed or pinned or forgettings:
             self.books.check()
 
     def _submit(self, ask: Ask) -> None:
-        outlet = ScriptedOutlet(ask, lambda: self.step)
+        channel = ScriptedChannel(ask, lambda: self.step)
         request = Request(
             prompt=np.array(ask.prompt, np.int32),
             params=ask.params,
@@ -208,7 +208,7 @@ class World:
             namespace=ask.namespace,
             priority=ask.priority,
             deadline=None if ask.timeout is None else self.clock.now + ask.timeout,
-            outlet=outlet,  # type: ignore[arg-type]
+            channel=channel,  # type: ignore[arg-type]
             submitted=self.clock.now,
         )
         try:
@@ -216,7 +216,7 @@ class World:
         except InvalidInput:
             self.refused.append(ask.number)
             return
-        self.customers[ask.number] = Customer(ask, request, outlet)
+        self.customers[ask.number] = Customer(ask, request, channel)
         self.core.add(request)
 
     def _cancel(self, customer: Customer) -> None:
@@ -253,14 +253,14 @@ class World:
 
     def _note_ends(self) -> None:
         for customer in self.customers.values():
-            if customer.outlet.ended and customer.ended_at is None:
+            if customer.channel.ended and customer.ended_at is None:
                 customer.ended_at = self.clock.now
 
     # ---- whose is what
 
     def customer_of(self, request: Request) -> Customer:
         """The customer behind a request."""
-        return self.customers[request.outlet.ask.number]  # type: ignore[attr-defined]
+        return self.customers[request.channel.ask.number]  # type: ignore[attr-defined]
 
     def name_of(self, request: Request) -> str:
         """For messages."""

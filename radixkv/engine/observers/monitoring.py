@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixkv.engine.engine_thread import Worker
-from radixkv.engine.observers.recorder import EngineTelemetry
+from radixkv.engine.engine_thread import EngineThread
+from radixkv.engine.observers.recorder import RequestRecorder
 from radixkv.errors import InvalidInput, RadixKVError
 from radixkv.telemetry.records import Changes, EngineFacts
 
@@ -51,10 +51,10 @@ def engine_facts(**facts: Any) -> EngineFacts:
 class Monitoring:
     """An engine's publisher, and its end."""
 
-    def __init__(self, publisher: Publisher, worker: Worker, telemetry: EngineTelemetry) -> None:
+    def __init__(self, publisher: Publisher, engine_thread: EngineThread, telemetry: RequestRecorder) -> None:
         """Be there when the worker breaks."""
         self.publisher = publisher
-        worker.on_broken = partial(_leave_behind, publisher, telemetry)
+        engine_thread.on_broken = partial(_leave_behind, publisher, telemetry)
 
     def flight(self, path: str | os.PathLike[str]) -> int:
         """Write the last minutes to a file; returns its bytes. Raises OSError."""
@@ -65,8 +65,10 @@ class Monitoring:
         self.publisher.close()
 
 
-def begin(monitor: bool | str, facts: EngineFacts, worker: Worker, telemetry: EngineTelemetry) -> Monitoring | None:
-    """Have `worker` answer whoever asks; None if that is not wanted, or cannot be, which is logged.
+def begin(
+    monitor: bool | str, facts: EngineFacts, engine_thread: EngineThread, telemetry: RequestRecorder
+) -> Monitoring | None:
+    """Have `engine_thread` answer whoever asks; None if that is not wanted, or cannot be, which is logged.
 
     Raises InvalidInput for an address that is none, or one that others could reach.
     """
@@ -75,7 +77,7 @@ def begin(monitor: bool | str, facts: EngineFacts, worker: Worker, telemetry: En
     from radixkv.telemetry.publisher import Publisher
 
     def collect() -> Future[Changes]:
-        return worker.call(telemetry.collect)
+        return engine_thread.call(telemetry.collect)
 
     publisher = Publisher(facts, collect, lambda: telemetry.pending, None if monitor is True else str(monitor))
     try:
@@ -83,10 +85,10 @@ def begin(monitor: bool | str, facts: EngineFacts, worker: Worker, telemetry: En
     except (OSError, RadixKVError) as error:
         _log.warning("this engine cannot be watched by radixkv-monitor: %s", error)
         return None
-    return Monitoring(publisher, worker, telemetry)
+    return Monitoring(publisher, engine_thread, telemetry)
 
 
-def _leave_behind(publisher: Publisher, telemetry: EngineTelemetry, error: BaseException) -> None:
+def _leave_behind(publisher: Publisher, telemetry: RequestRecorder, error: BaseException) -> None:
     """The engine's thread breaks: write what the last minutes were like, and say where."""
     from radixkv.telemetry.protocol import CRASHED
     from radixkv.telemetry.socket_paths import own_folder
@@ -105,7 +107,7 @@ def _leave_behind(publisher: Publisher, telemetry: EngineTelemetry, error: BaseE
         publisher.close(why)
 
 
-def _last(telemetry: EngineTelemetry) -> Changes:
+def _last(telemetry: RequestRecorder) -> Changes:
     """What there still is to tell, if it can be told: whatever broke may have been the cache's."""
     try:
         return telemetry.collect()

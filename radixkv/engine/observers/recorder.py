@@ -30,12 +30,12 @@ Facts = ParamSpec("Facts")
 
 
 def _harmless(
-    tell: Callable[Concatenate[EngineTelemetry, Facts], None],
-) -> Callable[Concatenate[EngineTelemetry, Facts], None]:
+    tell: Callable[Concatenate[RequestRecorder, Facts], None],
+) -> Callable[Concatenate[RequestRecorder, Facts], None]:
     """What `tell` raises is logged, once; nothing more is told then."""
 
     @wraps(tell)
-    def told(self: EngineTelemetry, /, *facts: Facts.args, **more: Facts.kwargs) -> None:
+    def told(self: RequestRecorder, /, *facts: Facts.args, **more: Facts.kwargs) -> None:
         if not self.failed:
             begun = time.perf_counter_ns()
             try:
@@ -48,7 +48,7 @@ def _harmless(
     return told
 
 
-class EngineTelemetry:
+class RequestRecorder:
     """One engine's requests, sessions and counters for a recorder, which must watch the engine's cache."""
 
     def __init__(self, core: Core, recorder: Recorder, constants: Mapping[str, float]) -> None:
@@ -108,7 +108,7 @@ class EngineTelemetry:
         begun = time.perf_counter_ns()
         running = list(self._core.scheduler.running)
         for request in dict.fromkeys((*self._noted, *self._ran, *running)):
-            if not request.outlet.ended:
+            if not request.channel.ended:
                 self._recorder.request(self._record(request, _phase(request, running)))
         self._noted, self._ran = {}, running
         stats, owners = self._stats(), dict(_owners(running))
@@ -174,9 +174,9 @@ class EngineTelemetry:
 def _phase(request: Request, running: list[Request]) -> Phase:
     if request not in running:
         return "preempted" if request.preemptions else "waiting"
-    if request.outlet.lagging:
+    if request.channel.paused:
         return "paused"
-    return "prefill" if any(stream.prefilling for stream in request.live if stream.awake) else "decode"
+    return "prefill" if any(stream.prefilling for stream in request.live if stream.active) else "decode"
 
 
 def _owners(running: list[Request]) -> Iterable[tuple[int, tuple[int, int]]]:

@@ -70,7 +70,7 @@ class _Ended:
     stop: str
 
 
-class TraceRecording:
+class TraceWriter:
     """One engine's requests, in one new file that only its owner may read."""
 
     def __init__(self, path: Path, block_size: int) -> None:

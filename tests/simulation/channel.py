@@ -9,8 +9,8 @@ from radixkv.engine.output import Chunk, Completion
 from tests.simulation.scenario import Ask, Sabotage
 
 
-class ScriptedOutlet:
-    """Stands in for `Outlet`. `now` tells the step; what the request's flaw says about callbacks is raised here."""
+class ScriptedChannel:
+    """Stands in for `OutputChannel`. `now` returns the step. The request's flaw says which errors it raises."""
 
     def __init__(self, ask: Ask, now: Callable[[], int]) -> None:
         self.ask, self._now = ask, now
@@ -20,7 +20,7 @@ class ScriptedOutlet:
         self.error: Exception | None = None
         self.ends = 0
         self.raised: Sabotage | None = None
-        self._hurries = False
+        self._backpressure_disabled = False
         self._rng = random.Random(ask.number)
 
     # ---- the engine's side
@@ -39,15 +39,15 @@ class ScriptedOutlet:
         self.ends += 1
         self.error = error
 
-    def never_lag(self) -> None:
-        self._hurries = True
+    def disable_backpressure(self) -> None:
+        self._backpressure_disabled = True
 
     @property
     def ended(self) -> bool:
         return self.ends > 0
 
     @property
-    def lagging(self) -> bool:
+    def paused(self) -> bool:
         """A reader may catch up and fall behind again while the engine looks, so within a span this may flicker."""
         return self.in_span and not self.ended and not (self.ask.flickers and self._rng.random() < 0.5)
 
@@ -56,11 +56,11 @@ class ScriptedOutlet:
     @property
     def in_span(self) -> bool:
         """Whether its reader is away in this step, and that matters."""
-        return not self._hurries and any(begin <= self._now() < end for begin, end in self.ask.lags)
+        return not self._backpressure_disabled and any(begin <= self._now() < end for begin, end in self.ask.lags)
 
     @property
     def is_away(self) -> bool:
-        """Whether it is away in this step for sure, so that `lagging` said so whenever it was asked."""
+        """Whether it is away in this step for sure, so that `paused` said so whenever it was asked."""
         return self.in_span and not self.ask.flickers
 
     def tokens(self, index: int) -> tuple[int, ...]:
