@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint types bench bench-gpu kernels models clean
+.PHONY: help demo test test-all lint types bench bench-gpu kernels models clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -18,8 +18,14 @@ $(READY): pyproject.toml
 demo: $(READY)   ## conversations and branches share one pool, on the bundled model
 	$(BIN)/radixkv demo
 
-test: $(READY)   ## all tests, as many at once as there are cores (no network, no GPU)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
+
+test: $(READY)   ## the tests, the same examples every time; no network, no GPU; under three minutes on two cores
+	$(PYTEST) -m "not long"
+
+SEED := $(shell date +%s)
+test-all: $(READY) ## all tests, the long ones, too, with fresh examples; SEED=N repeats a run, SEED= takes the fixed ones
+	RADIXKV_SEED=$(SEED) $(PYTEST) $(if $(SEED),--hypothesis-seed=$(SEED))
 
 lint: $(READY)   ## style, format, and who may import whom
 	$(BIN)/ruff check .

@@ -99,7 +99,7 @@ def encoder(tokenizer: Any, seen: list[str] | None = None) -> Any:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXTS, piece=st.integers(1, 30))
 def test_it_is_never_more_than_there_are(name: str, text: str, piece: int) -> None:
     tokenizer = TOKENIZERS[name]()
@@ -173,7 +173,7 @@ def test_many_pieces_that_each_fit_are_refused_together() -> None:
         template.spliced(messages, {at: [65] for at in range(1, 100, 2)}, keep_thinking=True)
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=TEXTS)
 def test_what_fits_is_never_refused(text: str) -> None:
     messages = [{"role": "user", "content": text}]

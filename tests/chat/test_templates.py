@@ -27,7 +27,7 @@ from tests.chat.worlds import THINKING, byte_tokenizer, chat_engine
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"at": {"type": "string"}}}}]
 TOOLS_TEXT = '[{"type": "function", "function": {"name": "look", "parameters": {"at": {"type": "string"}}}}]'
 SYSTEM = "You are Mira."
-EXAMPLES = settings(max_examples=10, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=10, deadline=None)
 each_style = pytest.mark.parametrize("name", STYLES)
 
 WORDS = st.text("hello y?.,\n🎈é<|", min_size=1, max_size=12).map(lambda text: text.strip() or "?")

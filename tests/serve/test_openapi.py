@@ -47,7 +47,6 @@ def test_answers_are_as_documented(server, path: str, method: str, wrong: bool) 
         max_examples=20,
         deadline=None,
         database=None,
-        derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

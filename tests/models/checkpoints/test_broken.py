@@ -138,7 +138,7 @@ def test_a_folder_that_may_not_be_entered_is_an_input_error(
 
 
 @given(st.data())
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_that_is_cut_anywhere_is_refused(saved: Path, tmp_path: Path, data: st.DataObject) -> None:
     whole = (saved / "one" / "model.safetensors").read_bytes()
     folder = tmp_path / "cut"
@@ -149,7 +149,7 @@ def test_a_file_that_is_cut_anywhere_is_refused(saved: Path, tmp_path: Path, dat
 
 
 @given(st.data())
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_weights_that_are_missing_are_never_made_up(saved: Path, tmp_path: Path, data: st.DataObject) -> None:
     weights = load_file(saved / "one" / "model.safetensors")
     lost = data.draw(st.sets(st.sampled_from(sorted(weights)), min_size=1))

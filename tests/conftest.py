@@ -1,0 +1,37 @@
+"""Settings of every test run: which examples the tests try.
+
+By default they are fixed: the same in every run, in every process and whatever else was imported. `RADIXKV_SEED=N`
+draws fresh examples from that seed (`make test-all` does), and a failure then prints how to keep the example.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+
+SEED = os.environ.get("RADIXKV_SEED", "")
+KEEP = f"""\
+The examples of this run were fresh, drawn from seed {SEED}: `make test-all SEED={SEED}` repeats it.
+Keep each find as a fixed example, so that `make test` fails, too, until it is mended:
+  a property      add the arguments after "Falsifying example" to the test as @example(...)
+  a state machine write the printed steps as a test of their own
+  a life          add its seed to KEPT in tests/simulation/test_lives.py"""
+
+# Hypothesis mixes the constants of all imported modules of a project into its examples. The examples of a test would
+# then depend on the tests that ran before it in the same process, and on every edit of any module.
+assert callable(providers._get_local_constants), "Hypothesis finds constants elsewhere now: switch that off"
+providers._get_local_constants = providers.Constants  # an empty set of constants
+
+settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fresh", settings.get_profile("fixed"), derandomize=False, database=None)
+settings.load_profile("fresh" if SEED else "fixed")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """After failures with fresh examples, print how to keep them."""
+    if SEED and terminalreporter.stats.get("failed"):
+        terminalreporter.section("fresh examples")
+        terminalreporter.write_line(KEEP)
