@@ -1,17 +1,15 @@
 """An OpenAI-compatible server over one engine; `radixkv serve MODEL` runs it. Needs the extra `radixkv[serve]`.
 
-command.py        arguments to settings; server.py runs it on a socket, and ends it
-app.py            which path leads to which endpoint; openapi.py describes them, with openapi_requests.py and
-                  openapi_answers.py for bodies, made of json_schema.py
-service.py        what all endpoints share; settings.py what it is told, asking.py its requests
-chats.py          conversations; completions.py  texts and token ids
-schemas.py        bodies, checked; fields.py and messages.py do the reading
-reply.py          a reply taken apart; tagged_text.py  with its control tokens
-shapes.py         usage and log probabilities; stream.py  events
-conversations.py  what was said before, found again; history.py remembers it, in a tree of history_nodes.py
-auth.py           API keys to tenants, tenants to namespaces; limits.py  how much at once
-metrics.py        what Prometheus reads; request_watch.py counts it
-frame.py          request ids, the log, an answer whatever goes wrong; errors.py  in OpenAI's shape
+command.py        command-line options to settings; server.py runs the server on a socket and shuts it down
+app.py            routes; middleware.py adds request ids and the log; errors.py maps errors to responses
+access.py         API keys, namespaces, limits on streams and bodies; settings.py has the values
+schemas.py        request bodies, checked; fields.py reads single fields; openapi.py describes all of it
+service.py        objects and checks that endpoints share; submit.py starts requests on the engine
+chats.py          POST /v1/chat/completions; completions.py has /v1/completions and /tokenize
+reply.py          splits a reply into thinking, content and tool calls
+responses.py      usage, log probabilities, whole bodies and event streams
+conversations.py  prompts of conversations that begin as earlier ones ended; history.py remembers them
+metrics.py        Prometheus metrics; request_watch.py counts requests
 """
 
 try:

@@ -17,8 +17,8 @@ from radixkv.errors import EngineClosed, RadixKVError
 from radixkv.serve import chats, completions
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
-from radixkv.serve.frame import Frame
 from radixkv.serve.metrics import CONTENT_TYPE
+from radixkv.serve.middleware import Frame
 from radixkv.serve.openapi import document
 from radixkv.serve.service import Service
 from radixkv.serve.settings import Settings

@@ -20,16 +20,14 @@ from starlette.responses import Response
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.tool_call_formats import tool_names
 from radixkv.engine import AsyncHandle, Chunk, Completion
-from radixkv.serve import asking
+from radixkv.serve import submit
 from radixkv.serve.conversations import ChatPrompt
 from radixkv.serve.errors import about
 from radixkv.serve.fields import JsonObject
-from radixkv.serve.reply import Piece, ReplyReader
+from radixkv.serve.reply import Piece, ReplyReader, TaggedText
+from radixkv.serve.responses import DONE, EventStream, answer, data, streams, usage, whole
 from radixkv.serve.schemas import ChatRequest, read_chat
 from radixkv.serve.service import Service
-from radixkv.serve.shapes import answer, streams, usage
-from radixkv.serve.stream import DONE, EventStream, data, whole
-from radixkv.serve.tagged_text import TaggedText
 
 _NO_CONTENT = b'"content":""'
 
@@ -46,7 +44,7 @@ async def create(service: Service, request: Request) -> Response:
         prompt = await service.awaited(request, service.chat_prompt(caller, wanted.messages, wanted.tools))
         with about("messages"):
             timeout = service.time_left(request)
-            handle = await asking.begin(
+            handle = await submit.begin(
                 service, caller, asked, prompt.ids, inside, timeout=timeout, session=prompt.session
             )
         made = ChatAnswer(service, wanted, prompt, request.state.facts)

@@ -18,13 +18,12 @@ from starlette.responses import JSONResponse, Response
 from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.engine.input_processor import encode
 from radixkv.engine.request import TokenIds
-from radixkv.serve import asking
+from radixkv.serve import submit
 from radixkv.serve.errors import about
 from radixkv.serve.fields import JsonObject
+from radixkv.serve.responses import DONE, EventStream, answer, data, streams, usage, whole
 from radixkv.serve.schemas import CompletionRequest, TextOrIds, TokenizeRequest, read_completion, read_tokenize
 from radixkv.serve.service import Caller, Service
-from radixkv.serve.shapes import answer, streams, usage
-from radixkv.serve.stream import DONE, EventStream, data, whole
 
 
 async def create(service: Service, request: Request) -> Response:
@@ -39,7 +38,7 @@ async def create(service: Service, request: Request) -> Response:
         prompts = [await service.awaited(request, _encoded(service, prompt)) for prompt in wanted.prompts]
         with about("prompt"):
             handles = [
-                await asking.begin(service, caller, asked, ids, inside, timeout=service.time_left(request))
+                await submit.begin(service, caller, asked, ids, inside, timeout=service.time_left(request))
                 for ids in prompts
             ]
         made = CompletionAnswer(service, wanted, prompts, request.state.facts)
@@ -95,7 +94,7 @@ class CompletionAnswer:
         for index, offset in enumerate(self._offsets):
             if offset:
                 yield self._event(index, self._echoed[index // self._wanted.asked.params.n])
-        async with aclosing(asking.chunks(handles)) as chunks:
+        async with aclosing(submit.chunks(handles)) as chunks:
             async for prompt, chunk in chunks:
                 if chunk.text or chunk.finish_reason or chunk.logprobs:
                     yield self._of_chunk(prompt * self._wanted.asked.params.n + chunk.index, chunk)

@@ -1,17 +1,68 @@
-"""The OpenAPI document at /openapi.json: the endpoints, what may go wrong at each, and which headers have a meaning.
+"""The OpenAPI document at /openapi.json: endpoints, request bodies, responses, errors and headers.
 
-Knows: paths, statuses and headers. What bodies look like is in openapi_requests.py and openapi_answers.py; tests hold
-all of it against what the server does.
+Tests compare the document with the server's behaviour:
+schemas.py checks what is described here.
 """
 
 from __future__ import annotations
 
 from radixkv import __version__
-from radixkv.serve import openapi_answers, openapi_requests
-from radixkv.serve.auth import LONGEST_NAME, NAMESPACE_HEADER
+from radixkv.serve import schemas
+from radixkv.serve.access import LONGEST_NAME, NAMESPACE_HEADER
 from radixkv.serve.fields import JsonObject
-from radixkv.serve.json_schema import TEXT, ref
 from radixkv.serve.settings import Settings
+
+# ---- pieces of JSON schemas
+
+BOOLEAN: JsonObject = {"type": ["boolean", "null"]}
+STRING: JsonObject = {"type": ["string", "null"]}
+ANYTHING: JsonObject = {"description": "Taken, and without effect."}
+COUNT: JsonObject = {"type": "integer", "minimum": 0}
+TEXT: JsonObject = {"type": "string"}
+
+
+def obj(properties: JsonObject, *required: str) -> JsonObject:
+    """An object of these properties and no others."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def array(items: JsonObject, *, least: int = 0, most: int | None = None) -> JsonObject:
+    """A list."""
+    bounds = {} if most is None else {"maxItems": most}
+    return {"type": "array", "items": items, "minItems": least, **bounds}
+
+
+def maybe(schema: JsonObject) -> JsonObject:
+    """The schema, or null, which counts as absent."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def integer(low: int, high: int = schemas.BIGGEST) -> JsonObject:
+    """A whole number, or null."""
+    return {"type": ["integer", "null"], "minimum": low, "maximum": high}
+
+
+def number(low: float, high: float) -> JsonObject:
+    """A number."""
+    return {"type": "number", "minimum": low, "maximum": high}
+
+
+def ref(name: str) -> JsonObject:
+    """One of the document's own schemas."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def answer(properties: JsonObject, **optional: JsonObject) -> JsonObject:
+    """An object that has all of these properties, perhaps some of the optional ones, and may have more."""
+    return {"type": "object", "properties": {**properties, **optional}, "required": list(properties)}
+
+
+# ---- the document
 
 _ABOUT = """OpenAI's endpoints over one engine whose prefix cache can be seen.
 
@@ -22,7 +73,7 @@ Every answer has the request's id in `X-Request-Id`."""
 def document(model_name: str, settings: Settings) -> JsonObject:
     """The whole document, for a server of this model."""
     model = {"type": "string", "enum": [model_name], "description": "The model that this server has."}
-    chat, completion = openapi_requests.chat(model), openapi_requests.completion(model)
+    chat, completion = _chat_body(model), _completion_body(model)
     return {
         "openapi": "3.1.0",
         "info": {"title": "radixkv", "version": __version__, "description": _ABOUT},
@@ -30,7 +81,7 @@ def document(model_name: str, settings: Settings) -> JsonObject:
         "paths": {
             "/v1/chat/completions": _post("Continue a conversation", chat, "ChatCompletion", "ChatCompletionChunk"),
             "/v1/completions": _post("Continue texts", completion, "Completion", "CompletionChunk"),
-            "/tokenize": _post("Token ids of a text or of a conversation", openapi_requests.tokenize(model), "Tokens"),
+            "/tokenize": _post("Token ids of a text or of a conversation", _tokenize_body(model), "Tokens"),
             "/v1/models": _get("The model, as a list", _json("Models"), 401, 403),
             "/v1/models/{model}": _get("The model", _json("Model"), 401, 403, 404, parameters=[_IN_PATH]),
             "/health": _open(_get("Whether the engine answers", _json("Health"), 503)),
@@ -38,7 +89,7 @@ def document(model_name: str, settings: Settings) -> JsonObject:
             "/openapi.json": _open(_get("This document", {"application/json": {"schema": {"type": "object"}}})),
         },
         "components": {
-            "schemas": openapi_answers.schemas(),
+            "schemas": _answers(),
             "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -121,3 +172,211 @@ _WHY = {
     503: "The server is shutting down",
     504: "The request took longer than this server allows",
 }
+
+
+# ---- request bodies
+
+_NOT_EMPTY: JsonObject = {"type": "string", "minLength": 1}
+_CACHE_KEY: JsonObject = {
+    "type": ["string", "null"],
+    "maxLength": LONGEST_NAME,
+    "description": "A namespace of the cache within the API key's; X-RadixKV-Namespace goes before it.",
+}
+
+
+def _chat_body(model: JsonObject) -> JsonObject:
+    """POST /v1/chat/completions."""
+    fields = {
+        **_asked(model),
+        "messages": array(_message(), least=1),
+        "tools": maybe(array(_tool())),
+        "tool_choice": {"enum": ["auto", "none", None]},
+        "parallel_tool_calls": BOOLEAN,
+        "logprobs": BOOLEAN,
+        "top_logprobs": integer(0, schemas.MOST_TOP_LOGPROBS),
+        "max_tokens": integer(1),
+        "max_completion_tokens": integer(1),
+        "response_format": {"enum": [{"type": "text"}, None]},
+        "modalities": {"enum": [["text"], None]},
+        **{name: {"type": "null"} for name in schemas.NOT_OF_CHAT},
+    }
+    return obj(fields, "model", "messages")
+
+
+def _completion_body(model: JsonObject) -> JsonObject:
+    """POST /v1/completions."""
+    ids = array({"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, least=1)
+    prompts = array({"anyOf": [{"type": "string"}, ids]}, least=1, most=schemas.MOST_PROMPTS)
+    fields = {
+        **_asked(model),
+        "prompt": {"anyOf": [{"type": "string"}, ids, prompts]},
+        "echo": BOOLEAN,
+        "logprobs": integer(0, schemas.MOST_COMPLETION_LOGPROBS),
+        "max_tokens": integer(1),
+        "best_of": integer(1, schemas.MOST_N),
+        "suffix": {"type": "null"},
+    }
+    return obj(fields, "model", "prompt")
+
+
+def _tokenize_body(model: JsonObject) -> JsonObject:
+    """POST /tokenize."""
+    fields = {
+        "model": maybe(model),
+        "prompt": STRING,
+        "messages": maybe(array(_message(), least=1)),
+        "tools": maybe(array(_tool())),
+        "prompt_cache_key": _CACHE_KEY,
+    }
+    return obj(fields)
+
+
+def _asked(model: JsonObject) -> JsonObject:
+    """What chat and text completions share."""
+    options = obj({"include_usage": BOOLEAN, "include_obfuscation": BOOLEAN})
+    stop = {"type": "string", "minLength": 1, "maxLength": schemas.LONGEST_STOP}
+    stops = array(stop, most=schemas.MOST_STOPS)
+    bias = {"type": "object", "patternProperties": {"^[0-9]{1,10}$": number(-100, 100)}, "additionalProperties": False}
+    return {
+        "model": model,
+        "stream": BOOLEAN,
+        "stream_options": maybe(options),
+        "n": integer(1, schemas.MOST_N),
+        "temperature": maybe(number(0, 2)),
+        "top_p": maybe({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+        "top_k": integer(-1),
+        "min_p": maybe(number(0, 1)),
+        "repetition_penalty": maybe(number(0.01, 100)),
+        "presence_penalty": maybe(number(-2, 2)),
+        "frequency_penalty": maybe(number(-2, 2)),
+        "logit_bias": maybe(bias),
+        "seed": integer(-schemas.BIGGEST - 1),
+        "stop": maybe({"anyOf": [stop, stops]}),
+        "stop_token_ids": maybe(array({"type": "integer", "minimum": 0, "maximum": 2**31 - 1})),
+        "min_tokens": integer(0),
+        "ignore_eos": BOOLEAN,
+        "prompt_cache_key": _CACHE_KEY,
+        "store": {"enum": [False, None]},
+        "service_tier": {"enum": ["auto", "default", None]},
+        **dict.fromkeys(schemas.WITHOUT_EFFECT, ANYTHING),
+    }
+
+
+def _message() -> JsonObject:
+    named = {"name": STRING}
+    roles = [role for role in schemas.ROLES if role not in ("assistant", "tool")]
+    spoken = {"role": {"enum": roles}, "content": _content()}
+    answered = {"role": {"const": "tool"}, "content": _content(), "tool_call_id": _NOT_EMPTY}
+    return {
+        "anyOf": [
+            obj({**spoken, **named}, "role", "content"),
+            obj({**_said(), **named}, "role"),
+            obj({**answered, **named}, "role", "content", "tool_call_id"),
+        ]
+    }
+
+
+def _content() -> JsonObject:
+    hints = {"cache_control": ANYTHING, "annotations": ANYTHING}
+    parts = [obj({"type": {"const": kind}, kind: TEXT, **hints}, "type", kind) for kind in ("text", "refusal")]
+    return {"anyOf": [TEXT, array({"anyOf": parts})]}
+
+
+def _said() -> JsonObject:
+    """What an assistant said, as servers tell it and clients send it back."""
+    arguments = {"type": ["string", "object", "null"], "description": "JSON as a text, or the object itself."}
+    function = obj({"name": _NOT_EMPTY, "arguments": arguments}, "name")
+    kind = {"enum": ["function", None]}
+    call = obj({"id": _NOT_EMPTY, "type": kind, "function": function, "index": ANYTHING}, "id", "function")
+    return {
+        "role": {"const": "assistant"},
+        "content": maybe(_content()),
+        "tool_calls": maybe(array(call)),
+        "reasoning_content": STRING,
+        "refusal": STRING,
+        "annotations": {"type": ["array", "null"], **ANYTHING},
+        "audio": {"type": "null"},
+        "function_call": {"type": "null"},
+    }
+
+
+def _tool() -> JsonObject:
+    function = {
+        "name": {"type": "string", "pattern": f"^{schemas.TOOL_NAME}$"},
+        "description": STRING,
+        "parameters": {"type": ["object", "null"]},
+        "strict": BOOLEAN,
+    }
+    return obj({"type": {"const": "function"}, "function": obj(function, "name")}, "type", "function")
+
+
+# ---- responses
+
+_INDEX: JsonObject = {"type": "integer", "minimum": 0}
+_ENDS: JsonObject = {"enum": ["stop", "length", "tool_calls"]}
+
+
+def _answers() -> JsonObject:
+    """The schemas of all responses, by the names that `ref` takes."""
+    model = {"id": TEXT, "object": {"const": "model"}, "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT}
+    return {
+        "ChatCompletion": _whole("chat.completion", answer(_chat_choice())),
+        "ChatCompletionChunk": _chunk("chat.completion.chunk", answer(_chat_delta())),
+        "Completion": _whole("text_completion", answer(_text_choice(_ENDS))),
+        "CompletionChunk": _chunk("text_completion", answer(_text_choice(maybe(_ENDS)))),
+        "Usage": _usage(),
+        "Model": answer(model),
+        "Models": answer({"object": {"const": "list"}, "data": array(ref("Model"))}),
+        "Tokens": answer({"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)}),
+        "Health": answer({"status": {"const": "ok"}}),
+        "Error": answer({"error": answer({"message": TEXT, "type": TEXT, "param": STRING, "code": STRING})}),
+    }
+
+
+def _whole(kind: str, choice: JsonObject) -> JsonObject:
+    return answer({**_head(kind, choice), "usage": ref("Usage")})
+
+
+def _chunk(kind: str, choice: JsonObject) -> JsonObject:
+    """One event; the one with the usage, if it was asked for, has no choices."""
+    return answer(_head(kind, choice), usage=maybe(ref("Usage")))
+
+
+def _head(kind: str, choice: JsonObject) -> JsonObject:
+    return {"id": TEXT, "object": {"const": kind}, "created": COUNT, "model": TEXT, "choices": array(choice)}
+
+
+def _chat_choice() -> JsonObject:
+    call = answer({"id": TEXT, "type": {"const": "function"}, "function": _function()})
+    said = {"role": {"const": "assistant"}, "content": STRING, "refusal": {"type": "null"}}
+    message = answer(said, reasoning_content=TEXT, tool_calls=array(call, least=1))
+    return {"index": _INDEX, "message": message, "logprobs": maybe(_chat_logprobs()), "finish_reason": _ENDS}
+
+
+def _chat_delta() -> JsonObject:
+    """What was said since the last event of this choice: one of the fields, or none at its end."""
+    call = answer({"index": _INDEX, "id": TEXT, "type": {"const": "function"}, "function": _function()})
+    delta = answer({}, role={"const": "assistant"}, content=TEXT, reasoning_content=TEXT, tool_calls=array(call))
+    return {"index": _INDEX, "delta": delta, "logprobs": maybe(_chat_logprobs()), "finish_reason": maybe(_ENDS)}
+
+
+def _function() -> JsonObject:
+    return answer({"name": TEXT, "arguments": {"type": "string", "contentMediaType": "application/json"}})
+
+
+def _text_choice(ends: JsonObject) -> JsonObject:
+    numbers, offsets = array({"type": "number"}), array(COUNT)
+    top = array({"type": "object", "additionalProperties": {"type": "number"}})
+    logprobs = {"tokens": array(TEXT), "token_logprobs": numbers, "top_logprobs": top, "text_offset": offsets}
+    return {"index": _INDEX, "text": TEXT, "logprobs": maybe(answer(logprobs)), "finish_reason": ends}
+
+
+def _chat_logprobs() -> JsonObject:
+    token = {"token": TEXT, "logprob": {"type": "number"}, "bytes": maybe(array(COUNT))}
+    each = answer({**token, "top_logprobs": array(answer(token))})
+    return answer({"content": array(each), "refusal": {"type": "null"}})
+
+
+def _usage() -> JsonObject:
+    counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT)
+    return answer({**counts, "prompt_tokens_details": answer({"cached_tokens": COUNT})})

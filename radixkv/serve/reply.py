@@ -1,13 +1,12 @@
-"""A reply's text, taken apart while it comes: thinking, what is said, tool calls.
+"""Split a reply's text, as it arrives, into thinking, content and tool calls.
 
-Knows: that thinking stands in tags, or a model writes in channels. Knows no token, no JSON of a response and no HTTP,
-and not how channels and calls are written. Text is only held back while it may still turn out to be part of a tag or of
-a call, or white space before one.
+Text is held back only while it may still be the start of a tag or of a call, or white space before one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from radixkv.chat import thinking as in_channels
@@ -15,6 +14,31 @@ from radixkv.chat.messages import ToolCall
 from radixkv.chat.reply_parser import CallReader, Part
 from radixkv.chat.thinking import THINK_END, THINK_START, ChannelReader
 from radixkv.chat.tool_call_formats import HERMES, CallFormat
+from radixkv.engine import Chunk
+
+
+class TaggedText:
+    """Each tag stands where it was sampled, though text before it may come later: the engine holds back what may
+    begin a stop string. A tag behind the first letter of a stop string is as little shown as the rest.
+    """
+
+    def __init__(self, tags: Mapping[int, str]) -> None:
+        """Begin a stream; `tags` are texts by the ids that are left out."""
+        self._tags = tags
+        self._released = 0
+        self._waiting: deque[tuple[int, str]] = deque()  # where a tag stands in the text, and what it is
+
+    def push(self, chunk: Chunk) -> str:
+        """The text that a chunk releases, with its tags. O(its characters)."""
+        start, end = self._released, self._released + len(chunk.text)
+        self._waiting += [(end + chunk.held, tag) for token in chunk.token_ids if (tag := self._tags.get(token))]
+        parts, at = [], start
+        while self._waiting and self._waiting[0][0] <= end:
+            place, tag = self._waiting.popleft()
+            parts += [chunk.text[at - start : place - start], tag]
+            at = place
+        self._released = end
+        return "".join([*parts, chunk.text[at - start :]])
 
 
 @dataclass(frozen=True, slots=True)

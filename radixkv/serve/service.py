@@ -25,17 +25,15 @@ from radixkv.engine import Completion
 from radixkv.engine.input_processor import encode, template_text
 from radixkv.engine.request import TokenIds
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
-from radixkv.serve.auth import Auth, namespace
+from radixkv.serve.access import Auth, Gate, Place, namespace, read_body
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError, about
 from radixkv.serve.fields import JsonObject, parse_object
-from radixkv.serve.limits import Gate, Place, read_body
-from radixkv.serve.messages import written
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.reply import tags
+from radixkv.serve.responses import TokenTexts, first_of, gone, usage
+from radixkv.serve.schemas import written
 from radixkv.serve.settings import Settings
-from radixkv.serve.shapes import TokenTexts, usage
-from radixkv.serve.stream import first_of, gone
 
 Result = TypeVar("Result")
 _LARGE = 1 << 17  # bytes of JSON that take some milliseconds

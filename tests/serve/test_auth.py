@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 
 from radixkv.errors import InvalidInput
 from radixkv.serve import Settings
-from radixkv.serve.auth import NAMESPACE_HEADER, Auth, namespace
+from radixkv.serve.access import NAMESPACE_HEADER, Auth, namespace
 from radixkv.serve.command import read_keys
 from radixkv.serve.errors import ApiError
 from tests.serve.served import CHAT, says, served

@@ -15,10 +15,10 @@ import pytest
 
 from radixkv.cli.main import main
 from radixkv.errors import RequestTimedOut
-from radixkv.serve import Settings, limits
+from radixkv.serve import Settings, access
+from radixkv.serve.access import Gate
 from radixkv.serve.errors import ApiError
-from radixkv.serve.limits import Gate
-from radixkv.serve.messages import written
+from radixkv.serve.schemas import written
 from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, tokenizer, until
 
 SMALL = Settings(max_running=2, max_waiting=1)
@@ -158,7 +158,7 @@ def test_bodies_that_are_too_large():
 
 @pytest.mark.parametrize("length", ["Content-Length: 20000000", "Transfer-Encoding: chunked"])
 def test_who_still_sends_what_is_too_large_hears_so(length, monkeypatch):
-    monkeypatch.setattr(limits, "_LINGER", 20)
+    monkeypatch.setattr(access, "_LINGER", 20)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode()
     body = b" " * 20_000_000  # more than the sockets between take
     sent = body if "Length" in length else b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
@@ -168,7 +168,7 @@ def test_who_still_sends_what_is_too_large_hears_so(length, monkeypatch):
 
 
 def test_a_body_that_is_too_large_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(limits, "_LINGER", 0.05)
+    monkeypatch.setattr(access, "_LINGER", 0.05)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300\r\n"
     for rest in (b"\r\n{", b"Expect: 100-continue\r\n\r\n"):
         with hosted(Settings(max_body=200)) as host, socket.create_connection(("127.0.0.1", host.port), 20) as client:

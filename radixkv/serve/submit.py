@@ -1,8 +1,4 @@
-"""From a prompt and what was asked for to requests that run, and the chunks of several of them as they come.
-
-Knows: the engine's verbs, how long a prompt may be, and when a reply has no bound of its own. Knows no field and no
-shape of a response.
-"""
+"""Submit requests to the engine, and merge the chunks of several requests as they arrive."""
 
 from __future__ import annotations
 

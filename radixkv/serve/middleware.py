@@ -1,6 +1,6 @@
-"""What stands around every endpoint: a request id, one line of log, and an answer whatever goes wrong.
+"""Middleware around every endpoint: request ids, one log line per request, and an answer to every failure.
 
-Knows: ASGI. The log names a path, a status and numbers, never what was said, asked for or sent as a header.
+The log has a path, a status and numbers, never texts, parameters or headers of a request.
 """
 
 from __future__ import annotations
