@@ -18,9 +18,9 @@ from textual.pilot import Pilot
 from radixkv.telemetry.recording import read_recording
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.feed import Feed, Status
-from radixkv_monitor.screenshot import picture
+from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.state import State
-from radixkv_monitor.state_builder import Intake, Past
+from radixkv_monitor.state_builder import PastStates, StateBuilder
 from radixkv_monitor.theme import DARK, LIGHT
 from radixkv_monitor.timeline import Timeline
 
@@ -46,10 +46,10 @@ class Moment(Feed):
     title = "a recording"
 
     def __init__(self, path: Path = RECORDING, when: float | None = None) -> None:
-        self._intake = Intake(Timeline(inf, inf), seconds=inf)
+        self._intake = StateBuilder(Timeline(inf, inf), seconds=inf)
         self._intake.take(*read_recording(path))
         begin, end = self._intake.timeline.span or (0.0, 0.0)
-        self._shown = Past(self._intake).at(end if when is None else begin + when)
+        self._shown = PastStates(self._intake).at(end if when is None else begin + when)
         self.link = Status("live", begin)
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class Moment(Feed):
 
     def at(self, when: float) -> State | None:
         """A state of it."""
-        return Past(self._intake).at(when)
+        return PastStates(self._intake).at(when)
 
 
 async def settle(pilot: Pilot[Any]) -> None:
@@ -108,7 +108,7 @@ async def drawn(
         await settle(pilot)
         app._say_below()
         await settle(pilot)
-        return picture(app)
+        return screenshot(app)
 
 
 def draw(name: str) -> str:

@@ -20,18 +20,18 @@ from textual.theme import Theme
 from textual.widgets import ContentSwitcher
 from textual.widgets._toast import Toast
 
-from radixkv_monitor.dialogs import ExportScreen, HastyPalette, HelpScreen, key_name
+from radixkv_monitor.dialogs import ExportScreen, HelpScreen, SafeCommandPalette, key_name
 from radixkv_monitor.feed import Feed
-from radixkv_monitor.playback import Viewing
-from radixkv_monitor.screenshot import picture
-from radixkv_monitor.self_usage import FRAMES_PER_SECOND, Meter, Pace
-from radixkv_monitor.shutdown import has_shell, heed
+from radixkv_monitor.playback import Playback
+from radixkv_monitor.screenshot import screenshot
+from radixkv_monitor.self_usage import FRAMES_PER_SECOND, FrameLimiter, UsageMeter
+from radixkv_monitor.shutdown import exit_on_signals, has_shell
 from radixkv_monitor.state import State
 from radixkv_monitor.theme import DARK, LIGHT, THEMES
 from radixkv_monitor.views import VIEWS, Selected, Selection, View
 from radixkv_monitor.widgets.status_lines import Banner, BottomLine, TopLine
 
-STEP, LEAP = 5.0, 60.0
+SCRUB_STEP, SCRUB_LEAP = 5.0, 60.0
 """Seconds that the keys for the past go."""
 
 KEYS: tuple[Binding, ...] = (
@@ -41,10 +41,12 @@ KEYS: tuple[Binding, ...] = (
     ),
     Binding("question_mark", "help", "Help", tooltip="this help"),
     Binding("space", "freeze", "Freeze", tooltip="freeze the picture, or go on; a recording pauses"),
-    Binding("left_square_bracket", f"scrub({-STEP})", "Past", tooltip="5 seconds back: the last ten minutes are kept"),
-    Binding("right_square_bracket", f"scrub({STEP})", "forth", show=False, tooltip="5 seconds forth"),
-    Binding("left_curly_bracket", f"scrub({-LEAP})", "back", show=False, tooltip="a minute back"),
-    Binding("right_curly_bracket", f"scrub({LEAP})", "forth", show=False, tooltip="a minute forth"),
+    Binding(
+        "left_square_bracket", f"scrub({-SCRUB_STEP})", "Past", tooltip="5 seconds back: the last ten minutes are kept"
+    ),
+    Binding("right_square_bracket", f"scrub({SCRUB_STEP})", "forth", show=False, tooltip="5 seconds forth"),
+    Binding("left_curly_bracket", f"scrub({-SCRUB_LEAP})", "back", show=False, tooltip="a minute back"),
+    Binding("right_curly_bracket", f"scrub({SCRUB_LEAP})", "forth", show=False, tooltip="a minute forth"),
     Binding("less_than_sign", "speed(-1)", "slower", show=False, tooltip="play a recording more slowly"),
     Binding("greater_than_sign", "speed(1)", "faster", show=False, tooltip="play a recording faster"),
     Binding("b", "baseline", "Baseline", tooltip="count from now on; again: from the beginning"),
@@ -61,7 +63,7 @@ KEYS: tuple[Binding, ...] = (
 class MonitorApp(App[None]):
     """Shows what `feed` tells, beginning with the view `start_screen`.
 
-    With a `meter` also what that costs; with a `pace` no picture before that says so, but for keys.
+    With a `usage_meter` also what that costs; with a `frame_limiter` no picture before that says so, but for keys.
     """
 
     CSS_PATH = "app.tcss"
@@ -75,8 +77,8 @@ class MonitorApp(App[None]):
         *,
         sort: str | None = None,
         record_to: Path | None = None,
-        meter: Meter | None = None,
-        pace: Pace | None = None,
+        usage_meter: UsageMeter | None = None,
+        frame_limiter: FrameLimiter | None = None,
         theme: Theme = DARK,
     ) -> None:
         super().__init__()
@@ -84,10 +86,10 @@ class MonitorApp(App[None]):
         self.start_screen = start_screen
         self.sort = sort
         self._record_to = record_to
-        self.viewing = Viewing(feed)
+        self.playback = Playback(feed)
         self.selection = Selection()
         self.shown: State | None = None
-        self._meter, self._pace = meter, pace
+        self._usage_meter, self._frame_limiter = usage_meter, frame_limiter
         self._drawn: tuple[object, ...] = ()
         self._top = TopLine([(entry.name, entry.title) for entry in VIEWS])
         self._banner = Banner()
@@ -105,13 +107,13 @@ class MonitorApp(App[None]):
 
     async def on_mount(self) -> None:
         """Start to read and to draw."""
-        heed(self, self.feed.close)
+        exit_on_signals(self, self.feed.close)
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # the shell has drawn over it
         self.feed.start()
         await self.action_show(self.start_screen)
-        self.set_interval(0.5 / FRAMES_PER_SECOND, self._tick_in_time)
-        self.set_interval(1, self._say_below)
-        self.screen.bindings_updated_signal.subscribe(self, lambda _: self._say_below())
+        self.set_interval(0.5 / FRAMES_PER_SECOND, self._tick_if_due)
+        self.set_interval(1, self._update_bottom_line)
+        self.screen.bindings_updated_signal.subscribe(self, lambda _: self._update_bottom_line())
 
     def on_unmount(self) -> None:
         """Let the feed go."""
@@ -126,43 +128,43 @@ class MonitorApp(App[None]):
 
     # ---- drawing
 
-    def _tick_in_time(self) -> None:
+    def _tick_if_due(self) -> None:
         """Draw, unless that would be too often."""
-        if self._pace is None or self._pace.ready():
+        if self._frame_limiter is None or self._frame_limiter.ready():
             self.tick()
 
     def tick(self) -> None:
         """Draw, if anything differs from what is shown, or a second has passed."""
         if not self.is_running:  # the views are being taken down
             return
-        state = self.viewing.look()
-        self._say_around()
+        state = self.playback.state_to_draw()
+        self._update_frame()
         if state is None:
             return
         if self._record_to is not None:
             path, self._record_to = self._record_to, None
             self._write(path, self.feed.record)
-        key = (state.line, state.tick, state.stale, state.frozen, state.baseline, state.farewell, int(state.now))
+        key = (state.line, state.tick, state.stale, state.frozen, state.baseline, state.end_reason, int(state.now))
         if key != self._drawn:
             self._drawn, self.shown = key, state
-            if self._pace is not None:
-                self._pace.drawn()
+            if self._frame_limiter is not None:
+                self._frame_limiter.drawn()
             if self.view is not None:
                 self.view.update(state)
 
-    def _say_around(self) -> None:
+    def _update_frame(self) -> None:
         """The lines around the view, and its look."""
         facts = self.shown.facts if self.shown is not None else None
-        source = f"{facts.model} · pid {self._whose(facts.pid)}" if facts is not None else self.feed.title
-        self._top.say(source, self.viewing.link)
-        self._banner.say(*self.viewing.banner)
+        source = f"{facts.model} · pid {self._process_name(facts.pid)}" if facts is not None else self.feed.title
+        self._top.set_text(source, self.playback.link)
+        self._banner.set_text(*self.playback.banner)
         self.screen_stack[0].set_class(self.feed.status.link == "stale", "-stale")
 
-    def _whose(self, pid: int) -> str:
+    def _process_name(self, pid: int) -> str:
         """The process, and which of several engines of that: as in the picker."""
         return self.feed.peer if self.feed.peer.startswith(f"{pid}-") else str(pid)
 
-    def _say_below(self) -> None:
+    def _update_bottom_line(self) -> None:
         """Keys, the view's own first, and the cost."""
         first = self.screen_stack[0]
         if self.screen is not first:
@@ -173,8 +175,8 @@ class MonitorApp(App[None]):
             each.binding.action: each.binding for each in reversed(shown)
         }  # of several keys for one thing, the first
         keys = [(each.key_display or key_name(each.key), each) for each in reversed(once.values())]
-        cost = str(self._meter.read(self.feed.traffic)) if self._meter is not None else ""
-        self._bottom.say(keys, cost if self.size.width >= 120 else cost.partition(", ")[0])
+        cost = str(self._usage_meter.read(self.feed.traffic)) if self._usage_meter is not None else ""
+        self._bottom.set_text(keys, cost if self.size.width >= 120 else cost.partition(", ")[0])
 
     # ---- views
 
@@ -206,41 +208,41 @@ class MonitorApp(App[None]):
 
     def action_freeze(self) -> None:
         """Stop the picture, or let it go on; reading goes on in either case."""
-        self.viewing.freeze()
+        self.playback.freeze()
         self.tick()
 
     def action_scrub(self, seconds: float) -> None:
         """Go through what is remembered."""
-        self.viewing.scrub(seconds)
+        self.playback.scrub(seconds)
         self.tick()
 
     def action_speed(self, steps: int) -> None:
         """Play a recording faster or more slowly."""
-        if self.viewing.replay is None:
+        if self.playback.replay is None:
             self.notify("Only a recording has a speed: radixkv-monitor --replay FILE", severity="warning")
         else:
-            self.viewing.replay.faster(steps)
+            self.playback.replay.faster(steps)
             self.tick()
 
     def action_baseline(self) -> None:
         """Count deltas from here on."""
-        began = self.viewing.set_baseline()
+        began = self.playback.set_baseline()
         self.notify("Counting from now on; b: from the beginning" if began else "Counting from the beginning")
         self.tick()
 
     def action_record(self) -> None:
         """Begin to record, or stop."""
-        tape = self.feed.tape
-        if tape is not None and tape.running:
+        recording = self.feed.recording
+        if recording is not None and recording.running:
             self.feed.stop_recording()
-            self.notify(f"Recorded to {tape.path}")
+            self.notify(f"Recorded to {recording.path}")
         else:
-            self._write(_fresh("recording", "rec"), self.feed.record)
-        self._say_around()
+            self._write(_new_path("recording", "rec"), self.feed.record)
+        self._update_frame()
 
     def action_save(self) -> None:
         """Write the last minutes to a file, as a recording."""
-        self._write(_fresh("past", "rec"), self.feed.save)
+        self._write(_new_path("past", "rec"), self.feed.save)
 
     def action_export(self) -> None:
         """Ask for a format, and write a file."""
@@ -274,8 +276,8 @@ class MonitorApp(App[None]):
 
     def action_command_palette(self) -> None:
         """Open the palette, unless it is open."""
-        if not isinstance(self.screen, HastyPalette):
-            self.push_screen(HastyPalette(id="--command-palette"))
+        if not isinstance(self.screen, SafeCommandPalette):
+            self.push_screen(SafeCommandPalette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The palette: Textual's own, every view, and every key that does something at once."""
@@ -300,14 +302,14 @@ class MonitorApp(App[None]):
         if kind == "svg":
             # The dialog, and what was said of the file before, are still on screen: the picture is taken without them.
             await self.screen_stack[0].query(Toast).remove()
-            self.call_after_refresh(lambda: self._write(_fresh(str(view.id), "svg"), self._write_svg))
+            self.call_after_refresh(lambda: self._write(_new_path(str(view.id), "svg"), self._write_svg))
         else:
             table = view.export()
             text = table.to_json() if kind == "json" else table.to_csv()
-            self._write(_fresh(table.name, kind), lambda path: path.write_text(text, encoding="utf-8"))
+            self._write(_new_path(table.name, kind), lambda path: path.write_text(text, encoding="utf-8"))
 
     def _write_svg(self, path: Path) -> None:
-        path.write_text(picture(self), encoding="utf-8")
+        path.write_text(screenshot(self), encoding="utf-8")
 
     def _write(self, path: Path, write: Callable[[Path], object]) -> None:
         """Write a new file, and say so; or say why not."""
@@ -319,7 +321,7 @@ class MonitorApp(App[None]):
             self.notify(f"{path}", title="Recording to" if write == self.feed.record else "Written")
 
 
-def _fresh(name: str, kind: str) -> Path:
+def _new_path(name: str, kind: str) -> Path:
     """A path in the current folder at which nothing is yet."""
     stem = f"radixkv-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (f"{stem}{f'-{number}' if number else ''}.{kind}" for number in range(1_000_000))

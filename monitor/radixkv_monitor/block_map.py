@@ -20,7 +20,7 @@ from radixkv.telemetry.records import NodeRecord, SequenceRecord
 FREE, CACHED, ACTIVE, PRIVATE, PINNED = range(5)
 """States of a block. Cached: in the tree, held by nobody. Private: of a sequence, not in the tree (yet)."""
 
-NOBODY = 0
+NO_OWNER = 0
 """The slot of no owner."""
 
 
@@ -47,10 +47,10 @@ class BlockMap:
         self.pinned = np.zeros(num_blocks, np.bool_)
         self.slots: dict[Owner, int] = {}
         self._owner: list[Owner] = [0]  # slot -> owner; 0 is nobody
-        self._spare: list[int] = []
+        self._free_slots: list[int] = []
         self._claims: dict[Owner, Claim] = {}
         self._private: set[int] = set()  # slots of sequences
-        self._several: dict[int, list[int]] = {}  # block -> slots of its owners, where there are two or more
+        self._shared: dict[int, list[int]] = {}  # block -> slots of its owners, where there are two or more
         self.pin_ends: set[int] = set()  # nodes at which a pin ends
 
     # ---- telling it what changed
@@ -73,13 +73,13 @@ class BlockMap:
         changed: dict[Owner, Claim | None] = {}
         for number in some_nodes:
             node = nodes.get(number)
-            _note(changed, number, before.get(number), None if node is None else _claim_of_node(node))
+            _compare(changed, number, before.get(number), None if node is None else _claim_of_node(node))
             self._note_pins(number, node)
         for number in some_sequences:
             sequence = sequences.get(number)
-            _note(changed, -number, before.get(-number), None if sequence is None else _claim_of_sequence(sequence))
-        self._leave([owner for owner in changed if owner in before])
-        self._join({owner: claim for owner, claim in changed.items() if claim is not None})
+            _compare(changed, -number, before.get(-number), None if sequence is None else _claim_of_sequence(sequence))
+        self._remove_owners([owner for owner in changed if owner in before])
+        self._add_owners({owner: claim for owner, claim in changed.items() if claim is not None})
         self._mark_pinned(nodes)
 
     def _note_pins(self, number: int, node: NodeRecord | None) -> None:
@@ -88,7 +88,7 @@ class BlockMap:
         else:
             self.pin_ends.discard(number)
 
-    def _leave(self, owners: list[Owner]) -> None:
+    def _remove_owners(self, owners: list[Owner]) -> None:
         """These owners let go of all their blocks, and lose their slots."""
         if not owners:
             return
@@ -97,31 +97,31 @@ class BlockMap:
         blocks, of = self._expand(claims, slots)
         held, _ = self._expand([claim for claim in claims if claim.holds], [0] * len(claims))
         alone = self.owners[blocks] == 1
-        self.tip[blocks[alone]] = NOBODY
+        self.tip[blocks[alone]] = NO_OWNER
         np.subtract.at(self.owners, blocks, 1)
         np.subtract.at(self.holding, held, 1)
         for block, slot in zip(blocks[~alone].tolist(), of[~alone].tolist(), strict=True):
-            self._leave_shared(block, slot)
+            self._remove_shared_owner(block, slot)
         for owner, slot in zip(owners, slots, strict=True):
             del self._claims[owner]
             self._owner[slot] = 0
             self._private.discard(slot)
-        self._spare += slots
+        self._free_slots += slots
 
-    def _leave_shared(self, block: int, slot: int) -> None:
-        others = self._several.get(block, [])
+    def _remove_shared_owner(self, block: int, slot: int) -> None:
+        others = self._shared.get(block, [])
         if slot in others:
             others.remove(slot)
         if len(others) < 2:
-            self._several.pop(block, None)
+            self._shared.pop(block, None)
         self.tip[block] = self._deepest(others)
 
-    def _join(self, claims: dict[Owner, Claim]) -> None:
+    def _add_owners(self, claims: dict[Owner, Claim]) -> None:
         """These owners take their blocks, and slots."""
         if not claims:
             return
         self._claims |= claims
-        slots = [self._seat(owner) for owner in claims]
+        slots = [self._assign_slot(owner) for owner in claims]
         blocks, of = self._expand(list(claims.values()), slots)
         held, _ = self._expand([claim for claim in claims.values() if claim.holds], [0] * len(claims))
         np.add.at(self.owners, blocks, 1)
@@ -129,22 +129,22 @@ class BlockMap:
         alone = self.owners[blocks] == 1
         self.tip[blocks[alone]] = of[alone]
         for block, slot in zip(blocks[~alone].tolist(), of[~alone].tolist(), strict=True):
-            self._join_shared(block, slot)
+            self._add_shared_owner(block, slot)
 
-    def _join_shared(self, block: int, slot: int) -> None:
-        others = self._several.get(block)
+    def _add_shared_owner(self, block: int, slot: int) -> None:
+        others = self._shared.get(block)
         if others is None:
             tip = int(self.tip[block])
-            others = self._several[block] = [] if tip == NOBODY else [tip]
+            others = self._shared[block] = [] if tip == NO_OWNER else [tip]
         others.append(slot)
         self.tip[block] = self._deepest(others)
 
     def _deepest(self, slots: list[int]) -> int:
-        return max(slots, key=lambda slot: self._claims[self._owner[slot]].depth, default=NOBODY)
+        return max(slots, key=lambda slot: self._claims[self._owner[slot]].depth, default=NO_OWNER)
 
-    def _seat(self, owner: Owner) -> int:
-        if self._spare:
-            slot = self._spare.pop()
+    def _assign_slot(self, owner: Owner) -> int:
+        if self._free_slots:
+            slot = self._free_slots.pop()
             self._owner[slot] = owner
         else:
             slot = len(self._owner)
@@ -192,13 +192,13 @@ class BlockMap:
         return private
 
     def states(self, first: int = 0, end: int | None = None) -> npt.NDArray[np.uint8]:
-        """The state of every block, or of some. O(blocks asked for)."""
-        some = slice(first, end)
-        owners, holding = self.owners[some], self.holding[some]
+        """The state of every block, or of part. O(blocks asked for)."""
+        part = slice(first, end)
+        owners, holding = self.owners[part], self.holding[part]
         states = np.full(len(owners), CACHED, np.uint8)
         states[holding > 0] = ACTIVE
-        states[self.private()[self.tip[some]]] = PRIVATE
-        states[self.pinned[some] & (owners > 0)] = PINNED
+        states[self.private()[self.tip[part]]] = PRIVATE
+        states[self.pinned[part] & (owners > 0)] = PINNED
         states[owners == 0] = FREE
         return states
 
@@ -208,7 +208,7 @@ class BlockMap:
 
     def all_owners(self, block: int) -> list[Owner]:
         """Everyone whose block it is, the tip first."""
-        slots = self._several.get(block)
+        slots = self._shared.get(block)
         if slots is None:
             owner = self.owner(block)
             return [] if owner is None else [owner]
@@ -226,7 +226,7 @@ def is_node(owner: Owner) -> bool:
     return owner > 0
 
 
-def _note(changed: dict[Owner, Claim | None], owner: Owner, old: Claim | None, new: Claim | None) -> None:
+def _compare(changed: dict[Owner, Claim | None], owner: Owner, old: Claim | None, new: Claim | None) -> None:
     if new != old:
         changed[owner] = new
 

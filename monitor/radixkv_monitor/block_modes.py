@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor import theme
-from radixkv_monitor.block_map import NOBODY, BlockMap, Owner, count_blocks, is_node
-from radixkv_monitor.session_tracker import SHARED, UNKNOWN, SessionsSeen, path
+from radixkv_monitor.block_map import NO_OWNER, BlockMap, Owner, count_blocks, is_node
+from radixkv_monitor.session_tracker import SHARED, UNKNOWN, SessionTracker, path
 from radixkv_monitor.state import State
 from radixkv_monitor.theme import Shade
 
@@ -28,7 +28,7 @@ MOST_PINS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class LegendEntry:
     """What a level stands for."""
 
     name: str
@@ -36,12 +36,12 @@ class Meaning:
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class ColourMode:
     """One way to look at blocks: a level for each, and then what these levels mean."""
 
     name: str
     levels: Callable[[Blocks], Levels]
-    legend: Callable[[Blocks], tuple[Meaning, ...]]
+    legend: Callable[[Blocks], tuple[LegendEntry, ...]]
 
 
 class Blocks:
@@ -50,8 +50,8 @@ class Blocks:
     def __init__(self) -> None:
         self.map = BlockMap(0, 1)
         self.state: State | None = None
-        self.sessions = SessionsSeen()
-        self.letters: list[int | None] = [None] * len(theme.SESSIONS)  # which session has which shade
+        self.sessions = SessionTracker()
+        self.session_shades: list[int | None] = [None] * len(theme.SESSIONS)  # which session has which shade
 
     def update(self, state: State) -> None:
         """Look at this state. O(touched since the last one + depth of open sequences), or O(all) behind a gap."""
@@ -66,9 +66,9 @@ class Blocks:
         self.state = state
         self.sessions.update(state)
 
-    def per_slot(self, values: Callable[[Owner], float], nobody: float) -> npt.NDArray[np.float64]:
+    def per_slot(self, values: Callable[[Owner], float], default: float) -> npt.NDArray[np.float64]:
         """A value for each slot of the map. O(owners)."""
-        array = np.full(self.map.capacity, nobody)
+        array = np.full(self.map.capacity, default)
         slots = self.map.slots
         array[np.fromiter(slots.values(), np.intp, len(slots))] = [values(owner) for owner in slots]
         return array
@@ -88,8 +88,8 @@ class Blocks:
                 through[node] = through.get(node, 0) + count
         readers = np.zeros(shown.capacity, np.int64)
         for node, count in through.items():
-            readers[shown.slots.get(node, NOBODY)] = count
-        readers[NOBODY] = 0
+            readers[shown.slots.get(node, NO_OWNER)] = count
+        readers[NO_OWNER] = 0
         counts = readers[shown.tip]
         private = shown.private()[shown.tip]
         counts[private] = shown.owners[private]
@@ -139,7 +139,7 @@ def _state_levels(blocks: Blocks) -> Levels:
 
 
 _STATES = tuple(
-    Meaning(name, shade)
+    LegendEntry(name, shade)
     for name, shade in zip(
         STATE_NAMES,
         (theme.FREE, theme.CACHED, theme.ACTIVE, theme.PRIVATE, theme.PINNED),
@@ -160,10 +160,10 @@ def _age_levels(blocks: Blocks) -> Levels:
 
 
 _AGES = (
-    Meaning("free", theme.FREE),
-    Meaning("held now", theme.ACTIVE),
+    LegendEntry("free", theme.FREE),
+    LegendEntry("held now", theme.ACTIVE),
     *(
-        Meaning(name, shade)
+        LegendEntry(name, shade)
         for name, shade in zip(("< 10 s", "< 1 min", "< 10 min", "< 1 h", "older"), theme.AGES, strict=True)
     ),
 )
@@ -178,10 +178,10 @@ def _reference_levels(blocks: Blocks) -> Levels:
 
 
 _REFERENCES = (
-    Meaning("free", theme.FREE),
-    Meaning("nobody", theme.UNKNOWN),
+    LegendEntry("free", theme.FREE),
+    LegendEntry("nobody", theme.UNKNOWN),
     *(
-        Meaning(name, shade)
+        LegendEntry(name, shade)
         for name, shade in zip(("1 reader", "2", "3-4", "5-8", "9 or more"), theme.REFERENCES, strict=True)
     ),
 )
@@ -195,44 +195,44 @@ def _session_levels(blocks: Blocks) -> Levels:
     sizes: dict[int, int] = {}
     for slot in slots.values():
         sizes[int(sessions[slot])] = sizes.get(int(sessions[slot]), 0) + int(size[slot])
-    _give_shades(blocks.letters, sizes)
+    _assign_shades(blocks.session_shades, sizes)
     level = {UNKNOWN: 1, SHARED: 2}
-    level |= {session: 4 + place for place, session in enumerate(blocks.letters) if session is not None}
+    level |= {session: 4 + place for place, session in enumerate(blocks.session_shades) if session is not None}
     by_slot = np.array([level.get(session, 3) for session in sessions.tolist()], np.uint8)
-    by_slot[NOBODY] = 0
+    by_slot[NO_OWNER] = 0
     levels: Levels = by_slot[blocks.map.tip]
     return levels
 
 
-def _give_shades(letters: list[int | None], sizes: dict[int, int]) -> None:
+def _assign_shades(session_shades: list[int | None], sizes: dict[int, int]) -> None:
     """The largest sessions get the shades that are free; a session keeps its own as long as it has blocks."""
-    for place, session in enumerate(letters):
+    for place, session in enumerate(session_shades):
         if session is not None and not sizes.get(session):
-            letters[place] = None
-    waiting = sorted((s for s in sizes if s >= 0 and s not in letters), key=lambda s: (-sizes[s], s))
-    for place, session in enumerate(letters):
+            session_shades[place] = None
+    waiting = sorted((s for s in sizes if s >= 0 and s not in session_shades), key=lambda s: (-sizes[s], s))
+    for place, session in enumerate(session_shades):
         if session is None and waiting:
-            letters[place] = waiting.pop(0)
+            session_shades[place] = waiting.pop(0)
 
 
-def _session_legend(blocks: Blocks) -> tuple[Meaning, ...]:
+def _session_legend(blocks: Blocks) -> tuple[LegendEntry, ...]:
     return (
-        Meaning("free", theme.FREE),
-        Meaning("nobody's", theme.UNKNOWN),
-        Meaning("several", theme.SHARED),
-        Meaning("others", theme.OTHERS),
+        LegendEntry("free", theme.FREE),
+        LegendEntry("nobody's", theme.UNKNOWN),
+        LegendEntry("several", theme.SHARED),
+        LegendEntry("others", theme.OTHERS),
         *(
-            Meaning("-" if session is None else f"session {session}", shade)
-            for session, shade in zip(blocks.letters, theme.SESSIONS, strict=True)
+            LegendEntry("-" if session is None else f"session {session}", shade)
+            for session, shade in zip(blocks.session_shades, theme.SESSIONS, strict=True)
         ),
     )
 
 
 MODES = (
-    Mode("state", _state_levels, lambda _: _STATES),
-    Mode("age", _age_levels, lambda _: _AGES),
-    Mode("references", _reference_levels, lambda _: _REFERENCES),
-    Mode("session", _session_levels, _session_legend),
+    ColourMode("state", _state_levels, lambda _: _STATES),
+    ColourMode("age", _age_levels, lambda _: _AGES),
+    ColourMode("references", _reference_levels, lambda _: _REFERENCES),
+    ColourMode("session", _session_levels, _session_legend),
 )
 
 

@@ -125,7 +125,7 @@ def _feed(arguments: argparse.Namespace) -> Any:
         return feed_factory.feed_of(str(target), arguments.token)
     found = engines()
     if not found:
-        raise EngineNotFound(feed_factory.NOBODY)
+        raise EngineNotFound(feed_factory.NO_ENGINE)
     if len(found) == 1:
         return feed_factory.feed_of_found(found[0])
     lines = [feed_factory.describe(each, time.time()) for each in found]
@@ -142,7 +142,7 @@ def _feed(arguments: argparse.Namespace) -> Any:
 
 def _draw(feed: Any, arguments: argparse.Namespace) -> int:
     from radixkv_monitor.app import MonitorApp
-    from radixkv_monitor.self_usage import Meter, Pace
+    from radixkv_monitor.self_usage import FrameLimiter, UsageMeter
     from radixkv_monitor.theme import DARK, LIGHT
 
     theme = LIGHT if arguments.theme == "light" else DARK
@@ -151,8 +151,8 @@ def _draw(feed: Any, arguments: argparse.Namespace) -> int:
         arguments.view,
         sort=arguments.sort,
         record_to=arguments.record,
-        meter=Meter(),
-        pace=Pace(),
+        usage_meter=UsageMeter(),
+        frame_limiter=FrameLimiter(),
         theme=theme,
     )
     app.run()

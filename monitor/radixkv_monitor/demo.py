@@ -30,18 +30,18 @@ LEAP = 60.0
 
 
 @dataclass(eq=False)
-class _Turn:
+class _Request:
     """A request of the demo."""
 
     record: RequestRecord
-    talk: Conversation
+    conversation: Conversation
     prompt: array[int]
     answers: list[array[int]]
-    patience: int | None
+    stop_after: int | None
     sequences: list[Sequence] = field(default_factory=list)
     computed: int = 0  # tokens of the prompt that are committed
     reached: int = 0  # how far it was ever, so that what is computed again is told apart
-    said: int = 0  # tokens of each answer that are sampled; the last one has no KV yet
+    sampled: int = 0  # tokens of each answer that are sampled; the last one has no KV yet
 
     @property
     def prefills(self) -> bool:
@@ -51,17 +51,17 @@ class _Turn:
     @property
     def stopped(self) -> bool:
         """Whether somebody has heard enough of it."""
-        return self.patience is not None and self.said >= self.patience
+        return self.stop_after is not None and self.sampled >= self.stop_after
 
     def missing(self, index: int) -> array[int]:
         """The tokens of an answer that are sampled and have no KV."""
-        if self.said >= len(self.answers[index]):
+        if self.sampled >= len(self.answers[index]):
             return array("i")
-        return self.answers[index][self.sequences[index].length - len(self.prompt) : self.said]
+        return self.answers[index][self.sequences[index].length - len(self.prompt) : self.sampled]
 
-    def heard(self) -> int:
+    def sampled_tokens(self) -> int:
         """Tokens of all answers that are sampled."""
-        return sum(min(self.said, len(answer)) for answer in self.answers)
+        return sum(min(self.sampled, len(answer)) for answer in self.answers)
 
 
 class DemoSource:
@@ -95,9 +95,9 @@ class DemoSource:
         self._cache = PrefixCache(num_blocks, 16, clock=lambda: self._now)
         self._recorder.attach(self._cache)
         self._workload = Workload(seed, sessions, started)
-        self._waiting: deque[_Turn] = deque()
-        self._running: list[_Turn] = []
-        self._batch: list[tuple[_Turn, int]] = []
+        self._waiting: deque[_Request] = deque()
+        self._running: list[_Request] = []
+        self._batch: list[tuple[_Request, int]] = []
         self._takes, self._ends = 0.0, started
         self._pins: dict[bytes, Pin] = {}
         self._counts = dict.fromkeys(
@@ -112,10 +112,10 @@ class DemoSource:
         """Live until `now`; a leap of more than a minute is cut to one."""
         self._now = max(self._now, now - LEAP)
         while self._now < now:
-            self._live(now)
-        for turn in self._running:
-            if turn.record.output_tokens < (heard := turn.heard()):
-                self._tell(turn, output_tokens=heard)
+            self._advance(now)
+        for request in self._running:
+            if request.record.output_tokens < (sampled_tokens := request.sampled_tokens()):
+                self._publish(request, output_tokens=sampled_tokens)
         changes = self._recorder.collect(self._stats(), self._owners())
         # What telling has cost is nothing of the story: there is no thread of an engine that it could be a share of.
         return replace(changes, stats={name: each for name, each in changes.stats.items() if name != "monitor_ns"})
@@ -123,9 +123,9 @@ class DemoSource:
     def _owners(self) -> dict[int, tuple[int, int]]:
         """Whose each open sequence is."""
         return {
-            sequence.id: (turn.record.number, index)
-            for turn in self._running
-            for index, sequence in enumerate(turn.sequences)
+            sequence.id: (request.record.number, index)
+            for request in self._running
+            for index, sequence in enumerate(request.sequences)
         }
 
     def _stats(self) -> dict[str, float]:
@@ -140,10 +140,10 @@ class DemoSource:
 
     # ---- the made-up engine's step
 
-    def _live(self, until: float) -> None:
+    def _advance(self, until: float) -> None:
         """Until a step ends, or somebody comes to an idle engine, or `until`."""
-        for when, talk in self._workload.due(self._now):
-            self._submit(talk, when)
+        for when, conversation in self._workload.due(self._now):
+            self._submit(conversation, when)
         if not self._batch:
             self._admit()
             self._schedule()
@@ -156,39 +156,39 @@ class DemoSource:
     def _schedule(self) -> None:
         """Begin a step: who answers first, then prompts as far as there is room."""
         room = MAX_BATCH_TOKENS
-        for turn in sorted(self._running, key=lambda each: each.prefills):
-            wanted = len(turn.prompt) - turn.computed if turn.prefills else len(turn.answers)
+        for request in sorted(self._running, key=lambda each: each.prefills):
+            wanted = len(request.prompt) - request.computed if request.prefills else len(request.answers)
             tokens = min(wanted, CHUNK, room)
             if tokens:
-                self._batch.append((turn, tokens))
+                self._batch.append((request, tokens))
                 room -= tokens
         self._takes = STEP_SECONDS + (MAX_BATCH_TOKENS - room) / TOKENS_PER_SECOND
         self._ends = self._now + self._takes
 
-    def _run(self, batch: list[tuple[_Turn, int]]) -> None:
+    def _run(self, batch: list[tuple[_Request, int]]) -> None:
         """The end of a step: what it computed is there."""
         self._counts["steps"] += 1
         self._step_seconds += self._takes
-        for turn, tokens in batch:
-            if turn not in self._running:
+        for request, tokens in batch:
+            if request not in self._running:
                 continue  # it gave way to one before it
-            if turn.prefills:
-                self._prefill(turn, tokens)
+            if request.prefills:
+                self._prefill(request, tokens)
             else:
-                self._decode(turn)
+                self._decode(request)
 
-    def _submit(self, talk: Conversation, when: float) -> None:
-        prompt, answers = talk.ask(), talk.answers()
+    def _submit(self, conversation: Conversation, when: float) -> None:
+        prompt, answers = conversation.ask(), conversation.answers()
         self._requests += 1
         record = RequestRecord(
             number=self._requests,
             phase="waiting",
-            session=talk.number,
-            namespace=talk.namespace,
+            session=conversation.number,
+            namespace=conversation.namespace,
             priority=0,
             streams=len(answers),
             prompt_tokens=len(prompt),
-            max_tokens=talk.kind.answers[1],
+            max_tokens=conversation.kind.answers[1],
             cached_tokens=0,
             computed_tokens=0,
             recomputed_tokens=0,
@@ -197,42 +197,42 @@ class DemoSource:
             coalesced=False,
             submitted=when,
         )
-        turn = _Turn(record, talk, prompt, answers, talk.patience())
-        self._waiting.append(turn)
-        self._tell(turn)
-        self._count_session(turn, requests=1, live=1)
+        request = _Request(record, conversation, prompt, answers, conversation.stop_after())
+        self._waiting.append(request)
+        self._publish(request)
+        self._count_session(request, requests=1, live=1)
 
     def _admit(self) -> None:
         while self._waiting:
-            turn = self._waiting[0]
-            streams = turn.record.streams + sum(each.record.streams for each in self._running)
+            request = self._waiting[0]
+            streams = request.record.streams + sum(each.record.streams for each in self._running)
             room = self._cache.free_blocks + self._cache.evictable_blocks
             if self._running and (
-                streams > MAX_SEQUENCES or room < len(turn.prompt) // 16 + 2 * (len(self._running) + 1)
+                streams > MAX_SEQUENCES or room < len(request.prompt) // 16 + 2 * (len(self._running) + 1)
             ):
                 return
             self._waiting.popleft()
-            self._open(turn)
+            self._open(request)
 
-    def _open(self, turn: _Turn) -> None:
-        limit = len(turn.prompt) - 1  # the last token is always computed: its logits are what is asked for
-        why = self._cache.explain(turn.prompt, turn.talk.namespace, limit)
-        again = turn.record.preemptions > 0
+    def _open(self, request: _Request) -> None:
+        limit = len(request.prompt) - 1  # the last token is always computed: its logits are what is asked for
+        why = self._cache.explain(request.prompt, request.conversation.namespace, limit)
+        again = request.record.preemptions > 0
         sequence = self._cache.open(
-            turn.prompt, turn.talk.namespace, limit=limit, purpose="resume" if again else "request"
+            request.prompt, request.conversation.namespace, limit=limit, purpose="resume" if again else "request"
         )
-        turn.sequences, turn.computed = [sequence], sequence.length
-        self._running.append(turn)
-        gained, turn.reached = max(0, sequence.length - turn.reached), max(sequence.length, turn.reached)
+        request.sequences, request.computed = [sequence], sequence.length
+        self._running.append(request)
+        gained, request.reached = max(0, sequence.length - request.reached), max(sequence.length, request.reached)
         if again:
             self._counts["cached_tokens"] += gained  # somebody else computed what it would have
-            self._tell(turn, phase="prefill", cached_tokens=turn.record.cached_tokens + gained)
+            self._publish(request, phase="prefill", cached_tokens=request.record.cached_tokens + gained)
             return
-        self._counts["prompt_tokens"] += len(turn.prompt)
+        self._counts["prompt_tokens"] += len(request.prompt)
         self._counts["cached_tokens"] += sequence.length
         full = sequence.length == limit
-        self._tell(
-            turn,
+        self._publish(
+            request,
             phase="prefill",
             cached_tokens=sequence.length,
             admitted=self._now,
@@ -242,42 +242,42 @@ class DemoSource:
             miss_evicted_ago=why.evicted_ago,
             miss_pressure=why.pressure,
         )
-        self._count_session(turn, prompt_tokens=len(turn.prompt), cached_tokens=sequence.length)
+        self._count_session(request, prompt_tokens=len(request.prompt), cached_tokens=sequence.length)
 
-    def _prefill(self, turn: _Turn, tokens: int) -> None:
-        chunk = turn.prompt[turn.computed : turn.computed + tokens]
-        if not self._extend(turn, turn.sequences[0], chunk):
+    def _prefill(self, request: _Request, tokens: int) -> None:
+        chunk = request.prompt[request.computed : request.computed + tokens]
+        if not self._extend(request, request.sequences[0], chunk):
             return
-        turn.computed += len(chunk)
-        new = max(0, turn.computed - turn.reached)
-        turn.reached += new
+        request.computed += len(chunk)
+        new = max(0, request.computed - request.reached)
+        request.reached += new
         self._counts["computed_tokens"] += new
-        self._count_again(turn, len(chunk) - new, computed_tokens=turn.record.computed_tokens + new)
-        if not turn.prefills:
-            turn.sequences += [turn.sequences[0].fork() for _ in turn.answers[1:]]
-            self._pin(turn.talk)
-            first = self._now if turn.record.first_token is None else turn.record.first_token
-            self._tell(turn, phase="decode", first_token=first)
-            self._say(turn)
+        self._count_recomputed(request, len(chunk) - new, computed_tokens=request.record.computed_tokens + new)
+        if not request.prefills:
+            request.sequences += [request.sequences[0].fork() for _ in request.answers[1:]]
+            self._pin(request.conversation)
+            first = self._now if request.record.first_token is None else request.record.first_token
+            self._publish(request, phase="decode", first_token=first)
+            self._sample(request)
 
-    def _decode(self, turn: _Turn) -> None:
+    def _decode(self, request: _Request) -> None:
         """Compute what is sampled; behind a preemption that is all that was said before."""
-        for index, sequence in enumerate(list(turn.sequences)):
-            tokens = turn.missing(index)
-            if tokens and not self._extend(turn, sequence, tokens):
+        for index, sequence in enumerate(list(request.sequences)):
+            tokens = request.missing(index)
+            if tokens and not self._extend(request, sequence, tokens):
                 return
-            self._count_again(turn, max(0, len(tokens) - 1))
-        self._say(turn)
+            self._count_recomputed(request, max(0, len(tokens) - 1))
+        self._sample(request)
 
-    def _say(self, turn: _Turn) -> None:
+    def _sample(self, request: _Request) -> None:
         """Sample a token of each answer, unless it has not been said again yet what was said before a preemption."""
-        if all(len(turn.missing(index)) == 0 for index in range(len(turn.answers))):
-            before, turn.said = turn.heard(), turn.said + 1
-            self._counts["output_tokens"] += turn.heard() - before
-        if turn.stopped or all(turn.said >= len(answer) for answer in turn.answers):
-            self._finish(turn)
+        if all(len(request.missing(index)) == 0 for index in range(len(request.answers))):
+            before, request.sampled = request.sampled_tokens(), request.sampled + 1
+            self._counts["output_tokens"] += request.sampled_tokens() - before
+        if request.stopped or all(request.sampled >= len(answer) for answer in request.answers):
+            self._finish(request)
 
-    def _extend(self, turn: _Turn, sequence: Sequence, tokens: array[int]) -> bool:
+    def _extend(self, request: _Request, sequence: Sequence, tokens: array[int]) -> bool:
         """Commit tokens; while blocks run out the newest turn gives way, be it this one."""
         while True:
             try:
@@ -285,65 +285,74 @@ class DemoSource:
             except OutOfBlocks:
                 victim = self._running[-1]
                 self._preempt(victim)
-                if victim is turn:
+                if victim is request:
                     return False
             else:
                 sequence.commit()
                 self._counts["step_tokens"] += len(tokens)
                 return True
 
-    def _preempt(self, turn: _Turn) -> None:
-        for sequence in turn.sequences:
+    def _preempt(self, request: _Request) -> None:
+        for sequence in request.sequences:
             sequence.close()
-        self._running.remove(turn)
-        self._waiting.appendleft(turn)
+        self._running.remove(request)
+        self._waiting.appendleft(request)
         self._counts["preemptions"] += 1
-        self._tell(turn, phase="preempted", preemptions=turn.record.preemptions + 1, output_tokens=turn.heard())
+        self._publish(
+            request,
+            phase="preempted",
+            preemptions=request.record.preemptions + 1,
+            output_tokens=request.sampled_tokens(),
+        )
 
-    def _finish(self, turn: _Turn) -> None:
-        for index, sequence in enumerate(turn.sequences):
-            sequence.close(Hint(done=index > 0 or turn.talk.over))
-        self._running.remove(turn)
-        answer = turn.answers[0][: turn.said]
-        phase: Phase = "cancelled" if turn.stopped else "finished"
-        ended = "length" if len(answer) >= turn.record.max_tokens else "stop"
+    def _finish(self, request: _Request) -> None:
+        for index, sequence in enumerate(request.sequences):
+            sequence.close(Hint(done=index > 0 or request.conversation.over))
+        self._running.remove(request)
+        answer = request.answers[0][: request.sampled]
+        phase: Phase = "cancelled" if request.stopped else "finished"
+        ended = "length" if len(answer) >= request.record.max_tokens else "stop"
         self._counts[phase] += 1
-        self._tell(
-            turn,
+        self._publish(
+            request,
             phase=phase,
             ended=self._now,
-            finish="RequestCancelled" if turn.stopped else ended,
-            output_tokens=turn.heard(),
+            finish="RequestCancelled" if request.stopped else ended,
+            output_tokens=request.sampled_tokens(),
         )
-        self._workload.answered(turn.talk, answer, self._now)
-        self._count_session(turn, live=-1, output_tokens=turn.record.output_tokens)
+        self._workload.answered(request.conversation, answer, self._now)
+        self._count_session(request, live=-1, output_tokens=request.record.output_tokens)
 
-    def _pin(self, talk: Conversation) -> None:
+    def _pin(self, conversation: Conversation) -> None:
         """Agents without a namespace have their system prompt pinned: they come back often, and wait for nothing."""
-        key = talk.system.tobytes()
-        if talk.kind is AGENT and talk.namespace is None and not (key in self._pins and self._pins[key].active):
-            self._pins[key] = self._cache.pin(talk.system, ttl=PIN_SECONDS)
+        key = conversation.system.tobytes()
+        if (
+            conversation.kind is AGENT
+            and conversation.namespace is None
+            and not (key in self._pins and self._pins[key].active)
+        ):
+            self._pins[key] = self._cache.pin(conversation.system, ttl=PIN_SECONDS)
 
     # ---- what is told
 
-    def _count_again(self, turn: _Turn, tokens: int, **new: Any) -> None:
+    def _count_recomputed(self, request: _Request, tokens: int, **new: Any) -> None:
         self._counts["recomputed_tokens"] += tokens
         if tokens or new:
-            self._tell(turn, recomputed_tokens=turn.record.recomputed_tokens + tokens, **new)
+            self._publish(request, recomputed_tokens=request.record.recomputed_tokens + tokens, **new)
 
-    def _tell(self, turn: _Turn, phase: Phase | None = None, **new: Any) -> None:
-        turn.record = replace(turn.record, phase=phase or turn.record.phase, **new)
-        self._recorder.request(turn.record)
+    def _publish(self, request: _Request, phase: Phase | None = None, **new: Any) -> None:
+        request.record = replace(request.record, phase=phase or request.record.phase, **new)
+        self._recorder.request(request.record)
 
-    def _count_session(self, turn: _Turn, **more: int) -> None:
-        talk = turn.talk
-        old = self._sessions.get(talk.number) or SessionRecord(
-            talk.number, talk.namespace, 0, 0, 0, 0, 0, 0, self._now, self._now
+    def _count_session(self, request: _Request, **more: int) -> None:
+        conversation = request.conversation
+        old = self._sessions.get(conversation.number) or SessionRecord(
+            conversation.number, conversation.namespace, 0, 0, 0, 0, 0, 0, self._now, self._now
         )
         counted = {name: getattr(old, name) + count for name, count in more.items()}
-        closed = talk.over and counted.get("live", old.live) == 0
-        new = replace(old, tokens=len(talk.history), used=self._now, closed=closed, **counted)
-        self._sessions[talk.number] = new
+        closed = conversation.over and counted.get("live", old.live) == 0
+        new = replace(old, tokens=len(conversation.history), used=self._now, closed=closed, **counted)
+        self._sessions[conversation.number] = new
         self._recorder.session(new)
         if closed:
-            del self._sessions[talk.number]
+            del self._sessions[conversation.number]

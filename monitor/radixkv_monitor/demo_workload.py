@@ -22,18 +22,18 @@ class Kind:
     name: str
     system: int
     turns: tuple[int, int]
-    asks: tuple[int, int]
+    questions: tuple[int, int]
     answers: tuple[int, int]
     pauses: tuple[float, float]
     forks: float  # how often a turn is tried several times, from the same history
-    again: float  # how often a turn asks the same again, because the answer was not liked
-    stops: float  # how often somebody stops an answer
-    shares: int  # how many different system prompts there are
+    retries: float  # how often a turn asks the same again, because the answer was not liked
+    cancels: float  # how often somebody stops an answer
+    systems: int  # how many different system prompts there are
 
 
-CHAT = Kind("chat", 180, (2, 9), (15, 160), (40, 260), (3.0, 25.0), forks=0.0, again=0.12, stops=0.08, shares=4)
-AGENT = Kind("agent", 1400, (4, 10), (40, 320), (25, 120), (0.3, 3.0), forks=0.2, again=0.0, stops=0.0, shares=2)
-SEARCH = Kind("search", 420, (2, 4), (20, 60), (60, 180), (0.2, 1.0), forks=0.7, again=0.0, stops=0.0, shares=1)
+CHAT = Kind("chat", 180, (2, 9), (15, 160), (40, 260), (3.0, 25.0), forks=0.0, retries=0.12, cancels=0.08, systems=4)
+AGENT = Kind("agent", 1400, (4, 10), (40, 320), (25, 120), (0.3, 3.0), forks=0.2, retries=0.0, cancels=0.0, systems=2)
+SEARCH = Kind("search", 420, (2, 4), (20, 60), (60, 180), (0.2, 1.0), forks=0.7, retries=0.0, cancels=0.0, systems=1)
 KINDS = (CHAT, CHAT, CHAT, AGENT, AGENT, SEARCH)
 
 
@@ -61,10 +61,10 @@ class Conversation:
     def ask(self) -> array[int]:
         """The prompt of its next turn: the history and something new, or what was asked last."""
         self.turns_left -= 1
-        if self._asked is not None and self.random.random() < self.kind.again:
+        if self._asked is not None and self.random.random() < self.kind.retries:
             self.history = self._asked[:]
         else:
-            self.history.extend(_tokens(self.random, self.random.randint(*self.kind.asks)))
+            self.history.extend(_tokens(self.random, self.random.randint(*self.kind.questions)))
             self._asked = self.history[:]
         return self.history[:]
 
@@ -73,9 +73,9 @@ class Conversation:
         tries = self.random.randint(2, 4) if self.random.random() < self.kind.forks else 1
         return [_tokens(self.random, self.random.randint(*self.kind.answers)) for _ in range(tries)]
 
-    def patience(self) -> int | None:
+    def stop_after(self) -> int | None:
         """After how many tokens somebody stops the answer; None: nobody does."""
-        stopped = self.random.random() < self.kind.stops
+        stopped = self.random.random() < self.kind.cancels
         return self.random.randint(5, self.kind.answers[0]) if stopped else None
 
     def pause(self) -> float:
@@ -91,7 +91,7 @@ class Workload:
         self._systems = {
             (kind.name, index): _tokens(self._random, kind.system)
             for kind in dict.fromkeys(KINDS)
-            for index in range(kind.shares)
+            for index in range(kind.systems)
         }
         self._due: list[tuple[float, int, Conversation]] = []
         self._count = 0
@@ -123,7 +123,7 @@ class Workload:
         kind = self._random.choice(KINDS)
         self._count += 1
         own = Random(self._random.getrandbits(32))
-        namespace, system = self._random.choice(TENANTS), self._systems[kind.name, own.randrange(kind.shares)]
+        namespace, system = self._random.choice(TENANTS), self._systems[kind.name, own.randrange(kind.systems)]
         self._push(when, Conversation(self._count, kind, namespace, own.randint(*kind.turns), own, system))
 
     def _push(self, when: float, conversation: Conversation) -> None:

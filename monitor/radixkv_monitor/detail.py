@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor.block_map import Owner, count_blocks, is_node, place_of, runs
 from radixkv_monitor.block_modes import STATE_NAMES, Blocks
-from radixkv_monitor.formatting import duration, size, some
+from radixkv_monitor.formatting import duration, plural, size
 from radixkv_monitor.session_tracker import SHARED, UNKNOWN, path
 from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import Branch
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class Detail:
     """What there is to tell of one thing."""
 
     title: str
@@ -68,7 +68,7 @@ def next_to_go(queue: Queue, now: float) -> str:
         return "nothing is evictable"
     leaf = queue.leaves[0]
     why = "first to go: done" if leaf.demoted else f"idle {duration(now - leaf.used)}"
-    return f"next to go: node {leaf.id} ({some(count_blocks(leaf.blocks), 'block')}, {why})"
+    return f"next to go: node {leaf.id} ({plural(count_blocks(leaf.blocks), 'block')}, {why})"
 
 
 def holder_name(state: State, sequence: SequenceRecord) -> str:
@@ -86,12 +86,12 @@ def why_held(state: State, branch: Branch) -> list[str]:
     here = [sequence for sequence in state.sequences.values() if sequence.node == node.id]
     reasons = [f"Held by {holder_name(state, sequence)}." for sequence in here[:MOST_NAMED]]
     if len(here) > MOST_NAMED:
-        reasons.append(f"Held by {some(len(here) - MOST_NAMED, 'more sequence')} that end here.")
+        reasons.append(f"Held by {plural(len(here) - MOST_NAMED, 'more sequence')} that end here.")
     if node.pins:
         reasons.append("Held by a pin." if node.pins == 1 else f"Held by {node.pins} pins.")
     unknown = node.holders - len(here) - node.pins
     if unknown > 0:
-        reasons.append(f"Held by {some(unknown, 'holder')} that this monitor was not told of.")
+        reasons.append(f"Held by {plural(unknown, 'holder')} that this monitor was not told of.")
     return reasons + _held_from_below(state, branch) or [_not_held(branch)]
 
 
@@ -116,11 +116,11 @@ def _not_held(branch: Branch) -> str:
     if branch.is_root:
         return "A namespace: it holds no blocks itself."
     if branch.children:
-        return f"Held by nobody: evictable once what is below it is gone ({some(branch.nodes - 1, 'node')})."
+        return f"Held by nobody: evictable once what is below it is gone ({plural(branch.nodes - 1, 'node')})."
     return "Held by nobody: evictable now."
 
 
-def node_detail(state: State, branch: Branch, queue: Queue) -> Account:
+def node_detail(state: State, branch: Branch, queue: Queue) -> Detail:
     """All that there is to say of a node."""
     node = branch.node
     if branch.is_root:
@@ -131,11 +131,11 @@ def node_detail(state: State, branch: Branch, queue: Queue) -> Account:
         notes.append(
             f"Eviction takes it next, block by block off its end ({state.facts.eviction})."
             if place == 0
-            else f"Eviction takes {some(place, 'leaf') if place == 1 else f'{place:,} leaves'} before it."
+            else f"Eviction takes {plural(place, 'leaf') if place == 1 else f'{place:,} leaves'} before it."
         )
     if node.demoted:
         notes.append("Its user said that it is done: first to go.")
-    return Account(f"Node {node.id}", _facts(state, branch), notes)
+    return Detail(f"Node {node.id}", _facts(state, branch), notes)
 
 
 def _facts(state: State, branch: Branch) -> list[tuple[str, str]]:
@@ -165,17 +165,17 @@ def _below(branch: Branch) -> str:
     below = branch.nodes - 1
     if not below:
         return "nothing: a leaf"
-    return f"{some(below, 'node')}, {some(branch.tokens - branch.node.tokens, 'token')}"
+    return f"{plural(below, 'node')}, {plural(branch.tokens - branch.node.tokens, 'token')}"
 
 
-def _account_of_root(state: State, branch: Branch) -> Account:
+def _account_of_root(state: State, branch: Branch) -> Detail:
     facts = [
         ("children", f"{len(branch.children):,}"),
         ("nodes", f"{branch.nodes - 1:,}"),
         ("tokens", f"{branch.tokens:,}"),
         ("last used", f"{duration(state.now - branch.newest)} ago"),
     ]
-    return Account(f"Namespace {branch.namespace or 'default'}", facts, why_held(state, branch))
+    return Detail(f"Namespace {branch.namespace or 'default'}", facts, why_held(state, branch))
 
 
 def block_ids(node: NodeRecord, most: int = 4) -> str:
@@ -184,11 +184,11 @@ def block_ids(node: NodeRecord, most: int = 4) -> str:
     return ", ".join(named[:most]) + (f", … ({len(named)} runs)" if len(named) > most else "")
 
 
-def block_detail(blocks: Blocks, block: int, per: int) -> Account:
+def block_detail(blocks: Blocks, block: int, per: int) -> Detail:
     """All that there is to say of a block, the first of `per` that its cell shows."""
     state = blocks.state
     if state is None or not 0 <= block < blocks.map.num_blocks:
-        return Account("No block")
+        return Detail("No block")
     states = blocks.map.states(block, block + per).tolist()
     facts = [("state", STATE_NAMES[states[0]])]
     owners = blocks.map.all_owners(block)
@@ -198,7 +198,7 @@ def block_detail(blocks: Blocks, block: int, per: int) -> Account:
     if per > 1:
         notes.append(_neighbours(states))
     title = f"Block {block:,}" if per == 1 else f"Block {block:,}, first of {per} in its cell"
-    return Account(title, facts, notes)
+    return Detail(title, facts, notes)
 
 
 def _facts_of_owner(state: State, blocks: Blocks, block: int, owners: list[Owner]) -> list[tuple[str, str]]:
@@ -249,7 +249,7 @@ def _readers(state: State, blocks: Blocks, owners: list[Owner]) -> str:
     if len(through) > MOST_NAMED:
         named.append(f"{len(through) - MOST_NAMED:,} more")
     if pins:
-        named.append(some(pins, "pin"))
+        named.append(plural(pins, "pin"))
     return f"Its node is held by {'; '.join(named)}." if named else "Held by nobody: eviction may take it."
 
 

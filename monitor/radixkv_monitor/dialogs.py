@@ -23,7 +23,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Label, OptionList, Static
 from textual.widgets.option_list import Option
 
-from radixkv_monitor.shutdown import heed
+from radixkv_monitor.shutdown import exit_on_signals
 from radixkv_monitor.theme import DARK, THEMES
 
 WORDS = (
@@ -153,7 +153,7 @@ def _line(left: str, right: str) -> Content:
     return Content.assemble((f"{left:>12}", "$accent"), f"  {right}\n")
 
 
-class HastyPalette(CommandPalette):
+class SafeCommandPalette(CommandPalette):
     """Answers once."""
 
     _answered = False
@@ -204,7 +204,7 @@ class PickerApp(App[int]):
 
     def on_mount(self) -> None:
         """Be ready to leave."""
-        heed(self)
+        exit_on_signals(self)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """That one."""

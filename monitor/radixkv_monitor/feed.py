@@ -15,9 +15,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Literal
 
-from radixkv_monitor.recording_writer import Tape, save
+from radixkv_monitor.recording_writer import LiveRecording, save
 from radixkv_monitor.state import State
-from radixkv_monitor.state_builder import Intake, Past
+from radixkv_monitor.state_builder import PastStates, StateBuilder
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Feed(ABC):
         return self.latest
 
     @property
-    def tape(self) -> Tape | None:
+    def recording(self) -> LiveRecording | None:
         """The recording that is being made, or the last one."""
         return None
 
@@ -104,13 +104,13 @@ class Feed(ABC):
 
 
 class ThreadFeed(Feed):
-    """A feed whose `_run` takes frames into `intake` on a thread of its own until `_closing` is set."""
+    """A feed whose `_run` takes frames into `builder` on a thread of its own until `_closing` is set."""
 
-    def __init__(self, title: str, intake: Intake | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, title: str, builder: StateBuilder | None = None, clock: Callable[[], float] = time.time) -> None:
         self.title = title
         self._clock = clock
-        self.intake = intake or Intake()
-        self._past = Past(self.intake)
+        self.builder = builder or StateBuilder()
+        self._past = PastStates(self.builder)
         self._closing = Event()
         self._status = Status("connecting", 0.0)
         self._thread = Thread(target=self._run_safely, name="radixkv-monitor-feed", daemon=True)
@@ -135,12 +135,12 @@ class ThreadFeed(Feed):
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(1.0)
-        self.intake.stop_recording()
+        self.builder.stop_recording()
 
     @property
     def latest(self) -> State | None:
         """The newest state."""
-        return self.intake.latest
+        return self.builder.latest
 
     @property
     def status(self) -> Status:
@@ -157,27 +157,27 @@ class ThreadFeed(Feed):
     @property
     def span(self) -> tuple[float, float] | None:
         """What is remembered."""
-        return self.intake.timeline.span
+        return self.builder.timeline.span
 
     def at(self, when: float) -> State | None:
         """A state of the past. For one thread, the app's."""
         return self._past.at(when)
 
     @property
-    def tape(self) -> Tape | None:
+    def recording(self) -> LiveRecording | None:
         """The recording that is being made, or the last one."""
-        return self.intake.tape
+        return self.builder.recording
 
     def record(self, path: Path) -> None:
         """Write everything from now on to a file."""
-        self.intake.record(path)
+        self.builder.record(path)
 
     def stop_recording(self) -> None:
         """Close the recording."""
-        self.intake.stop_recording()
+        self.builder.stop_recording()
 
     def save(self, path: Path) -> int:
         """Write all that is remembered to a file."""
         if self.span is None:
             raise ValueError("nothing to save yet: no engine has told its state")
-        return save(path, self.intake.timeline.everything())
+        return save(path, self.builder.timeline.all_frames())

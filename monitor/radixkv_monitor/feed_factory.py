@@ -21,7 +21,7 @@ from radixkv_monitor.replay import FileFeed
 DEMO_PAST = 60.0
 """Seconds that the demo has lived when it is first seen."""
 
-NOBODY = (
+NO_ENGINE = (
     "no engine of yours runs on this machine. Every radixkv engine tells of itself unless it was loaded with "
     "monitor=False: start one, or see a made-up one with --demo"
 )
@@ -50,7 +50,7 @@ def feed_of(target: str, token: str = "") -> ThreadFeed:
 
 def feed_of_found(found: FoundEngine) -> SocketFeed:
     """The feed of an engine that was found; if that one is gone, of a younger one that runs the same model."""
-    return SocketFeed(f"{found.model}, pid {found.pid}", _following(found))
+    return SocketFeed(f"{found.model}, pid {found.pid}", _reconnecting(found))
 
 
 def demo() -> DemoFeed:
@@ -76,7 +76,7 @@ def _name(found: FoundEngine) -> str:
     return stem if stem.startswith(f"{found.pid}-") else str(found.pid)
 
 
-def _following(first: FoundEngine) -> Callable[[], socket.socket]:
+def _reconnecting(first: FoundEngine) -> Callable[[], socket.socket]:
     """Connects to `first`, or to whoever took its place."""
     current = first
 

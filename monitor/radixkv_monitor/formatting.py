@@ -72,10 +72,10 @@ def size(number: float) -> str:
     raise AssertionError
 
 
-def some(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """How many of a noun, which takes an s.
 
-    >>> some(1, "token"), some(1500, "token")
+    >>> plural(1, "token"), plural(1500, "token")
     ('1 token', '1,500 tokens')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -123,7 +123,7 @@ _LEAST = 1.0  # seconds of watching, below which there is no rate
 
 
 @dataclass(frozen=True, slots=True)
-class Lately:
+class LastMinute:
     """Sums over the last minute; `watched` of its seconds the counters know."""
 
     watched: float
@@ -136,7 +136,7 @@ class Lately:
     regret_tokens: float
 
 
-def known(state: State) -> Sequence[Sample]:
+def samples_since_start(state: State) -> Sequence[Sample]:
     """The samples of this engine; from its birth on, with nothing counted, if it was born not long before the first."""
     history = of_one_engine(state.history)
     born = state.facts.started
@@ -145,7 +145,7 @@ def known(state: State) -> Sequence[Sample]:
     return history
 
 
-def last_minute(state: State, history: Sequence[Sample]) -> Lately:
+def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
     """Of what the counters saw and what the records remember, whichever is more: neither invents. O(records)."""
     since = state.now - MINUTE
 
@@ -159,7 +159,7 @@ def last_minute(state: State, history: Sequence[Sample]) -> Lately:
     queried = max(growth("cache.query_tokens"), prompt)
     if growth("prompt_tokens") >= prompt:
         prompt, cached = growth("prompt_tokens"), growth("cached_tokens")
-    return Lately(
+    return LastMinute(
         watched=min(MINUTE, state.now - history[0].time) if history else 0.0,
         prompt_tokens=prompt,
         cached_tokens=cached,
@@ -171,14 +171,14 @@ def last_minute(state: State, history: Sequence[Sample]) -> Lately:
     )
 
 
-def a_second(state: State, history: Sequence[Sample], name: str) -> float | None:
+def per_second(state: State, history: Sequence[Sample], name: str) -> float | None:
     """Growth a second, lately; None if nobody has watched for a second."""
     if not history or state.now - history[0].time < _LEAST:
         return None
     return rate(history, name, state.now, MOMENT)
 
 
-def evicted_a_second(state: State) -> float:
+def evicted_per_second(state: State) -> float:
     """Tokens that were evicted, by the records."""
     since = state.now - MOMENT
     return sum(each.tokens for each in state.evictions.values() if each.time >= since) / MOMENT

@@ -24,11 +24,11 @@ from radixkv_monitor.formatting import duration
 _log = logging.getLogger(__name__)
 
 HZ = 10.0
-SILENCE = 15.0
+SILENCE_TIMEOUT = 15.0
 """Seconds without any frame, after which an engine counts as gone: publishers give a sign of life more often."""
-SHORTEST, LONGEST = 0.25, 8.0
+SHORTEST_RETRY, LONGEST_RETRY = 0.25, 8.0
 """Seconds between attempts to reach an engine: doubled each time, with jitter."""
-RESTARTED, NEWS = "the engine was restarted", 30.0
+RESTARTED, RESTART_NOTICE = "the engine was restarted", 30.0
 """What is said of another engine in the place of the last one, and for how many seconds."""
 _CHUNK = 256 * 1024
 
@@ -62,14 +62,14 @@ class SocketFeed(ThreadFeed):
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            reason = self._attend()
+            reason = self._connect_once()
             if reason.startswith(WRONG_TOKEN):  # knocking again with the same one would change nothing
                 self._status = Status("ended", self._clock(), f"{self.title}: {reason}")
                 return
             if not self._closing.is_set():
                 self._wait(reason)
 
-    def _attend(self) -> str:
+    def _connect_once(self) -> str:
         """One connection, from its beginning to its end; returns why it ended."""
         try:
             with self._connect() as connection:
@@ -78,46 +78,46 @@ class SocketFeed(ThreadFeed):
                 return self._read(connection)
         except (OSError, RadixKVError) as error:
             _log.info("no connection: %s", error)
-            return _plain(error)
+            return _reason(error)
 
     def _read(self, connection: socket.socket) -> str:
         decoder = Decoder()
-        heard = time.monotonic()
+        last_received = time.monotonic()
         while not self._closing.is_set():
             try:
                 data = connection.recv(_CHUNK)
             except TimeoutError:
-                if time.monotonic() - heard > SILENCE:
-                    return f"it has been silent for {duration(time.monotonic() - heard)}"
+                if time.monotonic() - last_received > SILENCE_TIMEOUT:
+                    return f"it has been silent for {duration(time.monotonic() - last_received)}"
                 continue
             if not data:
-                return self.intake.farewell or "the engine closed the connection"
-            heard = time.monotonic()
+                return self.builder.end_reason or "the engine closed the connection"
+            last_received = time.monotonic()
             self._bytes += len(data)
             self._take(list(decoder.feed(data)))
         return "closed"
 
     def _take(self, frames: list[Frame]) -> None:
         self._frames += len(frames)
-        before = self.intake.latest
-        state = self.intake.take(*frames)
+        before = self.builder.latest
+        state = self.builder.take(*frames)
         if state is None:
             return
         restarted = before is not None and before.facts.engine != state.facts.engine
         if self._status.link != "live" or restarted:
             self._failures = 0
             self._status = Status("live", self._clock(), RESTARTED if restarted else "")
-        elif self._status.sentence and self._clock() - self._status.since > NEWS:
+        elif self._status.sentence and self._clock() - self._status.since > RESTART_NOTICE:
             self._status = Status("live", self._status.since)
 
     def _wait(self, reason: str) -> None:
         """Longer after each failure, so that many monitors do not knock at once when an engine comes back."""
-        pause = min(LONGEST, SHORTEST * 2**self._failures) * self._jitter.uniform(0.5, 1.0)
+        pause = min(LONGEST_RETRY, SHORTEST_RETRY * 2**self._failures) * self._jitter.uniform(0.5, 1.0)
         self._failures += 1
         was = self._status
-        link: Link = "stale" if self.intake.latest is not None else "connecting"
-        if self.intake.farewell not in (None, reason):  # what it said itself is worth more than that it is gone
-            reason = f"{self.intake.farewell}; {reason}"
+        link: Link = "stale" if self.builder.latest is not None else "connecting"
+        if self.builder.end_reason not in (None, reason):  # what it said itself is worth more than that it is gone
+            reason = f"{self.builder.end_reason}; {reason}"
         since = was.since if was.link == link else self._clock()
         opening = f"Looking for an engine at {self.title}: " if link == "connecting" else ""
         self._status = Status(link, since, f"{opening}{reason}; next attempt in {duration(pause)}")
@@ -144,12 +144,12 @@ class DemoFeed(ThreadFeed):
     def _run(self) -> None:
         source = self._source()
         self._status = Status("connecting", source.facts.started, "The demo lives its first minute")
-        self.intake.take(Hello(source.facts, ts=self._clock()))
+        self.builder.take(Hello(source.facts, ts=self._clock()))
         when = source.facts.started
         for seq in count(1):
             when = min(when + 1.0, self._clock())  # its past in steps, so that it has a history from the beginning
             changes = replace(source.step(when), reset=seq == 1)
-            self.intake.take(Snapshot(0, 1, changes, ts=when) if seq == 1 else Delta(changes, seq=seq, ts=when))
+            self.builder.take(Snapshot(0, 1, changes, ts=when) if seq == 1 else Delta(changes, seq=seq, ts=when))
             if self._clock() - when < 1.0:
                 self._status = Status("live", source.facts.started)
                 if self._closing.wait(1 / HZ):
@@ -162,6 +162,6 @@ def _socket_name(connection: socket.socket) -> str:
     return Path(name).stem if isinstance(name, str) else ""
 
 
-def _plain(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """What went wrong, without numbers that mean nothing to a person."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

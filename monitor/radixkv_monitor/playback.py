@@ -14,14 +14,14 @@ from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import Sample, State
 
 
-class Viewing:
+class Playback:
     """Chooses the state to draw, and says what is unusual about it."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
         self.frozen = False
-        self._kept: State | None = None
-        self._cursor: float | None = None
+        self._frozen_state: State | None = None
+        self._position: float | None = None
         self._baseline: Sample | None = None
         self._shown: State | None = None
 
@@ -30,9 +30,9 @@ class Viewing:
         """The feed, if it plays a recording: it is then paused and sought itself."""
         return self.feed if isinstance(self.feed, FileFeed) else None
 
-    def look(self) -> State | None:
+    def state_to_draw(self) -> State | None:
         """The state to draw; None before there is one."""
-        state = self._kept if self.frozen else self.feed.latest
+        state = self._frozen_state if self.frozen else self.feed.latest
         if state is None:
             return None
         now = state.now if self.frozen else self.feed.now
@@ -49,9 +49,9 @@ class Viewing:
         if self.replay is not None:
             self.replay.pause()
         elif self.frozen:
-            self._thaw()
+            self._resume()
         else:
-            self._hold(self._shown)
+            self._pause(self._shown)
 
     def scrub(self, seconds: float) -> None:
         """Go so many seconds back, or forth if above 0; forth beyond the newest is the present again."""
@@ -61,12 +61,12 @@ class Viewing:
         if self.replay is not None:
             self.replay.seek(self.replay.now + seconds)
             return
-        start = self._cursor if self._cursor is not None else self._shown.time if self._shown else span[1]
-        self._cursor = max(start + seconds, span[0])
-        if seconds > 0 and self._cursor >= span[1]:
-            self._thaw()
+        start = self._position if self._position is not None else self._shown.time if self._shown else span[1]
+        self._position = max(start + seconds, span[0])
+        if seconds > 0 and self._position >= span[1]:
+            self._resume()
         else:
-            self._hold(self.feed.at(self._cursor))
+            self._pause(self.feed.at(self._position))
 
     def set_baseline(self) -> bool:
         """Count deltas from what is shown on; the second time from where they were counted before. Says which."""
@@ -76,12 +76,12 @@ class Viewing:
         self._baseline = Sample(self._shown.time, self._shown.facts.engine, self._shown.stats)
         return True
 
-    def _hold(self, state: State | None) -> None:
+    def _pause(self, state: State | None) -> None:
         self.frozen = state is not None
-        self._kept = state
+        self._frozen_state = state
 
-    def _thaw(self) -> None:
-        self.frozen, self._kept, self._cursor = False, None, None
+    def _resume(self) -> None:
+        self.frozen, self._frozen_state, self._position = False, None, None
 
     # ---- words
 
@@ -89,7 +89,7 @@ class Viewing:
     def link(self) -> str:
         """How the source is doing, in a sign and a word or two."""
         if self.frozen:
-            return "‖ past" if self._cursor is not None else "‖ frozen"
+            return "‖ past" if self._position is not None else "‖ frozen"
         status = self.feed.status
         if self.replay is not None and status.link in ("replay", "ended"):
             return f"{'▶' if self.replay.playing else '‖'} replay {self.replay.speed:g}x"
@@ -98,11 +98,11 @@ class Viewing:
     @property
     def banner(self) -> tuple[str, str]:
         """What is unusual, most important first, and how bad that is: "bad", "warn", "info"."""
-        said = [each for each in (self._source(), self._moment(), self._taping()) if each]
+        said = [each for each in (self._source_text(), self._position_text(), self._recording_text()) if each]
         kind = "bad" if self.feed.status.link == "stale" else "warn" if self.frozen else "info"
         return "; ".join(said), kind
 
-    def _source(self) -> str:
+    def _source_text(self) -> str:
         status = self.feed.status
         if status.link == "stale":
             return f"Not connected since {clock(status.since)}, what you see is old: {status.sentence}"
@@ -110,8 +110,8 @@ class Viewing:
             return status.sentence or f"Looking for an engine at {self.feed.title}"
         return status.sentence
 
-    def _moment(self) -> str:
-        state = self._kept
+    def _position_text(self) -> str:
+        state = self._frozen_state
         if self.replay is not None:
             span = self.feed.span
             return f"{length(self.feed.now - span[0])} of {length(span[1] - span[0])}" if span else ""
@@ -120,11 +120,13 @@ class Viewing:
         ago = duration(max(0.0, self.feed.now - state.time))
         return f"{clock(state.time)}, {ago} ago; reading goes on; space: back to the present, [ ]: through the past"
 
-    def _taping(self) -> str:
-        tape = self.feed.tape
-        if tape is None:
+    def _recording_text(self) -> str:
+        recording = self.feed.recording
+        if recording is None:
             return ""
-        return tape.trouble or (f"● recording to {tape.path.name}, {size(tape.bytes)}" if tape.running else "")
+        return recording.trouble or (
+            f"● recording to {recording.path.name}, {size(recording.bytes)}" if recording.running else ""
+        )
 
 
 def clock(when: float) -> str:

@@ -13,7 +13,7 @@ from radixkv.telemetry.recording import RecordingWriter
 from radixkv.telemetry.records import EngineFacts
 
 
-class Tape:
+class LiveRecording:
     """Writes to `path` from now on; `trouble` says why it had to stop, if it had to."""
 
     def __init__(self, path: Path, facts: EngineFacts, frames: Iterable[Frame], ts: float) -> None:

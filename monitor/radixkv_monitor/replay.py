@@ -17,7 +17,7 @@ from radixkv.telemetry.protocol import Frame
 from radixkv.telemetry.recording import read_recording
 from radixkv_monitor.feed import Status, ThreadFeed, Traffic
 from radixkv_monitor.state import State
-from radixkv_monitor.state_builder import Intake, Past
+from radixkv_monitor.state_builder import PastStates, StateBuilder
 from radixkv_monitor.timeline import Timeline
 
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -30,9 +30,9 @@ class FileFeed(ThreadFeed):
     """Plays the recording at `path` from its beginning; the whole of it is read first, in the background."""
 
     def __init__(self, path: Path, *, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(path.name, Intake(Timeline(inf, BYTES), seconds=inf), clock)
+        super().__init__(path.name, StateBuilder(Timeline(inf, BYTES), seconds=inf), clock)
         self._path = path
-        self._player = Past(self.intake)
+        self._player = PastStates(self.builder)
         self._lock = Lock()
         self._nudge = Event()
         self._head: float | None = None
@@ -105,7 +105,7 @@ class FileFeed(ThreadFeed):
         try:
             for frames in _batches(read_recording(self._path)):
                 self._frames += len(frames)
-                self.intake.take(*frames)
+                self.builder.take(*frames)
                 if self._closing.is_set():
                     break
                 if self._shown is None or self._clock() - played > _TICK:
@@ -113,7 +113,7 @@ class FileFeed(ThreadFeed):
                     played = self._clock()
         except (OSError, ProtocolError) as error:
             return str(error)
-        return self.intake.farewell or ""
+        return self.builder.end_reason or ""
 
     def _play(self, sentence: str) -> None:
         """Move the head by the time that has passed, and show what is there."""
@@ -131,8 +131,8 @@ class FileFeed(ThreadFeed):
             head = self._head
         state = self._player.at(head)
         at_end = head >= span[1] and sentence != "reading the recording"
-        said = self.intake.farewell or "" if at_end else ""
-        self._shown = state if state is None else replace(state, farewell=said)
+        said = self.builder.end_reason or "" if at_end else ""
+        self._shown = state if state is None else replace(state, end_reason=said)
         self._status = Status("ended" if at_end else "replay", span[0], sentence if at_end else "")
         if at_end:
             self.playing = False

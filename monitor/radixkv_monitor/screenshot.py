@@ -24,7 +24,7 @@ WIDE, HIGH, BASE, MARGIN = 12, 24, 18, 14
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CellStyle:
     """How a run of cells looks: colours as #rrggbb, and what is done to the letters."""
 
     colour: str
@@ -33,17 +33,17 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StyledRun:
     """Cells of one line that look alike."""
 
     x: int
     y: int
     cells: int
     text: str
-    look: Look
+    style: CellStyle
 
 
-def picture(app: App[Any]) -> str:
+def screenshot(app: App[Any]) -> str:
     """What `app` shows now, dialogs included. O(cells)."""
     drawn = app.screen._compositor.render_update(full=True, screen_stack=app._background_screens, simplify=True)
     assert isinstance(drawn, LayoutUpdate)
@@ -53,20 +53,20 @@ def picture(app: App[Any]) -> str:
 def svg(lines: Sequence[Iterable[Segment]], width: int, height: int) -> str:
     """Lines of `width` cells as a picture. O(cells)."""
     runs = [run for y, line in enumerate(lines) for run in _runs(y, line)]
-    grounds = [(run.look.ground, run.cells) for run in runs]
+    grounds = [(run.style.ground, run.cells) for run in runs]
     common = max(dict(grounds), key=lambda each: sum(cells for ground, cells in grounds if ground == each), default="")
-    looks = sorted({(run.look.colour, run.look.rules) for run in runs})
-    names = {look: f"l{number}" for number, look in enumerate(looks)}
+    styles = sorted({(run.style.colour, run.style.rules) for run in runs})
+    names = {style: f"l{number}" for number, style in enumerate(styles)}
     across, down = width * WIDE + 2 * MARGIN, height * HIGH + 2 * MARGIN
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" xml:space="preserve">',
             f'<style>text{{font:20px "DejaVu Sans Mono",Menlo,Consolas,monospace;white-space:pre}}'
-            f"{''.join(_rule(names[look], *look) for look in looks)}</style>",
+            f"{''.join(_rule(names[style], *style) for style in styles)}</style>",
             f'<rect width="{across}" height="{down}" rx="10" fill="{common or "#000000"}"/>',
             f'<g transform="translate({MARGIN} {MARGIN})">',
             *_grounds(runs, common),
-            *(_text(run, names[run.look.colour, run.look.rules]) for run in runs if not run.text.isspace()),
+            *(_text(run, names[run.style.colour, run.style.rules]) for run in runs if not run.text.isspace()),
             "</g>\n</svg>\n",
         )
     )
@@ -76,30 +76,30 @@ def _rule(name: str, colour: str, rules: str) -> str:
     return f".{name}{{fill:{colour}{rules}}}"
 
 
-def _runs(y: int, line: Iterable[Segment]) -> Iterator[Run]:
+def _runs(y: int, line: Iterable[Segment]) -> Iterator[StyledRun]:
     """The line in as few runs as there are looks in a row. Blanks have the colour of what is before them."""
     x, pending = 0, None
-    for text, style, control in line:
+    for text, look, control in line:
         if control or not text:
             continue
-        look = _look(style or Style.null())
-        if pending is not None and (pending.look == look or (text.isspace() and _same_blank(pending.look, look))):
-            pending = Run(pending.x, y, pending.cells + cell_len(text), pending.text + text, pending.look)
+        style = _cell_style(look or Style.null())
+        if pending is not None and (pending.style == style or (text.isspace() and _same_blank(pending.style, style))):
+            pending = StyledRun(pending.x, y, pending.cells + cell_len(text), pending.text + text, pending.style)
         else:
             if pending is not None:
                 yield pending
-            pending = Run(x, y, cell_len(text), text, look)
+            pending = StyledRun(x, y, cell_len(text), text, style)
         x += cell_len(text)
     if pending is not None:
         yield pending
 
 
-def _same_blank(before: Look, blank: Look) -> bool:
+def _same_blank(before: CellStyle, blank: CellStyle) -> bool:
     """Whether a blank looks as it would in the run before it."""
     return before.ground == blank.ground and "decoration" not in before.rules + blank.rules
 
 
-def _look(style: Style) -> Look:
+def _cell_style(style: Style) -> CellStyle:
     colour, ground = _rgb(style.color, True), _rgb(style.bgcolor, False)
     if style.reverse:
         colour, ground = ground, colour
@@ -110,20 +110,20 @@ def _look(style: Style) -> Look:
     rules += ";font-style:italic" if style.italic else ""
     rules += ";text-decoration:underline" if style.underline else ""
     rules += ";text-decoration:line-through" if style.strike else ""
-    return Look(colour, ground, rules)
+    return CellStyle(colour, ground, rules)
 
 
 def _rgb(colour: Color | None, foreground: bool) -> str:
     return (colour or Color.default()).get_truecolor(SVG_EXPORT_THEME, foreground).hex
 
 
-def _grounds(runs: Sequence[Run], common: str) -> Iterator[str]:
+def _grounds(runs: Sequence[StyledRun], common: str) -> Iterator[str]:
     """Rectangles behind text, where they differ from most of the picture; those of equal lines are one."""
     open_: dict[tuple[int, int, str], tuple[int, int]] = {}
     for run in _one_ground(runs):
-        if run.look.ground == common:
+        if run.style.ground == common:
             continue
-        key = run.x, run.cells, run.look.ground
+        key = run.x, run.cells, run.style.ground
         first, last = open_.get(key, (run.y, run.y - 1))
         if last < run.y - 1:
             yield _rectangle(key, first, last)
@@ -133,12 +133,12 @@ def _grounds(runs: Sequence[Run], common: str) -> Iterator[str]:
         yield _rectangle(key, first, last)
 
 
-def _one_ground(runs: Sequence[Run]) -> Iterator[Run]:
+def _one_ground(runs: Sequence[StyledRun]) -> Iterator[StyledRun]:
     """The runs, those beside each other that stand on the same ground made one."""
-    pending: Run | None = None
+    pending: StyledRun | None = None
     for run in runs:
-        if pending is not None and pending.y == run.y and pending.look.ground == run.look.ground:
-            pending = Run(pending.x, run.y, pending.cells + run.cells, "", pending.look)
+        if pending is not None and pending.y == run.y and pending.style.ground == run.style.ground:
+            pending = StyledRun(pending.x, run.y, pending.cells + run.cells, "", pending.style)
         else:
             if pending is not None:
                 yield pending
@@ -153,8 +153,8 @@ def _rectangle(key: tuple[int, int, str], first: int, last: int) -> str:
     return f'<rect {place} fill="{colour}" shape-rendering="crispEdges"/>'
 
 
-def _text(run: Run, name: str) -> str:
-    if run.look.rules.endswith(("underline", "line-through")):
+def _text(run: StyledRun, name: str) -> str:
+    if run.style.rules.endswith(("underline", "line-through")):
         text, x = run.text, run.x
     else:
         text = run.text.strip(" ")

@@ -39,7 +39,7 @@ class Cost:
         )
 
 
-class Meter:
+class UsageMeter:
     """Measures between one reading and the next."""
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ FRAMES_PER_SECOND = 5
 """Half of what a feed may tell: nobody reads numbers faster, and drawing is most of what a monitor costs."""
 SHARE = 0.17
 """Of a core, for everything in this process: where pictures cost more, they come less often."""
-LONGEST = 1.0
+LONGEST_INTERVAL = 1.0
 """Seconds that a picture waits at most, whatever it costs."""
 
 
-class Pace:
+class FrameLimiter:
     """Not more often than `FRAMES_PER_SECOND`, and not so often that this process takes more than `share` of a core."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Pace:
         passed = self._clock() - self._drawn_at
         if passed < 0.9 / FRAMES_PER_SECOND:  # timers are not exact
             return False
-        return passed >= LONGEST or self._spent() - self._spent_at <= self._share * passed
+        return passed >= LONGEST_INTERVAL or self._spent() - self._spent_at <= self._share * passed
 
     def drawn(self) -> None:
         """A picture has been begun: what is spent from now on counts against the next."""

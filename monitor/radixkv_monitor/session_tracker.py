@@ -11,7 +11,7 @@ SHARED, UNKNOWN = -1, -2
 """Not the numbers of sessions: held by several sessions; by none that we saw."""
 
 
-class SessionsSeen:
+class SessionTracker:
     """The session of each node, as far as it was seen."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ GRACE = 3.0
 """Seconds in which the app may put the terminal back; one that is gone, or stopped, could hold it up for ever."""
 
 
-def heed(app: App[Any], last: Callable[[], None] = lambda: None) -> None:
+def exit_on_signals(app: App[Any], last: Callable[[], None] = lambda: None) -> None:
     """End the running `app` on these signals, with the status that shells give; `last` is called if it cannot end.
 
     Signals that whoever started it has ignored, as nohup does, stay so. Where there is no terminal nothing changes.

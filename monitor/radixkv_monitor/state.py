@@ -53,8 +53,8 @@ class State:
     `history` holds about one sample a second of the ten minutes before, oldest first, the last one of this state.
     `now` is what ages are counted to: the clock's time while live, the state's own `time` where it is a past one.
     `stale`: the engine cannot be reached. `frozen`: the person stopped the picture, or looks at the past.
-    `baseline` is what deltas are counted from, if the person set one. `farewell`: the last one of a recording, and what
-    the engine said of its end.
+    `baseline` is what deltas are counted from, if the person set one. `end_reason`: why the engine ended, on the last
+    state of a recording.
     """
 
     line: int
@@ -74,7 +74,7 @@ class State:
     stale: bool = False
     frozen: bool = False
     baseline: Sample | None = None
-    farewell: str = ""
+    end_reason: str = ""
 
     def __repr__(self) -> str:
         """Short: a state may hold a hundred thousand records, and a traceback shows them all."""
@@ -94,7 +94,7 @@ class State:
 
 
 @dataclass(repr=False)
-class Camera:
+class StateCopier:
     """Takes states of one engine's mirror, tick by tick; copies only those mappings that changed.
 
     Not for two threads at once.
@@ -106,15 +106,15 @@ class Camera:
     _last: State | None = None
     _recent: tuple[Touched, ...] = field(default=())
 
-    def take(self, mirror: Mirror, told: Sequence[Changes], history: tuple[Sample, ...] = ()) -> State:
-        """The state of `mirror`, to which just what was `told` was applied. O(all of the kinds that changed)."""
+    def take(self, mirror: Mirror, applied: Sequence[Changes], history: tuple[Sample, ...] = ()) -> State:
+        """The state of `mirror`, to which just what was `applied` was applied. O(all of the kinds that changed)."""
         self._tick += 1
-        if any(changes.reset for changes in told):
+        if any(changes.reset for changes in applied):
             self._last, self._recent = None, ()
         else:
-            self._recent = (*self._recent[1 - REMEMBERED_TICKS :], _touched(self._tick, told))
+            self._recent = (*self._recent[1 - REMEMBERED_TICKS :], _touched(self._tick, applied))
         last = self._last
-        changed = {name for name in KINDS if last is None or any(getattr(changes, name) for changes in told)}
+        changed = {name for name in KINDS if last is None or any(getattr(changes, name) for changes in applied)}
 
         def kept(name: str, *kinds: str) -> Any:
             return getattr(last, name) if changed.isdisjoint(kinds) else dict(getattr(mirror, name))
@@ -138,9 +138,9 @@ class Camera:
         return self._last
 
 
-def _touched(tick: int, told: Sequence[Changes]) -> Touched:
+def _touched(tick: int, applied: Sequence[Changes]) -> Touched:
     return Touched(
         tick,
-        frozenset(chain.from_iterable((*(node.id for node in each.nodes), *each.gone_nodes) for each in told)),
-        frozenset(chain.from_iterable((*(one.id for one in each.sequences), *each.gone_sequences) for each in told)),
+        frozenset(chain.from_iterable((*(node.id for node in each.nodes), *each.gone_nodes) for each in applied)),
+        frozenset(chain.from_iterable((*(one.id for one in each.sequences), *each.gone_sequences) for each in applied)),
     )

@@ -1,7 +1,7 @@
 """Frames in, states out: the present one, and any of the past that is still remembered.
 
 Knows frames, the mirror they add up in, the timeline and samples. Knows no socket, no file name and no thread: one
-thread takes frames in; `latest`, and a `Past`, may be used from another.
+thread takes frames in; `latest`, and a `PastStates`, may be used from another.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import Bye, Delta, Frame, Gap, Hello, Snapshot, snapshot_frames
 from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.history import SECONDS, Sampler
-from radixkv_monitor.recording_writer import Tape
-from radixkv_monitor.state import Camera, Sample, State
-from radixkv_monitor.timeline import Mark, Timeline
+from radixkv_monitor.recording_writer import LiveRecording
+from radixkv_monitor.state import Sample, State, StateCopier
+from radixkv_monitor.timeline import ReadPosition, Timeline
 
 _lines = count(1)
 _time = attrgetter("time")
 
 
-class Intake:
+class StateBuilder:
     """The sum of all frames so far."""
 
     def __init__(self, timeline: Timeline | None = None, seconds: float = SECONDS) -> None:
@@ -35,27 +35,27 @@ class Intake:
         self.facts: EngineFacts | None = None
         self.engines = 0
         self.dropped = 0
-        self.farewell: str | None = None
+        self.end_reason: str | None = None
         self._sampler = Sampler(seconds)
         self._mirror = Mirror()
-        self._camera: Camera | None = None
+        self._copier: StateCopier | None = None
         self._baseline: Sample | None = None
         self._pages: list[Snapshot] = []
         self._whole = False
-        self._unseen = True  # what was before the snapshot that is being read
+        self._was_unseen = True  # what was before the snapshot that is being read
         self._seq = 0
         self._lock = Lock()
-        self.tape: Tape | None = None
+        self.recording: LiveRecording | None = None
 
     def take(self, *frames: Frame) -> State | None:
         """Take frames in; the new state if they made one. O(frames); O(everything) for a snapshot."""
-        told: list[Changes] = []
+        applied: list[Changes] = []
         with self._lock:
             for frame in frames:
-                told += self._take(frame)
-            if self.tape is not None:
-                self.tape.write(frames)
-        return self._publish(told) if told else None
+                applied += self._take(frame)
+            if self.recording is not None:
+                self.recording.write(frames)
+        return self._publish(applied) if applied else None
 
     def record(self, path: Path) -> None:
         """Write everything, and then every frame that is taken, to a file. Raises OSError; and ValueError too early."""
@@ -64,13 +64,13 @@ class Intake:
             if self.facts is None or self.latest is None:
                 raise ValueError("nothing to record yet: no engine has told its state")
             ts = self._mirror.time
-            self.tape = Tape(path, self.facts, snapshot_frames(self._mirror, self._seq, ts), ts)
+            self.recording = LiveRecording(path, self.facts, snapshot_frames(self._mirror, self._seq, ts), ts)
 
     def stop_recording(self) -> None:
-        """Close the recording, if there is one; `tape` goes on saying where it is."""
+        """Close the recording, if there is one; `recording` goes on saying where it is."""
         with self._lock:
-            if self.tape is not None:
-                self.tape.stop()
+            if self.recording is not None:
+                self.recording.stop()
 
     def _take(self, frame: Frame) -> list[Changes]:
         self._seq = frame.seq
@@ -80,7 +80,7 @@ class Intake:
             self.dropped += frame.dropped
             self._whole = False
         elif isinstance(frame, Bye):
-            self.farewell = frame.reason
+            self.end_reason = frame.reason
         elif isinstance(frame, Snapshot):
             return self._snapshot(frame)
         elif isinstance(frame, Delta) and self._whole:
@@ -91,15 +91,15 @@ class Intake:
         if self.facts is None or self.facts.engine != facts.engine:
             self.engines += 1
             self._baseline = None
-        self.facts, self.farewell, self._pages, self._whole = facts, None, [], False
-        self._camera = Camera(facts, next(_lines))
+        self.facts, self.end_reason, self._pages, self._whole = facts, None, [], False
+        self._copier = StateCopier(facts, next(_lines))
 
     def _snapshot(self, frame: Snapshot) -> list[Changes]:
         """Nothing is shown before the last page is there."""
         if self.facts is None:
             return []
         if frame.page == 0:
-            self._pages, self._whole, self._unseen = [], False, not self._whole
+            self._pages, self._whole, self._was_unseen = [], False, not self._whole
         if frame.page != len(self._pages):
             return []  # a recording may begin between two pages
         self._pages.append(frame)
@@ -108,7 +108,7 @@ class Intake:
         pages, self._pages, self._whole = self._pages, [], True
         for page in pages:
             self._mirror.apply(page.changes)
-        self._sampler.note(self._mirror.time, self.facts.engine, self._mirror.stats, unseen=self._unseen)
+        self._sampler.note(self._mirror.time, self.facts.engine, self._mirror.stats, unseen=self._was_unseen)
         self.timeline.begin(self.facts, pages)
         return [page.changes for page in pages]
 
@@ -120,40 +120,40 @@ class Intake:
             self.timeline.begin(self.facts, list(snapshot_frames(self._mirror, frame.seq, frame.ts)))
         return [frame.changes]
 
-    def _publish(self, told: list[Changes]) -> State:
-        assert self._camera is not None and self.facts is not None
+    def _publish(self, applied: list[Changes]) -> State:
+        assert self._copier is not None and self.facts is not None
         history = self._sampler.samples
         self._baseline = self._baseline or history[-1]
-        self.latest = replace(self._camera.take(self._mirror, told, history), baseline=self._baseline)
+        self.latest = replace(self._copier.take(self._mirror, applied, history), baseline=self._baseline)
         return self.latest
 
 
-class Past:
+class PastStates:
     """A reader of what an intake remembers: states of the past, cheap when it goes forward in small steps."""
 
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
+    def __init__(self, builder: StateBuilder) -> None:
+        self._intake = builder
         self._mirror = Mirror()
-        self._camera: Camera | None = None
-        self._mark: Mark | None = None
+        self._copier: StateCopier | None = None
+        self._mark: ReadPosition | None = None
         self._last: State | None = None
 
     def at(self, time: float) -> State | None:
         """The state at `time`, or the nearest one that is remembered. O(segment), or O(what changed) going forward."""
-        found = self._intake.timeline.upto(time, self._mark)
+        found = self._intake.timeline.frames_until(time, self._mark)
         if found is None:
             return None
         mark, frames = found
-        told = [frame.changes for frame in frames]
-        if self._mark is None or mark.segment is not self._mark.segment or any(each.reset for each in told):
-            self._mirror, self._camera = Mirror(), Camera(mark.segment.facts, next(_lines))
+        applied = [frame.changes for frame in frames]
+        if self._mark is None or mark.segment is not self._mark.segment or any(each.reset for each in applied):
+            self._mirror, self._copier = Mirror(), StateCopier(mark.segment.facts, next(_lines))
         elif not frames:
             return self._last
         self._mark = mark
-        for changes in told:
+        for changes in applied:
             self._mirror.apply(changes)
-        assert self._camera is not None
-        state = self._camera.take(self._mirror, told, self._history(mark.segment.facts.engine))
+        assert self._copier is not None
+        state = self._copier.take(self._mirror, applied, self._history(mark.segment.facts.engine))
         self._last = replace(state, baseline=state.history[0])
         return self._last
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from radixkv.telemetry.protocol import CRASHED
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import history as counters
-from radixkv_monitor.formatting import duration, share, some
-from radixkv_monitor.history import MINUTE, a_second, evicted_a_second, known, last_minute
+from radixkv_monitor.formatting import duration, plural, share
+from radixkv_monitor.history import MINUTE, evicted_per_second, last_minute, per_second, samples_since_start
 from radixkv_monitor.state import Sample, State
 
 Level = Literal["good", "idle", "warn", "bad"]
@@ -125,14 +125,14 @@ class Verdict:
 def summarise(state: State) -> Summary:
     """The numbers of a state. O(requests + log samples)."""
     stats, now = state.stats, state.now
-    history = known(state)
+    history = samples_since_start(state)
     minute = last_minute(state, history)
 
     def total(name: str) -> int:
         return int(stats.get(name, 0))
 
     def rate(name: str) -> float | None:
-        return a_second(state, history, name)
+        return per_second(state, history, name)
 
     evicting, telling = rate("cache.evicted_tokens"), rate("monitor_ns")
     hits = [each for each in (*state.ended.values(), *state.live.values()) if each.ttft is not None]
@@ -157,7 +157,7 @@ def summarise(state: State) -> Summary:
         cancelled=total("cancelled"),
         longest_wait=longest_wait(state.live.values(), now),
         requests_minute=minute.ended,
-        evicted_per_second=evicted_a_second(state) if evicting is None else evicting,
+        evicted_per_second=evicted_per_second(state) if evicting is None else evicting,
         regret_minute=Part(minute.regret_tokens, minute.query_tokens),
         regret_lifetime=Part(total("cache.regret_tokens"), total("cache.query_tokens")),
         preemptions=total("preemptions"),
@@ -221,27 +221,27 @@ def verdict(state: State, summary: Summary) -> Verdict:
     bad, warnings, facts = list(_bad(state, summary)), list(_warnings(summary)), list(_facts(summary))
     if bad or warnings:
         return Verdict("bad" if bad else "warn", _capital("; ".join((*bad, *warnings, *facts))))
-    level, opening = _mood(summary) if not state.farewell else ("idle", f"Ended ({state.farewell})")
+    level, opening = _mood(summary) if not state.end_reason else ("idle", f"Ended ({state.end_reason})")
     return Verdict(level, f"{opening}: {'; '.join(facts)}")
 
 
 def _bad(state: State, summary: Summary) -> Iterable[str]:
-    if state.farewell.startswith(CRASHED):
-        yield state.farewell
+    if state.end_reason.startswith(CRASHED):
+        yield state.end_reason
     if summary.differing_blocks:
-        yield f"{summary.differing_blocks:,} of {some(summary.audited_blocks, 'audited block')} not what it should be"
+        yield f"{summary.differing_blocks:,} of {plural(summary.audited_blocks, 'audited block')} not what it should be"
     if state.stale:
         yield "not connected: these numbers are old"
     if summary.failed_minute:
-        yield f"{some(summary.failed_minute, 'request')} failed in the last minute"
+        yield f"{plural(summary.failed_minute, 'request')} failed in the last minute"
 
 
 def _warnings(summary: Summary) -> Iterable[str]:
     if summary.longest_wait >= LONG_WAIT:
-        yield f"{some(summary.waiting, 'request')} waiting, the longest for {duration(summary.longest_wait)}"
+        yield f"{plural(summary.waiting, 'request')} waiting, the longest for {duration(summary.longest_wait)}"
     if summary.preemptions_minute:
         when = "in the last minute" if summary.watched >= MINUTE else "of requests of the last minute"
-        yield f"{some(summary.preemptions_minute, 'preemption')} {when}: the pool is small for what runs"
+        yield f"{plural(summary.preemptions_minute, 'preemption')} {when}: the pool is small for what runs"
     if (summary.regret_minute.share or 0) >= REGRET_SHARE:
         yield f"{summary.regret_minute} of the tokens asked for in the last minute had been evicted"
     if summary.pool.total and (summary.pool.active + summary.pool.pinned) / summary.pool.total >= HELD_SHARE:

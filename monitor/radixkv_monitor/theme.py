@@ -70,13 +70,13 @@ class Shade:
         """The colour for a dark or a light screen."""
         return self.dark if dark else self.light
 
-    def lit(self) -> Shade:
+    def highlighted(self) -> Shade:
         """The shade of one that stands out: nearer to white on dark screens, to black on light ones."""
-        return _lit(self)
+        return _highlighted(self)
 
 
 @lru_cache
-def _lit(shade: Shade) -> Shade:
+def _highlighted(shade: Shade) -> Shade:
     return Shade(_mixed(shade.dark, 255), _mixed(shade.light, 0), shade.sign)
 
 

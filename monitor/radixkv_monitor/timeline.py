@@ -109,7 +109,7 @@ class Timeline:
         with self._lock:
             return sum(segment.bytes for segment in self._segments)
 
-    def upto(self, time: float, after: Mark | None = None) -> tuple[Mark, list[Piece]] | None:
+    def frames_until(self, time: float, after: ReadPosition | None = None) -> tuple[ReadPosition, list[Piece]] | None:
         """What to apply to reach `time`: behind `after`, where that leads there, else from a snapshot on.
 
         Tells where that has led. None while there is nothing. Before the oldest it is the oldest. O(segment).
@@ -122,9 +122,11 @@ class Timeline:
             last = max(bisect_right(segment.times, time), segment.head)
             follows = after is not None and after.segment is segment and after.frame <= last
             data = segment.frames(after.frame if after is not None and follows else 0, last)
-        return Mark(segment, last), [each for each in Decoder().feed(data) if isinstance(each, Snapshot | Delta)]
+        return ReadPosition(segment, last), [
+            each for each in Decoder().feed(data) if isinstance(each, Snapshot | Delta)
+        ]
 
-    def everything(self) -> Iterator[Hello | Piece]:
+    def all_frames(self) -> Iterator[Hello | Piece]:
         """All frames, as a recording has them: a hello wherever another engine begins."""
         with self._lock:
             segments = [(segment, len(segment.times)) for segment in self._segments]
@@ -147,7 +149,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ReadPosition:
     """How far a reader is: behind so many frames of a segment."""
 
     segment: Segment

@@ -15,20 +15,21 @@ from radixkv_monitor.block_map import count_blocks
 TOP = 0
 """The id of what all roots hang below; no node has it."""
 
-Wanted = Callable[["Branch"], bool]
+Predicate = Callable[["Branch"], bool]
 
 
 class Branch:
-    """A node and what is below it; `nodes`, `tokens`, `blocks`, `wanted` and `newest` are of both together.
+    """A node and what is below it; `nodes`, `tokens`, `blocks`, `matching` and `newest` are of both together.
 
-    `wanted` counts the nodes that the filter wants, `newest` is when the youngest was used. A block in which
+    `matching` counts the nodes that the filter wants, `newest` is when the youngest was used. A block in which
     a node ends and a child of it goes on counts for the one above.
     """
 
     __slots__ = (
         "blocks",
         "children",
-        "is_wanted",
+        "is_match",
+        "matching",
         "newest",
         "nodes",
         "number",
@@ -37,7 +38,6 @@ class Branch:
         "parent",
         "record",
         "tokens",
-        "wanted",
     )
 
     def __init__(self, number: int) -> None:
@@ -46,8 +46,8 @@ class Branch:
         self.parent: Branch | None = None
         self.children: dict[int, Branch] = {}
         self.order: list[Branch] | None = None  # the children as they are shown; None: not known any more
-        self.nodes = self.tokens = self.blocks = self.own_blocks = self.wanted = 0
-        self.is_wanted = False
+        self.nodes = self.tokens = self.blocks = self.own_blocks = self.matching = 0
+        self.is_match = False
         self.newest = 0.0
 
     @property
@@ -110,11 +110,11 @@ class TreeRows:
         self.sort = sort
         self.closed: set[int] = set()
         self.branches: dict[int, Branch] = {TOP: Branch(TOP)}
-        self._wanted: Wanted | None = None
+        self._predicate: Predicate | None = None
         self._closed_unfiltered: set[int] = set()
         self._orphans: dict[int, set[int]] = {}  # by the parent that is missing
-        self._rings: set[int] = set()  # branches whose parent is below themselves: no tree is so, but a file may be
-        self._stale: dict[int, Branch] = {}  # branches whose children may stand in another order, or are others
+        self._cycles: set[int] = set()  # branches whose parent is below themselves: no tree is so, but a file may be
+        self._unsorted: dict[int, Branch] = {}  # branches whose children may stand in another order, or are others
         self._must_flatten = True
 
     # ---- telling it what changed
@@ -136,13 +136,13 @@ class TreeRows:
             if node is None:
                 self._forget(number)
             else:
-                self._tell(node)
-        if self._rings:
-            self._try_rings_again()
-        return self._settle()
+                self._update_node(node)
+        if self._cycles:
+            self._retry_cycles()
+        return self._finish_update()
 
-    def _try_rings_again(self) -> None:
-        rings, self._rings = self._rings & self.branches.keys(), set()
+    def _retry_cycles(self) -> None:
+        rings, self._cycles = self._cycles & self.branches.keys(), set()
         for number in rings:
             branch = self.branches[number]
             self._unlink(branch)
@@ -163,15 +163,15 @@ class TreeRows:
         if parent is None:
             return
         del parent.children[branch.node.id]
-        self._disorder(parent)
-        self._add(parent, -branch.nodes, -branch.tokens, -branch.blocks, -branch.wanted)
+        self._mark_unsorted(parent)
+        self._add(parent, -branch.nodes, -branch.tokens, -branch.blocks, -branch.matching)
         self._lower(parent, branch.newest)
 
     def _forget(self, number: int) -> None:
         branch = self.branches.pop(number, None)
         self.closed.discard(number)
         self._closed_unfiltered.discard(number)
-        self._stale.pop(number, None)
+        self._unsorted.pop(number, None)
         if branch is None:
             return
         self._orphans.get(branch.node.parent, set()).discard(number)
@@ -180,19 +180,19 @@ class TreeRows:
             orphan.parent = None
             self._link(orphan)
 
-    def _tell(self, node: NodeRecord) -> None:
+    def _update_node(self, node: NodeRecord) -> None:
         """A node is new, or differs."""
         branch = self.branches.get(node.id)
         if branch is None:
             branch = self.branches[node.id] = Branch(node.id)
             branch.nodes = 1
         old, branch.record = branch.record, node
-        before, tokens = branch.is_wanted, 0 if old is None else old.tokens
+        before, tokens = branch.is_match, 0 if old is None else old.tokens
         if old is None or old.blocks != node.blocks:
             for each in (branch, *branch.children.values()):
                 self._recount(each)
-        branch.is_wanted = self._wanted is None or self._wanted(branch)
-        self._add(branch, 0, node.tokens - tokens, 0, branch.is_wanted - before)
+        branch.is_match = self._predicate is None or self._predicate(branch)
+        self._add(branch, 0, node.tokens - tokens, 0, branch.is_match - before)
         if node.used >= branch.newest:
             self._raise(branch, node.used)
         elif old is not None and old.used == branch.newest:
@@ -200,7 +200,7 @@ class TreeRows:
         if branch.parent is None:
             self._link(branch)
         if branch.parent is not None and self.sort in ("size", "hits", "birth"):
-            self._disorder(branch.parent)
+            self._mark_unsorted(branch.parent)
         for number in self._orphans.pop(node.id, ()):
             orphan = self.branches.get(number)
             if orphan is not None:
@@ -215,13 +215,13 @@ class TreeRows:
             self._orphans.setdefault(node.parent, set()).add(node.id)
             parent = self.branches[TOP]
         elif parent is branch or branch in parent.up():
-            self._rings.add(node.id)
+            self._cycles.add(node.id)
             parent = self.branches[TOP]
         branch.parent = parent
         parent.children[node.id] = branch
-        self._disorder(parent)
+        self._mark_unsorted(parent)
         self._must_flatten = True  # it may be a root now, and stand where it stood
-        self._add(parent, branch.nodes, branch.tokens, branch.blocks, branch.wanted)
+        self._add(parent, branch.nodes, branch.tokens, branch.blocks, branch.matching)
         self._raise(parent, branch.newest)
         self._recount(branch)
 
@@ -232,20 +232,20 @@ class TreeRows:
         before, branch.own_blocks = branch.own_blocks, _own_blocks(branch)
         self._add(branch, 0, 0, branch.own_blocks - before, 0)
 
-    def _add(self, branch: Branch, nodes: int, tokens: int, blocks: int, wanted: int) -> None:
+    def _add(self, branch: Branch, nodes: int, tokens: int, blocks: int, matching: int) -> None:
         """Add to a branch and to all above it."""
-        if not (nodes or tokens or blocks or wanted):
+        if not (nodes or tokens or blocks or matching):
             return
         by_size = bool(tokens) and self.sort == "subtree"
         up: Branch | None = branch
         while up is not None:
-            was, up.wanted = up.wanted, up.wanted + wanted
+            was, up.matching = up.matching, up.matching + matching
             up.nodes += nodes
             up.tokens += tokens
             up.blocks += blocks
-            shows_or_hides = (was > 0) != (up.wanted > 0)
+            shows_or_hides = (was > 0) != (up.matching > 0)
             if up.parent is not None and (by_size or shows_or_hides):
-                self._disorder(up.parent)
+                self._mark_unsorted(up.parent)
                 self._must_flatten |= shows_or_hides
             up = up.parent
 
@@ -254,7 +254,7 @@ class TreeRows:
         while up is not None and up.newest < used:
             up.newest = used
             if up.parent is not None and self.sort == "recency":
-                self._disorder(up.parent)
+                self._mark_unsorted(up.parent)
             up = up.parent
 
     def _lower(self, branch: Branch, used: float) -> None:
@@ -267,23 +267,23 @@ class TreeRows:
             if up.newest == used:
                 return
             if up.parent is not None and self.sort == "recency":
-                self._disorder(up.parent)
+                self._mark_unsorted(up.parent)
             up = up.parent
 
     # ---- order
 
-    def _disorder(self, branch: Branch) -> None:
-        self._stale[branch.number] = branch
+    def _mark_unsorted(self, branch: Branch) -> None:
+        self._unsorted[branch.number] = branch
 
-    def _settle(self) -> bool:
+    def _finish_update(self) -> bool:
         """Sort what may be out of order; flatten if anything was. True if so."""
         key = SORTS[self.sort]
-        for branch in self._stale.values():
+        for branch in self._unsorted.values():
             order = sorted(branch.children.values(), key=key)
             if order != branch.order:
                 branch.order = order
                 self._must_flatten = True
-        self._stale.clear()
+        self._unsorted.clear()
         if not self._must_flatten:
             return False
         self._flatten()
@@ -313,44 +313,44 @@ class TreeRows:
 
     def _shown(self, branch: Branch) -> list[Branch]:
         order = branch.order or []
-        return order if self._wanted is None else [child for child in order if child.wanted]
+        return order if self._predicate is None else [child for child in order if child.matching]
 
     # ---- what the person asks for
 
     def sort_by(self, sort: str) -> None:
         """Sort by one of SORTS. O(nodes)."""
         self.sort = sort
-        self._stale = dict(self.branches)
-        self._settle()
+        self._unsorted = dict(self.branches)
+        self._finish_update()
 
-    def filter(self, wanted: Wanted | None) -> None:
+    def filter(self, matching: Predicate | None) -> None:
         """Show only what is wanted, and what leads to it, all open; None shows all, open as it was. O(nodes)."""
-        if wanted is not None and self._wanted is None:
+        if matching is not None and self._predicate is None:
             self._closed_unfiltered = self.closed
-        self.closed = set() if wanted is not None else self._closed_unfiltered
-        self._wanted = wanted
-        self.judge(self.branches)
+        self.closed = set() if matching is not None else self._closed_unfiltered
+        self._predicate = matching
+        self.apply_filter(self.branches)
         self._must_flatten = True
-        self._settle()
+        self._finish_update()
 
-    def judge(self, numbers: Iterable[int]) -> None:
+    def apply_filter(self, numbers: Iterable[int]) -> None:
         """Ask the filter anew about these; `update` shows what came of it. O(numbers x depth)."""
         for number in numbers:
             branch = self.branches.get(number)
             if branch is None or branch.record is None:
                 continue
-            before, branch.is_wanted = branch.is_wanted, self._wanted is None or self._wanted(branch)
-            self._add(branch, 0, 0, 0, branch.is_wanted - before)
+            before, branch.is_match = branch.is_match, self._predicate is None or self._predicate(branch)
+            self._add(branch, 0, 0, 0, branch.is_match - before)
 
     @property
-    def wanted(self) -> int:
+    def matching(self) -> int:
         """How many nodes the filter wants, closed ones included; all of them without one."""
-        return self.branches[TOP].wanted
+        return self.branches[TOP].matching
 
     @property
     def is_filtered(self) -> bool:
         """Whether there is a filter."""
-        return self._wanted is not None
+        return self._predicate is not None
 
     def open(self, numbers: Iterable[int], is_open: bool = True) -> None:
         """Open or close these. O(rows)."""
@@ -359,34 +359,34 @@ class TreeRows:
         else:
             self.closed.update(number for number in numbers if number in self.branches and number != TOP)
         self._must_flatten = True
-        self._settle()
+        self._finish_update()
 
     def open_to(self, number: int) -> bool:
         """Open all that hides this node. False if there is no such node, or the filter hides it."""
         branch = self.branches.get(number)
-        if branch is None or branch.record is None or not branch.wanted:
+        if branch is None or branch.record is None or not branch.matching:
             return False
         above = {up.record.id for up in branch.up() if up.record is not None}
         if not self.closed.isdisjoint(above):
             self.open(above)
         return number in self.index
 
-    def hottest(self) -> Branch | None:
+    def most_recent(self) -> Branch | None:
         """The end of the path that was used last: down from the top, always to the youngest. O(depth x children)."""
         branch = self.branches[TOP]
         while branch.children:
-            shown = [child for child in branch.children.values() if child.wanted]
+            shown = [child for child in branch.children.values() if child.matching]
             if not shown or (branch.record is not None and branch.record.used >= branch.newest):
                 break
             branch = max(shown, key=lambda child: (child.newest, child.node.id))
         return branch if branch.record is not None else None
 
-    def next_wanted(self, place: int, step: int) -> int | None:
+    def next_match(self, place: int, step: int) -> int | None:
         """The next row, from this one on in steps of 1 or -1 and round the end, that the filter itself wants."""
         count = len(self.rows)
         for away in range(1, count + 1):
             at = (place + step * away) % count
-            if self.rows[at].branch.is_wanted:
+            if self.rows[at].branch.is_match:
                 return at
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.feed import Feed, Status, Traffic
-from radixkv_monitor.state import Camera, State
+from radixkv_monitor.state import State, StateCopier
 
 FACTS = EngineFacts(
     engine="engine-1",
@@ -27,23 +27,23 @@ FACTS = EngineFacts(
 )
 
 
-class StillFeed(Feed):
-    """`tell` changes, and `latest` is their sum."""
+class FakeFeed(Feed):
+    """`apply` changes, and `latest` is their sum."""
 
     title = "still"
 
     def __init__(self, *changes: Changes, facts: EngineFacts = FACTS) -> None:
         self.mirror = Mirror()
-        self.camera = Camera(facts, line=1)
+        self.copier = StateCopier(facts, line=1)
         self.state: State | None = None
         self.link = Status("live", 0.0)
         self.closed = False
         for each in changes:
-            self.tell(each)
+            self.apply(each)
 
-    def tell(self, changes: Changes) -> None:
+    def apply(self, changes: Changes) -> None:
         self.mirror.apply(changes)
-        self.state = self.camera.take(self.mirror, [changes])
+        self.state = self.copier.take(self.mirror, [changes])
 
     def start(self) -> None:
         pass

@@ -12,7 +12,7 @@ from radixkv.cache import PrefixCache, Sequence
 from radixkv.errors import OutOfBlocks, PinBudgetExceeded
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord, RequestRecord, SequenceRecord
-from radixkv_monitor.state import Camera, State
+from radixkv_monitor.state import State, StateCopier
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(("open", "fork", "grow", "close", "pin", "unpin", "demote")), st.integers(0, 2**16)),
@@ -39,7 +39,7 @@ def run_length(blocks: Iterable[int]) -> tuple[int, ...]:
     return tuple(runs)
 
 
-class Life:
+class RandomCache:
     """A small cache that lives by random steps, and what a monitor would be told of it."""
 
     def __init__(self, num_blocks: int = 24, block_size: int = 4) -> None:
@@ -48,7 +48,7 @@ class Life:
         self.open: list[Sequence] = []
         self.pins: list = []  # type: ignore[type-arg]
         self.mirror = Mirror()
-        self.camera = Camera(facts(num_blocks, block_size), 1)
+        self.copier = StateCopier(facts(num_blocks, block_size), 1)
         self.used: dict[int, tuple[int, float]] = {}
 
     def step(self, verb: str, number: int) -> None:
@@ -116,7 +116,7 @@ class Life:
                     used = self.used[node.id] = (node.tick, self.now)
                 yield NodeRecord(
                     id=node.id, parent=0 if node.parent is None else node.parent.id, start=node.start,
-                    tokens=node.end - node.start, blocks=run_length(node.blocks), holders=node.holders,
+                    tokens=node.end - node.start, blocks=run_length(node.blocks), holders=node.direct_holders,
                     locks=node.locks, pins=pinned[node.id], hits=node.hits, priority=node.priority,
                     demoted=node.demoted, born=0.0, used=used[1],
                     namespace=None if node.parent is not None else root_name,
@@ -145,7 +145,7 @@ class Life:
             requests=tuple(request(number) for number in sequences.keys() - old.live.keys()),
         )
         self.mirror.apply(changes)
-        return self.camera.take(self.mirror, (changes,))
+        return self.copier.take(self.mirror, (changes,))
 
 
 def request(number: int, **facts: object) -> RequestRecord:

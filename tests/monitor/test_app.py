@@ -20,9 +20,9 @@ from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.dialogs import ExportScreen, HelpScreen
 from radixkv_monitor.feed import Status, ThreadFeed
 from radixkv_monitor.replay import FileFeed
-from radixkv_monitor.screenshot import picture
-from radixkv_monitor.self_usage import Meter
-from radixkv_monitor.state_builder import Intake
+from radixkv_monitor.screenshot import screenshot
+from radixkv_monitor.self_usage import UsageMeter
+from radixkv_monitor.state_builder import StateBuilder
 from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS, BlockSelected, NodeSelected, RequestSelected
 from tests.monitor.fake_feed import FACTS
@@ -49,7 +49,7 @@ class HandFeed(ThreadFeed):
             self.hand(delta(1000.0 + second, second % 5 + 1))
 
     def hand(self, *frames: Frame) -> None:
-        self.intake.take(*frames)
+        self.builder.take(*frames)
 
     def lose(self, sentence: str = "the engine was closed; next attempt in 2.0 s") -> None:
         self._status = Status("stale", 1095.0, sentence)
@@ -118,7 +118,7 @@ def test_space_freezes_while_reading_goes_on(size: tuple[int, int]) -> None:
         app.tick()
         assert app.shown is not None and app.shown.frozen and app.shown.time == 1090.0
         assert "reading goes on" in banner(app)
-        assert app.viewing.link == "‖ frozen"
+        assert app.playback.link == "‖ frozen"
         await pilot.press("space")
         assert app.shown.time == 1099.0 and not app.shown.frozen and banner(app) == ""
 
@@ -176,7 +176,7 @@ def test_record_writes_what_comes_until_it_is_pressed_again(tmp_path: Path, monk
 
     played(steps)
     (path,) = tmp_path.glob("*.rec")
-    state = Intake().take(*read_recording(path))
+    state = StateBuilder().take(*read_recording(path))
     assert state is not None and state.time == 1096.0 and set(state.nodes) == {1, 2, 3, 4, 5, 40}
 
 
@@ -190,7 +190,7 @@ def test_record_to_a_named_file_from_the_beginning(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv_monitor.app._fresh", lambda name, kind: Path("/nowhere/at/all") / f"{name}.{kind}")
+    monkeypatch.setattr("radixkv_monitor.app._new_path", lambda name, kind: Path("/nowhere/at/all") / f"{name}.{kind}")
 
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
         await pilot.press("r")
@@ -239,10 +239,10 @@ def test_a_picture_shows_neither_a_dialog_nor_what_was_said_of_the_one_before(
             for written in (1, 2):
                 await pilot.press("e", "s")
                 for _ in range(100):
-                    if len(list(tmp_path.iterdir())) == written and "Written" in picture(app):
+                    if len(list(tmp_path.iterdir())) == written and "Written" in screenshot(app):
                         break
                     await pilot.pause(0.05)
-            assert "Written" in picture(app), "it is said, behind the picture"
+            assert "Written" in screenshot(app), "it is said, behind the picture"
 
     asyncio.run(run())
     one, two = tmp_path.glob("radixkv-overview-*.svg")
@@ -323,7 +323,7 @@ def test_a_lost_engine_is_told_and_greyed() -> None:
         await pilot.pause()
         assert "Not connected since" in banner(app) and "next attempt" in banner(app)
         assert app._banner.has_class("-bad") and app.screen.has_class("-stale")
-        assert app.viewing.link == "✗ stale"
+        assert app.playback.link == "✗ stale"
         assert app.shown is not None and app.shown.stale and app.shown.now == 1095.0
         feed._status = Status("live", 1096.0, "the engine was restarted")
         app.tick()
@@ -437,12 +437,12 @@ def test_a_theme_can_be_asked_for() -> None:
 
 def test_the_foot_tells_the_cost_and_the_keys() -> None:
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
-        app._say_below()
+        app._update_bottom_line()
         assert "frames/s" in str(app._bottom._cost.content)
         keys = str(app._bottom._hints.content)
         assert "? help" in keys and "space freeze" in keys and "q quit" in keys
 
-    played(steps, (160, 48), meter=Meter())
+    played(steps, (160, 48), usage_meter=UsageMeter())
 
 
 def test_quit() -> None:
@@ -465,14 +465,14 @@ def test_a_recording_pauses_goes_faster_and_is_sought(tmp_path: Path) -> None:
                 if feed.span == (1000.0, 1090.0) and feed.status.link == "replay":
                     break
             app.tick()
-            assert app.viewing.link == "▶ replay 1x" and banner(app).startswith("0:00 of 1:30")
+            assert app.playback.link == "▶ replay 1x" and banner(app).startswith("0:00 of 1:30")
             await pilot.press("greater_than_sign", "space")
-            assert app.viewing.link == "‖ replay 2x"
+            assert app.playback.link == "‖ replay 2x"
             await pilot.press("right_square_bracket", "right_curly_bracket", "left_square_bracket")
             assert feed.now == 1060.0
             await pilot.pause(0.3)
             assert app.shown is not None and app.shown.time == 1060.0 and banner(app).startswith("1:00 of 1:30")
             await pilot.press("less_than_sign", "less_than_sign")
-            assert app.viewing.link == "‖ replay 0.5x"
+            assert app.playback.link == "‖ replay 0.5x"
 
     asyncio.run(run())

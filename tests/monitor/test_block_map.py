@@ -26,7 +26,7 @@ from radixkv_monitor.block_map import (
 )
 from radixkv_monitor.block_modes import MODES, Blocks, reduce
 from radixkv_monitor.session_tracker import SHARED, UNKNOWN
-from tests.monitor.random_cache import STEPS, Life
+from tests.monitor.random_cache import STEPS, RandomCache
 from tests.monitor.view_host import state
 
 RUNS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), max_size=5).map(lambda runs: sum(runs, ()))
@@ -38,7 +38,7 @@ def listed(blocks: tuple[int, ...]) -> list[int]:
     ]
 
 
-def recounted(life: Life) -> list[int]:
+def recounted(life: RandomCache) -> list[int]:
     """The state of each block, one by one, from the cache."""
     nodes = list(life.cache._tree.walk())
     states = []
@@ -59,7 +59,7 @@ def recounted(life: Life) -> list[int]:
 def test_a_life_told_in_changes_has_the_states_that_a_recount_of_the_cache_has(
     steps: list[tuple[str, int]], told_every: int
 ) -> None:
-    life, blocks = Life(), Blocks()
+    life, blocks = RandomCache(), Blocks()
     for index, step in enumerate(steps):
         life.step(*step)
         if index % told_every and index < len(steps) - 1:
@@ -85,7 +85,7 @@ def owners_of(blocks: BlockMap) -> list[list[int]]:
 @settings(max_examples=120, deadline=None)
 @given(STEPS)
 def test_references_are_the_sequences_and_pins_whose_tables_name_the_block(steps: list[tuple[str, int]]) -> None:
-    life, blocks = Life(), Blocks()
+    life, blocks = RandomCache(), Blocks()
     for step in steps:
         life.step(*step)
     for sequence in life.open:
@@ -102,7 +102,7 @@ def test_references_are_the_sequences_and_pins_whose_tables_name_the_block(steps
 @settings(max_examples=60, deadline=None)
 @given(STEPS, st.integers(0, 5000))
 def test_ages_count_from_the_last_use_of_the_tip(steps: list[tuple[str, int]], later: int) -> None:
-    life, blocks = Life(), Blocks()
+    life, blocks = RandomCache(), Blocks()
     for step in steps:
         life.step(*step)
     state = replace(life.state(), now=life.now + later)
@@ -119,7 +119,7 @@ def test_ages_count_from_the_last_use_of_the_tip(steps: list[tuple[str, int]], l
 @settings(max_examples=60, deadline=None)
 @given(STEPS)
 def test_a_block_has_the_session_that_held_it_or_is_shared(steps: list[tuple[str, int]]) -> None:
-    life, blocks = Life(), Blocks()
+    life, blocks = RandomCache(), Blocks()
     seen: dict[int, set[int]] = {}
     for step in steps:
         life.step(*step)
@@ -192,9 +192,9 @@ def test_sessions_keep_their_shades_while_they_have_blocks() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_an_engine_with_nothing_cached_has_free_blocks_only(mode: block_modes.Mode) -> None:
+def test_an_engine_with_nothing_cached_has_free_blocks_only(mode: block_modes.ColourMode) -> None:
     blocks = Blocks()
-    blocks.update(Life().state())
+    blocks.update(RandomCache().state())
     assert mode.levels(blocks).tolist() == [0] * 24
     assert mode.legend(blocks)[0].name == "free"
 

@@ -18,7 +18,7 @@ from radixkv_monitor import cli, feed_factory
 from radixkv_monitor.dialogs import PickerApp
 from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.replay import FileFeed
-from radixkv_monitor.state_builder import Intake
+from radixkv_monitor.state_builder import StateBuilder
 from tests.monitor.fake_feed import FACTS
 from tests.telemetry.served import serving
 
@@ -27,12 +27,12 @@ STATS = {"prompt_tokens": 200.0, "cached_tokens": 150.0, "finished": 4.0, "cache
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Path:
-    intake = Intake()
-    intake.take(Hello(FACTS), Snapshot(0, 1, Changes(time=1000.0, reset=True)))
+    builder = StateBuilder()
+    builder.take(Hello(FACTS), Snapshot(0, 1, Changes(time=1000.0, reset=True)))
     path = tmp_path / "a.rec"
-    intake.record(path)
-    intake.take(Delta(Changes(time=1001.0, stats=STATS)))
-    intake.stop_recording()
+    builder.record(path)
+    builder.take(Delta(Changes(time=1001.0, stats=STATS)))
+    builder.stop_recording()
     return path
 
 
@@ -159,7 +159,7 @@ def test_a_younger_engine_of_the_same_model_is_followed(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(feed_factory, "connect", connect)
     monkeypatch.setattr(feed_factory, "engines", lambda: there)
-    attempt = feed_factory._following(first)
+    attempt = feed_factory._reconnecting(first)
     with pytest.raises(EngineNotFound, match="gone"):
         attempt()
     there[:] = [other]
@@ -210,9 +210,9 @@ def test_neither_torch_nor_transformers_is_imported_nor_textual_for_one_look(rec
 
 
 def test_a_farewell_is_kept() -> None:
-    intake = Intake()
-    intake.take(Hello(FACTS), Bye("closed"))
-    assert intake.farewell == "closed"
+    builder = StateBuilder()
+    builder.take(Hello(FACTS), Bye("closed"))
+    assert builder.end_reason == "closed"
 
 
 def _environment() -> dict[str, str]:

@@ -19,7 +19,7 @@ from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.live import SocketFeed
 from tests.monitor.view_host import screen
 
-LONGEST = 45.0  # seconds to wait for what must come, on a busy machine
+LONGEST_INTERVAL = 45.0  # seconds to wait for what must come, on a busy machine
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def say(child: subprocess.Popen[str]) -> None:
 
 
 async def until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONGEST
+    end = time.monotonic() + LONGEST_INTERVAL
     while not what():
         assert time.monotonic() < end, "it did not come"
         await asyncio.sleep(0.05)
@@ -107,7 +107,11 @@ def test_the_command_says_the_same_to_scripts(engine: subprocess.Popen[str], fol
     truth = json.loads(engine.stdout.readline())
     command = [sys.executable, "-c", "import sys; from radixkv_monitor.cli import main; sys.exit(main())"]
     said = subprocess.run(
-        [*command, str(engine.pid), "--once", "--json"], capture_output=True, text=True, timeout=LONGEST, check=True
+        [*command, str(engine.pid), "--once", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_INTERVAL,
+        check=True,
     )
     told = json.loads(said.stdout)
     assert told["engine"]["pid"] == engine.pid

@@ -27,7 +27,7 @@ from radixkv_monitor.live import DemoFeed, SocketFeed
 from radixkv_monitor.print_once import first_state
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
-from radixkv_monitor.state_builder import Intake, Past
+from radixkv_monitor.state_builder import PastStates, StateBuilder
 from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.timeline import Timeline
 from tests.monitor.fake_feed import FACTS
@@ -67,22 +67,22 @@ def test_nothing_is_shown_before_the_last_page() -> None:
     whole = next(iter(snapshot_frames(mirror, 0, 1.0)))
     first = replace(whole, pages=2, changes=replace(whole.changes, nodes=whole.changes.nodes[:1]))
     second = Snapshot(1, 2, Changes(time=1.0, nodes=whole.changes.nodes[1:]))
-    intake = Intake()
-    assert intake.take(Hello(FACTS), first) is None
-    state = intake.take(second, delta(2.0, 3))
+    builder = StateBuilder()
+    assert builder.take(Hello(FACTS), first) is None
+    state = builder.take(second, delta(2.0, 3))
     assert state is not None
     assert set(state.nodes) == {1, 2, 3}, "a delta in the same breath counts"
 
 
 def test_deltas_without_a_snapshot_count_for_nothing() -> None:
-    intake = Intake()
-    assert intake.take(delta(1.0, 1)) is None
-    assert intake.take(Hello(FACTS), delta(1.0, 1)) is None
-    assert intake.take(Snapshot(1, 2, Changes(1.0))) is None, "a recording may begin between pages"
-    state = intake.take(snapshot(2.0, 7))
+    builder = StateBuilder()
+    assert builder.take(delta(1.0, 1)) is None
+    assert builder.take(Hello(FACTS), delta(1.0, 1)) is None
+    assert builder.take(Snapshot(1, 2, Changes(1.0))) is None, "a recording may begin between pages"
+    state = builder.take(snapshot(2.0, 7))
     assert state is not None and set(state.nodes) == {7}
-    assert intake.take(Gap(3), delta(3.0, 8)) is None, "between a gap and its snapshot nothing is known"
-    assert intake.dropped == 3
+    assert builder.take(Gap(3), delta(3.0, 8)) is None, "between a gap and its snapshot nothing is known"
+    assert builder.dropped == 3
 
 
 STEPS = st.lists(
@@ -92,21 +92,21 @@ STEPS = st.lists(
 )
 
 
-def lived(steps: list[tuple[float, set[int], set[int]]], timeline: Timeline) -> tuple[Intake, list[State]]:
-    intake, now = Intake(timeline), 1000.0
-    states = [intake.take(Hello(FACTS), snapshot(now, 1, 2, 3))]
+def lived(steps: list[tuple[float, set[int], set[int]]], timeline: Timeline) -> tuple[StateBuilder, list[State]]:
+    builder, now = StateBuilder(timeline), 1000.0
+    states = [builder.take(Hello(FACTS), snapshot(now, 1, 2, 3))]
     for pause, changed, gone in steps:
         now += pause
-        states.append(intake.take(delta(now, *changed, gone=tuple(gone - changed))))
+        states.append(builder.take(delta(now, *changed, gone=tuple(gone - changed))))
     assert all(states)
-    return intake, [state for state in states if state is not None]
+    return builder, [state for state in states if state is not None]
 
 
 @given(STEPS, st.lists(st.integers(0, 60), min_size=1, max_size=10))
 def test_the_past_is_what_was_the_present(steps: list[tuple[float, set[int], set[int]]], visits: list[int]) -> None:
     timeline = Timeline(inf, inf)
-    intake, states = lived(steps, timeline)
-    past = Past(intake)
+    builder, states = lived(steps, timeline)
+    past = PastStates(builder)
     for visit in visits:
         there = states[min(visit, len(states) - 1)]
         again = past.at(there.time)
@@ -120,56 +120,56 @@ def test_the_past_is_what_was_the_present(steps: list[tuple[float, set[int], set
 @given(STEPS)
 def test_packed_segments_are_bounded_and_read_as_before(steps: list[tuple[float, set[int], set[int]]]) -> None:
     timeline = Timeline(60.0, inf)
-    intake, now = Intake(timeline), 1000.0
-    intake.take(Hello(FACTS), snapshot(now, 1))
+    builder, now = StateBuilder(timeline), 1000.0
+    builder.take(Hello(FACTS), snapshot(now, 1))
     for pause, changed, _ in steps:  # a new segment each time: engines that come and go
         now += pause
-        intake.take(snapshot(now, *changed), delta(now + 0.01, 5))
+        builder.take(snapshot(now, *changed), delta(now + 0.01, 5))
     span = timeline.span
     assert span is not None
     inside = [begin for begin in [each.times[0] for each in timeline._segments][1:] if now + 0.01 - begin > 60.0]
     assert not inside, "segments whose successor is old enough are forgotten"
-    assert Past(intake).at(span[0]) is not None
-    frames = list(timeline.everything())
+    assert PastStates(builder).at(span[0]) is not None
+    frames = list(timeline.all_frames())
     assert isinstance(frames[0], Hello)
     assert frames[-1] == delta(now + 0.01, 5)
 
 
 def test_a_timeline_keeps_to_its_bytes() -> None:
     timeline = Timeline(inf, 50_000)
-    intake = Intake(timeline)
-    intake.take(Hello(FACTS), snapshot(0.0, *range(300)))
+    builder = StateBuilder(timeline)
+    builder.take(Hello(FACTS), snapshot(0.0, *range(300)))
     for tick in range(1, 400):
-        intake.take(delta(tick / 10, *range(tick % 7, 200)))
+        builder.take(delta(tick / 10, *range(tick % 7, 200)))
         assert timeline.bytes < 50_000 + 2 * 80_000, "the newest segment stays, however large it is"
-    assert intake.latest is not None
-    found = Past(intake).at(intake.latest.time)
-    assert found is not None and found.nodes == intake.latest.nodes
+    assert builder.latest is not None
+    found = PastStates(builder).at(builder.latest.time)
+    assert found is not None and found.nodes == builder.latest.nodes
     times = [segment.times[0] for segment in timeline._segments]
     assert all(one <= other for one, other in pairwise(times))
 
 
 def test_a_recording_reads_back_as_what_was_seen(tmp_path: Path) -> None:
-    intake = Intake()
+    builder = StateBuilder()
     with pytest.raises(ValueError, match="nothing to record yet"):
-        intake.record(tmp_path / "early.rec")
-    intake.take(Hello(FACTS), snapshot(1.0, 1), delta(2.0, 2))
-    intake.record(tmp_path / "a.rec")
-    intake.take(delta(3.0, 3, gone=(1,)))
-    intake.stop_recording()
-    intake.take(delta(4.0, 4))
-    assert intake.tape is not None and not intake.tape.running and intake.tape.trouble is None
-    again = Intake()
+        builder.record(tmp_path / "early.rec")
+    builder.take(Hello(FACTS), snapshot(1.0, 1), delta(2.0, 2))
+    builder.record(tmp_path / "a.rec")
+    builder.take(delta(3.0, 3, gone=(1,)))
+    builder.stop_recording()
+    builder.take(delta(4.0, 4))
+    assert builder.recording is not None and not builder.recording.running and builder.recording.trouble is None
+    again = StateBuilder()
     state = again.take(*read_recording(tmp_path / "a.rec"))
     assert state is not None
     assert (state.time, set(state.nodes), state.facts) == (3.0, {2, 3}, FACTS)
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
-    intake = Intake()
-    intake.take(Hello(FACTS), snapshot(1.0, 1))
-    intake.record(tmp_path / "a.rec")
-    assert intake.tape is not None and intake.tape._writer is not None
+    builder = StateBuilder()
+    builder.take(Hello(FACTS), snapshot(1.0, 1))
+    builder.record(tmp_path / "a.rec")
+    assert builder.recording is not None and builder.recording._writer is not None
 
     class Full:
         def write(self, data: bytes) -> int:
@@ -179,12 +179,12 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None
 
         def close(self) -> None: ...
 
-    intake.tape._writer._file.close()
-    intake.tape._writer._file = Full()  # type: ignore[assignment]
-    state = intake.take(delta(2.0, 2))
+    builder.recording._writer._file.close()
+    builder.recording._writer._file = Full()  # type: ignore[assignment]
+    state = builder.take(delta(2.0, 2))
     assert state is not None and set(state.nodes) == {1, 2}
-    assert intake.tape.trouble == "recording stopped: No space left on device"
-    assert not intake.tape.running
+    assert builder.recording.trouble == "recording stopped: No space left on device"
+    assert not builder.recording.running
 
 
 # ---- an engine behind a socket
@@ -214,8 +214,8 @@ class Engines:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
-    monkeypatch.setattr("radixkv_monitor.live.SHORTEST", 0.01)
-    monkeypatch.setattr("radixkv_monitor.live.LONGEST", 0.05)
+    monkeypatch.setattr("radixkv_monitor.live.SHORTEST_RETRY", 0.01)
+    monkeypatch.setattr("radixkv_monitor.live.LONGEST_RETRY", 0.05)
     return Engines()
 
 
@@ -227,7 +227,7 @@ def feed(engines: Engines) -> Iterator[SocketFeed]:
     assert not made._thread.is_alive()
 
 
-def say(connection: socket.socket, *frames: Frame) -> None:
+def send(connection: socket.socket, *frames: Frame) -> None:
     connection.sendall(b"".join(encode(frame) for frame in frames))
 
 
@@ -237,7 +237,7 @@ def test_an_engine_that_is_not_there_yet_is_waited_for(engines: Engines, feed: S
     assert feed.status.link == "connecting"
     assert "no engine answers" in feed.status.sentence and "next attempt in" in feed.status.sentence
     with engines.serve() as engine:
-        say(engine, Hello(FACTS), snapshot(1.0, 1), delta(2.0, 2))
+        send(engine, Hello(FACTS), snapshot(1.0, 1), delta(2.0, 2))
         until(lambda: feed.status.link == "live" and feed.latest and feed.latest.time == 2.0)
         assert feed.latest is not None and set(feed.latest.nodes) == {1, 2}
         assert feed.traffic.frames == 3 and feed.traffic.bytes > 100
@@ -245,7 +245,7 @@ def test_an_engine_that_is_not_there_yet_is_waited_for(engines: Engines, feed: S
 
 def test_a_lost_engine_is_stale_and_a_restarted_one_is_told(engines: Engines, feed: SocketFeed) -> None:
     with engines.serve() as first:
-        say(first, Hello(FACTS), snapshot(1.0, 1), Bye("the engine was closed"))
+        send(first, Hello(FACTS), snapshot(1.0, 1), Bye("the engine was closed"))
         feed.start()
         until(lambda: feed.latest)
     until(lambda: feed.status.link == "stale")
@@ -257,7 +257,7 @@ def test_a_lost_engine_is_stale_and_a_restarted_one_is_told(engines: Engines, fe
     assert "the engine was closed; no engine answers" in feed.status.sentence, "its last word stays"
     line = feed.latest.line
     with engines.serve() as second:
-        say(second, Hello(OTHER), snapshot(5.0, 9))
+        send(second, Hello(OTHER), snapshot(5.0, 9))
         until(lambda: feed.status.link == "live")
         assert feed.status.sentence == "the engine was restarted"
         assert set(feed.latest.nodes) == {9} and feed.latest.facts == OTHER and feed.latest.line != line
@@ -282,29 +282,29 @@ def test_a_restart_is_told_however_its_frames_arrive_and_not_for_ever(
     engines: Engines, feed: SocketFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engines.serve() as first:
-        say(first, Hello(FACTS), snapshot(1.0, 1))
+        send(first, Hello(FACTS), snapshot(1.0, 1))
         feed.start()
         until(lambda: feed.latest)
     until(lambda: feed.status.link == "stale")
     with engines.serve() as second:
-        say(second, Hello(OTHER))
+        send(second, Hello(OTHER))
         until(lambda: feed.traffic.frames == 3)
-        say(second, snapshot(5.0, 9))
+        send(second, snapshot(5.0, 9))
         until(lambda: feed.status.link == "live")
         assert feed.status.sentence == "the engine was restarted"
-        monkeypatch.setattr("radixkv_monitor.live.NEWS", 0.0)
-        say(second, delta(6.0, 9))
+        monkeypatch.setattr("radixkv_monitor.live.RESTART_NOTICE", 0.0)
+        send(second, delta(6.0, 9))
         until(lambda: feed.status.sentence == "")
         assert feed.status.link == "live"
 
 
 def test_what_happened_while_nobody_watched_is_not_of_the_last_second(engines: Engines, feed: SocketFeed) -> None:
     with engines.serve() as first:
-        say(first, Hello(FACTS), snapshot(0.0, 1))
+        send(first, Hello(FACTS), snapshot(0.0, 1))
         feed.start()
         until(lambda: feed.latest)
     with engines.serve() as second:
-        say(second, Hello(FACTS), snapshot(600.0, 1))  # whose steps are its time
+        send(second, Hello(FACTS), snapshot(600.0, 1))  # whose steps are its time
         until(lambda: feed.latest is not None and feed.latest.time == 600.0)
     assert feed.latest is not None
     assert rate(feed.latest.history, "steps", 600.0, 10.0) == pytest.approx(1.0)
@@ -312,12 +312,12 @@ def test_what_happened_while_nobody_watched_is_not_of_the_last_second(engines: E
 
 def test_the_same_engine_again_is_no_restart(engines: Engines, feed: SocketFeed) -> None:
     with engines.serve() as first:
-        say(first, Hello(FACTS), snapshot(1.0, 1))
+        send(first, Hello(FACTS), snapshot(1.0, 1))
         feed.start()
         until(lambda: feed.latest)
     until(lambda: feed.status.link == "stale")
     with engines.serve() as second:
-        say(second, Hello(FACTS), snapshot(5.0, 9))
+        send(second, Hello(FACTS), snapshot(5.0, 9))
         until(lambda: feed.status.link == "live")
         assert feed.status.sentence == ""
 
@@ -333,13 +333,13 @@ def test_the_same_engine_again_is_no_restart(engines: Engines, feed: SocketFeed)
 )
 def test_garbage_costs_the_connection_and_no_more(engines: Engines, feed: SocketFeed, garbage: bytes) -> None:
     with engines.serve() as first:
-        say(first, Hello(FACTS), snapshot(1.0, 1))
+        send(first, Hello(FACTS), snapshot(1.0, 1))
         feed.start()
         until(lambda: feed.latest)
         first.sendall(garbage + b"\x00" * 64)
         until(lambda: feed.status.link == "stale")
     with engines.serve() as second:
-        say(second, Hello(FACTS), snapshot(2.0, 2))
+        send(second, Hello(FACTS), snapshot(2.0, 2))
         until(lambda: feed.status.link == "live")
         assert feed.latest is not None and set(feed.latest.nodes) == {2}
 
@@ -352,9 +352,9 @@ def test_a_feed_that_breaks_says_so(engines: Engines, feed: SocketFeed) -> None:
 
 
 def test_a_silent_engine_counts_as_gone(engines: Engines, feed: SocketFeed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv_monitor.live.SILENCE", 0.0)
+    monkeypatch.setattr("radixkv_monitor.live.SILENCE_TIMEOUT", 0.0)
     with engines.serve() as engine:
-        say(engine, Hello(FACTS), snapshot(1.0, 1))
+        send(engine, Hello(FACTS), snapshot(1.0, 1))
         feed.start()
         until(lambda: feed.status.link == "stale")
         assert "silent" in feed.status.sentence
@@ -365,13 +365,13 @@ def test_a_silent_engine_counts_as_gone(engines: Engines, feed: SocketFeed, monk
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Path:
-    intake = Intake()
-    intake.take(Hello(FACTS), snapshot(1000.0, 1))
+    builder = StateBuilder()
+    builder.take(Hello(FACTS), snapshot(1000.0, 1))
     path = tmp_path / "a.rec"
-    intake.record(path)
+    builder.record(path)
     for tick in range(1, 101):
-        intake.take(delta(1000.0 + tick, tick % 9 + 1))
-    intake.stop_recording()
+        builder.take(delta(1000.0 + tick, tick % 9 + 1))
+    builder.stop_recording()
     return path
 
 
@@ -448,7 +448,7 @@ def test_a_damaged_recording_shows_what_is_whole(recording: Path) -> None:
     feed.start()
     try:
         until(lambda: feed.latest and feed.span and feed.span[1] > 1040)
-        until(lambda: feed.status.link == "replay" and feed.intake.farewell)
+        until(lambda: feed.status.link == "replay" and feed.builder.end_reason)
         feed.seek(9999.0)
         until(lambda: feed.status.link == "ended")
         assert "ends inside a frame" in feed.status.sentence
@@ -475,10 +475,10 @@ def test_the_end_of_a_recording_says_how_the_engine_ended(
     feed = FileFeed(recording)
     feed.start()
     try:
-        until(lambda: feed.intake.farewell)
+        until(lambda: feed.builder.end_reason)
         feed.seek(1050.0)
         until(lambda: feed.latest and 1049.0 < feed.latest.time < 1060.0)
-        assert feed.latest is not None and feed.latest.farewell == ""  # it had not crashed yet
+        assert feed.latest is not None and feed.latest.end_reason == ""  # it had not crashed yet
     finally:
         feed.close()
 

@@ -8,21 +8,21 @@ import pytest
 
 from radixkv.telemetry.records import Changes
 from radixkv_monitor.app import MonitorApp
-from radixkv_monitor.self_usage import FRAMES_PER_SECOND, LONGEST, Pace
-from tests.monitor.fake_feed import StillFeed
+from radixkv_monitor.self_usage import FRAMES_PER_SECOND, LONGEST_INTERVAL, FrameLimiter
+from tests.monitor.fake_feed import FakeFeed
 
 
 def pictures(cost: float, rest: float, seconds: float = 60.0, share: float = 0.17) -> tuple[int, float]:
     """How many are drawn in so long, and which share of a core that took, if one costs so much and `rest` is spent
     in any case; asked ten times a second."""
     now = spent = 0.0
-    pace = Pace(share, clock=lambda: now, spent=lambda: spent)
+    frame_limiter = FrameLimiter(share, clock=lambda: now, spent=lambda: spent)
     drawn = 0
     for step in range(1, int(seconds * 10) + 1):
         spent += (step / 10 - now) * rest
         now = step / 10
-        if pace.ready():
-            pace.drawn()
+        if frame_limiter.ready():
+            frame_limiter.drawn()
             spent += cost
             drawn += 1
     return drawn, spent / seconds
@@ -42,19 +42,19 @@ def test_dear_pictures_come_less_often_rather_than_cost_more(cost: float) -> Non
 
 def test_a_picture_comes_each_second_whatever_it_costs() -> None:
     drawn, taken = pictures(cost=0.9, rest=0.05)
-    assert drawn == pytest.approx(60 / LONGEST, abs=1) and taken > 0.5
+    assert drawn == pytest.approx(60 / LONGEST_INTERVAL, abs=1) and taken > 0.5
 
 
 def test_an_app_asks_before_each_picture_but_not_when_a_key_was_pressed() -> None:
     asked = []
 
-    class Never(Pace):
+    class Never(FrameLimiter):
         def ready(self) -> bool:
             asked.append(True)
             return False
 
     async def run() -> None:
-        app = MonitorApp(StillFeed(Changes(1.0)), pace=Never())
+        app = MonitorApp(FakeFeed(Changes(1.0)), frame_limiter=Never())
         async with app.run_test() as pilot:
             while not asked:
                 await pilot.pause(0.05)

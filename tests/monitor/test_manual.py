@@ -17,7 +17,7 @@ from radixkv_monitor.views.evictions import EvictionsView
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.views.requests import RequestsView
 from radixkv_monitor.views.sessions import SessionsView
-from radixkv_monitor.views.table_view import Listing
+from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.views.tree import TreeView
 from radixkv_monitor.widgets.flat_tree import FlatTree
 from radixkv_monitor.widgets.heat_map import HeatMap
@@ -47,7 +47,7 @@ def bound(bindings: Iterable[BindingType]) -> set[str]:
         ("## Keys", [*KEYS, Binding("ctrl+p", "command_palette")]),
         ("### 2 Tree", [*TreeView.BINDINGS, *FlatTree.BINDINGS]),
         ("### 3 Pool", [*PoolView.BINDINGS, *HeatMap.BINDINGS]),
-        ("### 4 Sessions, 5 Evictions, 6 Requests", [*Listing.BINDINGS, *RowTable.BINDINGS]),
+        ("### 4 Sessions, 5 Evictions, 6 Requests", [*TableView.BINDINGS, *RowTable.BINDINGS]),
     ],
 )
 def test_every_key_is_in_the_manual_once(heading: str, bindings: list[BindingType]) -> None:
@@ -56,7 +56,7 @@ def test_every_key_is_in_the_manual_once(heading: str, bindings: list[BindingTyp
 
 def test_the_lists_have_the_keys_of_lists_and_no_others() -> None:
     for view in (SessionsView, EvictionsView, RequestsView):
-        assert view.BINDINGS is Listing.BINDINGS
+        assert view.BINDINGS is TableView.BINDINGS
 
 
 def test_every_option_is_in_the_manual() -> None:

@@ -13,7 +13,7 @@ from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.state import Sample
 from radixkv_monitor.views.overview import CARDS, OverviewView
 from radixkv_monitor.widgets.panel import Panel
-from tests.monitor.fake_feed import FACTS, StillFeed
+from tests.monitor.fake_feed import FACTS, FakeFeed
 from tests.monitor.samples import request
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=["80x24", "160x48"])
@@ -44,7 +44,7 @@ def text_of(view: OverviewView) -> str:
 
 def drawn(changes: Changes, size: tuple[int, int], history: tuple[Sample, ...] = ()) -> tuple[str, int]:
     """What the Overview says of a state, and the widest line."""
-    feed = StillFeed(changes)
+    feed = FakeFeed(changes)
     assert feed.state is not None
     feed.state = replace(feed.state, history=history)
     app = MonitorApp(feed)
@@ -131,7 +131,7 @@ def test_where_there_is_no_room_for_cards_their_numbers_stay(size: tuple[int, in
 def test_the_export_has_every_number() -> None:
     view = OverviewView(id="overview")
     assert view.export().rows == []
-    app = MonitorApp(StillFeed(Changes(time=1000.0, reset=True, stats=STATS)))
+    app = MonitorApp(FakeFeed(Changes(time=1000.0, reset=True, stats=STATS)))
 
     async def run() -> None:
         async with app.run_test(size=(80, 24)) as pilot:

@@ -17,7 +17,7 @@ from radixkv_monitor.state import State
 from radixkv_monitor.theme import CACHED, Shade
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.pool import PoolView
-from radixkv_monitor.widgets.detail_pane import Detail
+from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.heat_map import GUTTER, HeatMap
 from tests.monitor import samples
 from tests.monitor.view_host import hosted, screen, state
@@ -57,7 +57,7 @@ def run(
         await pilot.pause()
         await script(pilot, view)
 
-    return list(hosted(view, shown, focused, size).heard)
+    return list(hosted(view, shown, focused, size).selections)
 
 
 def text(view: PoolView, part: str) -> str:
@@ -65,9 +65,9 @@ def text(view: PoolView, part: str) -> str:
 
 
 def told(view: PoolView) -> str:
-    account = view.query_one(Detail).account
-    assert account is not None
-    return "\n".join([account.title, *(f"{name}: {value}" for name, value in account.facts), *account.notes])
+    detail = view.query_one(DetailPane).detail
+    assert detail is not None
+    return "\n".join([detail.title, *(f"{name}: {value}" for name, value in detail.facts), *detail.notes])
 
 
 @both_sizes
@@ -97,9 +97,9 @@ def test_arrows_move_and_say_block_and_node(size: tuple[int, int]) -> None:
         await pilot.press("pageup", "down", "j", "up", "k")
         assert view.block == 0
 
-    heard = run(script, small(), size)
-    assert isinstance(heard[0], BlockSelected) and heard[0].number == 1
-    assert isinstance(heard[1], NodeSelected) and heard[1].number == 2 and not heard[1].show
+    selections = run(script, small(), size)
+    assert isinstance(selections[0], BlockSelected) and selections[0].number == 1
+    assert isinstance(selections[1], NodeSelected) and selections[1].number == 2 and not selections[1].show
 
 
 @both_sizes
@@ -114,8 +114,8 @@ def test_n_goes_to_the_next_owner_and_enter_shows_its_node(size: tuple[int, int]
         await pilot.press("enter", "N", "N")
         assert view.block == 20
 
-    heard = run(script, small(), size)
-    shown = [each for each in heard if isinstance(each, NodeSelected) and each.show]
+    selections = run(script, small(), size)
+    shown = [each for each in selections if isinstance(each, NodeSelected) and each.show]
     assert [each.number for each in shown] == [3], "a private block leads to the node that its sequence holds"
 
 
@@ -139,19 +139,19 @@ def test_c_and_s_go_through_the_modes(size: tuple[int, int]) -> None:
 def test_zoom_keeps_the_cursor_on_its_block(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
         assert "(fits)" in text(view, ".headline")
-        fitting = view.look
+        fitting = view.zoom_level
         await pilot.press(*["down"] * 3)
         block = view.block
         await pilot.press("minus")
-        assert view.look == fitting, "the whole pool is in view"
+        assert view.zoom_level == fitting, "the whole pool is in view"
         await pilot.press("plus", "plus")
-        assert view.look == fitting - 2 and view.block == block and "(fits)" not in text(view, ".headline")
+        assert view.zoom_level == fitting - 2 and view.block == block and "(fits)" not in text(view, ".headline")
         assert view.map.top > 0 or view.block < view.map.room(view.map.signs) * view.map.per
         await pilot.press("minus", "equals_sign", "0")
-        assert view.look == fitting and view.block // view.map.per == block // view.map.per
+        assert view.zoom_level == fitting and view.block // view.map.per == block // view.map.per
         for _ in range(20):
             await pilot.press("plus")
-        assert view.look == 0 and view.map.signs
+        assert view.zoom_level == 0 and view.map.signs
 
     run(script, small(100_000), size)
 
@@ -165,8 +165,8 @@ def test_a_click_chooses_a_block_and_a_second_one_shows_its_node() -> None:
         await pilot.click(view.map, offset=(GUTTER + 5, 9))
         assert view.block == 9
 
-    heard = run(script, small())
-    assert isinstance(heard[-1], NodeSelected) and heard[-1].number == 3 and heard[-1].show
+    selections = run(script, small())
+    assert isinstance(selections[-1], NodeSelected) and selections[-1].number == 3 and selections[-1].show
 
 
 def test_what_others_select_is_lit_and_found() -> None:
@@ -236,8 +236,8 @@ def test_token_spans_and_owners_of_a_block() -> None:
     deeper = node(5, (20, 1), start=40, tokens=5)
     shown = replace(shown, nodes={**shown.nodes, 5: deeper})
     blocks.update(shown)
-    account = detail.block_detail(blocks, 20, 1)
-    assert ("owners", "node 5, node 3") in account.facts and ("tokens", "32 to 45 of its text") in account.facts
+    told = detail.block_detail(blocks, 20, 1)
+    assert ("owners", "node 5, node 3") in told.facts and ("tokens", "32 to 45 of its text") in detail.facts
     assert detail.token_span(shown, 3, 9) == (16, 32) and detail.token_span(shown, 3, 50) is None
     assert detail.block_detail(blocks, 999, 1).title == "No block"
     assert "1 pin" in detail.block_detail(blocks, 50, 1).notes[0]
@@ -246,7 +246,7 @@ def test_token_spans_and_owners_of_a_block() -> None:
 def test_halves_show_two_cells_in_one_sign_and_the_cursor_and_lit_cells_stand_out() -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
         heat = view.map
-        heat.look(1, False)
+        heat.set_zoom(1, False)
         width = heat.columns
         cells = np.zeros(2 * width, np.uint8)
         cells[1], cells[width + 1] = 1, 2
@@ -254,14 +254,14 @@ def test_halves_show_two_cells_in_one_sign_and_the_cursor_and_lit_cells_stand_ou
         heat.show(cells, shades, cells == 2)
         strip = heat.render_line(0).crop(GUTTER)
         colours = [(style.color.name, style.bgcolor.name) for _, style, _ in list(strip)[:3]]  # type: ignore[union-attr]
-        assert colours == [("#ffffff", "#000001"), ("#000002", shades[2].lit().dark), ("#000001", "#000001")]
+        assert colours == [("#ffffff", "#000001"), ("#000002", shades[2].highlighted().dark), ("#000001", "#000001")]
 
     run(script, small())
 
 
 def test_lit_shades_go_to_white_on_dark_and_to_black_on_light() -> None:
-    lit = CACHED.lit()
-    assert lit.dark > CACHED.dark and lit.light < CACHED.light and lit.sign == CACHED.sign
+    highlighted = CACHED.highlighted()
+    assert highlighted.dark > CACHED.dark and highlighted.light < CACHED.light and highlighted.sign == CACHED.sign
 
 
 def test_the_map_fits_any_size() -> None:

@@ -29,8 +29,8 @@ from radixkv_monitor.feed import Feed, Status, Traffic
 from radixkv_monitor.feed_factory import describe
 from radixkv_monitor.recording_writer import save
 from radixkv_monitor.replay import FileFeed
-from radixkv_monitor.screenshot import picture
-from radixkv_monitor.self_usage import Cost, Meter
+from radixkv_monitor.screenshot import screenshot
+from radixkv_monitor.self_usage import Cost, UsageMeter
 from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS
 from scripts.draw_monitor import FOLDER, PICTURES, RECORDING, Moment, draw, settle
@@ -45,7 +45,7 @@ NAMES = [view.name for view in VIEWS]
 Looks = Callable[..., None]
 
 
-class Known(Meter):
+class Known(UsageMeter):
     """Costs the same everywhere."""
 
     def read(self, traffic: Traffic) -> Cost:
@@ -78,7 +78,7 @@ def looks(snap_compare: Callable[..., bool]) -> Looks:
             await settle(pilot)
             if isinstance(app, MonitorApp):
                 app.tick()
-                app._say_below()  # not when the second is over: what is below a dialog stays as it was
+                app._update_bottom_line()  # not when the second is over: what is below a dialog stays as it was
                 await settle(pilot)
             for key in keys:
                 await pilot.press(key)
@@ -86,17 +86,17 @@ def looks(snap_compare: Callable[..., bool]) -> Looks:
                 await more(pilot)
             if isinstance(app, MonitorApp):
                 app.tick()
-                app._say_below()
+                app._update_bottom_line()
             await settle(pilot)
 
-        app.export_screenshot = lambda **_: picture(app)  # type: ignore[method-assign]
+        app.export_screenshot = lambda **_: screenshot(app)  # type: ignore[method-assign]
         assert snap_compare(app, terminal_size=size, run_before=steps)
 
     return compare
 
 
 def watching(name: str = "overview", feed: Feed | None = None) -> MonitorApp:
-    return MonitorApp(feed or Moment(), name, meter=Known())
+    return MonitorApp(feed or Moment(), name, usage_meter=Known())
 
 
 async def until(pilot: Pilot[Any], done: Callable[[], bool]) -> None:
@@ -262,14 +262,14 @@ def test_a_screen_that_differs_makes_another_picture() -> None:
             await settle(pilot)
             app.tick()
             await settle(pilot)
-            first = picture(app)
-            app.viewing.feed = other
+            first = screenshot(app)
+            app.playback.feed = other
             app.tick()
             await settle(pilot)
-            second = picture(app)
+            second = screenshot(app)
             app.theme = LIGHT.name
             await settle(pilot)
-            return first, second, picture(app)
+            return first, second, screenshot(app)
 
     other = Moment()
     assert other.latest is not None

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import Changes, NodeRecord, SequenceRecord
-from radixkv_monitor.state import REMEMBERED_TICKS, Camera, State
+from radixkv_monitor.state import REMEMBERED_TICKS, State, StateCopier
 from tests.monitor.fake_feed import FACTS
 
 
@@ -36,7 +36,7 @@ STEPS = st.lists(
 def test_what_was_touched_covers_what_differs(
     steps: list[tuple[set[int], set[int], set[int], bool]], one: int, other: int
 ) -> None:
-    mirror, camera, states = Mirror(), Camera(FACTS, 1), []
+    mirror, copier, states = Mirror(), StateCopier(FACTS, 1), []
     for time, (changed, gone, sequences, resets) in enumerate(steps):
         changes = Changes(
             time=float(time),
@@ -46,7 +46,7 @@ def test_what_was_touched_covers_what_differs(
             sequences=tuple(sequence(each, time) for each in sorted(sequences)),
         )
         mirror.apply(changes)
-        states.append(camera.take(mirror, [changes]))
+        states.append(copier.take(mirror, [changes]))
     early, late = sorted((min(one, len(states) - 1), min(other, len(states) - 1)))
     touched = states[late].touched_since(states[early])
     if any(resets for *_, resets in steps[early + 1 : late + 1]):
@@ -60,30 +60,30 @@ def test_what_was_touched_covers_what_differs(
 
 
 def test_states_share_what_did_not_change_and_never_change_themselves() -> None:
-    mirror, camera = Mirror(), Camera(FACTS, 1)
+    mirror, copier = Mirror(), StateCopier(FACTS, 1)
     first = Changes(time=1.0, reset=True, nodes=(node(1, 1.0),), sequences=(sequence(1, 5),))
     mirror.apply(first)
-    before = camera.take(mirror, [first])
+    before = copier.take(mirror, [first])
     second = Changes(time=2.0, gone_sequences=(1,))
     mirror.apply(second)
-    after = camera.take(mirror, [second])
+    after = copier.take(mirror, [second])
     assert after.nodes is before.nodes
     assert before.sequences and not after.sequences
 
 
 def test_too_long_ago_and_other_lines_are_unknown() -> None:
-    mirror, camera = Mirror(), Camera(FACTS, 1)
+    mirror, copier = Mirror(), StateCopier(FACTS, 1)
     states = []
     for tick in range(REMEMBERED_TICKS + 5):
         changes = Changes(time=float(tick), reset=tick == 0)
         mirror.apply(changes)
-        states.append(camera.take(mirror, [changes]))
+        states.append(copier.take(mirror, [changes]))
     assert states[-1].touched_since(states[1]) is None
     assert states[-1].touched_since(states[-REMEMBERED_TICKS]) is not None
     assert states[-1].touched_since(None) is None
-    assert states[-1].touched_since(Camera(FACTS, 2).take(mirror, [changes])) is None
+    assert states[-1].touched_since(StateCopier(FACTS, 2).take(mirror, [changes])) is None
     assert states[1].touched_since(states[-1]) is None, "the later one cannot be an earlier one"
 
 
 def test_a_state_is_short_in_a_traceback() -> None:
-    assert len(repr(Camera(FACTS, 1).take(Mirror(), [Changes(1.0, True)]))) < 100
+    assert len(repr(StateCopier(FACTS, 1).take(Mirror(), [Changes(1.0, True)]))) < 100

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import Changes
-from radixkv_monitor.state import Camera, Sample, State
+from radixkv_monitor.state import Sample, State, StateCopier
 from radixkv_monitor.summary import Part, is_hit, percentile, percentiles, pool, summarise, verdict
 from radixkv_monitor.widgets.panel import columns, widths
 from tests.monitor.fake_feed import FACTS
@@ -51,7 +51,7 @@ def state_of(stats: dict[str, float], **values: object) -> State:
     mirror = Mirror()
     mirror.apply(changes)
     history = (Sample(1950.0, FACTS.engine, {}), Sample(2000.0, FACTS.engine, stats))
-    taken = Camera(FACTS, 1).take(mirror, [changes], history)
+    taken = StateCopier(FACTS, 1).take(mirror, [changes], history)
     return replace(taken, **values)  # type: ignore[arg-type]
 
 

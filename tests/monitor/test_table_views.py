@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from textual.pilot import Pilot
 
-from radixkv_monitor.detail import Account
+from radixkv_monitor.detail import Detail
 from radixkv_monitor.views import NodeSelected, RequestSelected, Selection, Table
 from radixkv_monitor.views.evictions import EvictionsView
 from radixkv_monitor.views.requests import RequestsView
 from radixkv_monitor.views.sessions import SessionsView
-from radixkv_monitor.views.table_view import Listing
+from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.widgets.detail_pane import _text
 from tests.monitor import samples
 from tests.monitor.view_host import hosted, screen, state
@@ -55,7 +55,7 @@ EVICTIONS = state(
 BOTH = pytest.mark.parametrize("size", [(80, 24), (160, 48)])
 
 
-def numbers(view: Listing) -> list[object]:  # type: ignore[type-arg]
+def numbers(view: TableView) -> list[object]:  # type: ignore[type-arg]
     return [view.key(row) for row in view.table.rows]
 
 
@@ -114,7 +114,7 @@ def test_the_cursor_tells_the_miss_and_selects_the_request() -> None:
         assert view.table.cursor is not None and view.table.cursor.request.number == 3
 
     app = hosted(view, REQUESTS, script)
-    assert [each.number for each in app.heard if isinstance(each, RequestSelected)][:2] == [1, 2]
+    assert [each.number for each in app.selections if isinstance(each, RequestSelected)][:2] == [1, 2]
 
 
 def test_the_cursor_stays_with_its_row_when_rows_come_and_go() -> None:
@@ -224,7 +224,7 @@ def test_evictions_show_regret_and_lead_to_the_node(size: tuple[int, int]) -> No
         await pilot.pause()
 
     app = hosted(view, EVICTIONS, script, size)
-    assert [(each.number, each.show) for each in app.heard if isinstance(each, NodeSelected)] == [(5, True)]
+    assert [(each.number, each.show) for each in app.selections if isinstance(each, NodeSelected)] == [(5, True)]
 
 
 def test_what_another_view_selected_gets_the_cursor() -> None:
@@ -255,7 +255,7 @@ def test_a_click_moves_the_cursor_and_a_second_opens() -> None:
         await pilot.pause()
 
     app = hosted(view, EVICTIONS, script)
-    assert [each.number for each in app.heard] == [5]
+    assert [each.number for each in app.selections] == [5]
 
 
 def test_a_thousand_rows_scroll_with_the_cursor() -> None:
@@ -282,19 +282,19 @@ def test_a_scroll_bar_that_comes_takes_its_room_from_a_column_that_has_some(size
         for most in (4, 90)
     )
     view = SessionsView()
-    wide: list[int] = []
+    line_width: list[int] = []
 
     async def script(pilot: Pilot[None]) -> None:
         assert any("188 ms" in line or "#1" in line for line in screen(pilot.app))
-        wide.append(view.table.wide)
+        line_width.append(view.table.line_width)
         view.update(many)
         for _ in range(3):
             await pilot.pause()
-        assert view.table.show_vertical_scrollbar and view.table.wide == wide[0] == size[0] - 1
+        assert view.table.show_vertical_scrollbar and view.table.line_width == line_width[0] == size[0] - 1
         head, *rows = [line for line in screen(pilot.app) if line.startswith(("session", "#"))]
         if size[0] >= 80:
             assert "last used" in head and "188 ms" in rows[0] and "940 ms" in rows[4] and "1.1 s" in rows[5]
-        width = view.table.wide
+        width = view.table.line_width
         assert sum(cells + 1 for _, cells in view.table._shown) <= width
 
     hosted(view, few, script, size)
@@ -305,7 +305,7 @@ FACTS = (("tokens", "37"), ("namespace", "team-blue"), ("begins with", IDS), ("h
 
 
 def lines(width: int) -> list[str]:
-    return [line.rstrip() for line in _text(Account("Node 6", FACTS, ["Held by nobody."]), width).plain.split("\n")]
+    return [line.rstrip() for line in _text(Detail("Node 6", FACTS, ["Held by nobody."]), width).plain.split("\n")]
 
 
 def test_an_account_has_short_facts_in_columns_and_long_ones_alone() -> None:

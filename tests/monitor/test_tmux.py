@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     shutil.which("tmux") is None, reason="tmux, which is the terminal here, is not installed"
 )
 
-LONGEST = 60.0  # seconds, on a busy machine
+LONGEST_INTERVAL = 60.0  # seconds, on a busy machine
 MAIN = """import os, sys
 print(os.getpid(), file=open(sys.argv.pop(1), "w"))
 from radixkv_monitor.cli import main
@@ -100,7 +100,7 @@ class Terminal:
         return all(word in text for word in words)
 
     def wait(self, true: Callable[[], object], what: str) -> None:
-        end = time.monotonic() + LONGEST
+        end = time.monotonic() + LONGEST_INTERVAL
         while not true():
             assert time.monotonic() < end, f"waited in vain for {what}:\n{self.text()}"
             time.sleep(0.05)

@@ -16,7 +16,7 @@ from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, TreeRows
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.tree import TreeView
-from radixkv_monitor.widgets.detail_pane import Detail
+from radixkv_monitor.widgets.detail_pane import DetailPane
 from tests.monitor import samples
 from tests.monitor.view_host import hosted, screen, state
 
@@ -64,7 +64,7 @@ def run(
         await pilot.pause()
         await script(pilot, view)
 
-    return list(hosted(view, shown, focused, size).heard)
+    return list(hosted(view, shown, focused, size).selections)
 
 
 def ids(view: TreeView) -> list[int]:
@@ -84,8 +84,8 @@ def test_rows_and_the_account_of_the_node_are_on_screen(size: tuple[int, int]) -
     async def script(pilot: Pilot[None], view: TreeView) -> None:
         await pilot.press("down", "up")
         text = "\n".join(screen(pilot.app))
-        for wanted in ("team", "default", "0-32", "32-132", "◆ ", "▽ ", "tokens", "next to go: node 4"):
-            assert wanted in text, wanted
+        for matching in ("team", "default", "0-32", "32-132", "◆ ", "▽ ", "tokens", "next to go: node 4"):
+            assert matching in text, matching
         await pilot.press("down")
         text = "\n".join(screen(pilot.app))
         assert "Node 7" in text and "Held by request 12, stream 0 (decode)." in text and "Held by a pin." in text
@@ -113,9 +113,9 @@ def test_keys_move_open_close_and_choose(size: tuple[int, int]) -> None:
         assert ids(view) == [6, 7, 1, 2] and at(view) == 2, "the cursor goes up to what is still shown"
         await pilot.press("home", "down", "enter")
 
-    heard = run(script, small(), size)
-    assert isinstance(heard[-1], BlockSelected) and heard[-1].number == 7 and heard[-1].show
-    assert [each.number for each in heard if isinstance(each, NodeSelected)][:3] == [4, 2, 3]
+    selections = run(script, small(), size)
+    assert isinstance(selections[-1], BlockSelected) and selections[-1].number == 7 and selections[-1].show
+    assert [each.number for each in selections if isinstance(each, NodeSelected)][:3] == [4, 2, 3]
 
 
 @both_sizes
@@ -350,7 +350,7 @@ def test_the_queue_of_eviction_is_the_policys(policy: str, order: list[int]) -> 
 
 def test_the_detail_is_drawn_anew_only_if_it_differs() -> None:
     async def script(pilot: Pilot[None], view: TreeView) -> None:
-        detail = view.query_one(Detail)
+        detail = view.query_one(DetailPane)
         drawn = detail._drawn
         view.update(replace(small(), tick=2))
         assert detail._drawn is drawn

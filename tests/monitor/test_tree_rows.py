@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from radixkv.telemetry.records import NodeRecord
 from radixkv_monitor.node_filter import InvalidFilter, NodeFilter, parse, states_of
 from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
-from tests.monitor.random_cache import STEPS, Life
+from tests.monitor.random_cache import STEPS, RandomCache
 
 Nodes = dict[int, NodeRecord]
 
@@ -25,8 +25,8 @@ def node(number: int, parent: int = 0, **values: object) -> NodeRecord:
 class Naive:
     """What the rows should be, by a plain recursion over all nodes."""
 
-    def __init__(self, nodes: Nodes, sort: str, closed: set[int], wanted: set[int] | None) -> None:
-        self.nodes, self.sort, self.closed, self.wanted = nodes, sort, closed, wanted
+    def __init__(self, nodes: Nodes, sort: str, closed: set[int], matching: set[int] | None) -> None:
+        self.nodes, self.sort, self.closed, self.matching = nodes, sort, closed, matching
         self.rows: list[tuple[int, str]] = []
         for root in self.children(0):
             self.walk(root, "", "")
@@ -48,8 +48,8 @@ class Naive:
 
     def children(self, number: int) -> list[int]:
         kids = [each.id for each in self.nodes.values() if each.parent == number]
-        if self.wanted is not None:
-            kids = [kid for kid in kids if any(each.id in self.wanted for each in self.below(kid))]
+        if self.matching is not None:
+            kids = [kid for kid in kids if any(each.id in self.matching for each in self.below(kid))]
         return sorted(kids, key=self.key)
 
     def walk(self, number: int, lead: str, below: str) -> None:
@@ -76,8 +76,8 @@ def goes_on(nodes: Nodes, each: NodeRecord) -> bool:
     return above is not None and bool(each.blocks) and expanded(above)[-1:] == expanded(each)[:1]
 
 
-def check(rows: TreeRows, nodes: Nodes, wanted: set[int] | None = None) -> None:
-    naive = Naive(nodes, rows.sort, rows.closed, wanted)
+def check(rows: TreeRows, nodes: Nodes, matching: set[int] | None = None) -> None:
+    naive = Naive(nodes, rows.sort, rows.closed, matching)
     assert [(row.id, row.lead) for row in rows.rows] == naive.rows
     assert rows.index == {number: place for place, (number, _) in enumerate(naive.rows)}
     for number, each in nodes.items():
@@ -88,9 +88,9 @@ def check(rows: TreeRows, nodes: Nodes, wanted: set[int] | None = None) -> None:
         if each.parent == 0:
             assert branch.blocks == len({block for one in below for block in expanded(one)})
         assert branch.newest == max(one.used for one in below)
-        assert branch.wanted == sum(wanted is None or one.id in wanted for one in below)
+        assert branch.matching == sum(matching is None or one.id in matching for one in below)
     assert rows.branches.keys() == {0, *nodes}
-    assert rows.wanted == len(nodes if wanted is None else wanted)
+    assert rows.matching == len(nodes if matching is None else matching)
 
 
 @settings(max_examples=120, deadline=None)
@@ -98,7 +98,7 @@ def check(rows: TreeRows, nodes: Nodes, wanted: set[int] | None = None) -> None:
 def test_rows_of_a_living_cache_are_those_of_a_walk(
     steps: list[tuple[str, int]], sort: str, told_every: int, is_filtered: bool
 ) -> None:
-    life, rows = Life(), TreeRows(sort)
+    life, rows = RandomCache(), TreeRows(sort)
     last = None
     if is_filtered:
         rows.filter(lambda branch: branch.node.locks > 0)
@@ -140,7 +140,7 @@ def test_rows_follow_any_forest_to_any_other(links: list[tuple[int, int, int]], 
             check(rows, nodes)
         assert rows.index.keys() == nodes.keys(), "no node is lost, even where parents are missing or go round"
     rows.update({}, touched=list(nodes))
-    assert not rows.rows and rows.branches.keys() == {0} and rows.branches[0].tokens == rows.wanted == 0
+    assert not rows.rows and rows.branches.keys() == {0} and rows.branches[0].tokens == rows.matching == 0
 
 
 def _reaches_top(nodes: Nodes, number: int) -> bool:
@@ -177,13 +177,13 @@ def test_a_trunk_grows_straight_on_and_forks_are_indented(small: tuple[TreeRows,
 
 def test_the_hottest_path_ends_where_something_was_used_last(small: tuple[TreeRows, Nodes]) -> None:
     rows, nodes = small
-    hottest = rows.hottest()
-    assert hottest is not None and hottest.node.id == 3
+    most_recent = rows.most_recent()
+    assert most_recent is not None and most_recent.node.id == 3
     nodes[7] = node(7, 6, used=50.0)
     rows.update(nodes, [7])
-    hottest = rows.hottest()
-    assert hottest is not None and hottest.node.id == 7 and ids(rows)[0] == 6
-    assert TreeRows().hottest() is None
+    most_recent = rows.most_recent()
+    assert most_recent is not None and most_recent.node.id == 7 and ids(rows)[0] == 6
+    assert TreeRows().most_recent() is None
 
 
 def test_closing_hides_what_is_below_and_opening_to_a_node_shows_it(small: tuple[TreeRows, Nodes]) -> None:
@@ -198,10 +198,10 @@ def test_a_filter_shows_matches_and_their_paths_and_opens_them(small: tuple[Tree
     rows, nodes = small
     rows.open([1], is_open=False)
     rows.filter(lambda branch: branch.node.id in (5, 7))
-    assert ids(rows) == [1, 2, 3, 5, 6, 7] and rows.wanted == 2 and rows.is_filtered
+    assert ids(rows) == [1, 2, 3, 5, 6, 7] and rows.matching == 2 and rows.is_filtered
     assert not rows.open_to(4)
-    assert rows.next_wanted(0, 1) == 3 and rows.next_wanted(3, 1) == 5 and rows.next_wanted(5, 1) == 3
-    assert rows.next_wanted(3, -1) == 5
+    assert rows.next_match(0, 1) == 3 and rows.next_match(3, 1) == 5 and rows.next_match(5, 1) == 3
+    assert rows.next_match(3, -1) == 5
     check(rows, nodes, {5, 7})
     rows.filter(None)
     assert ids(rows) == [1, 6, 7], "closed branches are closed again"
@@ -210,7 +210,7 @@ def test_a_filter_shows_matches_and_their_paths_and_opens_them(small: tuple[Tree
 def test_a_filter_is_asked_anew_about_nodes_that_changed(small: tuple[TreeRows, Nodes]) -> None:
     rows, nodes = small
     rows.filter(lambda branch: branch.node.hits > 2)
-    assert not rows.rows and rows.next_wanted(0, 1) is None
+    assert not rows.rows and rows.next_match(0, 1) is None
     nodes[4] = node(4, 2, hits=3, start=4)
     assert rows.update(nodes, [4]) and ids(rows) == [1, 2, 4]
 
@@ -262,19 +262,19 @@ def test_namespaces_are_those_of_roots(small: tuple[TreeRows, Nodes]) -> None:
     ],
 )
 def test_terms_of_a_filter(line: str, fits: dict[str, object], not_fit: dict[str, object]) -> None:
-    wanted = parse(line)
-    assert wanted is not None
+    matching = parse(line)
+    assert matching is not None
     for facts, answer in ((fits, True), (not_fit, False)):
         values = {name: value for name, value in facts.items() if name not in ("namespace", "session")}
-        assert wanted.fits(node(2, 1, **values), facts.get("namespace"), facts.get("session")) is answer  # type: ignore[arg-type]
+        assert matching.fits(node(2, 1, **values), facts.get("namespace"), facts.get("session")) is answer  # type: ignore[arg-type]
 
 
 def test_a_root_fits_by_its_name_only() -> None:
     root = node(1, tokens=0)
     assert NodeFilter(words=("team",)).fits(root, "team", None)
     for line in ("min:1", "cached", "ids:1", "session:1"):
-        wanted = parse(line)
-        assert wanted is not None and not wanted.fits(root, "team", 1)
+        matching = parse(line)
+        assert matching is not None and not matching.fits(root, "team", 1)
 
 
 def test_an_empty_line_is_no_filter() -> None:

@@ -57,14 +57,14 @@ def state(now: float = 1002.0, **values: Any) -> State:
 
 
 class Host(App[None]):
-    """An app with one view in it; `heard` are the selections that it made."""
+    """An app with one view in it; `selections` are the selections that it made."""
 
     CSS = "View { width: 1fr; height: 1fr; }"
 
     def __init__(self, view: View, shown: State | None = None) -> None:
         super().__init__()
         self.hosted = view
-        self.heard: list[Selected] = []
+        self.selections: list[Selected] = []
         self._shown = shown
 
     def compose(self) -> ComposeResult:
@@ -75,13 +75,13 @@ class Host(App[None]):
             self.hosted.update(self._shown)
 
     def on_node_selected(self, message: Selected) -> None:
-        self.heard.append(message)
+        self.selections.append(message)
 
     def on_block_selected(self, message: Selected) -> None:
-        self.heard.append(message)
+        self.selections.append(message)
 
     def on_request_selected(self, message: Selected) -> None:
-        self.heard.append(message)
+        self.selections.append(message)
 
 
 def hosted(

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from textual.content import Content
 
 from radixkv.telemetry.records import EvictionRecord
-from radixkv_monitor.formatting import count, duration, share, some
+from radixkv_monitor.formatting import count, duration, plural, share
 from radixkv_monitor.state import State
 from radixkv_monitor.views import NodeSelected, Selection
-from radixkv_monitor.views.table_view import Listing, Order
+from radixkv_monitor.views.table_view import SortOrder, TableView
 from radixkv_monitor.widgets.table import Cell, Column, RowTable
 
 
@@ -36,7 +36,7 @@ def _wanted_again(row: EvictionRow, width: int) -> Cell:
     return [(f"! after {duration(row.wanted_after)}", "bad")]
 
 
-class EvictionsView(Listing[EvictionRow]):
+class EvictionsView(TableView[EvictionRow]):
     """Evicted runs: age, reason, regret."""
 
     title = "evictions"
@@ -52,12 +52,12 @@ class EvictionsView(Listing[EvictionRow]):
         Column("left", 6, lambda row, _: [("gone" if row.eviction.gone else "head", "dim")], rank=3),
         Column("reason", 24, lambda row, _: [(row.eviction.pressure, "dim")], rank=4, grows=True),
     )
-    orders: ClassVar[Sequence[Order[EvictionRow]]] = (
-        Order("time", lambda row: row.eviction.number),
-        Order("regret", lambda row: row.wanted_after, descending=False),
-        Order("tokens", lambda row: row.eviction.tokens),
-        Order("time unused", lambda row: row.eviction.idle_s),
-        Order("hits", lambda row: row.eviction.hits),
+    orders: ClassVar[Sequence[SortOrder[EvictionRow]]] = (
+        SortOrder("time", lambda row: row.eviction.number),
+        SortOrder("regret", lambda row: row.wanted_after, descending=False),
+        SortOrder("tokens", lambda row: row.eviction.tokens),
+        SortOrder("time unused", lambda row: row.eviction.idle_s),
+        SortOrder("hits", lambda row: row.eviction.hits),
     )
 
     def rows_of(self, state: State) -> Sequence[EvictionRow]:
@@ -83,7 +83,7 @@ class EvictionsView(Listing[EvictionRow]):
         regret = int(state.stats.get("cache.regret_tokens", 0))
         wanted = sum(1 for row in rows if row.wanted_after is not None)
         return (
-            f"{some(tokens, 'token')} went, {regret:,} ({share(regret, tokens)}) wanted again · "
+            f"{plural(tokens, 'token')} went, {regret:,} ({share(regret, tokens)}) wanted again · "
             f"{wanted:,} of {len(rows):,} regretted"
         )
 
@@ -115,8 +115,8 @@ class EvictionsView(Listing[EvictionRow]):
 def eviction_sentence(record: EvictionRecord) -> str:
     """What was evicted, why, and whether that was wise."""
     what = f"Tokens {record.start:,} to {record.start + record.tokens:,} of node {record.node}"
-    hits = f"hit {some(record.hits, 'time')} until then" if record.hits else "never hit"
-    head = f"{what} went, {record.pressure or 'to make room'}: {some(record.blocks, 'block')}, unused for "
+    hits = f"hit {plural(record.hits, 'time')} until then" if record.hits else "never hit"
+    head = f"{what} went, {record.pressure or 'to make room'}: {plural(record.blocks, 'block')}, unused for "
     return f"{head}{duration(record.idle_s)}, {hits}. {_regret(record)}"
 
 

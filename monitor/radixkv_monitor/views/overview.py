@@ -20,7 +20,7 @@ from textual.containers import Grid
 
 from radixkv_monitor import history as counters
 from radixkv_monitor import theme
-from radixkv_monitor.formatting import count, duration, share, short, size, some
+from radixkv_monitor.formatting import count, duration, plural, share, short, size
 from radixkv_monitor.state import Sample, State
 from radixkv_monitor.summary import Percentiles, Summary, summarise, verdict
 from radixkv_monitor.views import Table, View
@@ -123,7 +123,7 @@ class OverviewView(View):
             legend.append(f"{name} {share(blocks, pool.total)} ", panel.style_of("strong"))
             legend.append(count(blocks), panel.style_of("dim"))
         aside = (
-            f"{some(pool.total, 'block')} of {facts.block_size} tokens, {size(pool.total * facts.bytes_per_block)}"
+            f"{plural(pool.total, 'block')} of {facts.block_size} tokens, {size(pool.total * facts.bytes_per_block)}"
             f" · {count(state.stats.get('cache.nodes', 0))} nodes"
         )
         bar = stacked(parts, panel.size.width)
@@ -281,7 +281,7 @@ def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sa
 
 def trouble(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Preemptions and audits, and what telling all of this costs the engine."""
-    audited = f"wrong of {some(summary.audited_blocks, 'audited block')}" if summary.audited_blocks else "audits yet"
+    audited = f"wrong of {plural(summary.audited_blocks, 'audited block')}" if summary.audited_blocks else "audits yet"
     lines = [
         panel.title("Trouble"),
         panel.numbers(

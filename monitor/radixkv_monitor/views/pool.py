@@ -19,17 +19,17 @@ from textual.widgets import Static
 
 from radixkv_monitor import detail
 from radixkv_monitor.block_map import is_node
-from radixkv_monitor.block_modes import MODES, STATE_NAMES, Blocks, Levels, Meaning, reduce
+from radixkv_monitor.block_modes import MODES, STATE_NAMES, Blocks, LegendEntry, Levels, reduce
 from radixkv_monitor.formatting import share
 from radixkv_monitor.state import State
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection, Table, View
-from radixkv_monitor.widgets.detail_pane import Detail
+from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.heat_map import HeatMap
 
 WIDE, LOW = 120, 14
 """Columns from which on the account stands beside the map, and lines from which on there is room for it below."""
 NO_BREAK = "\N{NO-BREAK SPACE}"
-LOOKS = ((1, True), (1, False), *((2**power, False) for power in range(1, 17)))
+ZOOM_LEVELS = ((1, True), (1, False), *((2**power, False) for power in range(1, 17)))
 """From near to far: blocks a cell, and whether cells have signs."""
 
 
@@ -41,11 +41,11 @@ class PoolView(View):
     PoolView > .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
     PoolView > .legend { height: auto; max-height: 2; padding: 0 1; }
     PoolView > Container { height: 1fr; layout: vertical; }
-    PoolView Detail { height: 6; border-top: solid $panel; }
-    PoolView.-low Detail { display: none; }
+    PoolView DetailPane { height: 6; border-top: solid $panel; }
+    PoolView.-low DetailPane { display: none; }
     PoolView.-wide > Container { layout: horizontal; }
     PoolView.-wide HeatMap { width: 1fr; }
-    PoolView.-wide Detail { width: 42; height: 1fr; border-top: none; border-left: solid $panel; }
+    PoolView.-wide DetailPane { width: 42; height: 1fr; border-top: none; border-left: solid $panel; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "mode(1)", "Colour by"),
@@ -75,7 +75,7 @@ class PoolView(View):
         yield Static("", classes="legend", markup=False)
         with Container():
             yield HeatMap()
-            yield Detail()
+            yield DetailPane()
 
     @property
     def map(self) -> HeatMap:
@@ -112,20 +112,20 @@ class PoolView(View):
         mode = MODES[self.mode]
         self._levels = mode.levels(self.blocks)
         legend = mode.legend(self.blocks)
-        per, signs = LOOKS[self.look]
-        heat.look(per, signs)
+        per, signs = ZOOM_LEVELS[self.zoom_level]
+        heat.set_zoom(per, signs)
         cells = reduce(self._levels, per, len(legend))
         heat.show(cells, [meaning.shade for meaning in legend], self._marked(per, len(cells)))
-        self._say(legend)
+        self._update_text(legend)
 
     @property
-    def look(self) -> int:
+    def zoom_level(self) -> int:
         """Which of LOOKS is shown: what the person asked for, else the nearest that shows the whole pool."""
         if self._zoom is not None:
             return self._zoom
         blocks = self.blocks.map.num_blocks
-        fitting = (place for place, (per, signs) in enumerate(LOOKS) if -(-blocks // per) <= self.map.room(signs))
-        return next(fitting, len(LOOKS) - 1)
+        fitting = (place for place, (per, signs) in enumerate(ZOOM_LEVELS) if -(-blocks // per) <= self.map.room(signs))
+        return next(fitting, len(ZOOM_LEVELS) - 1)
 
     def _marked(self, per: int, cells: int) -> npt.NDArray[np.bool_] | None:
         """The cells that have blocks of the selected node."""
@@ -135,11 +135,11 @@ class PoolView(View):
         marked[self.blocks.map.blocks_of(self._node) // per] = True
         return marked
 
-    def _say(self, legend: tuple[Meaning, ...]) -> None:
+    def _update_text(self, legend: tuple[LegendEntry, ...]) -> None:
         counts = np.bincount(self._levels, minlength=len(legend)).tolist()
         dark = self.app.current_theme.dark
         key = (dark, *((meaning.name, meaning.shade, count) for meaning, count in zip(legend, counts, strict=True)))
-        per, signs = LOOKS[self.look]
+        per, signs = ZOOM_LEVELS[self.zoom_level]
         size = "1 block a sign" if signs else f"{per} block{'s' if per > 1 else ''} a cell"
         fit = " (fits)" if self._zoom is None else ""
         marked = "" if self._node is None else f" · node {self._node} is lit"
@@ -151,10 +151,10 @@ class PoolView(View):
         if key != self._legend:
             self._legend = key
             self.query_one(".legend", Static).update(_legend(legend, counts, dark))
-        self._account()
+        self._update_detail()
 
-    def _account(self) -> None:
-        self.query_one(Detail).tell(detail.block_detail(self.blocks, self.block, self.map.per))
+    def _update_detail(self) -> None:
+        self.query_one(DetailPane).show_detail(detail.block_detail(self.blocks, self.block, self.map.per))
 
     @property
     def block(self) -> int:
@@ -223,8 +223,12 @@ class PoolView(View):
     def action_zoom(self, by: int) -> None:
         """Nearer (-1) or farther (1), until the whole pool is in view."""
         block = self.block
-        zoom = min(max(self.look + by, 0), len(LOOKS) - 1)
-        if by > 0 and self.map.room(LOOKS[self.look][1]) * LOOKS[self.look][0] >= self.blocks.map.num_blocks:
+        zoom = min(max(self.zoom_level + by, 0), len(ZOOM_LEVELS) - 1)
+        if (
+            by > 0
+            and self.map.room(ZOOM_LEVELS[self.zoom_level][1]) * ZOOM_LEVELS[self.zoom_level][0]
+            >= self.blocks.map.num_blocks
+        ):
             return
         self._zoom = zoom
         self._keep(block)
@@ -238,7 +242,7 @@ class PoolView(View):
         """Draw anew, the cursor on this block."""
         self._draw()
         self.map.go_to(block // self.map.per)
-        self._account()
+        self._update_detail()
 
     def action_run(self, by: int) -> None:
         """Go to where the map changes: the next, or previous, block with another owner."""
@@ -263,7 +267,7 @@ class PoolView(View):
         owner = self.blocks.map.owner(self.block) if self.block < self.blocks.map.num_blocks else None
         if owner is not None and is_node(owner):
             self.post_message(NodeSelected(owner))
-        self._account()
+        self._update_detail()
 
     @on(HeatMap.Opened)
     def _opened(self, event: HeatMap.Opened) -> None:
@@ -276,7 +280,7 @@ class PoolView(View):
             self.post_message(NodeSelected(node, show=True))
 
 
-def _legend(legend: tuple[Meaning, ...], counts: list[int], dark: bool) -> Content:
+def _legend(legend: tuple[LegendEntry, ...], counts: list[int], dark: bool) -> Content:
     parts: list[Content] = []
     for meaning, count in zip(legend, counts, strict=True):
         if meaning.name != "-":

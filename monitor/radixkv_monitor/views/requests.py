@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 from textual.content import Content
 
 from radixkv.telemetry.records import RequestRecord
-from radixkv_monitor.formatting import duration, share, some
+from radixkv_monitor.formatting import duration, plural, share
 from radixkv_monitor.state import State
 from radixkv_monitor.views import RequestSelected, Selection
-from radixkv_monitor.views.table_view import Listing, Order
+from radixkv_monitor.views.table_view import SortOrder, TableView
 from radixkv_monitor.widgets.table import Cell, Column, RowTable
 
 GLYPHS = {
@@ -108,7 +108,7 @@ def _computed(row: RequestRow, width: int) -> Cell:
     return [(f"{request.computed_tokens:,}", "plain"), *again]
 
 
-class RequestsView(Listing[RequestRow]):
+class RequestsView(TableView[RequestRow]):
     """Requests that run, wait, or ended lately."""
 
     title = "requests"
@@ -125,12 +125,12 @@ class RequestsView(Listing[RequestRow]):
         Column("namespace", 20, lambda row, _: [(row.request.namespace or "-", "dim")], rank=5),
         Column("waterfall", 14, _waterfall, grows=True),
     )
-    orders: ClassVar[Sequence[Order[RequestRow]]] = (
-        Order("arrival", lambda row: row.request.number),
-        Order("live first", lambda row: (row.request.live, row.request.number)),
-        Order("TTFT", lambda row: row.request.ttft),
-        Order("computed", lambda row: row.request.computed_tokens),
-        Order("total time", lambda row: row.total),
+    orders: ClassVar[Sequence[SortOrder[RequestRow]]] = (
+        SortOrder("arrival", lambda row: row.request.number),
+        SortOrder("live first", lambda row: (row.request.live, row.request.number)),
+        SortOrder("TTFT", lambda row: row.request.ttft),
+        SortOrder("computed", lambda row: row.request.computed_tokens),
+        SortOrder("total time", lambda row: row.total),
     )
 
     def rows_of(self, state: State) -> Sequence[RequestRow]:
@@ -179,9 +179,9 @@ def _whose(request: RequestRecord) -> str:
     parts = [f"Request #{request.number}"]
     parts += [f"session #{request.session}"] * (request.session is not None)
     parts += [f"namespace {request.namespace}"] * (request.namespace is not None)
-    parts += [some(request.streams, "stream")] * (request.streams > 1)
+    parts += [plural(request.streams, "stream")] * (request.streams > 1)
     parts += [f"priority {request.priority}"] * (request.priority != 0)
-    parts += [f"preempted {some(request.preemptions, 'time')}"] * (request.preemptions > 0)
+    parts += [f"preempted {plural(request.preemptions, 'time')}"] * (request.preemptions > 0)
     parts += ["waited for a neighbour to compute its prefix"] * request.coalesced
     parts += [f"ended: {request.finish}"] * (request.finish is not None)
     return " · ".join(parts)
@@ -199,7 +199,7 @@ def _times(row: RequestRow) -> str:
     decode, rate = end - request.first_token, ""
     if decode > 0 and request.output_tokens > 1:
         rate = f", {request.output_tokens / decode:.0f} tokens/s"
-    return f"{text}, decode {duration(decode)} ({some(request.output_tokens, 'token')}{rate})."
+    return f"{text}, decode {duration(decode)} ({plural(request.output_tokens, 'token')}{rate})."
 
 
 def axis_of(requests: Iterable[RequestRecord], now: float) -> Axis:
@@ -243,7 +243,7 @@ def miss_sentence(request: RequestRecord) -> str:
     if request.admitted is None:
         return "It has not been admitted yet: nothing was looked up."
     cached, asked = request.cached_tokens, request.prompt_tokens
-    head = f"{cached:,} of {some(asked, 'prompt token')} ({share(cached, asked)}) were cached."
+    head = f"{cached:,} of {plural(asked, 'prompt token')} ({share(cached, asked)}) were cached."
     return f"{head} {_rest(request)}".rstrip()
 
 
@@ -257,7 +257,7 @@ def _rest(request: RequestRecord) -> str:
         case "evicted":
             ago = duration(request.miss_evicted_ago)
             return (
-                f"From token {at} on, {some(request.miss_evicted_tokens, 'token')} more would have matched, but went "
+                f"From token {at} on, {plural(request.miss_evicted_tokens, 'token')} more would have matched, but went "
                 f"{ago} before, {request.miss_pressure or 'to make room'}."
             )
         case "limit" | "full":

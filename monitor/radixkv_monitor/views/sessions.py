@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from textual.content import Content
 
 from radixkv.telemetry.records import SessionRecord
-from radixkv_monitor.formatting import count, duration, share, some
+from radixkv_monitor.formatting import count, duration, plural, share
 from radixkv_monitor.state import State
-from radixkv_monitor.views.table_view import Listing, Order
+from radixkv_monitor.views.table_view import SortOrder, TableView
 from radixkv_monitor.widgets.table import Cell, Column
 
 MOST_NAMED = 3
@@ -52,7 +52,7 @@ def _status(row: SessionRow, width: int) -> Cell:
     return [(f"{glyph} {row.status}", style)]
 
 
-class SessionsView(Listing[SessionRow]):
+class SessionsView(TableView[SessionRow]):
     """Conversations: turns, length, share of cached prompt tokens."""
 
     title = "sessions"
@@ -67,13 +67,13 @@ class SessionsView(Listing[SessionRow]):
         Column("last used", 10, lambda row, _: [(duration(row.idle), "plain")], rank=1, right=True),
         Column("namespace", 26, lambda row, _: [(row.session.namespace or "-", "dim")], rank=2),
     )
-    orders: ClassVar[Sequence[Order[SessionRow]]] = (
-        Order("last use", lambda row: row.idle, descending=False),
-        Order("length", lambda row: row.session.tokens),
-        Order("hit share", lambda row: row.hit_share),
-        Order("turns", lambda row: row.session.requests),
-        Order("number", lambda row: row.session.number, descending=False),
-        Order("namespace", lambda row: row.session.namespace or "", descending=False),
+    orders: ClassVar[Sequence[SortOrder[SessionRow]]] = (
+        SortOrder("last use", lambda row: row.idle, descending=False),
+        SortOrder("length", lambda row: row.session.tokens),
+        SortOrder("hit share", lambda row: row.hit_share),
+        SortOrder("turns", lambda row: row.session.requests),
+        SortOrder("number", lambda row: row.session.number, descending=False),
+        SortOrder("namespace", lambda row: row.session.namespace or "", descending=False),
     )
 
     def rows_of(self, state: State) -> Sequence[SessionRow]:
@@ -97,18 +97,18 @@ class SessionsView(Listing[SessionRow]):
         live = sum(1 for row in rows if row.session.live)
         asked = sum(row.session.prompt_tokens for row in rows)
         found = sum(row.session.cached_tokens for row in rows)
-        head = f"{some(len(rows), 'session')}, {live:,} running · {share(found, asked)} of prompt tokens from cache"
+        head = f"{plural(len(rows), 'session')}, {live:,} running · {share(found, asked)} of prompt tokens from cache"
         return head + _by_namespace(rows)
 
     def detail(self, row: SessionRow, state: State) -> Content:
         """What the conversation costs and saves."""
         session = row.session
-        turns = some(session.requests, "turn")
+        turns = plural(session.requests, "turn")
         computed = session.prompt_tokens - session.cached_tokens
         lasted = duration(session.used - session.started)
         return Content(
             f"Session #{session.number}{_of(session.namespace)}: {turns} in {lasted}, now "
-            f"{some(session.tokens, 'token')} long. Its prompts had {session.prompt_tokens:,} tokens in all; "
+            f"{plural(session.tokens, 'token')} long. Its prompts had {session.prompt_tokens:,} tokens in all; "
             f"{session.cached_tokens:,} were cached, {computed:,} had to be computed."
         )
 

@@ -24,7 +24,7 @@ Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
-class Order(Generic[Row]):
+class SortOrder(Generic[Row]):
     """One way to sort: `key` of a row; what has None for a key stands last."""
 
     name: str
@@ -32,15 +32,15 @@ class Order(Generic[Row]):
     descending: bool = True
 
 
-class Listing(FilteredView, Generic[Row]):
+class TableView(FilteredView, Generic[Row]):
     """A table of rows that a state has, filtered and sorted. O(rows log rows) an update."""
 
     DEFAULT_CSS = """
-    Listing { layout: vertical; }
-    Listing > .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
-    Listing > Input { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
-    Listing > Input.open { display: block; }
-    Listing > .detail { height: auto; max-height: 5; padding: 0 1; border-top: solid $panel; }
+    TableView { layout: vertical; }
+    TableView > .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    TableView > Input { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
+    TableView > Input.open { display: block; }
+    TableView > .detail { height: auto; max-height: 5; padding: 0 1; border-top: solid $panel; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter"),
@@ -53,7 +53,7 @@ class Listing(FilteredView, Generic[Row]):
 
     title: ClassVar[str]
     columns: ClassVar[Sequence[Column[Any]]]
-    orders: ClassVar[Sequence[Order[Any]]]
+    orders: ClassVar[Sequence[SortOrder[Any]]]
     empty: ClassVar[str]
 
     def __init__(self, *, id: str | None = None) -> None:
@@ -61,7 +61,7 @@ class Listing(FilteredView, Generic[Row]):
         self._order = 0
         self._state: State | None = None
         self._all: Sequence[Row] = ()
-        self._told = Content("")  # of the row under the cursor
+        self._detail_text = Content("")  # of the row under the cursor
 
     # ---- what a view says of its rows
 
@@ -104,7 +104,7 @@ class Listing(FilteredView, Generic[Row]):
         return self.query_one(RowTable)
 
     @property
-    def order(self) -> Order[Row]:
+    def order(self) -> SortOrder[Row]:
         """How rows are sorted now."""
         return self.orders[self._order]
 
@@ -187,7 +187,7 @@ class Listing(FilteredView, Generic[Row]):
             return
         wanted = self.query_one(Input).value.lower().split()
         rows = [row for row in self._all if all(word in self.words(row) for word in wanted)] if wanted else self._all
-        self.table.say_when_empty(self.empty if not wanted else "no row has all of these words (Esc shows all)")
+        self.table.set_empty_text(self.empty if not wanted else "no row has all of these words (Esc shows all)")
         self.table.show(_sorted(rows, self.order))
         left = f" · {len(rows):,} of {len(self._all):,} shown" if wanted else ""
         head = f"by {self.order.name}{left} · {self.headline(self._all, self._state)}"
@@ -197,12 +197,12 @@ class Listing(FilteredView, Generic[Row]):
     def _show_detail(self) -> None:
         row, state = self.table.cursor, self._state
         text = Content("") if row is None or state is None else self.detail(row, state)
-        if text != self._told:
-            self._told = text
+        if text != self._detail_text:
+            self._detail_text = text
             self.query_one(".detail", Static).update(text)
 
 
-def _sorted(rows: Sequence[Row], order: Order[Row]) -> list[Row]:
+def _sorted(rows: Sequence[Row], order: SortOrder[Row]) -> list[Row]:
     """In this order; those that have no key for it stand last, as they stood."""
     keyed = [(order.key(row), row) for row in rows]
     known = [each for each in keyed if each[0] is not None]

@@ -16,15 +16,15 @@ from textual.widgets import Input, Static
 
 from radixkv_monitor import detail, node_filter
 from radixkv_monitor.block_map import block_at, count_blocks
-from radixkv_monitor.detail import Account
-from radixkv_monitor.formatting import some
-from radixkv_monitor.session_tracker import SessionsSeen
+from radixkv_monitor.detail import Detail
+from radixkv_monitor.formatting import plural
+from radixkv_monitor.session_tracker import SessionTracker
 from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
 from radixkv_monitor.views import BlockSelected, FilteredView, NodeSelected, Selection, Table
-from radixkv_monitor.widgets.detail_pane import Detail
+from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.flat_tree import FlatTree
-from radixkv_monitor.widgets.tree_row import Terms
+from radixkv_monitor.widgets.tree_row import RowContext
 
 MANY, SOON = 1000, 0.39
 """Nodes from which on states are let go by that come so soon, in seconds, behind the one that is shown."""
@@ -43,11 +43,11 @@ class TreeView(FilteredView):
     TreeView > Input { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
     TreeView > Input.open { display: block; }
     TreeView > Container { height: 1fr; layout: vertical; }
-    TreeView Detail { height: 7; border-top: solid $panel; }
-    TreeView.-low Detail { display: none; }
+    TreeView DetailPane { height: 7; border-top: solid $panel; }
+    TreeView.-low DetailPane { display: none; }
     TreeView.-wide > Container { layout: horizontal; }
     TreeView.-wide FlatTree { width: 1fr; }
-    TreeView.-wide Detail { width: 46; height: 1fr; border-top: none; border-left: solid $panel; }
+    TreeView.-wide DetailPane { width: 46; height: 1fr; border-top: none; border-left: solid $panel; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter"),
@@ -63,12 +63,12 @@ class TreeView(FilteredView):
         super().__init__(id=id)
         self.rows = TreeRows()
         self.is_following = False
-        self._seen = SessionsSeen()
+        self._sessions = SessionTracker()
         self._state: State | None = None
-        self._wanted: node_filter.NodeFilter | None = None
-        self._complaint = ""
+        self._filter: node_filter.NodeFilter | None = None
+        self._filter_error = ""
         self._queue = detail.Queue(())
-        self._queued: tuple[int, int] | None = None
+        self._queue_key: tuple[int, int] | None = None
 
     def compose(self) -> ComposeResult:
         """Headline, filter, tree and account."""
@@ -76,7 +76,7 @@ class TreeView(FilteredView):
         yield Input(placeholder=node_filter.EXAMPLES, compact=True)
         with Container():
             yield FlatTree(self.rows)
-            yield Detail()
+            yield DetailPane()
 
     @property
     def lines(self) -> FlatTree:
@@ -101,21 +101,21 @@ class TreeView(FilteredView):
 
     def update(self, state: State) -> None:
         """Show another state; of a large tree, every second one."""
-        if self._is_too_soon(state):
+        if self._can_skip(state):
             return
         last, self._state = self._state, state
         before = self.rows.rows
         if last is not None and last.facts.engine != state.facts.engine:
             self.rows.open(list(self.rows.closed))
-        now_known = self._seen.update(state)
-        if self._wanted is not None and self._wanted.sessions:
-            self.rows.judge(now_known)
+        now_known = self._sessions.update(state)
+        if self._filter is not None and self._filter.sessions:
+            self.rows.apply_filter(now_known)
         touched = state.touched_since(last)
         self.rows.update(state.nodes, None if touched is None else touched.nodes)
         if self.is_mounted:
             self._draw(state, None if self.rows.rows is before else before)
 
-    def _is_too_soon(self, state: State) -> bool:
+    def _can_skip(self, state: State) -> bool:
         """Whether it can wait for the next one: while live there is one within a second, as time goes on."""
         last = self._state
         if last is None or last.line != state.line or state.frozen or state.stale or len(state.nodes) < MANY:
@@ -124,32 +124,32 @@ class TreeView(FilteredView):
 
     def _draw(self, state: State, before: Sequence[Row] | None) -> None:
         top = self.rows.branches[0]
-        terms = Terms(state.now, state.facts.bytes_per_block, top.tokens)
-        self.lines.show(terms, before)
+        context = RowContext(state.now, state.facts.bytes_per_block, top.tokens)
+        self.lines.show(context, before)
         if self.is_following:
             self._follow()
-        self._say(state)
+        self._update_text(state)
 
-    def _say(self, state: State) -> None:
+    def _update_text(self, state: State) -> None:
         """The headline and the account. The order of eviction is made anew once a second."""
-        if self._queued != (state.line, int(state.now)):
-            self._queued = (state.line, int(state.now))
+        if self._queue_key != (state.line, int(state.now)):
+            self._queue_key = (state.line, int(state.now))
             self._queue = detail.eviction_queue(state)
         roots = len(self.rows.branches[0].children)
-        parts = [f"{some(len(state.nodes) - roots, 'node')} in {some(roots, 'namespace')}", f"by {self.rows.sort}"]
+        parts = [f"{plural(len(state.nodes) - roots, 'node')} in {plural(roots, 'namespace')}", f"by {self.rows.sort}"]
         if self.rows.is_filtered:
-            parts.append(f"{self.rows.wanted:,} fit the filter")
+            parts.append(f"{self.rows.matching:,} fit the filter")
         if self.is_following:
             parts.append("following")
         parts.append(detail.next_to_go(self._queue, state.now))
-        self.query_one(".headline", Static).update(self._complaint or " · ".join(parts), layout=False)
-        self._account(state)
+        self.query_one(".headline", Static).update(self._filter_error or " · ".join(parts), layout=False)
+        self._update_detail(state)
 
-    def _account(self, state: State) -> None:
+    def _update_detail(self, state: State) -> None:
         branch = self.lines.cursor
         nothing = "No node fits the filter" if self.rows.is_filtered and state.nodes else "Nothing is cached"
-        told = Account(nothing) if branch is None else detail.node_detail(state, branch, self._queue)
-        self.query_one(Detail).tell(told)
+        told = Detail(nothing) if branch is None else detail.node_detail(state, branch, self._queue)
+        self.query_one(DetailPane).show_detail(told)
 
     def select(self, selection: Selection) -> None:
         """Put the cursor on the node that another view selected."""
@@ -188,7 +188,7 @@ class TreeView(FilteredView):
     def action_step(self, by: int) -> None:
         """Go to the next, or the previous, row that the filter wants."""
         at = self.rows.index.get(self.lines.cursor.node.id, 0) if self.lines.cursor is not None else 0
-        found = self.rows.next_wanted(at, by)
+        found = self.rows.next_match(at, by)
         if found is not None:
             self.lines.go_to(self.rows.rows[found].id, by_hand=True)
 
@@ -201,33 +201,33 @@ class TreeView(FilteredView):
             self._draw(self._state, None)
 
     def _follow(self) -> None:
-        hottest = self.rows.hottest()
-        if hottest is None:
+        most_recent = self.rows.most_recent()
+        if most_recent is None:
             return
-        above = (up.record.id for up in hottest.up() if up.record is not None)
-        self.lines.mark_path(frozenset((hottest.node.id, *above)))
-        self.lines.go_to(hottest.node.id)
+        above = (up.record.id for up in most_recent.up() if up.record is not None)
+        self.lines.mark_path(frozenset((most_recent.node.id, *above)))
+        self.lines.go_to(most_recent.node.id)
         self.lines.repaint()
 
     @on(Input.Changed)
     def _typed(self, event: Input.Changed) -> None:
         event.stop()
         try:
-            self._wanted = node_filter.parse(event.value)
-            self._complaint = ""
+            self._filter = node_filter.parse(event.value)
+            self._filter_error = ""
         except node_filter.InvalidFilter as error:
-            self._complaint = str(error)
+            self._filter_error = str(error)
         else:
             before = self.rows.rows
-            self.rows.filter(None if self._wanted is None else self._fits)
+            self.rows.filter(None if self._filter is None else self._fits)
             if self._state is not None:
                 self._draw(self._state, before)
         if self._state is not None:
-            self._say(self._state)
+            self._update_text(self._state)
 
     def _fits(self, branch: Branch) -> bool:
-        wanted = self._wanted
-        return wanted is None or wanted.fits(branch.node, branch.namespace, self._seen.of(branch.node.id))
+        matching = self._filter
+        return matching is None or matching.fits(branch.node, branch.namespace, self._sessions.of(branch.node.id))
 
     @on(Input.Submitted)
     def _entered(self, event: Input.Submitted) -> None:
@@ -235,7 +235,7 @@ class TreeView(FilteredView):
         if not event.value:
             self.query_one(Input).remove_class("open")
         self.take_focus()
-        if self.rows.is_filtered and self.lines.cursor is not None and not self.lines.cursor.is_wanted:
+        if self.rows.is_filtered and self.lines.cursor is not None and not self.lines.cursor.is_match:
             self.action_step(1)
 
     @on(FlatTree.Moved)
@@ -245,7 +245,7 @@ class TreeView(FilteredView):
             self.action_follow()
         self.post_message(NodeSelected(event.node))
         if self._state is not None:
-            self._account(self._state)
+            self._update_detail(self._state)
 
     @on(FlatTree.Chosen)
     def _chosen(self, event: FlatTree.Chosen) -> None:

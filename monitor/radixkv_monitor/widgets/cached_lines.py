@@ -32,8 +32,8 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._strips: dict[int, tuple[Key, Strip]] = {}
-        self._ground: Style | None = None
-        self._wide = 0
+        self._base_style: Style | None = None
+        self._line_width = 0
         self._styles: dict[tuple[Shade | None, Shade | None, str], Style] = {}
 
     # ---- what a widget says of its lines
@@ -49,10 +49,10 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
     # ---- drawing
 
     @property
-    def wide(self) -> int:
+    def line_width(self) -> int:
         """Columns that are drawn on: the scroll bar's place stays free, as a bar that comes or goes is no resize."""
-        self._wide = self._wide or self.scrollable_content_region.width
-        return self._wide
+        self._line_width = self._line_width or self.scrollable_content_region.width
+        return self._line_width
 
     @property
     def top(self) -> int:
@@ -74,7 +74,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
 
     def repaint(self) -> None:
         """Draw the visible lines that differ from what is on screen."""
-        width = self.wide
+        width = self.line_width
         for y in range(self.size.height):
             line = self._line_at(y)
             known = self._strips.get(line)
@@ -83,7 +83,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
 
     def forget_lines(self) -> None:
         """Draw all anew: the width, or the look of lines, changed in a way that no key knows."""
-        self._wide = 0
+        self._line_width = 0
         self._strips.clear()
         self.refresh()
 
@@ -92,7 +92,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
         super().notify_style_update()
         self._strips.clear()
         self._styles.clear()
-        self._ground = None
+        self._base_style = None
 
     def render_line(self, y: int) -> Strip:
         """A line of the screen."""
@@ -103,7 +103,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
             return known[1]
         if len(self._strips) > MOST_STRIPS:
             self._strips.clear()
-        strip = self.draw(line, key).adjust_cell_length(self.wide, self.ground)
+        strip = self.draw(line, key).adjust_cell_length(self.line_width, self.base_style)
         self._strips[line] = (key, strip)
         return strip
 
@@ -119,11 +119,11 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
             self.scroll_to(y=line + margin - self.body + 1, animate=False)
 
     @property
-    def ground(self) -> Style:
+    def base_style(self) -> Style:
         """The widget's own style: `rich_style`, which asks all above it, asked once."""
-        if self._ground is None:
-            self._ground = self.rich_style
-        return self._ground
+        if self._base_style is None:
+            self._base_style = self.rich_style
+        return self._base_style
 
     def style(self, ink: Shade | None, paper: Shade | None = None, look: str = "") -> Style:
         """A style of palette colours on this theme, None is the theme's own; `look` are more of rich's words."""
@@ -133,6 +133,6 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
             colours = Style(
                 color=None if ink is None else ink.on(dark), bgcolor=None if paper is None else paper.on(dark)
             )
-            known = self.ground + Style.parse(look) + colours
+            known = self.base_style + Style.parse(look) + colours
             self._styles[ink, paper, look] = known
         return known

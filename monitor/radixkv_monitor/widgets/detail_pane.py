@@ -9,37 +9,37 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from radixkv_monitor.detail import Account
+from radixkv_monitor.detail import Detail
 
 SHORT = 24
 """Letters of a fact that may stand in a column with others."""
 
 
-class Detail(VerticalScroll, can_focus=False):
+class DetailPane(VerticalScroll, can_focus=False):
     """Shows an Account; drawn only if that is another one. Facts stand in as many columns as there is room for."""
 
     DEFAULT_CSS = """
-    Detail { scrollbar-size-vertical: 1; padding: 0 1; }
-    Detail > Static { height: auto; }
+    DetailPane { scrollbar-size-vertical: 1; padding: 0 1; }
+    DetailPane > Static { height: auto; }
     """
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._account: Account | None = None
-        self._drawn: tuple[Account, int] | None = None
+        self._detail: Detail | None = None
+        self._drawn: tuple[Detail, int] | None = None
 
     def compose(self) -> ComposeResult:
         """One text."""
         yield Static("", markup=False)
 
     @property
-    def account(self) -> Account | None:
+    def detail(self) -> Detail | None:
         """What is told."""
-        return self._account
+        return self._detail
 
-    def tell(self, account: Account) -> None:
+    def show_detail(self, detail: Detail) -> None:
         """Tell this."""
-        self._account = account
+        self._detail = detail
         self._draw()
 
     def on_resize(self) -> None:
@@ -48,23 +48,23 @@ class Detail(VerticalScroll, can_focus=False):
 
     def _draw(self) -> None:
         width = self.content_size.width
-        if self._account is None or (self._account, width) == self._drawn or not width:
+        if self._detail is None or (self._detail, width) == self._drawn or not width:
             return
-        self._drawn = (self._account, width)
-        self.query_one(Static).update(_text(self._account, width))
+        self._drawn = (self._detail, width)
+        self.query_one(Static).update(_text(self._detail, width))
 
 
-def _text(account: Account, width: int) -> Content:
+def _text(detail: Detail, width: int) -> Content:
     """The account as it looks in so many cells: long facts alone on their lines, below those that stand in columns."""
-    names = max((len(name) for name, _ in account.facts), default=0)
-    fits = [fact for fact in account.facts if len(fact[1]) <= SHORT]
-    long = [fact for fact in account.facts if len(fact[1]) > SHORT]
+    names = max((len(name) for name, _ in detail.facts), default=0)
+    fits = [fact for fact in detail.facts if len(fact[1]) <= SHORT]
+    long = [fact for fact in detail.facts if len(fact[1]) > SHORT]
     widest = max((len(value) for _, value in fits), default=0)
     across = max(1, (width + 3) // (names + widest + 5)) if width > 64 else 1
     if across == 1:
-        fits, long = [], list(account.facts)
-    parts: list[str | tuple[str, str]] = [(account.title, "bold")]
-    parts.extend(f"\n{note}" for note in account.notes)
+        fits, long = [], list(detail.facts)
+    parts: list[str | tuple[str, str]] = [(detail.title, "bold")]
+    parts.extend(f"\n{note}" for note in detail.notes)
     for place, (name, value) in enumerate(fits):
         parts += ["\n" if place % across == 0 else "   ", _name(name, names), f"{value:<{widest}}"]
     for name, value in long:

@@ -21,7 +21,7 @@ from textual.strip import Strip
 
 from radixkv_monitor.tree_rows import Branch, Row, TreeRows
 from radixkv_monitor.widgets.cached_lines import CachedLines
-from radixkv_monitor.widgets.tree_row import RowLook, Terms, idle, lead_of, left_width
+from radixkv_monitor.widgets.tree_row import RowContext, RowRenderer, idle, lead_of, left_width
 
 
 class FlatTree(CachedLines[tuple[Any, ...]]):
@@ -67,7 +67,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     def __init__(self, rows: TreeRows, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.rows = rows
-        self._terms = Terms()
+        self._row_context = RowContext()
         self._at = 0
         self._node: int | None = None  # where the person, or `go_to`, put the cursor; None: it stays in the first row
         self._path: frozenset[int] = frozenset()
@@ -80,9 +80,9 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         rows = self.rows.rows
         return rows[self._at].branch if self._at < len(rows) else None
 
-    def show(self, terms: Terms, before: Sequence[Row] | None = None) -> None:
+    def show(self, context: RowContext, before: Sequence[Row] | None = None) -> None:
         """Draw what differs. `before` are the rows that were shown, if they moved since."""
-        self._terms = terms
+        self._row_context = context
         if before is not None:
             self._stay(before)
         self.repaint()
@@ -100,9 +100,9 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             found = self._survivor(before, self._at)
             self._at = 0 if found is None else found
         self._at = min(self._at, max(0, len(self.rows.rows) - 1))
-        self.virtual_size = Size(self.wide, len(self.rows.rows) + self.header)
-        if stays is not None and (wanted := max(0, stays - (anchor - top))) != top:
-            self.scroll_to(y=wanted, animate=False)
+        self.virtual_size = Size(self.line_width, len(self.rows.rows) + self.header)
+        if stays is not None and (matching := max(0, stays - (anchor - top))) != top:
+            self.scroll_to(y=matching, animate=False)
         self._note(by_hand=False)
         self.repaint()
 
@@ -120,7 +120,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         if not self.rows.open_to(node):
             return False
         if self.rows.rows is not before:
-            self.virtual_size = Size(self.wide, len(self.rows.rows) + self.header)
+            self.virtual_size = Size(self.line_width, len(self.rows.rows) + self.header)
             self.refresh()
         self._move_to(self.rows.index[node], by_hand=by_hand)
         return True
@@ -167,7 +167,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     def action_all(self, is_open: bool) -> None:
         """Open everything, or close all but the namespaces."""
         closable = [number for number, branch in self.rows.branches.items() if branch.children and not branch.is_root]
-        self._pin_cursor()
+        self._hold_cursor()
         before = self.rows.rows
         self.rows.open(self.rows.closed.copy() if is_open else closable, is_open)
         if not is_open and self._node is not None and self._node not in self.rows.index:
@@ -188,7 +188,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         if event.y < self.header or not 0 <= place < len(self.rows.rows):
             return
         row = self.rows.rows[place]
-        on_sign = event.x == cell_len(lead_of(row, left_width(self.wide)))
+        on_sign = event.x == cell_len(lead_of(row, left_width(self.line_width)))
         again = place == self._at and self._node is not None
         self._move_to(place)
         if again or on_sign:
@@ -197,9 +197,9 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     def on_resize(self, event: events.Resize) -> None:
         """Other columns."""
         self.forget_lines()
-        self.virtual_size = Size(self.wide, len(self.rows.rows) + self.header)
+        self.virtual_size = Size(self.line_width, len(self.rows.rows) + self.header)
 
-    def _pin_cursor(self) -> None:
+    def _hold_cursor(self) -> None:
         if self._node is None and self.cursor is not None:
             self._node = self.cursor.node.id
 
@@ -208,7 +208,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         return next((number for number in above if number in self.rows.index), None)
 
     def _open(self, branch: Branch, is_open: bool) -> None:
-        self._pin_cursor()
+        self._hold_cursor()
         before = self.rows.rows
         self.rows.open([branch.node.id], is_open)
         self._stay(before)
@@ -219,7 +219,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         self._at = min(max(place, 0), len(self.rows.rows) - 1)
         self.bring_into_view(self._at, margin=2)
         if self._node is None:
-            self._pin_cursor()
+            self._hold_cursor()
             self.post_message(self.Moved(self.rows.rows[self._at].id, by_hand))
         self._note(by_hand)
         self.repaint()
@@ -237,7 +237,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     def key_of(self, line: int) -> tuple[Any, ...]:
         """The header; or the record, its place in the tree, and what is shown of time, order and cursor."""
         if line < 0:
-            return (self.rows.sort, self.wide)
+            return (self.rows.sort, self.line_width)
         rows = self.rows.rows
         if line >= len(rows):
             return (line == 1 and not rows,)
@@ -248,31 +248,31 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             lead,
             branch.nodes,
             branch.tokens,
-            self._terms.all_tokens and 64 * branch.tokens // self._terms.all_tokens,
-            idle(self._terms.now - branch.newest),
+            self._row_context.all_tokens and 64 * branch.tokens // self._row_context.all_tokens,
+            idle(self._row_context.now - branch.newest),
             bool(branch.children) + (node.id in self.rows.closed),
-            self.rows.is_filtered and branch.is_wanted,
+            self.rows.is_filtered and branch.is_match,
             line == self._at and self.has_focus,
             node.id in self._path,
         )
 
     def draw(self, line: int, key: tuple[Any, ...]) -> Strip:
         """A row: the tree on the left, numbers on the right."""
-        look = RowLook(self, self._look("dim"), self.rows, self._terms, self._path)
+        look = RowRenderer(self, self._component_style("dim"), self.rows, self._row_context, self._path)
         if line < 0:
-            return look.header(self._look("header"))
+            return look.header(self._component_style("header"))
         if len(key) == 1:
             text = "  nothing is cached, or fits the filter" if key[0] else ""
-            return Strip([Segment(text, self._look("dim"))])
+            return Strip([Segment(text, self._component_style("dim"))])
         strip = look.row(self.rows.rows[line])
         if key[8]:
-            strip = self._lit(strip.adjust_cell_length(self.wide, self.ground))
+            strip = self._highlighted(strip.adjust_cell_length(self.line_width, self.base_style))
         return strip
 
-    def _lit(self, strip: Strip) -> Strip:
+    def _highlighted(self, strip: Strip) -> Strip:
         """On the cursor's ground, each segment in its own ink."""
-        over = Style(bgcolor=self._look("cursor").bgcolor, bold=True)
+        over = Style(bgcolor=self._component_style("cursor").bgcolor, bold=True)
         return Strip([Segment(text, over if style is None else style + over) for text, style, _ in strip])
 
-    def _look(self, name: str) -> Style:
+    def _component_style(self, name: str) -> Style:
         return self.get_component_rich_style(f"flat-tree--{name}")

@@ -78,7 +78,7 @@ class HeatMap(CachedLines[Key]):
     @property
     def columns(self) -> int:
         """Cells beside each other: a multiple of eight, if there is room."""
-        room = max(1, self.wide - GUTTER)
+        room = max(1, self.line_width - GUTTER)
         return room // 8 * 8 or room
 
     @property
@@ -92,7 +92,7 @@ class HeatMap(CachedLines[Key]):
 
     # ---- what is shown
 
-    def look(self, per: int, signs: bool) -> None:
+    def set_zoom(self, per: int, signs: bool) -> None:
         """Show so many blocks a cell, with signs or two cells a character."""
         if (per, signs) != (self.per, self.signs):
             self.cursor = self.cursor * self.per // per
@@ -107,8 +107,8 @@ class HeatMap(CachedLines[Key]):
         self._cells, self._marked = cells, marked
         self.cursor = min(self.cursor, max(0, len(cells) - 1))
         lines = -(-len(cells) // self.cells_a_line)
-        if self.virtual_size.height != lines or self.virtual_size.width != self.wide:
-            self.virtual_size = Size(self.wide, lines)
+        if self.virtual_size.height != lines or self.virtual_size.width != self.line_width:
+            self.virtual_size = Size(self.line_width, lines)
         self._overlay()
 
     def _overlay(self) -> None:
@@ -189,7 +189,7 @@ class HeatMap(CachedLines[Key]):
         """The number of its first block, and runs of equal characters."""
         cells = np.frombuffer(key[0], np.uint8)
         if not len(cells):
-            return Strip.blank(self.wide, self.ground)
+            return Strip.blank(self.line_width, self.base_style)
         here = bool((cells & CURSOR).any())
         number = f"{line * self.cells_a_line * self.per:>{GUTTER - 1},}{'▸' if here else ' '}"
         gutter = Segment(number, self.style(SELECTED, None, "bold") if here else self.style(DIM))
@@ -212,7 +212,7 @@ class HeatMap(CachedLines[Key]):
         return [
             Segment("▀" * length, self.style(self._ink(value >> 8), self._ink(value & 255)))
             if value >> 8 != OUTSIDE
-            else Segment(" " * length, self.ground)
+            else Segment(" " * length, self.base_style)
             for value, length in _runs(pairs)
         ]
 
@@ -222,7 +222,7 @@ class HeatMap(CachedLines[Key]):
         if value & CURSOR:
             return SELECTED
         shade = self._shades[value & LEVEL]
-        return shade.lit() if value & MARKED else shade
+        return shade.highlighted() if value & MARKED else shade
 
 
 def _runs(values: npt.NDArray[np.integer[Any]]) -> list[tuple[int, int]]:

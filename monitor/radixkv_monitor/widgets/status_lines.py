@@ -44,7 +44,7 @@ class TopLine(Horizontal):
         self._titles = titles
         self._tabs = Tabs(titles)
         self._source = Static(id="source", markup=False)
-        self._said: tuple[str, str] = ("", "")
+        self._text: tuple[str, str] = ("", "")
 
     def compose(self) -> ComposeResult:
         """Both halves."""
@@ -55,10 +55,10 @@ class TopLine(Horizontal):
         """Mark the current view."""
         self._tabs.show(current)
 
-    def say(self, source: str, link: str) -> None:
+    def set_text(self, source: str, link: str) -> None:
         """The source, if there is room for it, and how it is doing."""
-        if (source, link) != self._said:
-            self._said = (source, link)
+        if (source, link) != self._text:
+            self._text = (source, link)
             self._draw()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -66,7 +66,7 @@ class TopLine(Horizontal):
         self._draw()
 
     def _draw(self) -> None:
-        source, link = self._said
+        source, link = self._text
         room = self.size.width - sum(len(title) + 4 for _, title in self._titles)
         long = f"{source}  {link} "
         self._source.update(long if len(long) <= room else f"{link} ")
@@ -78,13 +78,13 @@ class Banner(Static):
     def __init__(self) -> None:
         super().__init__(id="banner", markup=False)
         self.display = False
-        self._said = ("", "")
+        self._text = ("", "")
 
-    def say(self, text: str, kind: str) -> None:
+    def set_text(self, text: str, kind: str) -> None:
         """Show a text; `kind` is "bad", "warn" or "info"."""
-        if (text, kind) == self._said:
+        if (text, kind) == self._text:
             return
-        self._said = (text, kind)
+        self._text = (text, kind)
         self.display = bool(text)
         self.update(text, layout=False)
         for each in ("bad", "warn", "info"):
@@ -105,7 +105,7 @@ class BottomLine(Horizontal):
         yield self._hints
         yield self._cost
 
-    def say(self, bindings: Iterable[tuple[str, Binding]], cost: str) -> None:
+    def set_text(self, bindings: Iterable[tuple[str, Binding]], cost: str) -> None:
         """Show these keys, and the cost."""
         keys = tuple((key, binding.description, binding.action) for key, binding in bindings)
         if keys != self._keys:

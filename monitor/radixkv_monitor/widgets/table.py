@@ -129,11 +129,11 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         self._rows = rows
         found = next((index for index, row in enumerate(rows) if self._key(row) == self._cursor_key), None)
         self._at = min(self._at, max(len(rows) - 1, 0)) if found is None else found
-        self.virtual_size = Size(self.wide, len(rows) + self.header)
+        self.virtual_size = Size(self.line_width, len(rows) + self.header)
         self._note_cursor()
         self.repaint()
 
-    def say_when_empty(self, text: str) -> None:
+    def set_empty_text(self, text: str) -> None:
         """What to say while there are no rows."""
         if text != self._empty:
             self._empty = text
@@ -194,8 +194,8 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
     def on_resize(self, event: events.Resize) -> None:
         """Rows are as wide as the table."""
         self.forget_lines()
-        self.virtual_size = Size(self.wide, len(self._rows) + self.header)
-        self._shown = _fitting(self._columns, self.wide)
+        self.virtual_size = Size(self.line_width, len(self._rows) + self.header)
+        self._shown = _fitting(self._columns, self.line_width)
 
     def key_of(self, line: int) -> tuple[Any, ...]:
         """Whether the line is lit, and its cells; but what is said in place of rows, and nothing where nothing is."""
@@ -209,17 +209,17 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
     def draw(self, line: int, key: tuple[Any, ...]) -> Strip:
         """The header, a row, or what is said where there is none."""
         if len(key) < 2:
-            return Strip([Segment(f"  {text}", self._look("dim")) for text in key])
+            return Strip([Segment(f"  {text}", self._component_style("dim")) for text in key])
         is_lit, cells = key
         segments = []
         for cell, (column, size) in zip(cells, self._shown, strict=True):
             segments += self._segments(cell, size, column.right)
-            segments.append(Segment(" ", self.ground))
-        strip = Strip(segments).adjust_cell_length(self.wide, self.ground)
+            segments.append(Segment(" ", self.base_style))
+        strip = Strip(segments).adjust_cell_length(self.line_width, self.base_style)
         if not is_lit and line >= 0:
             return strip
-        over = Style(bgcolor=self._look("cursor" if is_lit else "header").bgcolor, bold=True)
-        return Strip(Segment.apply_style(strip, post_style=over), self.wide)
+        over = Style(bgcolor=self._component_style("cursor" if is_lit else "header").bgcolor, bold=True)
+        return Strip(Segment.apply_style(strip, post_style=over), self.line_width)
 
     def _segments(self, cell: Cell, width: int, right: bool) -> list[Segment]:
         """The pieces of a cell, cut or filled up to its width."""
@@ -229,12 +229,12 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
                 break
             if cell_len(text) > left:
                 text = set_cell_size(text, left - 1) + "…"
-            segments.append(Segment(text, self._look(style)))
+            segments.append(Segment(text, self._component_style(style)))
             left -= cell_len(text)
-        filling = [Segment(" " * left, self.ground)] if left > 0 else []
+        filling = [Segment(" " * left, self.base_style)] if left > 0 else []
         return [*filling, *segments] if right else [*segments, *filling]
 
-    def _look(self, name: str) -> Style:
+    def _component_style(self, name: str) -> Style:
         return self.get_component_rich_style(f"row-table--{name}")
 
 

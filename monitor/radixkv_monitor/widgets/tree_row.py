@@ -16,7 +16,7 @@ from textual.strip import Strip
 from radixkv.telemetry.records import NodeRecord
 from radixkv_monitor import theme
 from radixkv_monitor.block_map import count_blocks
-from radixkv_monitor.formatting import duration, short, size, some
+from radixkv_monitor.formatting import duration, plural, short, size
 from radixkv_monitor.theme import Shade
 from radixkv_monitor.tree_rows import Branch, Row, TreeRows
 from radixkv_monitor.widgets.cached_lines import CachedLines
@@ -47,7 +47,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RowContext:
     """What else the look of rows depends on."""
 
     now: float = 0.0
@@ -55,14 +55,14 @@ class Terms:
     all_tokens: int = 0
 
 
-def columns(wide: int) -> list[Column]:
+def columns(line_width: int) -> list[Column]:
     """The columns that there is room for."""
-    return [column for column in COLUMNS if wide >= column.from_width]
+    return [column for column in COLUMNS if line_width >= column.from_width]
 
 
-def left_width(wide: int) -> int:
+def left_width(line_width: int) -> int:
     """What the columns leave for the tree."""
-    return max(12, wide - sum(column.width for column in columns(wide)) - 1)
+    return max(12, line_width - sum(column.width for column in columns(line_width)) - 1)
 
 
 def lead_of(row: Row, left: int) -> str:
@@ -71,12 +71,14 @@ def lead_of(row: Row, left: int) -> str:
     return row.lead if len(row.lead) <= most else "…" + row.lead[1 - most :]
 
 
-class RowLook:
+class RowRenderer:
     """Draws rows for `lines`, whose colours and width they take; nodes of `path` stand out."""
 
-    def __init__(self, lines: CachedLines[Any], dim: Style, rows: TreeRows, terms: Terms, path: frozenset[int]) -> None:
-        self._lines, self._dim, self._rows, self._terms, self._path = lines, dim, rows, terms, path
-        self._columns, self._left = columns(lines.wide), left_width(lines.wide)
+    def __init__(
+        self, lines: CachedLines[Any], dim: Style, rows: TreeRows, context: RowContext, path: frozenset[int]
+    ) -> None:
+        self._lines, self._dim, self._rows, self._row_context, self._path = lines, dim, rows, context, path
+        self._columns, self._left = columns(lines.line_width), left_width(lines.line_width)
 
     def header(self, look: Style) -> Strip:
         """The titles; the one that rows are sorted by is marked."""
@@ -85,11 +87,11 @@ class RowLook:
         for column in self._columns:
             title = f"{column.title}▾" if column.sort == self._rows.sort else column.title
             segments.append(Segment(f"{title:>{column.width}}", look))
-        return Strip(segments).adjust_cell_length(self._lines.wide, look)
+        return Strip(segments).adjust_cell_length(self._lines.line_width, look)
 
     def row(self, row: Row) -> Strip:
         """The tree on the left, numbers on the right."""
-        tree = Strip(self._tree(row)).adjust_cell_length(self._left, self._lines.ground)
+        tree = Strip(self._tree(row)).adjust_cell_length(self._left, self._lines.base_style)
         return Strip([*tree, *self._numbers(row.branch)])
 
     def _tree(self, row: Row) -> list[Segment]:
@@ -101,10 +103,10 @@ class RowLook:
         hidden = Segment(f"  +{branch.nodes - 1:,}" if closed and branch.children else "", dim)
         if branch.is_root:
             name = Segment(f" {branch.namespace or 'default'}", self._ink("bold"))
-            return [lead, name, Segment(f"  {some(branch.nodes - 1, 'node')}", dim)]
+            return [lead, name, Segment(f"  {plural(branch.nodes - 1, 'node')}", dim)]
         shade = shade_of(node)
-        faint = self._rows.is_filtered and not branch.is_wanted
-        weight = "bold" if on_path or (self._rows.is_filtered and branch.is_wanted) else ""
+        faint = self._rows.is_filtered and not branch.is_match
+        weight = "bold" if on_path or (self._rows.is_filtered and branch.is_match) else ""
         return [
             lead,
             Segment(f" {sign_of(node)} ", self._lines.style(shade)),
@@ -117,22 +119,22 @@ class RowLook:
         return self._lines.style(None, None, weight)
 
     def _numbers(self, branch: Branch) -> list[Segment]:
-        node, terms = branch.node, self._terms
+        node, context = branch.node, self._row_context
         blocks = branch.blocks if branch.is_root else count_blocks(node.blocks)
-        heat = heat_of(terms.now - branch.newest)
-        plain = self._lines.ground
+        heat = heat_of(context.now - branch.newest)
+        plain = self._lines.base_style
         known = {
             "tokens": (f"{branch.tokens if branch.is_root else node.tokens:,}", plain),
             "refs": (f"{node.locks:,}" if node.locks else "·", plain),
             "hits": (short(node.hits) if node.hits else "·", plain),
-            "idle": (idle(terms.now - branch.newest), self._lines.style(heat)),
+            "idle": (idle(context.now - branch.newest), self._lines.style(heat)),
             "blocks": (f"{blocks:,}", plain),
-            "bytes": (size(blocks * terms.bytes_per_block), plain),
+            "bytes": (size(blocks * context.bytes_per_block), plain),
         }
         segments = []
         for column in self._columns:
             if column.title == "share":
-                bar = _bar(branch.tokens, terms.all_tokens, column.width - 1)
+                bar = _bar(branch.tokens, context.all_tokens, column.width - 1)
                 segments.append(Segment(f" {bar:<{column.width - 1}}", self._lines.style(heat)))
             else:
                 text, style = known[column.title]
