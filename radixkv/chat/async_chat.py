@@ -1,12 +1,7 @@
-"""A conversation in asyncio: the verbs of `ChatSession`, awaited.
+"""Offer engine and conversations to asyncio programs.
 
-Knows: which of them think (render, encode, read a reply) and go to the engine's preparing thread, one after another,
-and which wait for the model, on the event loop. Knows no template and no ids.
-
-The engine that asyncio programs use: requests, and conversations on top of them.
-
-Knows: how a session is made, or read from a file. Everything else is `radixkv.engine.AsyncRequestEngine`'s, which must
-not know this package.
+Rendering, encoding and parsing run on the engine's preparing thread, one call after another. Waiting for the model
+happens on the event loop, so no call blocks it.
 """
 
 from __future__ import annotations
@@ -21,7 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 from radixkv.chat.engine import Engine
 from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message, Reply, ToolResult
-from radixkv.chat.session import ChatSession, Overflow, ReplyStream
+from radixkv.chat.saved import Overflow
+from radixkv.chat.session import ChatSession, ReplyStream
 from radixkv.engine import AsyncRequestEngine, Chunk
 from radixkv.engine.async_engine import AsyncChunks, AsyncHandle
 from radixkv.sampling.params import SamplingParams
@@ -31,13 +27,13 @@ Result = TypeVar("Result")
 
 
 class AsyncReplyStream:
-    """The reply to one message while it is computed: `async for` over it for chunks; `await` its `wait` for the whole.
+    """The reply to one message while it is computed: `async for` yields chunks, `await stream.wait()` the whole reply.
 
-    Leaving the loop, or cancelling a task that is in it or waits, cancels the reply, and its turn is undone.
+    Leaving the loop, or cancelling the task that iterates or waits, cancels the reply and undoes its turn.
     """
 
     def __init__(self, stream: ReplyStream, preparing: Executor) -> None:
-        """Follow a stream that has begun; `preparing` runs what the session does, in order."""
+        """Follow `stream`; `preparing` runs the session's calls in order."""
         self._stream = stream
         self._preparing = preparing
 
@@ -48,40 +44,40 @@ class AsyncReplyStream:
     async def wait(self) -> Reply:
         """Wait for the whole reply.
 
-        Raises as `AsyncHandle.result`, RequestCancelled if the stream was closed or left.
+        Raises as `AsyncHandle.result`, and RequestCancelled if the stream was closed.
         """
         await AsyncHandle(self._stream.handle).result()
-        return await wrap_future(self._preparing.submit(self._stream.wait))  # does not wait any more
+        return await wrap_future(self._preparing.submit(self._stream.wait))  # the result is there: parses the reply
 
     async def _seen(self) -> None:
         if self._stream.is_open:
             await self.wait()
 
     async def close(self) -> None:
-        """Stop; unless the end of the reply was seen, its turn is undone."""
+        """Cancel the request; the turn is undone unless its reply was recorded."""
         self._stream.close()
 
 
 class AsyncChatSession:
-    """A conversation with the model. Not for two tasks at once; two sessions may be.
+    """A conversation with the model. One task at a time may use it; several sessions may run at once.
 
-    Make one with `engine.chat()`. A call that raises, or whose task is cancelled, leaves the history as it was.
+    Make one with `engine.chat()`. A call that raises, or whose task is cancelled, leaves the history unchanged.
     """
 
     def __init__(self, session: ChatSession, preparing: Executor) -> None:
-        """Wrap a session; `preparing` runs what it does on one thread, in order."""
+        """Wrap `session`; `preparing` runs its calls in order on one thread."""
         self._session = session
         self._preparing = preparing
 
     # ---- talking
 
     async def send(self, text: str, params: SamplingParams | None = None) -> Reply:
-        """Say something and wait for the reply. Raises what `ChatSession.send` does."""
+        """Send a user message and wait for the reply. Raises the errors of `ChatSession.send`."""
         return await (await self.stream(text, params)).wait()
 
     async def stream(self, text: str, params: SamplingParams | None = None) -> AsyncReplyStream:
-        """Say something; iterate what comes back for chunks, or await its `wait`. See `ChatSession.stream`."""
-        return await self._begun(self._session.stream, text, params)
+        """Send a user message; iterate the returned stream, or await its `wait`. See `ChatSession.stream`."""
+        return await self._start(self._session.stream, text, params)
 
     async def tool_results(self, results: Sequence[ToolResult], params: SamplingParams | None = None) -> Reply:
         """Answer each tool call of the last reply and wait for the next reply. Raises InvalidInput, or as `send`."""
@@ -90,47 +86,47 @@ class AsyncChatSession:
     async def stream_tool_results(
         self, results: Sequence[ToolResult], params: SamplingParams | None = None
     ) -> AsyncReplyStream:
-        """As `tool_results`, streaming as `stream` does."""
-        return await self._begun(self._session.stream_tool_results, results, params)
+        """Answer each tool call of the last reply, and stream the next reply as `stream` does."""
+        return await self._start(self._session.stream_tool_results, results, params)
 
     # ---- branching
 
     async def fork(self, n: int = 1) -> list[AsyncChatSession]:
-        """`n` more sessions with this history; all share its cached prefix. O(tokens) each, no KV is copied."""
-        twins = await self._done(self._session.fork, n)
-        return [AsyncChatSession(twin, self._preparing) for twin in twins]
+        """Return `n` new sessions with this history, which share its cached prefix. O(tokens) each; copies no KV."""
+        forks = await self._run(self._session.fork, n)
+        return [AsyncChatSession(fork, self._preparing) for fork in forks]
 
     async def rewind(self, turns: int = 1) -> None:
-        """Forget the last turns; what the cache holds of them is the first to be evicted."""
-        await self._done(self._session.rewind, turns)
+        """Remove the last turns; their cached tokens are evicted first."""
+        await self._run(self._session.rewind, turns)
 
     async def edit(self, turn: int, text: str, params: SamplingParams | None = None) -> Reply:
-        """Say something else in turn `turn`, forget what came after, and wait for the new reply: `ChatSession.edit`."""
+        """Replace the message of turn `turn`, and wait for the new reply. See `ChatSession.edit`."""
         return await (await self.stream_edit(turn, text, params)).wait()
 
     async def stream_edit(self, turn: int, text: str, params: SamplingParams | None = None) -> AsyncReplyStream:
-        """As `edit`, streaming as `stream` does: the history is the old one until the stream has ended."""
-        return await self._begun(self._session.stream_edit, turn, text, params)
+        """Do as `edit`, and stream the reply as `stream` does. The history changes when the stream ends."""
+        return await self._start(self._session.stream_edit, turn, text, params)
 
     async def close(self) -> None:
-        """End the conversation; what only it has cached is the first to be evicted. May be called twice."""
-        await self._done(self._session.close)
+        """End the conversation; cached tokens that only it uses are evicted first. May be called twice."""
+        await self._run(self._session.close)
 
     # ---- reading
 
     @property
     def history(self) -> list[Message]:
-        """All messages, system and tool results included, as chat templates take them; a copy."""
+        """A copy of all messages in the form that chat templates take, system message and tool results included."""
         return self._session.history
 
     @property
     def token_ids(self) -> list[int]:
-        """Ids of the conversation up to the end of the last reply; empty before the first one."""
+        """Token ids of the conversation up to the end of the last reply; empty before the first reply."""
         return self._session.token_ids
 
     @property
     def turns(self) -> int:
-        """How many exchanges the history has; one is a user's message, or tool results, with the reply."""
+        """Number of turns. A turn is a user message, or tool results, with the reply to it."""
         return self._session.turns
 
     @property
@@ -140,7 +136,7 @@ class AsyncChatSession:
 
     async def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation to a JSON file, which `engine.resume` reads. Raises InvalidInput, OSError."""
-        await self._done(self._session.save, path)
+        await self._run(self._session.save, path)
 
     async def __aenter__(self) -> AsyncChatSession:
         """Use the session in an `async with` block."""
@@ -154,19 +150,19 @@ class AsyncChatSession:
 
     # ---- inside
 
-    async def _done(
+    async def _run(
         self, verb: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
     ) -> Result:
         return await wrap_future(self._preparing.submit(verb, *args, **options))
 
-    async def _begun(
+    async def _start(
         self, verb: Callable[Arguments, ReplyStream], *args: Arguments.args, **options: Arguments.kwargs
     ) -> AsyncReplyStream:
         beginning = self._preparing.submit(verb, *args, **options)
         try:
             return AsyncReplyStream(await wrap_future(beginning), self._preparing)
         except CancelledError:
-            # What has begun by then is closed before the thread turns to the session's next verb.
+            # A stream that starts all the same is closed before the thread runs the next call of the session.
             beginning.add_done_callback(_close)
             raise
 
@@ -177,17 +173,17 @@ def _close(beginning: Future[ReplyStream]) -> None:
 
 
 class AsyncEngine(AsyncRequestEngine):
-    """What `Engine` does, without ever blocking an event loop; usable from any number of loops and threads.
+    """An `Engine` that never blocks an event loop; any number of loops and threads may use it.
 
-    `await AsyncEngine.load(...)`, or wrap an engine that is there; then await `generate`, `submit`, or the verbs of a
-    `chat`. An async context manager: `close` ends what still runs and frees the pool.
+    `await AsyncEngine.load(...)`, or wrap an existing engine; then await `generate`, `submit`, or the methods of a
+    `chat`. It is an async context manager: `close` ends running requests and frees the pool.
     """
 
     _kind = Engine
     _engine: Engine
 
     def __init__(self, engine: Engine) -> None:
-        """Wrap an engine, which may be used beside this."""
+        """Wrap an engine, which may still be used directly."""
         super().__init__(engine)
 
     def chat(
@@ -200,12 +196,12 @@ class AsyncEngine(AsyncRequestEngine):
         history: HistoryMode = "auto",
         overflow: Overflow = "error",
     ) -> AsyncChatSession:
-        """Begin a conversation, at once; takes and raises what `Engine.chat` does."""
+        """Begin a conversation; same arguments and errors as `Engine.chat`. Does not wait."""
         session = self._engine.chat(
             system, messages=messages, tools=tools, namespace=namespace, history=history, overflow=overflow
         )
         return AsyncChatSession(session, self._preparing)
 
     async def resume(self, path: str | os.PathLike[str]) -> AsyncChatSession:
-        """The conversation that was saved to `path`; raises what `Engine.resume` does."""
+        """Return the conversation that was saved to `path`. Raises the errors of `Engine.resume`."""
         return AsyncChatSession(await self._prepared(self._engine.resume, path), self._preparing)

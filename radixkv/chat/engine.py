@@ -1,7 +1,6 @@
-"""The engine that people use: requests, and conversations on top of them.
+"""Add conversations to the request engine: `Engine.chat` and `Engine.resume`.
 
-Knows: how a session is made, or read from a file. Everything else is `radixkv.engine.RequestEngine`'s, which must not
-know this package.
+Everything else belongs to `radixkv.engine.RequestEngine`, which must not import this package.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from typing import Any
 from radixkv.chat import saved
 from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message
-from radixkv.chat.session import ChatSession, Overflow
+from radixkv.chat.saved import Overflow
+from radixkv.chat.session import ChatSession
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import RequestEngine
 from radixkv.engine.input_processor import is_chat
@@ -21,9 +21,9 @@ from radixkv.errors import InvalidInput
 
 
 class Engine(RequestEngine):
-    """A model, a pool of KV and a prefix cache over it, on a thread of their own.
+    """A model, a KV pool and its prefix cache, owned by one thread.
 
-    `load` one, then `generate`, `submit` or `chat`. Every method may be called from any thread.
+    Make one with `load`, then call `generate`, `submit` or `chat`. Every method may be called from any thread.
     """
 
     def chat(
@@ -38,13 +38,14 @@ class Engine(RequestEngine):
     ) -> ChatSession:
         """Begin a conversation; nothing is computed before its first message.
 
-        `system` is the system prompt, `messages` stand behind it (examples, say), `tools` are JSON schemas as chat
-        templates take them. `history` says how a new turn's ids are made: "append" puts them behind what is there,
-        "template" renders everything anew around the sampled ids, as the template wants it; "auto" appends unless
-        the template drops the thinking of earlier turns, or writes something that appending would lose. `overflow`
-        says what happens when the context is full: "error", or "drop_oldest" turns down to half of it.
-        Raises ChatError for a model without a chat template, and for "append" where something would be lost;
-        InvalidInput for tools that the template does not write.
+        `system` is the system prompt, `messages` follow it (for example few-shot examples), and `tools` are JSON
+        schemas in the form that chat templates take. `history` selects how the ids of a new turn are made: "append"
+        adds them after the present ids; "template" renders the whole history again around the sampled ids; "auto"
+        appends unless the template drops the thinking of earlier turns, or appending would lose text that it writes.
+        `overflow` selects the behaviour when the context is full: "error", or "drop_oldest", which drops the oldest
+        turns until half of the context is left.
+        Raises ChatError for a model without a chat template, and for "append" if text would be lost; InvalidInput for
+        tools that the template does not write.
         """
         if system is not None and not isinstance(system, str):
             raise InvalidInput(
@@ -60,9 +61,14 @@ class Engine(RequestEngine):
         )
 
     def resume(self, path: str | os.PathLike[str]) -> ChatSession:
-        """The conversation that `ChatSession.save` wrote to `path`.
+        """Return the conversation that `ChatSession.save` wrote to `path`.
 
         Its prefix is computed again unless it is still cached. Raises InvalidInput for another format, version or
         model, OSError for a file that cannot be read.
         """
-        return saved.resume(self, path)
+        model = self.model
+        state = saved.read(path, model.name, model.vocab_size)
+        with saved.damaged(path):
+            limit = self.context_limit
+            template = ChatTemplate(model.tokenizer, model.stop_token_ids, state.tools, state.date, limit=limit)
+            return ChatSession.from_state(self, template, state)

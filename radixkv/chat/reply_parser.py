@@ -261,7 +261,7 @@ def _undecided(text: str, start: int, tag: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)
 
 
-class Reading:
+class ReplyParser:
     """How the replies of one session are read."""
 
     def __init__(self, template: ChatTemplate) -> None:

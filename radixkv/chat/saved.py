@@ -1,6 +1,6 @@
-"""A conversation as a small JSON file, and back.
+"""Hold the state of a conversation, write it to a small JSON file, and read it back.
 
-Knows: the file's format and version. Knows no engine beyond the name of its model.
+A file is written as a whole or not at all. It names the model, because token ids mean nothing to another one.
 """
 
 from __future__ import annotations
@@ -8,28 +8,56 @@ from __future__ import annotations
 import json
 import os
 from array import array
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
+from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message, ToolCall
-from radixkv.chat.session import ChatSession, Turn
-from radixkv.chat.template import ChatTemplate
 from radixkv.engine.input_processor import checked_ids
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import is_int
 
-if TYPE_CHECKING:
-    from radixkv.engine import RequestEngine
-
+Overflow = Literal["error", "drop_oldest"]
 _FORMAT = "radixkv.chat"
 _VERSION = 1
 
 
-def save(session: ChatSession, path: str | os.PathLike[str]) -> None:
-    """Write `session` to `path`, as a whole or not at all. Raises InvalidInput for what JSON cannot hold, OSError."""
+@dataclass(frozen=True)
+class Turn:
+    """A user message, or tool results, and the reply to it.
+
+    `end` is the number of the session's token ids up to the end of the reply; None if turns before it were dropped.
+    """
+
+    messages: tuple[Message, ...]
+    reply_ids: tuple[int, ...]
+    reply: Message
+    tool_calls: tuple[ToolCall, ...]
+    end: int | None
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """Everything that another session needs to continue a conversation; its lists still belong to the session."""
+
+    tools: list[Any] | None
+    date: str
+    namespace: Hashable
+    history: HistoryMode
+    overflow: Overflow
+    opening: Sequence[Message]
+    turns: Sequence[Turn]
+    token_ids: Sequence[int]
+
+
+def write(state: SessionState, model: str, path: str | os.PathLike[str]) -> None:
+    """Write a conversation with `model` to `path`. Raises InvalidInput for values that JSON cannot hold, OSError."""
     target = Path(path)
     try:
-        text = json.dumps(_as_json(session), ensure_ascii=False)
+        text = json.dumps(_as_json(state, model), ensure_ascii=False)
     except TypeError as error:
         raise InvalidInput(f"this conversation cannot be saved, JSON cannot hold it: {error}") from error
     partial = target.with_name(target.name + ".partial")
@@ -37,15 +65,20 @@ def save(session: ChatSession, path: str | os.PathLike[str]) -> None:
     os.replace(partial, target)
 
 
-def resume(engine: RequestEngine, path: str | os.PathLike[str]) -> ChatSession:
-    """The session that was saved to `path`. Raises InvalidInput for another format, version or model; OSError."""
+def read(path: str | os.PathLike[str], model: str, vocab_size: int) -> SessionState:
+    """Read the conversation in `path`. Raises InvalidInput for another format, version or model; OSError."""
     saved = _read(path)
-    if saved["model"] != engine.model.name:
-        raise InvalidInput(
-            f"{path} was saved with the model {saved['model']!r}, this engine runs {engine.model.name!r}"
-        )
+    if saved["model"] != model:
+        raise InvalidInput(f"{path} was saved with the model {saved['model']!r}, this engine runs {model!r}")
+    with damaged(path):
+        return _from_json(saved, vocab_size)
+
+
+@contextmanager
+def damaged(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an error over an unexpected value in a saved conversation into InvalidInput."""
     try:
-        return _from_json(engine, saved)
+        yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InvalidInput(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
@@ -65,21 +98,21 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return saved
 
 
-def _as_json(session: ChatSession) -> dict[str, Any]:
-    if not isinstance(session._namespace, (str, int, type(None))):
-        raise InvalidInput(f"only a namespace of text, int or None can be saved, not {session._namespace!r}")
+def _as_json(state: SessionState, model: str) -> dict[str, Any]:
+    if not isinstance(state.namespace, (str, int, type(None))):
+        raise InvalidInput(f"only a namespace of text, int or None can be saved, not {state.namespace!r}")
     return {
         "format": _FORMAT,
         "version": _VERSION,
-        "model": session._engine.model.name,
-        "tools": session._template.tools,
-        "date": session._template.date,
-        "namespace": session._namespace,
-        "history": "append" if session._append else "template",
-        "overflow": session._overflow,
-        "opening": session._opening,
-        "turns": [_turn_as_json(turn) for turn in session._turns],
-        "token_ids": list(session._ids),
+        "model": model,
+        "tools": state.tools,
+        "date": state.date,
+        "namespace": state.namespace,
+        "history": state.history,
+        "overflow": state.overflow,
+        "opening": state.opening,
+        "turns": [_turn_as_json(turn) for turn in state.turns],
+        "token_ids": list(state.token_ids),
     }
 
 
@@ -94,22 +127,18 @@ def _turn_as_json(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _from_json(engine: RequestEngine, saved: dict[str, Any]) -> ChatSession:
-    model = engine.model
-    template = ChatTemplate(
-        model.tokenizer, model.stop_token_ids, saved["tools"], saved["date"], limit=engine.context_limit
-    )
-    session = ChatSession(
-        engine,
-        template,
-        [_message(message) for message in saved["opening"]],
+def _from_json(saved: dict[str, Any], vocab_size: int) -> SessionState:
+    ids = _ids(saved["token_ids"], vocab_size)
+    return SessionState(
+        tools=saved["tools"],
+        date=saved["date"],
         namespace=saved["namespace"],
         history=saved["history"],
         overflow=saved["overflow"],
+        opening=[_message(message) for message in saved["opening"]],
+        turns=[_turn_from_json(turn, len(ids), vocab_size) for turn in saved["turns"]],
+        token_ids=ids,
     )
-    session._ids = _ids(saved["token_ids"], model.vocab_size)
-    session._turns = [_turn_from_json(turn, len(session._ids), model.vocab_size) for turn in saved["turns"]]
-    return session
 
 
 def _turn_from_json(saved: dict[str, Any], length: int, vocab_size: int) -> Turn:

@@ -1,29 +1,24 @@
-"""The reply to one message, while it is computed and when it is complete.
+"""Hold a conversation: its turns, their token ids, and the methods that continue, branch and shorten it.
 
-Knows: the request behind it, and the session that it becomes a turn of. Knows no template and no ids but its own.
-
-A conversation: turns, their token ids, and the verbs that branch and shorten it.
-
-Knows: what was said, the ids that stand for it, and which of them nobody needs any more. Knows no cache and no thread:
-between two turns a session holds nothing in the pool; its next prompt simply begins with what the last one left there.
-
-The ids are the truth. A reply's last sampled token is never run through the model, so the next turn finds every
-token up to the end of the reply but that one, and computes it with the new ones.
+A session holds no blocks between two turns. Its next prompt begins with the tokens of the last one, so the prefix cache
+finds them. Token ids are authoritative: sampled ids are kept and never encoded again from text. The last sampled token
+of a reply has no KV yet, so the next turn computes it together with the new tokens.
 """
 
 from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from radixkv.chat.history_mode import HistoryMode, history_mode
 from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, tool_messages
-from radixkv.chat.reply_parser import Reading
+from radixkv.chat.reply_parser import ReplyParser
+from radixkv.chat.saved import Overflow, SessionState, Turn, write
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import Chunk, Completion, Handle
 from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, RequestCancelled, SessionClosed
@@ -34,22 +29,26 @@ if TYPE_CHECKING:
 
 
 class ReplyStream:
-    """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole."""
+    """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole reply."""
 
     def __init__(
         self,
-        session: ChatSession,
         handle: Handle,
         turns: list[Turn],
         prompt: array[int],
         new: Sequence[Message],
         params: SamplingParams,
+        record: Callable[[ReplyStream, Completion], Reply],
         *,
         edits: bool = False,
     ) -> None:
-        """Follow `handle`; at its end the session has `turns` and this one, which `edits` what was said before."""
-        self._session = session
+        """Follow `handle`; `record` adds the complete turn to the session, after `turns`.
+
+        With `edits` the turn replaces an earlier one.
+        """
         self.handle = handle
+        self.is_open = True  # until the reply is recorded, or the stream is closed
+        self._record = record
         self._reply: Reply | None = None
         self.turns, self.prompt, self.new, self.params, self.edits = turns, prompt, new, params, edits
 
@@ -63,62 +62,41 @@ class ReplyStream:
         if self.is_open:
             self.wait()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the session still waits for this reply."""
-        return self._session._open_stream is self
-
     def wait(self) -> Reply:
-        """Wait for the whole reply. Raises as `Handle.result`, RequestCancelled if the stream was closed or left."""
+        """Wait for the whole reply. Raises as `Handle.result`, and RequestCancelled if the stream was closed."""
         if self._reply is None:
             try:
                 completion = self.handle.result()
             except BaseException:
                 self.close()
                 raise
-            if self.is_open:
-                self._reply = self._session._record(self, completion)
-            else:
+            if not self.is_open:
                 raise RequestCancelled("this reply was left for another call on its session: its turn was undone")
+            self._reply = self._record(self, completion)
+            self.is_open = False
         return self._reply
 
     @property
     def reply(self) -> Reply:
-        """The whole reply; waits for it."""
+        """The whole reply; waits until it is complete."""
         return self.wait()
 
     def close(self) -> None:
-        """Stop; unless the end of the reply was seen, its turn is undone."""
+        """Cancel the request; the turn is undone unless its reply was recorded."""
         self.handle.cancel()
-        if self.is_open:
-            self._session._open_stream = None
+        self.is_open = False
 
 
-Overflow = Literal["error", "drop_oldest"]
-_ROOM = (
-    4  # drop_oldest begins when less than a quarter of the context is left for a reply (or max_tokens, if fewer) ...
-)
-_KEEP = 2  # ... and drops down to half of it, so that the next turns are hits again
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What came in (one user message, or tool results), and the reply to it.
-
-    `end` is how many of the session's ids there were behind the reply, or None if what stood before it was dropped.
-    """
-
-    messages: tuple[Message, ...]
-    reply_ids: tuple[int, ...]
-    reply: Message
-    tool_calls: tuple[ToolCall, ...]
-    end: int | None
+# drop_oldest begins when less than a quarter of the context, or fewer than max_tokens, is left for a reply. It drops
+# turns until half of the context is left, so that the following turns hit the cache again.
+_ROOM = 4
+_KEEP = 2
 
 
 class ChatSession:
-    """A conversation with the model. Not for two threads at once; two sessions may be.
+    """A conversation with the model. One thread at a time may use it; several sessions may run at once.
 
-    Make one with `engine.chat()`. A call that raises leaves the history as it was.
+    Make one with `engine.chat()`. A call that raises leaves the history unchanged.
     """
 
     def __init__(
@@ -130,42 +108,45 @@ class ChatSession:
         namespace: Hashable = None,
         history: HistoryMode = "auto",
         overflow: Overflow = "error",
+        turns: Sequence[Turn] = (),
+        token_ids: Sequence[int] = (),
     ) -> None:
-        """Begin behind `opening` (a system message, examples); `engine.chat` explains the rest.
+        """Begin after `opening` (a system message, examples) and `turns`; see `Engine.chat` for the rest.
 
-        Raises ChatError for history="append" where that would lose what the template writes, InvalidInput for tools
-        that it does not write.
+        Raises ChatError for history="append" if appending would lose text of the template, and InvalidInput for tools
+        that the template does not write.
         """
         _check_choice("history", history, ("auto", "append", "template"))
         _check_choice("overflow", overflow, ("error", "drop_oldest"))
         template.check_tools()
         self._engine = engine
         self._template = template
-        self._reading = Reading(template)
+        self._parser = ReplyParser(template)
         self._opening: list[Message] = [deepcopy(dict(message)) for message in opening]
         self._namespace = namespace
         self._number = engine._new_session()
         self._append = history_mode(template, history) == "append"
         self._overflow = overflow
-        self._turns: list[Turn] = []
-        self._ids = array("i")
+        self._turns = list(turns)
+        self._ids = array("i", token_ids)
         self._open_stream: ReplyStream | None = None
         self._closed = False
 
     # ---- talking
 
     def send(self, text: str, params: SamplingParams | None = None) -> Reply:
-        """Say something and wait for the reply.
+        """Send a user message and wait for the reply.
 
-        Raises ContextOverflow, SessionClosed, or what `engine.submit` and its handle raise.
+        Raises ContextOverflow, SessionClosed, and the errors of `engine.submit` and its handle.
         """
         return self.stream(text, params).wait()
 
     def stream(self, text: str, params: SamplingParams | None = None) -> ReplyStream:
-        """Say something; iterate what comes back for chunks, then read its `reply`.
+        """Send a user message; iterate the returned stream for chunks, then read its `reply`.
 
-        The request is on its way when this returns, so the streams of many sessions run as one batch. The turn is
-        part of the history once the stream has ended; one that is closed before, or left for another call, is undone.
+        The request is submitted when this returns, so the streams of many sessions run as one batch. The turn becomes
+        part of the history when the stream ends. It is undone if the stream is closed before, or if the session is
+        called again.
         """
         return self._ask([_of_user(text)], (), params)
 
@@ -174,7 +155,7 @@ class ChatSession:
         return self.stream_tool_results(results, params).wait()
 
     def stream_tool_results(self, results: Sequence[ToolResult], params: SamplingParams | None = None) -> ReplyStream:
-        """As `tool_results`, streaming as `stream` does."""
+        """Answer each tool call of the last reply, and stream the next reply as `stream` does."""
         self._settle()
         calls = self._turns[-1].tool_calls if self._turns else ()
         return self._ask(tool_messages(results, calls), calls, params)
@@ -182,14 +163,14 @@ class ChatSession:
     # ---- branching
 
     def fork(self, n: int = 1) -> list[ChatSession]:
-        """`n` more sessions with this history; all share its cached prefix. O(tokens) each, no KV is copied."""
+        """Return `n` new sessions with this history, which share its cached prefix. O(tokens) each; copies no KV."""
         self._settle()
         if not is_int(n) or n < 1:
             raise InvalidInput(f"fork makes at least 1 session, got n={n!r}")
-        return [self._twin() for _ in range(n)]
+        return [ChatSession.from_state(self._engine, self._template, self._state()) for _ in range(n)]
 
     def rewind(self, turns: int = 1) -> None:
-        """Forget the last turns; what the cache holds of them is the first to be evicted."""
+        """Remove the last turns; their cached tokens are evicted first."""
         self._settle()
         if not is_int(turns) or not 1 <= turns <= len(self._turns):
             raise InvalidInput(f"rewind takes 1..{len(self._turns)} turns of this session, got {turns!r}")
@@ -198,14 +179,14 @@ class ChatSession:
         self._demote(dead)
 
     def edit(self, turn: int, text: str, params: SamplingParams | None = None) -> Reply:
-        """Say something else in turn `turn` (0 is the first), forget what came after, and wait for the new reply.
+        """Replace the message of turn `turn` (0 is the first), drop the later turns, and wait for the new reply.
 
-        The old branch is the first to be evicted. If the new reply fails, the history is what it was.
+        The cached tokens of the old branch are evicted first. If the new reply fails, the history is unchanged.
         """
         return self.stream_edit(turn, text, params).wait()
 
     def stream_edit(self, turn: int, text: str, params: SamplingParams | None = None) -> ReplyStream:
-        """As `edit`, streaming as `stream` does: the history is the old one until the stream has ended."""
+        """Do as `edit`, and stream the reply as `stream` does. The history changes when the stream ends."""
         self._settle()
         if not is_int(turn) or not 0 <= turn < len(self._turns):
             raise InvalidInput(f"this session has turns 0..{len(self._turns) - 1}, got {turn!r}")
@@ -214,7 +195,7 @@ class ChatSession:
         return self._ask([_of_user(text)], (), params, keep=turn)
 
     def close(self) -> None:
-        """End the conversation; what only it has cached is the first to be evicted. May be called twice."""
+        """End the conversation; cached tokens that only it uses are evicted first. May be called twice."""
         if not self._closed:
             self._abandon()
             self._closed = True
@@ -225,17 +206,17 @@ class ChatSession:
 
     @property
     def history(self) -> list[Message]:
-        """All messages, system and tool results included, as chat templates take them; a copy."""
+        """A copy of all messages in the form that chat templates take, system message and tool results included."""
         return deepcopy(self._messages(self._turns))
 
     @property
     def token_ids(self) -> list[int]:
-        """Ids of the conversation up to the end of the last reply; empty before the first one."""
+        """Token ids of the conversation up to the end of the last reply; empty before the first reply."""
         return list(self._ids)
 
     @property
     def turns(self) -> int:
-        """How many exchanges the history has; one is a user's message, or tool results, with the reply."""
+        """Number of turns. A turn is a user message, or tool results, with the reply to it."""
         return len(self._turns)
 
     @property
@@ -245,10 +226,8 @@ class ChatSession:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation to a JSON file, which `engine.resume` reads. Raises InvalidInput, OSError."""
-        from radixkv.chat.saved import save
-
         self._settle()
-        save(self, path)
+        write(self._state(), self._engine.model.name, path)
 
     def __enter__(self) -> ChatSession:
         """Use the session in a `with` block."""
@@ -269,7 +248,7 @@ class ChatSession:
         params: SamplingParams | None,
         keep: int | None = None,
     ) -> ReplyStream:
-        """Ask for a reply to `new` behind the first `keep` turns (all, if None), in place of those that follow."""
+        """Request a reply to `new` after the first `keep` turns (all if None); it replaces the turns that follow."""
         self._settle()
         params = checked_params(params, self._engine.default_params)
         if params.n != 1:
@@ -281,7 +260,8 @@ class ChatSession:
             turns, prompt = self._dropped(turns, new, prompt, params)
         prompt = self._with_room(prompt)
         handle = self._engine.submit(prompt, params, namespace=self._namespace, session=self._number)
-        self._open_stream = ReplyStream(self, handle, turns, prompt, new, params, edits=keep is not None)
+        edits = keep is not None
+        self._open_stream = ReplyStream(handle, turns, prompt, new, params, self._record, edits=edits)
         return self._open_stream
 
     def _prompt(
@@ -291,7 +271,7 @@ class ChatSession:
         ids: array[int] | None = None,
         answers: Sequence[ToolCall] = (),
     ) -> array[int] | None:
-        """Ids up to where the reply begins, appended to `ids` if that is possible; None if they fit no context."""
+        """Return the ids up to the start of the reply, appended to `ids` if possible; None if no context holds them."""
         try:
             if turns and ids is not None and self._append:
                 return self._template.continued(ids, new, answers)
@@ -300,7 +280,7 @@ class ChatSession:
             return None
 
     def _whole(self, turns: list[Turn], new: Sequence[Message]) -> array[int]:
-        """Everything through the template, with the ids that were sampled in their places."""
+        """Render all messages by the template, with the sampled ids in place of the replies."""
         said, at = {}, len(self._opening)
         for turn in turns:
             at += len(turn.messages)
@@ -311,20 +291,20 @@ class ChatSession:
     def _dropped(
         self, turns: list[Turn], new: Sequence[Message], prompt: array[int] | None, params: SamplingParams
     ) -> tuple[list[Turn], array[int] | None]:
-        """The turns that are left, and their prompt, when the oldest are dropped if need be."""
+        """Drop the oldest turns as far as necessary; return the remaining turns and their prompt."""
         limit = self._engine.context_limit
         if prompt is not None and len(prompt) + min(params.max_tokens, limit // _ROOM) <= limit:
             return turns, prompt
         while turns and (prompt is None or len(prompt) > limit // _KEEP):
             rest = _without_oldest(turns)
             if new[0]["role"] == "tool" and not rest:
-                break  # results need the reply that asked for them
+                break  # tool results need the reply with the calls
             turns = rest
             prompt = self._prompt(turns, new)
         return [replace(turn, end=None) for turn in turns], prompt
 
     def _with_room(self, prompt: array[int] | None) -> array[int]:
-        """The prompt; raises ContextOverflow if there is no room for a reply behind it."""
+        """Return the prompt; raise ContextOverflow if it leaves no room for a reply."""
         limit = self._engine.context_limit
         if prompt is not None and len(prompt) < limit:
             return prompt
@@ -335,9 +315,9 @@ class ChatSession:
         )
 
     def _record(self, stream: ReplyStream, completion: Completion) -> Reply:
-        """The turn is complete: it becomes part of the history."""
+        """Add the complete turn to the history."""
         used = {call.id for turn in stream.turns for call in turn.tool_calls}
-        reply = self._reading.reply(completion, stream.prompt, stream.params, len(stream.turns), used)
+        reply = self._parser.reply(completion, stream.prompt, stream.params, len(stream.turns), used)
         message: Message = {"role": "assistant", "content": reply.text}
         if reply.tool_calls:
             message["tool_calls"] = [call.as_message() for call in reply.tool_calls]
@@ -365,30 +345,44 @@ class ChatSession:
             return self._ids[: last.end]
         return self._whole(before, last.messages) + array("i", last.reply_ids)
 
-    def _twin(self) -> ChatSession:
-        twin = ChatSession(
-            self._engine,
-            self._template,
-            self._opening,
+    def _state(self) -> SessionState:
+        return SessionState(
+            tools=self._template.tools,
+            date=self._template.date,
             namespace=self._namespace,
             history="append" if self._append else "template",
             overflow=self._overflow,
+            opening=self._opening,
+            turns=self._turns,
+            token_ids=self._ids,
         )
-        twin._turns, twin._ids = list(self._turns), self._ids[:]
-        return twin
+
+    @classmethod
+    def from_state(cls, engine: RequestEngine, template: ChatTemplate, state: SessionState) -> ChatSession:
+        """Continue the conversation of a saved or forked session. `template` has the tools and date of the state."""
+        return cls(
+            engine,
+            template,
+            state.opening,
+            namespace=state.namespace,
+            history=state.history,
+            overflow=state.overflow,
+            turns=state.turns,
+            token_ids=state.token_ids,
+        )
 
     def _demote(self, dead: array[int], keep: int | None = None) -> None:
-        """Tell the cache that `dead` is not needed behind what it shares with the present ids."""
+        """Mark the cached tokens of `dead` after its common prefix with the present ids as first to evict."""
         if keep is None:
             keep = next((at for at, (a, b) in enumerate(zip(dead, self._ids, strict=False)) if a != b), len(self._ids))
         if len(dead) > keep:
             try:
                 self._engine.demote(dead, keep=keep, namespace=self._namespace)
             except EngineClosed:
-                return  # a hint about a pool that is gone
+                return  # the pool no longer exists
 
     def _settle(self) -> None:
-        """Every verb begins here: closed sessions refuse, a stream that was left is undone."""
+        """Begin each public method: raise SessionClosed, or undo the turn of a stream that is still open."""
         if self._closed:
             raise SessionClosed("this chat session was closed: make another with engine.chat()")
         self._abandon()
@@ -406,7 +400,7 @@ def _of_user(text: object) -> Message:
 
 
 def _without_oldest(turns: list[Turn]) -> list[Turn]:
-    """Without the first user's turn and the tool results that follow it."""
+    """Drop the first user turn and the tool results that follow it."""
     rest = turns[1:]
     while rest and rest[0].messages[0]["role"] == "tool":
         rest = rest[1:]
