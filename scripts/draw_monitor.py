@@ -46,10 +46,10 @@ class Moment(Feed):
     title = "a recording"
 
     def __init__(self, path: Path = RECORDING, when: float | None = None) -> None:
-        self._intake = StateBuilder(Timeline(inf, inf), seconds=inf)
-        self._intake.take(*read_recording(path))
-        begin, end = self._intake.timeline.span or (0.0, 0.0)
-        self._shown = PastStates(self._intake).at(end if when is None else begin + when)
+        self._builder = StateBuilder(Timeline(inf, inf), seconds=inf)
+        self._builder.take(*read_recording(path))
+        begin, end = self._builder.timeline.span or (0.0, 0.0)
+        self._shown = PastStates(self._builder).at(end if when is None else begin + when)
         self.link = Status("live", begin)
 
     def start(self) -> None:
@@ -76,11 +76,11 @@ class Moment(Feed):
     @property
     def span(self) -> tuple[float, float] | None:
         """All of the recording."""
-        return self._intake.timeline.span
+        return self._builder.timeline.span
 
     def at(self, when: float) -> State | None:
         """A state of it."""
-        return PastStates(self._intake).at(when)
+        return PastStates(self._builder).at(when)
 
 
 async def settle(pilot: Pilot[Any]) -> None:
@@ -106,7 +106,7 @@ async def drawn(
         if more is not None:
             await more(pilot)
         await settle(pilot)
-        app._say_below()
+        app.update_bottom_line()
         await settle(pilot)
         return screenshot(app)
 

@@ -112,8 +112,8 @@ class MonitorApp(App[None]):
         self.feed.start()
         await self.action_show(self.start_screen)
         self.set_interval(0.5 / FRAMES_PER_SECOND, self._tick_if_due)
-        self.set_interval(1, self._update_bottom_line)
-        self.screen.bindings_updated_signal.subscribe(self, lambda _: self._update_bottom_line())
+        self.set_interval(1, self.update_bottom_line)
+        self.screen.bindings_updated_signal.subscribe(self, lambda _: self.update_bottom_line())
 
     def on_unmount(self) -> None:
         """Let the feed go."""
@@ -164,7 +164,7 @@ class MonitorApp(App[None]):
         """The process, and which of several engines of that: as in the picker."""
         return self.feed.peer if self.feed.peer.startswith(f"{pid}-") else str(pid)
 
-    def _update_bottom_line(self) -> None:
+    def update_bottom_line(self) -> None:
         """Keys, the view's own first, and the cost."""
         first = self.screen_stack[0]
         if self.screen is not first:

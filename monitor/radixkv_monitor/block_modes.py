@@ -195,7 +195,7 @@ def _session_levels(blocks: Blocks) -> Levels:
     sizes: dict[int, int] = {}
     for slot in slots.values():
         sizes[int(sessions[slot])] = sizes.get(int(sessions[slot]), 0) + int(size[slot])
-    _assign_shades(blocks.session_shades, sizes)
+    assign_shades(blocks.session_shades, sizes)
     level = {UNKNOWN: 1, SHARED: 2}
     level |= {session: 4 + place for place, session in enumerate(blocks.session_shades) if session is not None}
     by_slot = np.array([level.get(session, 3) for session in sessions.tolist()], np.uint8)
@@ -204,7 +204,7 @@ def _session_levels(blocks: Blocks) -> Levels:
     return levels
 
 
-def _assign_shades(session_shades: list[int | None], sizes: dict[int, int]) -> None:
+def assign_shades(session_shades: list[int | None], sizes: dict[int, int]) -> None:
     """The largest sessions get the shades that are free; a session keeps its own as long as it has blocks."""
     for place, session in enumerate(session_shades):
         if session is not None and not sizes.get(session):

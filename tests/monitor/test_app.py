@@ -437,7 +437,7 @@ def test_a_theme_can_be_asked_for() -> None:
 
 def test_the_foot_tells_the_cost_and_the_keys() -> None:
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
-        app._update_bottom_line()
+        app.update_bottom_line()
         assert "frames/s" in str(app._bottom._cost.content)
         keys = str(app._bottom._hints.content)
         assert "? help" in keys and "space freeze" in keys and "q quit" in keys

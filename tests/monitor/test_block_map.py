@@ -183,11 +183,11 @@ def test_a_cell_of_several_blocks_shows_the_commonest_level_of_equals_the_highes
 
 def test_sessions_keep_their_shades_while_they_have_blocks() -> None:
     letters: list[int | None] = [None] * 2
-    block_modes._give_shades(letters, {7: 3, 8: 9, 9: 1, SHARED: 50, UNKNOWN: 4})
+    block_modes.assign_shades(letters, {7: 3, 8: 9, 9: 1, SHARED: 50, UNKNOWN: 4})
     assert letters == [8, 7]
-    block_modes._give_shades(letters, {7: 30, 8: 9, 9: 90})
+    block_modes.assign_shades(letters, {7: 30, 8: 9, 9: 90})
     assert letters == [8, 7]
-    block_modes._give_shades(letters, {7: 30, 9: 90})
+    block_modes.assign_shades(letters, {7: 30, 9: 90})
     assert letters == [9, 7]
 
 

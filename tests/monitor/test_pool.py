@@ -237,7 +237,7 @@ def test_token_spans_and_owners_of_a_block() -> None:
     shown = replace(shown, nodes={**shown.nodes, 5: deeper})
     blocks.update(shown)
     told = detail.block_detail(blocks, 20, 1)
-    assert ("owners", "node 5, node 3") in told.facts and ("tokens", "32 to 45 of its text") in detail.facts
+    assert ("owners", "node 5, node 3") in told.facts and ("tokens", "32 to 45 of its text") in told.facts
     assert detail.token_span(shown, 3, 9) == (16, 32) and detail.token_span(shown, 3, 50) is None
     assert detail.block_detail(blocks, 999, 1).title == "No block"
     assert "1 pin" in detail.block_detail(blocks, 50, 1).notes[0]

@@ -78,7 +78,7 @@ def looks(snap_compare: Callable[..., bool]) -> Looks:
             await settle(pilot)
             if isinstance(app, MonitorApp):
                 app.tick()
-                app._update_bottom_line()  # not when the second is over: what is below a dialog stays as it was
+                app.update_bottom_line()  # not when the second is over: what is below a dialog stays as it was
                 await settle(pilot)
             for key in keys:
                 await pilot.press(key)
@@ -86,7 +86,7 @@ def looks(snap_compare: Callable[..., bool]) -> Looks:
                 await more(pilot)
             if isinstance(app, MonitorApp):
                 app.tick()
-                app._update_bottom_line()
+                app.update_bottom_line()
             await settle(pilot)
 
         app.export_screenshot = lambda **_: screenshot(app)  # type: ignore[method-assign]
