@@ -1,12 +1,13 @@
 """The OpenAPI document at /openapi.json: endpoints, request bodies, responses, errors and headers.
 
-Tests compare the document with the server's behaviour:
+Sampling parameters are described by their declarations. Tests compare the document with the server's behaviour:
 schemas.py checks what is described here.
 """
 
 from __future__ import annotations
 
 from radixkv import __version__
+from radixkv.sampling.params import Integer, Number, Parameter, SamplingParams, Texts, TokenBias, TokenIds, parameters
 from radixkv.serve import schemas
 from radixkv.serve.access import LONGEST_NAME, NAMESPACE_HEADER
 from radixkv.serve.fields import JsonObject
@@ -19,6 +20,7 @@ STRING: JsonObject = {"type": ["string", "null"]}
 ANYTHING: JsonObject = {"description": "Taken, and without effect."}
 COUNT: JsonObject = {"type": "integer", "minimum": 0}
 TEXT: JsonObject = {"type": "string"}
+TOKEN_ID: JsonObject = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 
 
 def obj(properties: JsonObject, *required: str) -> JsonObject:
@@ -42,14 +44,9 @@ def maybe(schema: JsonObject) -> JsonObject:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def integer(low: int, high: int = schemas.BIGGEST) -> JsonObject:
+def integer(low: int, high: int) -> JsonObject:
     """A whole number, or null."""
     return {"type": ["integer", "null"], "minimum": low, "maximum": high}
-
-
-def number(low: float, high: float) -> JsonObject:
-    """A number."""
-    return {"type": "number", "minimum": low, "maximum": high}
 
 
 def ref(name: str) -> JsonObject:
@@ -193,9 +190,9 @@ def _chat_body(model: JsonObject) -> JsonObject:
         "tool_choice": {"enum": ["auto", "none", None]},
         "parallel_tool_calls": BOOLEAN,
         "logprobs": BOOLEAN,
-        "top_logprobs": integer(0, schemas.MOST_TOP_LOGPROBS),
-        "max_tokens": integer(1),
-        "max_completion_tokens": integer(1),
+        "top_logprobs": integer(*schemas.wire_range("logprobs")),
+        "max_tokens": integer(*schemas.wire_range("max_tokens")),
+        "max_completion_tokens": integer(*schemas.wire_range("max_tokens")),
         "response_format": {"enum": [{"type": "text"}, None]},
         "modalities": {"enum": [["text"], None]},
         **{name: {"type": "null"} for name in schemas.NOT_OF_CHAT},
@@ -205,15 +202,15 @@ def _chat_body(model: JsonObject) -> JsonObject:
 
 def _completion_body(model: JsonObject) -> JsonObject:
     """POST /v1/completions."""
-    ids = array({"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, least=1)
+    ids = array(TOKEN_ID, least=1)
     prompts = array({"anyOf": [{"type": "string"}, ids]}, least=1, most=schemas.MOST_PROMPTS)
     fields = {
         **_asked(model),
         "prompt": {"anyOf": [{"type": "string"}, ids, prompts]},
         "echo": BOOLEAN,
-        "logprobs": integer(0, schemas.MOST_COMPLETION_LOGPROBS),
-        "max_tokens": integer(1),
-        "best_of": integer(1, schemas.MOST_N),
+        "logprobs": integer(*schemas.wire_range("logprobs")),
+        "max_tokens": integer(*schemas.wire_range("max_tokens")),
+        "best_of": integer(*schemas.wire_range("n")),
         "suffix": {"type": "null"},
     }
     return obj(fields, "model", "prompt")
@@ -234,32 +231,50 @@ def _tokenize_body(model: JsonObject) -> JsonObject:
 def _asked(model: JsonObject) -> JsonObject:
     """What chat and text completions share."""
     options = obj({"include_usage": BOOLEAN, "include_obfuscation": BOOLEAN})
-    stop = {"type": "string", "minLength": 1, "maxLength": schemas.LONGEST_STOP}
-    stops = array(stop, most=schemas.MOST_STOPS)
-    bias = {"type": "object", "patternProperties": {"^[0-9]{1,10}$": number(-100, 100)}, "additionalProperties": False}
     return {
         "model": model,
         "stream": BOOLEAN,
         "stream_options": maybe(options),
-        "n": integer(1, schemas.MOST_N),
-        "temperature": maybe(number(0, 2)),
-        "top_p": maybe({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
-        "top_k": integer(-1),
-        "min_p": maybe(number(0, 1)),
-        "repetition_penalty": maybe(number(0.01, 100)),
-        "presence_penalty": maybe(number(-2, 2)),
-        "frequency_penalty": maybe(number(-2, 2)),
-        "logit_bias": maybe(bias),
-        "seed": integer(-schemas.BIGGEST - 1),
-        "stop": maybe({"anyOf": [stop, stops]}),
-        "stop_token_ids": maybe(array({"type": "integer", "minimum": 0, "maximum": 2**31 - 1})),
-        "min_tokens": integer(0),
-        "ignore_eos": BOOLEAN,
+        **_sampling(),
         "prompt_cache_key": _CACHE_KEY,
         "store": {"enum": [False, None]},
         "service_tier": {"enum": ["auto", "default", None]},
         **dict.fromkeys(schemas.WITHOUT_EFFECT, ANYTHING),
     }
+
+
+def _sampling() -> JsonObject:
+    """The sampling parameters that both endpoints take under their own names."""
+    declared = {name: each for name, each in parameters(SamplingParams).items() if each.on_wire}
+    others = [name for name in declared if name not in (*_FIRST, *_LAST)]
+    return {name: _parameter(declared[name]) for name in (*_FIRST, *others, *_LAST)}
+
+
+def _parameter(declared: Parameter) -> JsonObject:
+    """A sampling parameter's type and wire range."""
+    schema = BOOLEAN
+    match declared:
+        case Integer():
+            schema = integer(*declared.wire)
+        case Number():
+            low, high = declared.wire
+            schema = maybe(
+                {"type": "number", "exclusiveMinimum" if declared.above else "minimum": low, "maximum": high}
+            )
+        case TokenBias():
+            bias = {"type": "number", "minimum": declared.low, "maximum": declared.high}
+            schema = maybe({"type": "object", "patternProperties": {_TOKEN: bias}, "additionalProperties": False})
+        case Texts():
+            text = {"type": "string", "minLength": 1, "maxLength": declared.wire_longest}
+            schema = maybe({"anyOf": [text, array(text, most=declared.wire_most)]})
+        case TokenIds():
+            schema = maybe(array(TOKEN_ID))
+    return {**schema, "description": declared.description} if declared.description else schema
+
+
+# The order in the document: OpenAI's best known parameters first, else as declared.
+_FIRST, _LAST = ("n", "temperature", "top_p"), ("min_tokens", "ignore_eos")
+_TOKEN = "^[0-9]{1,10}$"
 
 
 def _message() -> JsonObject:

@@ -15,17 +15,22 @@ from typing import Any
 from radixkv.chat.messages import Message
 from radixkv.chat.tool_call_formats import too_deep
 from radixkv.errors import InvalidInput
-from radixkv.sampling.params import SamplingParams
+from radixkv.sampling.params import (
+    INT64,
+    Flag,
+    Integer,
+    Number,
+    Parameter,
+    SamplingParams,
+    Texts,
+    TokenBias,
+    TokenIds,
+    parameters,
+)
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, JsonObject, shown
 
-MOST_N = 128
-MOST_STOPS = 16
-LONGEST_STOP = 4096  # characters; text is held back for as long as a stop string may be coming
 MOST_PROMPTS = 1024
-MOST_TOP_LOGPROBS = 20
-MOST_COMPLETION_LOGPROBS = 20
-BIGGEST = 2**63 - 1  # of a seed or a count
 WITHOUT_EFFECT = ("user", "safety_identifier", "metadata", "prompt_cache_retention")
 NOT_OF_CHAT = {
     **dict.fromkeys(("audio", "prediction", "web_search_options"), "this server reads and writes text only"),
@@ -99,12 +104,12 @@ def read_completion(body: JsonObject) -> CompletionRequest:
     fields = Fields(body)
     prompts = _prompts(fields)
     echo = fields.flag("echo")
-    wanted = fields.integer("logprobs", 0, MOST_COMPLETION_LOGPROBS)
+    wanted = fields.integer("logprobs", *wire_range("logprobs"))
     if echo and wanted is not None:
         fields.refuse("echo", "cannot be combined with logprobs: those of a prompt are not computed")
-    bound = fields.integer("max_tokens", 1, BIGGEST)
+    bound = fields.integer("max_tokens", *wire_range("max_tokens"))
     fields.only("suffix", (), "only what follows a prompt is written")
-    best_of = fields.integer("best_of", 1, MOST_N)
+    best_of = fields.integer("best_of", *wire_range("n"))
     asked = _asked(fields, 16 if bound is None else bound, wanted)  # 16 is OpenAI's own default
     if best_of is not None and best_of != asked.params.n:
         fields.refuse("best_of", f"must be equal to n ({asked.params.n}): no reply is thrown away")
@@ -156,69 +161,74 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     return wanted
 
 
+# ---- sampling parameters, as they are declared
+
+
+def wire_range(name: str) -> tuple[int, int]:
+    """The range in which clients may set an integer parameter."""
+    declared = parameters(SamplingParams)[name]
+    assert isinstance(declared, Integer)
+    return declared.wire
+
+
 def _params(fields: Fields, bound: int | None, logprobs: int | None) -> SamplingParams:
-    given: dict[str, Any] = {
-        "max_tokens": bound,
-        "min_tokens": fields.integer("min_tokens", 0, BIGGEST),
-        "temperature": fields.number("temperature", 0, 2),
-        "top_k": fields.integer("top_k", -1, BIGGEST),
-        "top_p": fields.number("top_p", 0, 1),
-        "min_p": fields.number("min_p", 0, 1),
-        "repetition_penalty": fields.number("repetition_penalty", 0.01, 100),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "logit_bias": _bias(fields),
-        "seed": fields.integer("seed", -BIGGEST - 1, BIGGEST),
-        "stop": _stops(fields),
-        "stop_token_ids": _token_ids(fields, "stop_token_ids"),
-        "ignore_eos": fields.flag("ignore_eos"),
-        "n": fields.integer("n", 1, MOST_N),
-        "logprobs": logprobs,
-    }
-    if bound is None:
-        given["max_tokens"] = BIGGEST
+    declarations = parameters(SamplingParams)
+    given = {name: _read(fields, name, declared) for name, declared in declarations.items() if declared.on_wire}
+    given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
-        _try_alone(fields, name, value)
+        try:
+            declarations[name].checked(name, value)
+        except InvalidInput as error:
+            raise bad_request(str(error), fields.path(name), "invalid_value") from error
     try:
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return SamplingParams(max_tokens=INT64[1] if bound is None else bound, logprobs=logprobs, **given)
     except InvalidInput as error:
-        # Each has passed alone, and this is the only one that is compared with another (max_tokens).
+        # Each parameter alone is valid, so the error compares min_tokens with max_tokens.
         raise bad_request(str(error), fields.path("min_tokens"), "invalid_value") from error
 
 
-def _try_alone(fields: Fields, name: str, value: Any) -> None:
-    """Refuse a value that the engine would not take, while it is known which it is."""
-    if value is None or name == "min_tokens":  # which is compared with max_tokens
-        return
-    try:
-        SamplingParams(**{name: value})
-    except InvalidInput as error:
-        raise bad_request(str(error), fields.path(name), "invalid_value") from error
+def _read(fields: Fields, name: str, declared: Parameter) -> Any:
+    """Take a parameter's field, in its JSON type and wire range."""
+    match declared:
+        case Integer():
+            return fields.integer(name, *declared.wire)
+        case Number():
+            return fields.number(name, *declared.wire)
+        case TokenBias():
+            return _bias(fields, name, declared)
+        case Texts():
+            return _texts(fields, name, declared)
+        case TokenIds():
+            return _token_ids(fields, name)
+        case Flag():
+            return fields.flag(name)
+    raise AssertionError(f"{name} is of a kind that no client can send")
 
 
-def _bias(fields: Fields) -> dict[int, float] | None:
-    given = fields.take("logit_bias")
+def _bias(fields: Fields, name: str, declared: TokenBias) -> dict[int, float] | None:
+    given = fields.take(name)
     if given is None:
         return None
     if not isinstance(given, dict):
-        fields.wrong("logit_bias", "an object of token ids and numbers", given)
-    if not all(name.isascii() and name.isdecimal() and len(name) <= 10 for name in given):
-        fields.refuse("logit_bias", 'must map token ids, such as "42", to numbers from -100 to 100')
-    return {int(name): value for name, value in given.items()}
+        fields.wrong(name, "an object of token ids and numbers", given)
+    if not all(token.isascii() and token.isdecimal() and len(token) <= 10 for token in given):
+        limits = f"from {declared.low:g} to {declared.high:g}"
+        fields.refuse(name, f'must map token ids, such as "42", to numbers {limits}')
+    return {int(token): value for token, value in given.items()}
 
 
-def _stops(fields: Fields) -> list[str] | None:
-    given = fields.take("stop")
-    stops = [given] if isinstance(given, str) else given
-    if stops is None:
+def _texts(fields: Fields, name: str, declared: Texts) -> list[str] | None:
+    given = fields.take(name)
+    texts = [given] if isinstance(given, str) else given
+    if texts is None:
         return None
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        fields.refuse("stop", "must be a string or an array of strings, none of them empty")
-    if len(stops) > MOST_STOPS:
-        fields.refuse("stop", f"must be at most {MOST_STOPS} strings")
-    if any(len(stop) > LONGEST_STOP for stop in stops):
-        fields.refuse("stop", f"must be strings of at most {LONGEST_STOP} characters")
-    return stops
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        fields.refuse(name, "must be a string or an array of strings, none of them empty")
+    if len(texts) > declared.wire_most:
+        fields.refuse(name, f"must be at most {declared.wire_most} strings")
+    if any(len(text) > declared.wire_longest for text in texts):
+        fields.refuse(name, f"must be strings of at most {declared.wire_longest} characters")
+    return texts
 
 
 def _token_ids(fields: Fields, name: str) -> list[int] | None:
@@ -242,14 +252,14 @@ def _reads_calls(fields: Fields, tools: list[JsonObject] | None) -> bool:
 
 
 def _chat_logprobs(fields: Fields) -> int | None:
-    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MOST_TOP_LOGPROBS)
+    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", *wire_range("logprobs"))
     if top is not None and not wanted:
         fields.refuse("top_logprobs", "has a meaning only with logprobs=true")
     return (top or 0) if wanted else None
 
 
 def _chat_bound(fields: Fields) -> int | None:
-    older, newer = (fields.integer(name, 1, BIGGEST) for name in ("max_tokens", "max_completion_tokens"))
+    older, newer = (fields.integer(name, *wire_range("max_tokens")) for name in ("max_tokens", "max_completion_tokens"))
     if older is not None and newer is not None and older != newer:
         fields.refuse("max_tokens", "differs from max_completion_tokens: give one of them")
     return older if newer is None else newer

@@ -1,0 +1,95 @@
+"""A new sampling parameter is one declaration and one logits processor: everything else follows from these two."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixkv.errors import InvalidInput
+from radixkv.sampling import logits_processors
+from radixkv.sampling.params import Integer, SampleRow, SamplingParams, parameter
+from radixkv.sampling.sampler import sample
+from tests.serve.served import Served, served
+
+
+@dataclass(frozen=True)
+class MoreParams(SamplingParams):
+    only_token: int = parameter(
+        -1, Integer(low=-1, high=10_000, wire_high=1000, adjusts_logits=True, description="Sample no other token.")
+    )
+
+
+def only_token(values: Tensor, row: SampleRow) -> None:
+    assert isinstance(row.params, MoreParams)
+    if row.params.only_token >= 0:
+        keep = values[row.params.only_token].clone()
+        values.fill_(-torch.inf)[row.params.only_token] = keep
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every module of radixkv see the new field, as if SamplingParams itself declared it."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("radixkv") and vars(module).get("SamplingParams") is SamplingParams:
+            monkeypatch.setattr(module, "SamplingParams", MoreParams)
+    monkeypatch.setattr(logits_processors, "PROCESSORS", [*logits_processors.PROCESSORS, only_token])
+
+
+@pytest.fixture
+def server(added: None) -> Iterator[Served]:
+    with served() as found:
+        yield found
+
+
+def test_it_is_validated(added: None) -> None:
+    assert MoreParams(only_token=10_000).adjusts_logits and not MoreParams().adjusts_logits
+    assert MoreParams(only_token=3).but(n=2) == MoreParams(n=2, only_token=3)
+    with pytest.raises(InvalidInput, match="only_token must be an int from -1 to 10000, not 10001"):
+        MoreParams(only_token=10_001)
+
+
+def test_the_sampler_applies_it_to_its_row_alone(added: None) -> None:
+    logits = torch.arange(10.0).repeat(2, 1)
+    rows = [SampleRow(MoreParams(temperature=0, only_token=3), 0, 0), SampleRow(MoreParams(temperature=0), 0, 0)]
+    assert sample(logits, rows).tokens == [3, 9]
+
+
+def test_the_engine_takes_it(server: Served) -> None:
+    [reply] = server.engine.generate(["Hello"], MoreParams(only_token=5, max_tokens=3))
+    assert reply.token_ids == (5, 5, 5)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_clients_may_send_it_in_its_narrower_range(server: Served, path: str) -> None:
+    prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    body = {"model": "fake", **prompt, "max_tokens": 3}
+    answer = server.post(path, {**body, "only_token": 5}).json()
+    text = server.engine.model.tokenizer.decode([5, 5, 5])
+    [choice] = answer["choices"]
+    assert choice.get("text", choice.get("message", {}).get("content")) == text
+    wrong = server.post(path, {**body, "only_token": 1001})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "only_token"
+    assert "from -1 to 1000" in wrong.json()["error"]["message"]
+
+
+def test_the_document_describes_it(server: Served) -> None:
+    paths = server.client.get("/openapi.json").json()["paths"]
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        assert schema["only_token"] == {
+            "type": ["integer", "null"],
+            "minimum": -1,
+            "maximum": 1000,
+            "description": "Sample no other token.",
+        }
+
+
+def test_nothing_has_it_unless_it_is_declared() -> None:
+    with served() as server:
+        answer = server.post("/v1/completions", {"model": "fake", "prompt": "x", "only_token": 5})
+    assert answer.status_code == 400 and "unknown field only_token" in answer.json()["error"]["message"]
