@@ -3,6 +3,9 @@
 Times are seconds since 1970. `blocks` are runs (first, count, first, count, ...) of block ids in logical order. A
 missing number is None, or 0 where 0 has no other meaning. Values from a socket or a file are checked for number, type
 and range before a record is made of them.
+
+Fields are appended to the end of a record, with a default, and never placed next to a related field: a packed record
+is a list, so a field is known by its place, and old recordings lack the new ones.
 """
 
 from __future__ import annotations
