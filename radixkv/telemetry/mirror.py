@@ -27,7 +27,11 @@ Value = TypeVar("Value")
 
 
 class Mirror:
-    """The sum of all changes so far."""
+    """The sum of all changes so far.
+
+    `next_victims` are the ids of the nodes that the engine would evict next, the first one first, at most 32. It is
+    None where the engine does not send them, as in old recordings: the order is unknown then, and must not be guessed.
+    """
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -38,6 +42,7 @@ class Mirror:
         self.ended: OrderedDict[int, RequestRecord] = OrderedDict()
         self.sessions: OrderedDict[int, SessionRecord] = OrderedDict()
         self.evictions: OrderedDict[int, EvictionRecord] = OrderedDict()
+        self.next_victims: tuple[int, ...] | None = None
 
     def apply(self, changes: Changes) -> None:
         """Add changes up. O(changes), but for a reset, which forgets everything first."""
@@ -60,6 +65,8 @@ class Mirror:
         for eviction in changes.evictions:
             if not self._forgotten(eviction):
                 _remember(self.evictions, eviction.number, eviction, EVICTIONS, move=False)
+        if changes.next_victims is not None:
+            self.next_victims = changes.next_victims
 
     def everything(self) -> Changes:
         """All of it, as changes that begin with a reset. O(everything)."""
@@ -72,6 +79,7 @@ class Mirror:
             requests=(*self.ended.values(), *self.live.values()),
             sessions=tuple(self.sessions.values()),
             evictions=tuple(self.evictions.values()),
+            next_victims=self.next_victims,
         )
 
     def _forgotten(self, eviction: EvictionRecord) -> bool:

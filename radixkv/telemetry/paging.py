@@ -29,8 +29,8 @@ def _never() -> None:
 
 
 def paginate(changes: Changes, rest: Callable[[], None] = _never) -> list[Changes]:
-    """The same changes in pieces, at least one, to be applied in order. Only the first resets, and only the last has
-    the stats: whoever knows them knows all else. O(changes); `rest` is called between two.
+    """The same changes in pieces, at least one, to be applied in order. Only the first resets; only the last has
+    the stats and the next victims, so a reader that has them has everything. O(changes); `rest` is called between two.
     """
     found: list[dict[str, list[Any]]] = [{}]
     room = PAGE_BYTES
@@ -44,7 +44,7 @@ def paginate(changes: Changes, rest: Callable[[], None] = _never) -> list[Change
         room -= size
     cut = [Changes(changes.time, **{name: tuple(items) for name, items in page.items()}) for page in found]  # type: ignore[arg-type]  # the names are LISTS
     cut[0] = replace(cut[0], reset=changes.reset)
-    cut[-1] = replace(cut[-1], stats=changes.stats)
+    cut[-1] = replace(cut[-1], stats=changes.stats, next_victims=changes.next_victims)
     return cut
 
 

@@ -158,6 +158,8 @@ def _body(changes: Changes) -> dict[str, Any]:
         values: Iterable[Any] = getattr(changes, name)
         if values:
             body[name] = [each.pack() for each in values] if name in RECORDS else values
+    if changes.next_victims is not None:
+        body["next_victims"] = changes.next_victims
     return body
 
 
@@ -314,6 +316,8 @@ def _changes(said: dict[str, Any]) -> Changes:
     for name in LISTS:
         if name in body:
             parts[name] = _list(name, _tuple(body, name))
+    if "next_victims" in body:
+        parts["next_victims"] = _list("next_victims", _tuple(body, "next_victims"))
     if "stats" in body:
         parts["stats"] = _stats(_take(body, "stats", dict))
     return Changes(_number(body, "time"), _take(body, "reset", bool) if "reset" in body else False, **parts)

@@ -24,6 +24,7 @@ from radixkv.cache.tokens import WIDTH
 from radixkv.cache.types import Node, Purpose
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
 from radixkv.telemetry.records import (
+    NEXT_VICTIMS,
     Changes,
     EvictionRecord,
     NodeRecord,
@@ -72,6 +73,7 @@ class Recorder:
         self._sequences: dict[int, SequenceRecord] = {}
         self._live: dict[int, RequestRecord] = {}
         self._evictions: OrderedDict[int, EvictionRecord] = OrderedDict()
+        self._next_victims: tuple[int, ...] | None = None
         # What is to be told.
         self._requests: dict[int, RequestRecord] = {}
         self._ended: OrderedDict[int, RequestRecord] = OrderedDict()  # those that nobody knows as live
@@ -124,6 +126,9 @@ class Recorder:
         sequences, gone_sequences = self._look_at_sequences(owners)
         requests = (*self._ended.values(), *self._requests.values())
         reset, self._fresh = self._fresh, False
+        victims = tuple(self._cache.next_victims(NEXT_VICTIMS))
+        changed = reset or victims != self._next_victims
+        self._next_victims = victims
         changes = Changes(
             time=self._clock(),
             reset=reset,
@@ -135,6 +140,7 @@ class Recorder:
             requests=requests,
             sessions=tuple(self._sessions.values()),
             evictions=tuple(self._new_evictions()),
+            next_victims=victims if changed else None,
         )
         self._note_told(requests)
         self.cost_ns += time.perf_counter_ns() - begun

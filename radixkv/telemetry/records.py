@@ -23,6 +23,9 @@ MissReason = Literal["full", "never_seen", "diverged", "evicted", "limit"]
 LIVE: frozenset[str] = frozenset({"waiting", "prefill", "decode", "paused", "preempted"})
 """Phases of a request that has not ended."""
 
+NEXT_VICTIMS = 32
+"""The most nodes of which the eviction order is sent."""
+
 
 class Record:
     """Packs into a list of plain values, in the order of its fields, and back."""
@@ -202,7 +205,8 @@ class Changes:
 
     `stats` are all counters and gauges, flat, by the names of EngineStats and, behind "cache.", of CacheStats; and
     "step_seconds" and "step_tokens", sums over all steps, and "monitor_ns", what telemetry has cost the engine's
-    thread. A record replaces the one with its id or number.
+    thread. A record replaces the one with its id or number. `next_victims` are the ids of the nodes that would be
+    evicted next, the first one first, at most `NEXT_VICTIMS`; None if they are unchanged, or unknown (old recordings).
     """
 
     time: float
@@ -215,6 +219,7 @@ class Changes:
     requests: tuple[RequestRecord, ...] = ()
     sessions: tuple[SessionRecord, ...] = ()
     evictions: tuple[EvictionRecord, ...] = ()
+    next_victims: tuple[int, ...] | None = None
 
 
 MOST_INT = 2**63 - 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from radixkv.cache import PrefixCache
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.records import NodeRecord
+from radixkv.telemetry.records import NEXT_VICTIMS, NodeRecord
 
 
 def expand(runs: Iterable[int]) -> list[int]:
@@ -28,6 +28,7 @@ def assert_tells_the_truth(mirror: Mirror, cache: PrefixCache, offset: float) ->
     assert_nodes(mirror, cache, offset)
     assert_sequences(mirror, cache)
     assert_pool(mirror, cache)
+    assert mirror.next_victims == tuple(cache.next_victims(NEXT_VICTIMS))
     assert_a_latecomer_knows_as_much(mirror)
 
 

@@ -52,6 +52,15 @@ def test_a_reset_forgets_everything_first():
     assert vars(mirror) == vars(mirror_of(Changes(2.0, nodes=(node(2),))))
 
 
+def test_next_victims_stay_until_others_are_sent_and_are_unknown_after_a_reset_without_them():
+    mirror = mirror_of(Changes(1.0, next_victims=(4, 2)), Changes(2.0))
+    assert mirror.next_victims == (4, 2)
+    mirror.apply(Changes(3.0, next_victims=()))
+    assert mirror.next_victims == ()
+    mirror.apply(Changes(4.0, reset=True))
+    assert mirror.next_victims is None
+
+
 def test_requests_end_once_and_the_oldest_of_those_are_forgotten():
     many = ENDED_REQUESTS + 5
     mirror = mirror_of(Changes(1.0, requests=tuple(request(at) for at in range(many))))

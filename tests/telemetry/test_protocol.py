@@ -171,6 +171,7 @@ def test_frames_of_wrong_types_are_refused(name, fields):
         (delta(nodes=[7]), "list of records"),
         (delta(gone_nodes=[1, "2"]), "list of ids"),
         (delta(gone_nodes=[-1]), "list of ids"),
+        (delta(next_victims=[1.5]), "list of ids"),
         (delta(nodes=[[1, 2]]), "NodeRecord has 13 to 16 values, not 2"),
         (delta(nodes=[[*node(1).pack()[:-1], 5]]), "NodeRecord.text cannot be a int"),
         (delta(nodes=[[True, *node(1).pack()[1:]]]), "NodeRecord.id cannot be a bool"),

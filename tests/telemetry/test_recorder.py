@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from radixkv.cache import Hint, PrefixCache
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS, Mirror
 from radixkv.telemetry.recorder import Recorder
-from radixkv.telemetry.records import RequestRecord, SessionRecord
+from radixkv.telemetry.records import NEXT_VICTIMS, RequestRecord, SessionRecord
 from tests.cache.test_stateful import POLICIES, Verbs, how_long, sizes
 from tests.cache.verbs import held, prompt, publish
 from tests.cache.world import World
@@ -127,6 +127,35 @@ def test_an_eviction_says_what_went_why_and_whether_it_was_wanted_again() -> Non
     mirror.apply(recorder.collect())
     (again,) = mirror.evictions.values()
     assert (again.number, again.wanted_again) == (record.number, OFFSET + 20)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_next_victims_are_evicted_in_the_order_that_was_sent(policy: str) -> None:
+    cache, recorder, mirror = PrefixCache(200, 4, policy), Recorder(), Mirror()
+    recorder.attach(cache)
+    for number in [*range(40), 3, 9, 9, 5]:
+        publish(cache, prompt(number, 8))
+    mirror.apply(recorder.collect())
+    order = mirror.next_victims
+    assert order is not None and len(order) == NEXT_VICTIMS and set(order) <= set(mirror.nodes)
+    publish(cache, prompt(99, 4 * (cache.free_blocks + 6)))
+    mirror.apply(recorder.collect())
+    evicted = dict.fromkeys(record.node for record in mirror.evictions.values())
+    assert list(evicted) == list(order[:3])
+
+
+def test_next_victims_are_sent_only_when_they_change() -> None:
+    cache, recorder, *_ = watched()
+    assert recorder.collect().next_victims == ()
+    publish(cache, prompt(1, 10))
+    changes = recorder.collect()
+    assert changes.next_victims == (changes.nodes[-1].id,)
+    held(cache, prompt(2, 4))
+    assert recorder.collect().next_victims is None
+    held(cache, prompt(1, 10))
+    assert recorder.collect().next_victims == ()
+    recorder.attach(cache)
+    assert recorder.collect().next_victims == (), "a reset sends everything"
 
 
 def test_what_is_discarded_or_cleared_was_not_evicted() -> None:

@@ -105,6 +105,7 @@ def test_an_old_recording_is_read() -> None:
     assert mirror.ended[1].miss_pressure == "for a prompt"
     assert mirror.evictions[1].wanted_again == 1006.0
     assert mirror.sessions[7].namespace == "a"
+    assert mirror.next_victims is None  # it was not sent yet
 
 
 def test_an_old_recording_is_written_as_it_was_but_for_appended_values() -> None:

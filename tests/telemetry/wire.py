@@ -74,4 +74,5 @@ CHANGES = st.builds(
     requests=st.lists(records(RequestRecord), max_size=3).map(tuple),
     sessions=st.lists(records(SessionRecord), max_size=3).map(tuple),
     evictions=st.lists(records(EvictionRecord), max_size=3).map(tuple),
+    next_victims=st.none() | IDS,
 )
