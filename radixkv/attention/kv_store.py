@@ -48,6 +48,7 @@ class KVStore:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         always_gather: bool = False,
+        blocks_first: bool | None = None,
     ) -> None:
         """Allocate; raises InvalidInput for no layers, no blocks, no slots, or a dtype that is no float.
 
@@ -64,6 +65,9 @@ class KVStore:
         self.block_size = block_size
         self.device = torch.device(device)
         self.dtype = dtype
+        self.compute_dtype = torch.float32 if dtype.itemsize < 4 else dtype  # attention computes in this
+        self.num_rows = max(layer.kv_heads for layer in layers) * num_blocks * block_size  # of the largest `table`
+        self.runs_are_views = self.device.type == "cpu" if blocks_first is None else not blocks_first
         self.reads_in_place = self.runs_are_views and not always_gather
         with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
             self.keys = [self._allocate(layer.kv_heads, layer.key_dim) for layer in layers]
@@ -72,7 +76,7 @@ class KVStore:
 
     def _allocate(self, kv_heads: int, dim: int) -> Tensor:
         """Zeroes, seen as [kv_heads, blocks, block_size, dim]."""
-        if self.device.type == "cpu":
+        if self.runs_are_views:
             # numpy's zeros are calloc's: a page is mapped when it is first written; torch's touch them all at once.
             shape = (kv_heads, self.num_blocks, self.block_size, dim)
             flat = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8))
@@ -92,21 +96,6 @@ class KVStore:
     def nbytes(self) -> int:
         """Bytes of the whole pool."""
         return self.bytes_per_block * self.num_blocks
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the largest `table`."""
-        return max(layer.kv_heads for layer in self.layers) * self.num_blocks * self.block_size
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """What attention computes in: float32 for half-width storage, else the dtype of the storage."""
-        return torch.float32 if self.dtype.itemsize < 4 else self.dtype
-
-    @property
-    def runs_are_views(self) -> bool:
-        """Whether adjacent blocks are adjacent slots, as `slots` shows them, so that they can be read in place."""
-        return self.device.type == "cpu"
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key [kv_heads, T, key_dim] and value [kv_heads, T, value_dim] in slots int64 [T], all different."""

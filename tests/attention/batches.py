@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,10 +38,8 @@ class Batch:
 class BlocksFirst(KVStore):
     """A store in a GPU's layout, on a CPU, so that it can be tested anywhere."""
 
-    runs_are_views = False
-
-    def _allocate(self, kv_heads: int, dim: int) -> Tensor:
-        return torch.zeros(self.num_blocks, kv_heads, self.block_size, dim, dtype=self.dtype).transpose(0, 1)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, blocks_first=True)
 
 
 def fill(store: KVStore, tables: list[list[int]], kv_lengths: list[int], seed: int = 0) -> None:
