@@ -32,6 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -291,7 +292,7 @@ def measure_shared(loaded: adapter.LoadedModel, rounds: int) -> dict[str, float]
         tokens, flat.gathering = [], 0.0
         for way, attend in ways.items():
             clocked = Clocked(attend)
-            with patch.object(torch_backend, "attend", clocked):
+            with patch.object(pool.runner.backend, "attend", partial(clocked, pool.runner.store)):
                 spent, found = timed(lambda: pool.decode(sequences, first, steps))
             times[f"{way}_step"].append(spent / steps)
             times[f"{way}_attention"].append(clocked.spent / steps)

@@ -146,7 +146,8 @@ class RequestEngine:
         Raises UnsupportedModel or InvalidInput, OSError where `record` cannot be written.
         """
         from radixkv.models.adapter import load
-        from radixkv.models.fusion import wanted
+        from radixkv.models.cuda_graphs import record_decodes
+        from radixkv.models.fusion import fuse, wanted
         from radixkv.models.runner import Runner
 
         limits = Limits(
@@ -186,8 +187,8 @@ class RequestEngine:
         again = prefill_chunk if deterministic else piece_tokens(block_size)
         runner = Runner(loaded, num_blocks, block_size, deterministic=deterministic, recheck_tokens=again)
         if fused:
-            runner.fuse()
-        runner.record_decodes(max_sequences)
+            fuse(runner)
+        record_decodes(runner, max_sequences)
         return cls(
             loaded,
             runner,

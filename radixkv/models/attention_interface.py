@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,6 @@ from radixkv.attention import torch_backend, triton_backend
 from radixkv.attention.kv_store import KVStore
 from radixkv.errors import InvalidInput
 from radixkv.models.loaded import LayerSpec, LoadedModel
-from radixkv_kernels.work_list import WorkList
 
 # transformers treats names with "flash", "sdpa", "flex_attention", "paged|" or a slash in them specially, and builds no
 # masks for a name that it has no mask function for: that is what we want.
@@ -159,94 +159,34 @@ SPLIT = 512
 """Keys that a tile has, about, where bits must not depend on what else is in a step: several for a long context."""
 
 
-class AttentionBackend(Protocol):
-    """Writes and reads the KV of one store; what the calls do stands at `KVStore` and `torch_backend`."""
+@dataclass
+class AttentionBackend:
+    """Copies blocks, stores new KV and computes attention over one store; `KVStore` and `torch_backend` say how.
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store one layer's new keys and values."""
-        ...
+    `attend` takes a work list, or a tile plan if the backend was made by `recordable_backend`.
+    """
 
-    def attend(
-        self, layer: int, query: Tensor, work: Any, *, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """Attention of query [heads, T, dk] over one layer, along what this backend follows -> [T, heads, dv]."""
-        ...
+    copy: Callable[[Sequence[tuple[int, int]]], None]  # (source, destination) blocks
+    write: Callable[[int, Tensor, Tensor, Tensor], None]  # layer, slots, key, value
+    attend: Callable[..., Tensor]  # layer, query, work, and by name scale, softcap and sinks
 
 
-class PoolBackend(AttentionBackend, Protocol):
-    """Follows work lists, and copies blocks."""
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks in all layers."""
-        ...
-
-
-class TorchBackend:
-    """Everything in torch."""
-
-    def __init__(self, store: KVStore) -> None:
-        """Serve `store`."""
-        self._store = store
-        self.copy, self.write = store.copy, store.write
-
-    def attend(
-        self, layer: int, query: Tensor, work: WorkList, *, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """As `torch_backend.attend`."""
-        return torch_backend.attend(self._store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
-
-
-class TritonBackend:
-    """Everything by the kernels; with `split`, a row's bits depend on its own keys alone."""
-
-    def __init__(self, store: KVStore, split: int | None = None) -> None:
-        """Serve `store`."""
-        self._store, self._split = store, split
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """As `triton_backend.copy`."""
-        triton_backend.copy(self._store, pairs)
-
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """As `triton_backend.write`."""
-        triton_backend.write(self._store, layer, slots, key, value)
-
-    def attend(
-        self, layer: int, query: Tensor, work: WorkList, *, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """As `triton_backend.attend`."""
-        return triton_backend.attend(
-            self._store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks, split=self._split
-        )
-
-
-class PlannedBackend:
-    """The kernels, along plans whose arrays are on the device: does nothing but launch, so that it can be recorded."""
-
-    def __init__(self, store: KVStore) -> None:
-        """Serve `store`."""
-        self._store = store
-
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """As `triton_backend.write`."""
-        triton_backend.write(self._store, layer, slots, key, value)
-
-    def attend(
-        self, layer: int, query: Tensor, work: Any, *, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """As `triton_backend.follow`."""
-        return triton_backend.follow(self._store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
-
-
-def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = False) -> PoolBackend:
-    """The backend that this model was tested with, over `store`."""
+def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = False) -> AttentionBackend:
+    """Return the backend that this model was tested with, over `store`."""
     if loaded.attention == "triton":
-        return TritonBackend(store, keys_per_tile(deterministic))
-    return TorchBackend(store)
+        attend = partial(triton_backend.attend, store, split=keys_per_tile(deterministic))
+        return AttentionBackend(partial(triton_backend.copy, store), partial(triton_backend.write, store), attend)
+    return AttentionBackend(store.copy, store.write, partial(torch_backend.attend, store))
+
+
+def recordable_backend(store: KVStore) -> AttentionBackend:
+    """Return the kernels along plans whose arrays are on the device; they only launch, so they can be recorded."""
+    attend = partial(triton_backend.follow, store)
+    return AttentionBackend(partial(triton_backend.copy, store), partial(triton_backend.write, store), attend)
 
 
 def keys_per_tile(deterministic: bool) -> int | None:
-    """Keys to a tile, for a backend whose bits must not depend on what else is in a step; else as balances it."""
+    """Return a fixed number of keys per tile if bits must not depend on the rest of a step; None to balance it."""
     return SPLIT if deterministic else None
 
 

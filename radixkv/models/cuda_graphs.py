@@ -11,33 +11,23 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from radixkv.models.attention_interface import keys_per_tile, recordable_backend
 from radixkv.models.loaded import AttentionWindow, SequenceInput
+from radixkv.models.rounding import agree
+from radixkv.models.runner import ForwardContext, PoolForward, Runner, on_device
 from radixkv_kernels.work_list import WorkList
+
+if TYPE_CHECKING:
+    from radixkv.models.cuda_inputs import DecodeInputs, Present
 
 _log = logging.getLogger(__name__)
 Replay = Callable[[], Tensor]
-
-Present = tuple[bool, ...]
-"""Which kinds of tile a step has: the others are not launched."""
-
-
-class Inputs(Protocol):
-    """What a recorded step reads; `decode_inputs.DecodeInputs` has it."""
-
-    def fill(
-        self, chunks: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList], bucket: int
-    ) -> Present | None:
-        """Write a step of `bucket` rows on the host and say which kinds of tile it has; None if it does not fit."""
-        ...
-
-    def send(self) -> None:
-        """Copy it to the device."""
-        ...
 
 
 class Recorder(Protocol):
@@ -54,6 +44,72 @@ class Recorder(Protocol):
         Raises whatever `step` raises, or that it cannot be recorded.
         """
         ...
+
+
+def record_decodes(runner: Runner, most: int, recorder: Recorder | None = None) -> None:
+    """From now on replay steps that decode up to `most` sequences from CUDA graphs, if that is possible here.
+
+    Records one step at once and compares what its replay computes, so nothing may be cached yet. A model that cannot
+    be recorded runs as before, with one warning. Takes memory as `CudaRecorder` says.
+    """
+    loaded, store, forward = runner.loaded, runner.store, runner.forward
+    if any(layer.chunk for layer in loaded.layers):
+        _log.info("decode steps run without CUDA graphs: chunks of attention have block tables of their own")
+    elif loaded.attention == "triton" and (recorder is not None or store.device.type == "cuda"):
+        assert isinstance(forward, PoolForward)
+        with torch.inference_mode(), on_device(store.device):
+            graphs = _graphs_of(runner, forward, most, recorder or CudaRecorder(store.device))
+            if _replays_the_same(graphs, forward, store.block_size, loaded.dtype):
+                runner.forward = ReplayedForward(graphs, forward)
+
+
+def _graphs_of(runner: Runner, computed: PoolForward, most: int, recorder: Recorder) -> DecodeGraphs:
+    """Return the graphs of this runner's decode steps, none of which is recorded yet."""
+    from radixkv.models.cuda_inputs import DecodeInputs  # needs Triton
+
+    loaded, store = runner.loaded, runner.store
+    split = keys_per_tile(runner.deterministic)
+    inputs = DecodeInputs(store, loaded.layers, most, max_length=loaded.max_length, split=split)
+    backend = recordable_backend(store)
+
+    def forward(bucket: int, present: Present) -> Tensor:
+        tokens, positions, slots = inputs.columns(bucket)
+        context = ForwardContext(backend, loaded.layers, slots, inputs.plans(bucket, present))
+        return computed.logits(context, tokens, positions, inputs.last_rows(bucket))
+
+    # A model that cannot be compiled can often not be recorded either: one warning is enough.
+    failure = logging.INFO if computed.uncompiled else logging.WARNING
+    return DecodeGraphs(inputs, forward, recorder, most, padded=not runner.deterministic, failure=failure)
+
+
+def _replays_the_same(graphs: DecodeGraphs, computed: PoolForward, block_size: int, dtype: torch.dtype) -> bool:
+    """Whether a graph that was recorded for one token also computes the next; a warning gives the reason if not."""
+    table = np.arange(-(-2 // block_size), dtype=np.int32)
+    for position in range(2):
+        inputs = [SequenceInput(np.array([position], np.int32), position, np.array([position]), table)]
+        work = computed.planner.lists(inputs)
+        replayed = graphs.run(inputs, work)
+        if replayed is None:
+            return False
+        if not agree(replayed.clone(), computed.compute(inputs, work), dtype):
+            _log.warning("decode steps run without CUDA graphs: this model's replay does not compute the same")
+            return False
+    return True
+
+
+class ReplayedForward:
+    """Replays the decode steps for which there is a graph, and computes all others."""
+
+    def __init__(self, graphs: DecodeGraphs, computed: PoolForward) -> None:
+        self.graphs, self.computed = graphs, computed
+
+    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+        """Return logits [len(inputs), vocab] of each input's last token."""
+        work = self.computed.planner.lists(inputs)
+        logits = self.graphs.run(inputs, work)
+        if logits is None:
+            return self.computed.compute(inputs, work)
+        return logits.to(torch.float32, copy=True)  # the next replay overwrites it
 
 
 def buckets(most: int) -> list[int]:
@@ -73,7 +129,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        inputs: Inputs,
+        inputs: DecodeInputs,
         forward: Callable[[int, Present], Tensor],
         recorder: Recorder,
         most: int,
@@ -89,7 +145,7 @@ class DecodeGraphs:
         self._failure = failure
         self._inputs, self._forward, self._recorder, self._padded = inputs, forward, recorder, padded
         self._buckets = buckets(most)
-        self._replays: dict[tuple[int, Present], Replay] = {}
+        self.replays: dict[tuple[int, Present], Replay] = {}
         self.failed = False
 
     def run(self, chunks: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList]) -> Tensor | None:
@@ -119,18 +175,18 @@ class DecodeGraphs:
         """The bucket that a step of bucket `own` probably runs in; None if it cannot run in any."""
         if self._can_record:
             return own
-        return min((bucket for bucket, _ in self._replays if self._serves(bucket, own)), default=None)
+        return min((bucket for bucket, _ in self.replays if self._serves(bucket, own)), default=None)
 
     def _serving(self, own: int, present: Present) -> tuple[int, Present] | None:
         """The recording for such a step, made or to be made; where none can be made, the nearest that has all of it.
 
         Rows beyond the step's are padded; of a kind of tile that it lacks, a recording finds no tile and does nothing.
         """
-        if (own, present) in self._replays or self._can_record:
+        if (own, present) in self.replays or self._can_record:
             return own, present
         larger = (
             (bucket, kinds)
-            for bucket, kinds in self._replays
+            for bucket, kinds in self.replays
             if self._serves(bucket, own) and all(has or not wants for has, wants in zip(kinds, present, strict=True))
         )
         return min(larger, key=lambda key: (key[0], sum(key[1])), default=None)
@@ -145,15 +201,15 @@ class DecodeGraphs:
     def _replay(self, bucket: int, present: Present) -> Replay | None:
         """The recording for such steps, made now if there is none; None if that fails, which is said once."""
         key = bucket, present
-        if key not in self._replays:
+        if key not in self.replays:
             try:
-                self._replays[key] = self._recorder.record(lambda: self._forward(bucket, present))
+                self.replays[key] = self._recorder.record(lambda: self._forward(bucket, present))
             except Exception as error:
                 self.failed = True
                 told = "decode steps run without CUDA graphs from now on: %s: %s"
                 _log.log(self._failure, told, type(error).__name__, error)
                 return None
-        return self._replays[key]
+        return self.replays[key]
 
 
 SHARE = 0.03

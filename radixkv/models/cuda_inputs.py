@@ -20,12 +20,14 @@ from torch import Tensor
 
 from radixkv.attention import triton_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
-from radixkv.models.cuda_graphs import Present
 from radixkv.models.loaded import AttentionWindow, LayerSpec, SequenceInput
 from radixkv_kernels import attention, graph_capacity
 from radixkv_kernels.graph_capacity import GraphCapacity
 from radixkv_kernels.tiles import Tiles
 from radixkv_kernels.work_list import WorkList
+
+Present = tuple[bool, ...]
+"""Which kinds of tile a step has: the others are not launched."""
 
 ALIGNMENT = 16
 """Numbers that each array is padded to: 64 bytes, so that kernels may load 16 of them at a time."""

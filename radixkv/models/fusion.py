@@ -9,15 +9,64 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
 from radixkv.attention import triton_backend
 from radixkv.errors import InvalidInput
+from radixkv.models.loaded import SequenceInput
+from radixkv.models.rounding import agree
+from radixkv.models.runner import PoolForward, Runner
 
 _log = logging.getLogger(__name__)
+
+
+def fuse(runner: Runner, backend: str = "inductor") -> None:
+    """Compile the runner's model, if that computes the same; before `record_decodes`, and before anything is cached.
+
+    `backend` is one of torch.compile's. Compiles at once, for several tokens and for one: about ten seconds each,
+    independent of the number of layers. A model that fails to compile, would be compiled in each step, or computes
+    something else runs uncompiled, with one warning.
+    """
+    forward = runner.forward
+    if not isinstance(forward, PoolForward):
+        _log.warning("the model runs uncompiled: its attention is not radixkv's to compile around")
+        return
+    dtype, expected = runner.loaded.dtype, _probe(runner)
+    forward.model = fused = Fused(runner.loaded.model, backend)
+    try:
+        first, compiled = _probe(runner), compilations()
+        again = _probe(runner)
+        if compilations() > compiled:
+            _log.warning("the model runs uncompiled: it would be compiled anew in each step")
+        elif all(agree(found, expected, dtype) for found in (first, again)):
+            forward.uncompiled = fused.failed
+            return
+        else:
+            _log.warning("the model runs uncompiled: compiled, it does not compute the same")
+    except Exception as error:  # compilers raise what they like
+        warn(error)
+    forward.model, forward.uncompiled = runner.loaded.model, True
+
+
+def _probe(runner: Runner) -> Tensor:
+    """Return logits of a few tokens at the start of the pool: of a prompt, of one more token, and of two sequences.
+
+    The prompt has five tokens, a size that no model has: a compiler takes equal sizes for the same one.
+    """
+    size = runner.store.block_size
+    tables = np.arange(2 * -(-7 // size), dtype=np.int32).reshape(2, -1)
+
+    def piece(row: int, start: int, end: int) -> SequenceInput:
+        places = np.arange(start, end)
+        slots = tables[row][places // size].astype(np.int64) * size + places % size
+        return SequenceInput(places.astype(np.int32), start, slots, tables[row])
+
+    steps = [[piece(0, 0, 5)], [piece(0, 5, 6)], [piece(0, 6, 7), piece(1, 0, 2)]]
+    return torch.cat([runner.run(step) for step in steps])
 
 
 class Fused:
@@ -31,18 +80,18 @@ class Fused:
         """`backend` is one of torch.compile's. Compiling costs some ten seconds, and again for a single token."""
         self._model = model
         self.failed = False
-        self._layers = [_Layer(module, backend, self) for module in [*_repeated(model)] or [model]]
+        self.layers = [_Layer(module, backend, self) for module in [*_repeated(model)] or [model]]
 
     def __call__(self, **inputs: Any) -> Any:
         """As the model; where it does not compile, from then on as it was written, with one warning."""
         if self.failed:
             return self._model(**inputs)
-        for layer in self._layers:
+        for layer in self.layers:
             layer.module._compiled_call_impl = layer  # what torch calls in place of the module
         try:
             return self._model(**{name: _plain(value) for name, value in inputs.items()})
         finally:
-            for layer in self._layers:
+            for layer in self.layers:
                 layer.module._compiled_call_impl = None
 
     def fail(self, error: Exception) -> None:
@@ -57,12 +106,12 @@ class _Layer:
 
     def __init__(self, module: Any, backend: str, fused: Fused) -> None:
         self.module, self._fused = module, fused
-        self._compiled = torch.compile(module._call_impl, dynamic=True, fullgraph=True, backend=backend)
+        self.compiled = torch.compile(module._call_impl, dynamic=True, fullgraph=True, backend=backend)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not self._fused.failed:
             try:
-                return self._compiled(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's own
+                return self.compiled(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's own
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before the layer ran: it stored nothing
                 self._fused.fail(error)
         return self.module._call_impl(*inputs, **named)

@@ -15,6 +15,7 @@ import transformers
 from radixkv import Engine, SamplingParams
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter
+from radixkv.models.cuda_graphs import record_decodes
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.runner import Runner
 from tests.models.conftest import GROUPED, SIZES
@@ -151,7 +152,7 @@ def test_blocks_must_fit_into_chunks(build: Callable[..., Any]) -> None:
 def test_steps_of_chunks_are_not_recorded(build: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     runner = Runner(replace(adapter.load(build(llama4())), attention="triton"), 8, 4)
     with caplog.at_level(logging.INFO):
-        runner.record_decodes(4)
+        record_decodes(runner, 4)
     assert caplog.messages[-1].startswith("decode steps run without CUDA graphs: chunks of attention")
 
 

@@ -17,6 +17,7 @@ from radixkv import Engine, SamplingParams
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter
 from radixkv.models.fallback import PoolLayer
+from radixkv.models.fusion import fuse
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from radixkv.models.selftest import self_test
@@ -133,7 +134,7 @@ def test_the_fallback_has_to_be_allowed(build: Callable[..., Any]) -> None:
 def test_a_compiler_has_nothing_to_compile_around(build: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     runner = Runner(adapter.load(build("llama")), 4, 4)
     caplog.clear()
-    runner.fuse("eager")
+    fuse(runner, "eager")
     assert caplog.messages == ["the model runs uncompiled: its attention is not radixkv's to compile around"]
 
 

@@ -52,7 +52,7 @@ def test_layers_that_are_alike_are_compiled_once_and_compute_the_same(
     monkeypatch.setattr(adapter, "self_test", lambda loaded: 0.0)
     loaded = adapter.load(make(config))
     plain, fused = Runner(loaded, 12, 4), Runner(loaded, 12, 4)
-    fused.fuse("eager")
+    fusion.fuse(fused, "eager")
     compiled = counters["stats"]["unique_graphs"]
     for step in STEPS:
         torch.testing.assert_close(fused.run(step), plain.run(step), rtol=0, atol=1e-5)
@@ -94,7 +94,7 @@ def test_what_would_be_compiled_in_each_step_runs_as_it_is_with_one_warning(
     mlp.forward = counting
     loaded = adapter.load(model)
     fused = Runner(loaded, 12, 4)
-    fused.fuse("eager")
+    fusion.fuse(fused, "eager")
     compiled = counters["stats"]["unique_graphs"]
     for step in STEPS:
         fused.run(step)
@@ -110,7 +110,7 @@ def test_what_does_not_compile_runs_as_it_is_with_one_warning(
     model.model.layers[1].mlp.forward = lambda hidden: forward(hidden * (1.0 if hidden.sum().item() else 2.0))
     loaded = adapter.load(model)
     plain, fused = Runner(loaded, 12, 4), Runner(loaded, 12, 4)
-    fused.fuse("eager")
+    fusion.fuse(fused, "eager")
     for step in STEPS:
         assert torch.equal(fused.run(step), plain.run(step))
     assert len(caplog.messages) == 1
@@ -127,8 +127,8 @@ def test_what_stops_compiling_later_runs_as_it_is_with_one_warning(
 
     loaded = adapter.load(build("llama"))
     plain, fused = Runner(loaded, 12, 4), Runner(loaded, 12, 4)
-    fused.fuse("eager")
-    fused._model._layers[1]._compiled = refuse
+    fusion.fuse(fused, "eager")
+    fused.forward.model.layers[1].compiled = refuse
     for step in STEPS:
         torch.testing.assert_close(fused.run(step), plain.run(step), rtol=0, atol=1e-5)
     assert caplog.messages == ["the model runs uncompiled from now on: FailOnRecompileLimitHit: too many shapes"]
@@ -142,7 +142,7 @@ def test_what_computes_something_else_runs_as_it_is_with_one_warning(
     model.model.layers[1].mlp.forward = lambda hidden: forward(hidden) * (2 if torch.compiler.is_compiling() else 1)
     loaded = adapter.load(model)
     plain, fused = Runner(loaded, 12, 4), Runner(loaded, 12, 4)
-    fused.fuse("eager")
+    fusion.fuse(fused, "eager")
     assert torch.equal(fused.run(STEPS[0]), plain.run(STEPS[0]))
     assert caplog.messages == ["the model runs uncompiled: compiled, it does not compute the same"]
 

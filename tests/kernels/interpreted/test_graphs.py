@@ -14,6 +14,8 @@ import transformers
 
 from radixkv.attention import plan
 from radixkv.models import adapter, attention_interface, cuda_inputs
+from radixkv.models.cuda_graphs import record_decodes
+from radixkv.models.fusion import fuse
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from radixkv_kernels import graph_capacity
@@ -67,7 +69,7 @@ class Pair:
         self.plain, self.replaying = (
             Runner(self.loaded, BLOCKS, SIZE, deterministic=self.deterministic) for _ in range(2)
         )
-        self.replaying.record_decodes(self.most, self.recorder)
+        record_decodes(self.replaying, self.most, self.recorder)
         for runner in (self.plain, self.replaying):
             for pool in (*runner.store.keys, *runner.store.values):
                 pool.fill_(torch.nan)
@@ -101,6 +103,12 @@ class Pair:
             chunks.append(self._chunk([rng.randrange(3, 97)], length, table))
             self.lives[index] = (length + 1, table)
         self._run(chunks, copies)
+
+    def forget(self, bucket: int) -> None:
+        """Drop the recordings of one bucket."""
+        replays = self.replaying.forward.graphs.replays
+        for key in [key for key in replays if key[0] == bucket]:
+            del replays[key]
 
     def _chunk(self, tokens: list[int], start: int, table: list[int]) -> SequenceInput:
         places = np.arange(start, start + len(tokens))
@@ -195,7 +203,7 @@ def test_without_memory_for_its_own_recording_a_step_uses_a_larger_one(monkeypat
     for length in (13, 3, 6):
         pair.prefill(length)
     pair.decode(rng)
-    pair.replaying._graphs._replays = {key: made for key, made in pair.replaying._graphs._replays.items() if key[0] > 1}
+    pair.forget(1)
     pair.recorder.most = len(pair.recorder.recordings)
     replays = pair.recorder.replays
     for which in ([1], [0, 2], [2, 1, 0]):
@@ -230,7 +238,7 @@ def test_a_deterministic_step_is_never_padded_into_a_larger_recording(monkeypatc
     for _ in range(2):
         pair.prefill(5)
     pair.decode(rng)
-    pair.replaying._graphs._replays = {key: made for key, made in pair.replaying._graphs._replays.items() if key[0] > 1}
+    pair.forget(1)
     pair.recorder.most = len(pair.recorder.recordings)
     replays = pair.recorder.replays
     pair.decode(rng, [0])
@@ -279,8 +287,8 @@ def test_a_model_that_can_neither_be_compiled_nor_recorded_warns_once(caplog: py
 
     torch._dynamo.reset()
     runner = Runner(load(change=lambda model: _reading(model, branching)), BLOCKS, SIZE)
-    runner.fuse("eager")
-    runner.record_decodes(6, LaunchRecorder())
+    fuse(runner, "eager")
+    record_decodes(runner, 6, LaunchRecorder())
     assert [message.partition(":")[0] for message in caplog.messages] == ["the model runs uncompiled from now on"]
     torch._dynamo.reset()
 
@@ -333,16 +341,16 @@ def test_recorded_steps_run_what_was_compiled_at_load() -> None:
     torch._dynamo.reset()
     pair = Pair(load())
     pair.replaying = Runner(pair.loaded, BLOCKS, SIZE)
-    pair.replaying.fuse(lambda graph, inputs: compiled.append(graph) or graph)  # type: ignore[arg-type]
+    fuse(pair.replaying, lambda graph, inputs: compiled.append(graph) or graph)  # type: ignore[arg-type]
     assert len(compiled) == 2  # several tokens, and one
-    pair.replaying.record_decodes(6, Again())
+    record_decodes(pair.replaying, 6, Again())
     rng = random.Random(12)
     for pool in (*pair.replaying.store.keys, *pair.replaying.store.values):
         pool.fill_(torch.nan)
     for length in (1, 5, 7):
         pair.prefill(length)
         pair.decode(rng)
-    pair.replaying._graphs = None
+    pair.replaying.forward = pair.replaying.forward.computed
     pair.decode(rng)
     assert len(compiled) == 2
     torch._dynamo.reset()
