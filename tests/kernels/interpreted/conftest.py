@@ -1,9 +1,34 @@
-"""These tests run Triton's interpreter, which takes over a whole process: `test_interpreted.py` starts one."""
+"""Tests in Triton's interpreter, which must be chosen before Triton is imported and holds for a whole process.
+
+`pytest tests/kernels/interpreted/FILE` chooses it. A run with tests of other folders leaves these out, and
+`test_interpreted.py` starts a process for them.
+"""
+
+from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
-import torch
+import pytest
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+HERE = Path(__file__).parent
 
-torch.set_num_threads(1)
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the interpreter if nothing else runs in this process."""
+    paths = [Path(arg.split("::")[0]).resolve() for arg in config.args]
+    if "triton" not in sys.modules and all(HERE in (path, *path.parents) for path in paths):
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_ignore_collect() -> bool | None:
+    """Leave these tests out where Triton compiles."""
+    return None if os.environ.get("TRITON_INTERPRET") == "1" else True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
