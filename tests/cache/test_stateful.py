@@ -10,12 +10,11 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radixkv.cache import Hint
+from radixkv.cache import POLICIES, Hint
 from radixkv.cache.types import Purpose
 from tests.cache.world import Tracked, World
 
 LONG = os.environ.get("RADIXKV_LONG") == "1"
-POLICIES = ("lru", "fifo", "lfu", "slru", "predictive")
 NAMESPACES = (None, "a", "b")
 PURPOSES: tuple[Purpose, ...] = ("request", "request", "resume", "audit")
 
@@ -31,7 +30,7 @@ class Verbs(RuleBasedStateMachine):
     exact = False
 
     @initialize(
-        block_size=sizes, blocks=st.integers(1, 40), policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**20)
+        block_size=sizes, blocks=st.integers(1, 40), policy=st.sampled_from(list(POLICIES)), seed=st.integers(0, 2**20)
     )
     def start(self, block_size: int, blocks: int, policy: str, seed: int) -> None:
         blocks = 200 + 5000 // block_size if self.exact else blocks

@@ -8,11 +8,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import initialize, invariant, rule
 
-from radixkv.cache import Hint, PrefixCache
+from radixkv.cache import POLICIES, Hint, PrefixCache
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS, Mirror
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import NEXT_VICTIMS, RequestRecord, SessionRecord
-from tests.cache.test_stateful import POLICIES, Verbs, how_long, sizes
+from tests.cache.test_stateful import Verbs, how_long, sizes
 from tests.cache.verbs import held, prompt, publish
 from tests.cache.world import World
 from tests.telemetry.expected import assert_tells_the_truth, expand
@@ -25,7 +25,7 @@ class Told(Verbs):
     @initialize(
         block_size=sizes,
         blocks=st.integers(1, 40),
-        policy=st.sampled_from(POLICIES),
+        policy=st.sampled_from(list(POLICIES)),
         seed=st.integers(0, 2**20),
         late=st.booleans(),
         pause=st.integers(1, 3),
