@@ -42,7 +42,7 @@ from cpu_decode import build_model, cpu_name
 from torch import Tensor
 
 from radixkv.cache import PrefixCache
-from radixkv.engine import Limits
+from radixkv.config import EngineConfig
 from radixkv.engine import core as engine_core
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
@@ -121,7 +121,7 @@ def measure(loaded: LoadedModel, count: int, steps: int, profiled: int) -> tuple
     total = SHARED + PRIVATE + steps + profiled + 100
     blocks = 2 * count * -(-total // BLOCK)
     runner = ClockedRunner(Runner(loaded, blocks, BLOCK))
-    core = Core(PrefixCache(blocks, BLOCK), runner, Limits(max_sequences=count))
+    core = Core(PrefixCache(blocks, BLOCK), runner, EngineConfig(max_sequences=count))
     first, *others = requests(loaded, count, total - SHARED - PRIVATE)
     core.add(first)
     core.step()  # its prompt is in the tree before the others ask for their share

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ToolCall,
         ToolResult,
     )
+    from radixkv.config import EngineConfig
     from radixkv.engine import AsyncHandle, AuditReport, Chunk, Completion, EngineStats, Handle, Usage, Warmed
     from radixkv.errors import RadixKVError
     from radixkv.sampling.params import SamplingParams
@@ -39,6 +40,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "Engine",
+    "EngineConfig",
     "EngineStats",
     "Explanation",
     "Handle",
@@ -70,6 +72,7 @@ _HOMES = {
         "ToolCall",
         "ToolResult",
     ),
+    "radixkv.config": ("EngineConfig",),
     "radixkv.engine": ("AsyncHandle", "AuditReport", "Chunk", "Completion", "EngineStats", "Handle", "Usage", "Warmed"),
     "radixkv.errors": ("RadixKVError",),
     "radixkv.sampling.params": ("SamplingParams",),

@@ -14,7 +14,7 @@ import numpy as np
 
 from radixkv import Engine, Handle, SamplingParams
 from radixkv.cache import PrefixCache
-from radixkv.engine import Limits
+from radixkv.config import EngineConfig
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 
@@ -40,8 +40,10 @@ def measure(loaded: LoadedModel, chunk: int) -> Gaps:
     """One arrival, with chunks of `chunk`."""
     steps = BEFORE + -(-LONG // chunk) + BEHIND + 8
     blocks = -(-LONG // BLOCK) + STREAMS * -(-(SHORT + steps) // BLOCK) + 4 * STREAMS
-    limits = Limits(max_sequences=STREAMS + 1, max_batch_tokens=chunk + STREAMS, prefill_chunk=chunk)
-    with Engine(loaded, Runner(loaded, blocks, BLOCK), PrefixCache(blocks, BLOCK), limits) as engine:
+    config = EngineConfig(
+        max_sequences=STREAMS + 1, max_batch_tokens=chunk + STREAMS, prefill_chunk=chunk, monitor=False
+    )
+    with Engine(loaded, Runner(loaded, blocks, BLOCK), PrefixCache(blocks, BLOCK), config) as engine:
         draw = np.random.default_rng(1)
         params = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True)
         prompts = draw.integers(3, loaded.vocab_size, (STREAMS, SHORT)).astype(np.int32)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from radixkv import Engine, SamplingParams
 from radixkv.cache import PrefixCache
-from radixkv.engine import Limits
+from radixkv.config import EngineConfig
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.runner import Runner
 
@@ -65,9 +65,8 @@ class RadixKV:
             loaded,
             Runner(loaded, blocks, BLOCK),
             PrefixCache(blocks, BLOCK),
-            Limits(max_sequences=slots),
+            EngineConfig(max_sequences=slots, prefix_cache=prefix_cache, monitor=False),
             bytes_per_block=BLOCK * self._bytes_per_token,
-            prefix_cache=prefix_cache,
         )
         self._held_blocks = 0
         self._closing = threading.Event()

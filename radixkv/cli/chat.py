@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from radixkv.config import settings_in
 from radixkv.errors import EngineClosed, RadixKVError
 
 if TYPE_CHECKING:
@@ -41,14 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     with console.status(f"loading {arguments.model}"):
         from radixkv.chat import Engine  # takes seconds: it imports torch
 
-        engine = Engine.load(
-            arguments.model,
-            kv_memory=arguments.kv_memory,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            seed=arguments.seed,
-            record=arguments.record,
-        )
+        engine = Engine.load(arguments.model, **settings_in(arguments))
     with engine:
         Repl(engine, engine.chat(arguments.system), params, console).loop()
     return 0

@@ -14,12 +14,11 @@ output.py           results, the channel that carries them, and a caller's handl
 kv_scrub.py         computes cached KV again, compares, and drops what differs
 prefill_result.py   the result of `warm`
 observers/          telemetry records, monitoring, trace recording
-limits.py, sizing.py, stats.py
+sizing.py, stats.py
 """
 
 from radixkv.engine.async_engine import AsyncHandle, AsyncRequestEngine
 from radixkv.engine.engine import RequestEngine
-from radixkv.engine.limits import Limits
 from radixkv.engine.output import Chunk, Completion, Handle, Usage
 from radixkv.engine.prefill_result import Warmed
 from radixkv.engine.stats import AuditReport, Difference, EngineStats
@@ -33,7 +32,6 @@ __all__ = [
     "Difference",
     "EngineStats",
     "Handle",
-    "Limits",
     "RequestEngine",
     "Usage",
     "Warmed",

@@ -13,9 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from queue import Empty
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar, Unpack
 
 from radixkv.cache import Explanation
+from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.engine import RequestEngine
 from radixkv.engine.input_processor import Params, Prompt
 from radixkv.engine.output import Chunk, Completion, Handle
@@ -47,9 +48,11 @@ class AsyncRequestEngine:
         self._preparing = ThreadPoolExecutor(1, "radixkv-prepare")
 
     @classmethod
-    async def load(cls, model: Any = "tiny", **options: Any) -> Self:
+    async def load(
+        cls, model: Any = "tiny", config: EngineConfig | None = None, **fields: Unpack[EngineConfigFields]
+    ) -> Self:
         """Load a model on a thread of its own; takes and raises what `Engine.load` does."""
-        return cls(await asyncio.to_thread(cls._kind.load, model, **options))
+        return cls(await asyncio.to_thread(cls._kind.load, model, config, **fields))
 
     # ---- requests
 

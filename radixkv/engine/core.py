@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from radixkv.cache import PrefixCache
+from radixkv.config import EngineConfig
 from radixkv.engine.kv_scrub import Auditor
-from radixkv.engine.limits import Limits
 from radixkv.engine.request import Request, Stream, TokenIds, failure
 from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.scheduler import Scheduler, Work
@@ -55,21 +55,17 @@ class Core:
         self,
         cache: PrefixCache,
         runner: Forward,
-        limits: Limits,
-        *,
-        reuse: bool = True,
-        scrub: float | None = None,
+        config: EngineConfig,
     ) -> None:
-        """Own `cache` and `runner` from now on. Without `reuse` nothing is looked up in the cache or published.
-
-        `scrub` is how many cached blocks to audit a second while there is nothing else to do.
-        """
+        """Own `cache` and `runner` from now on."""
         self.cache = cache
         self.runner = runner
         self.counters = Counters()
-        self._reuse_policy = ReusePolicy(cache, limits, on=reuse, row_dependent=getattr(runner, "row_dependent", False))
-        self.scheduler = Scheduler(cache, limits, self.counters, self._end, self._reuse_policy)
-        self.auditor = Auditor(cache, runner, self.scheduler, self.counters, self._end, reuse=reuse, scrub=scrub)
+        self._reuse_policy = ReusePolicy(cache, config, row_dependent=getattr(runner, "row_dependent", False))
+        self.scheduler = Scheduler(cache, config, self.counters, self._end, self._reuse_policy)
+        self.auditor = Auditor(
+            cache, runner, self.scheduler, self.counters, self._end, reuse=config.prefix_cache, scrub=config.scrub_rate
+        )
         self.telemetry: RequestRecorder | None = None  # is told of requests, if anybody wants to know
         self.recording: TraceWriter | None = None  # is told how requests ended
         self.step_seconds, self.step_tokens = 0.0, 0  # of all steps that ran something

@@ -12,26 +12,24 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 
 from radixkv.cache import Explanation, PrefixCache
+from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import EngineThread
 from radixkv.engine.input_processor import (
     InputProcessor,
     Params,
     Prompt,
-    check_flag,
     check_namespace,
     check_seconds,
-    check_sizes,
 )
-from radixkv.engine.kv_scrub import check_blocks, piece_tokens, scrub_rate
-from radixkv.engine.limits import Limits
+from radixkv.engine.kv_scrub import check_blocks, piece_tokens
 from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.recorder import RequestRecorder
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
@@ -60,20 +58,15 @@ class RequestEngine:
         model: LoadedModel,
         runner: Forward,
         cache: PrefixCache,
-        limits: Limits | None = None,
+        config: EngineConfig,
         *,
         bytes_per_block: int = 0,
-        prefix_cache: bool = True,
-        scrub: float | None = None,
-        seed: int = 0,
-        monitor: bool | str = False,
-        expose_text: bool = False,
-        record: str | os.PathLike[str] | None = None,
     ) -> None:
         """Put ready parts together; `load` makes them. The engine owns runner and cache from now on."""
-        file = check_path(record)
+        file = check_path(config.record)
+        self.config = config
         self._model = model
-        self._core = core = Core(cache, runner, limits or Limits(), reuse=prefix_cache, scrub=scrub)
+        self._core = core = Core(cache, runner, config)
         core.recording = recording = None if file is None else TraceWriter(file, cache.block_size)
         self._engine_thread = EngineThread(
             core.step,
@@ -82,67 +75,24 @@ class RequestEngine:
             core.close,
         )
         self._bytes_per_block = bytes_per_block
-        self._input_processor = InputProcessor(model, cache.num_blocks * cache.block_size, seed)
+        self._input_processor = InputProcessor(model, cache.num_blocks * cache.block_size, config.seed)
         self._loaded_at = time.perf_counter()
         self._session_numbers = itertools.count(1)
-        self._decode = _decoder(model) if expose_text else None
+        self._decode = _decoder(model) if config.expose_text else None
         self._monitoring: monitoring.Monitoring | None = None
         self._told: list[TraceWriter | monitoring.Monitoring] = [] if recording is None else [recording]
         # Also at interpreter exit, so that the thread does not outlive what it uses.
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self, _shut, self._engine_thread, self._told)
-        if monitor:
+        if monitor := monitoring.wanted(config.monitor):
             self._watch(monitor, core)
 
     @classmethod
     def load(
-        cls,
-        model: Any = "tiny",
-        *,
-        kv_memory: str | int = "auto",
-        num_blocks: int | None = None,
-        block_size: int = 16,
-        eviction: str = "lru",
-        device: str = "auto",
-        dtype: str | torch.dtype = "auto",
-        attention: str = "auto",
-        compile: bool | str = "auto",
-        max_sequences: int = 64,
-        max_batch_tokens: int = 2048,
-        prefill_chunk: int = 512,
-        order: str = "fcfs",
-        max_overtakes: int = 32,
-        victim: str = "cheapest",
-        prefix_cache: bool = True,
-        deterministic: bool = False,
-        scrub: bool | float = False,
-        monitor: bool | str = True,
-        expose_text: bool = False,
-        record: str | os.PathLike[str] | None = None,
-        seed: int = 0,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
+        cls, model: Any = "tiny", config: EngineConfig | None = None, **fields: Unpack[EngineConfigFields]
     ) -> Self:
-        """Load a model ("tiny", a local folder, a hub name, or a transformers model) and give it a KV pool.
+        """Load a model ("tiny", a local folder, a hub name, or a transformers model) and allocate its KV pool.
 
-        `kv_memory` is "auto" (on a CPU a quarter of the free memory, at most 4 GiB; on a GPU what is left at 90% of the
-        card), bytes, or a size such as "512MB"; `num_blocks` overrides it. `eviction` is one of lru, fifo, lfu, slru
-        and predictive, which learns what is wanted again. A step runs at most `max_batch_tokens` tokens of at most
-        `max_sequences` sequences, and at most `prefill_chunk` of one prompt. `order` says who comes in first: "fcfs",
-        or "longest-prefix", whose cached prefix is longest, until `max_overtakes` have passed somebody. `victim` says
-        who gives way when blocks run out, to come back later: who is "cheapest" to bring back, or who came in "last".
-        `attention` is "torch", "triton", or "auto": Triton on CUDA where it serves the model, torch elsewhere, and the
-        model's own, sequence by sequence, where it is right over neither (the "fallback", see docs/architectures.md).
-        `compile` fuses the model around its attention while it is loaded, which takes a minute: True, False, or "auto",
-        on CUDA unless `deterministic`.
-        `prefix_cache=False` computes every prompt in full and shares nothing, for comparisons.
-        `deterministic` answers requests that run one at a time with the same bits whether they hit or not; hits then
-        end on multiples of `prefill_chunk`, which must be whole blocks (see docs/determinism.md). `scrub` computes
-        cached blocks again while the engine is idle, and drops what differs: True, or how many a second.
-        `monitor` lets radixkv-monitor of the same user see what the engine does, never what is said; an address
-        ("tcp://127.0.0.1:7777") also lets in who has the token, `expose_text` shows how nodes begin, False or
-        RADIXKV_MONITOR=0 in the environment switches it off (see docs/telemetry.md). `record` names a new file for a
-        trace of all requests, without their text, to be replayed (see docs/engine.md).
-        `seed` is the root of the seeds of requests that bring none.
+        The settings are those of `config` (default: `EngineConfig()`), replaced by `fields`; docs/engine.md lists them.
         Raises UnsupportedModel or InvalidInput, OSError where `record` cannot be written.
         """
         from radixkv.models.adapter import load
@@ -150,58 +100,32 @@ class RequestEngine:
         from radixkv.models.fusion import fuse, wanted
         from radixkv.models.runner import Runner
 
-        limits = Limits(
-            max_sequences,
-            max_batch_tokens,
-            prefill_chunk,
-            order,
-            max_overtakes,
-            victim,
-            check_flag("deterministic", deterministic),
-        )
-        rate = scrub_rate(scrub)
-        watched = monitoring.wanted(monitor)
-        check_flag("expose_text", expose_text)
-        check_path(record)  # before the model is loaded, which takes longer
-        check_sizes(num_blocks, block_size, seed)
-        if deterministic and prefill_chunk % block_size:
-            raise InvalidInput(  # branches would part inside blocks, where an audit trusts what it should compare
-                f"deterministic=True needs a prefill_chunk ({prefill_chunk}) of whole blocks of {block_size} tokens"
-            )
+        config = replace(config or EngineConfig(), **fields)
+        check_path(config.record)  # before the model is loaded, which takes longer
+        device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        fused = wanted(compile, str(device), deterministic=deterministic)
+        fused = wanted(config.compile, str(device), deterministic=config.deterministic)
         loaded = load(
             model,
             device=device,
-            dtype=dtype,
-            attention=attention,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
+            dtype=config.dtype,
+            attention=config.attention,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
         )
+        block_size, num_blocks = config.block_size, config.num_blocks
         bytes_per_block = _bytes_per_block(loaded, block_size)
         if num_blocks is None:
-            num_blocks = blocks_for(kv_memory, bytes_per_block, device)
+            num_blocks = blocks_for(config.kv_memory, bytes_per_block, device)
         check_free(num_blocks * bytes_per_block, loaded.device.type)
-        cache = PrefixCache(num_blocks, block_size, eviction)
-        again = prefill_chunk if deterministic else piece_tokens(block_size)
-        runner = Runner(loaded, num_blocks, block_size, deterministic=deterministic, recheck_tokens=again)
+        cache = PrefixCache(num_blocks, block_size, config.eviction)
+        again = config.prefill_chunk if config.deterministic else piece_tokens(block_size)
+        runner = Runner(loaded, num_blocks, block_size, deterministic=config.deterministic, recheck_tokens=again)
         if fused:
             fuse(runner)
-        record_decodes(runner, max_sequences)
-        return cls(
-            loaded,
-            runner,
-            cache,
-            limits,
-            bytes_per_block=bytes_per_block,
-            prefix_cache=prefix_cache,
-            scrub=rate,
-            seed=seed,
-            monitor=watched,
-            expose_text=expose_text,
-            record=record,
-        )
+        record_decodes(runner, config.max_sequences)
+        return cls(loaded, runner, cache, config, bytes_per_block=bytes_per_block)
 
     # ---- requests
 
@@ -467,7 +391,7 @@ class RequestEngine:
 
     def _watch(self, monitor: bool | str, core: Core) -> None:
         """Have everything recorded from now on, and published."""
-        model, cache, limits = self._model, core.cache, core.scheduler.limits
+        model, cache, config = self._model, core.cache, self.config
         facts = monitoring.engine_facts(
             model=model.name,
             device=str(model.device),
@@ -478,9 +402,9 @@ class RequestEngine:
             block_size=cache.block_size,
             bytes_per_block=self._bytes_per_block,
             max_length=model.max_length,
-            max_sequences=limits.max_sequences,
-            max_batch_tokens=limits.max_batch_tokens,
-            prefill_chunk=limits.prefill_chunk,
+            max_sequences=config.max_sequences,
+            max_batch_tokens=config.max_batch_tokens,
+            prefill_chunk=config.prefill_chunk,
             exposes_text=self._decode is not None,
         )
         recorder = Recorder(decode=self._decode)

@@ -137,22 +137,6 @@ def check_seconds(name: str, value: Any) -> None:
         raise InvalidInput(f"{name} must be a number of seconds above 0, or None for no limit; got {value!r}")
 
 
-def check_flag(name: str, value: object) -> bool:
-    """Raise InvalidInput unless this is True or False."""
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{name} must be True or False, got {value!r}")
-    return value
-
-
-def check_sizes(num_blocks: object, block_size: object, seed: object) -> None:
-    """Raise InvalidInput for a pool of no blocks, blocks of no tokens, or a seed that is no int."""
-    for name, value in (("num_blocks", 1 if num_blocks is None else num_blocks), ("block_size", block_size)):
-        if not is_int(value) or value < 1:
-            raise InvalidInput(f"{name} must be an int, at least 1, got {value!r}")
-    if not is_int(seed):
-        raise InvalidInput(f"seed must be an int, got {seed!r}")
-
-
 def _stop_ids(params: SamplingParams, of_model: frozenset[int]) -> frozenset[int]:
     own = frozenset(params.stop_token_ids)
     return own if params.ignore_eos else own | of_model

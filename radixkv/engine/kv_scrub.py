@@ -33,9 +33,6 @@ _log = logging.getLogger(__name__)
 PIECE = 128
 """Tokens that are computed again between two steps: about a step's worth, and running streams wait that much longer."""
 
-RATE = 32.0
-"""Blocks a second that a scrubber audits unless told otherwise."""
-
 
 class Rechecks(Protocol):
     """A runner that can compute cached KV again, `recheck_tokens` at a time; `radixkv.models.runner.Runner` can."""
@@ -239,15 +236,6 @@ def _obstacle(runner: Any, *, reuse: bool) -> str | None:
 def _fail(future: Future[AuditReport], error: Exception) -> None:
     if future.set_running_or_notify_cancel():
         future.set_exception(error)
-
-
-def scrub_rate(scrub: object) -> float | None:
-    """Blocks a second from what a caller passes: False, True, or a number above 0. Raises InvalidInput."""
-    if isinstance(scrub, bool):
-        return RATE if scrub else None
-    if not isinstance(scrub, (int, float)) or not 0 < scrub < float("inf"):
-        raise InvalidInput(f"scrub is False, True, or blocks a second, above 0; got {scrub!r}")
-    return float(scrub)
 
 
 def piece_tokens(block_size: int) -> int:

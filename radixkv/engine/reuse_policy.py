@@ -20,7 +20,7 @@ from collections.abc import Hashable
 import numpy as np
 
 from radixkv.cache import Match, PrefixCache
-from radixkv.engine.limits import Limits
+from radixkv.config import EngineConfig
 from radixkv.engine.request import Request, Stream, TokenIds
 
 _log = logging.getLogger(__name__)
@@ -30,16 +30,16 @@ _NOTHING = Match(0, np.empty(0, np.int32), 0)
 class ReusePolicy:
     """The rules for one cache; `chunk_alignment` is None where chunks and hits may end anywhere."""
 
-    def __init__(self, cache: PrefixCache, limits: Limits, *, on: bool = True, row_dependent: bool = False) -> None:
-        """Without `on` no request looks for a cached prefix, and none leaves one.
+    def __init__(self, cache: PrefixCache, config: EngineConfig, *, row_dependent: bool = False) -> None:
+        """Without `prefix_cache` no request looks for a cached prefix, and none leaves one.
 
         `row_dependent` says of the model that a row's bits depend on the other rows of its forward.
         """
-        self.on = on
+        self.on = config.prefix_cache
         self._row_dependent = row_dependent
-        self.chunk_alignment = limits.prefill_chunk if limits.deterministic else None
+        self.chunk_alignment = config.prefill_chunk if config.deterministic else None
         self._cache = cache
-        self._chunk = limits.prefill_chunk
+        self._chunk = config.prefill_chunk
 
     def close(self) -> None:
         """Let go of the cache."""

@@ -25,8 +25,8 @@ import numpy as np
 
 from radixkv.cache import Match, Pin, PrefixCache, Sequence, WritePlan
 from radixkv.cache.types import Purpose
+from radixkv.config import EngineConfig
 from radixkv.engine.admission import blocks_needed, headroom_blocks, most_blocks_freed, victim
-from radixkv.engine.limits import Limits
 from radixkv.engine.request import Request, Stream, TokenIds, common_prefix, failure
 from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.stats import Counters
@@ -59,7 +59,7 @@ class Scheduler:
     def __init__(
         self,
         cache: PrefixCache,
-        limits: Limits,
+        config: EngineConfig,
         counters: Counters,
         end: Callable[[Request, Exception], None],
         reuse: ReusePolicy,
@@ -68,15 +68,15 @@ class Scheduler:
 
         `end` ends a request that can never be admitted, or raised while it was looked at; it must `remove` it.
         """
-        self.limits = limits
-        self.waiting = WaitQueue(limits, self._cached)
+        self.config = config
+        self.waiting = WaitQueue(config, self._cached)
         self.running: list[Request] = []  # by rank
         self._cache = cache
         self._num_blocks, self._block_size = cache.num_blocks, cache.block_size
         self._counters = counters
         self._end = end
         self._reuse_policy = reuse
-        self._coalescer = Coalescer(limits.prefill_chunk, 2 * cache.block_size, reuse.aligned)
+        self._coalescer = Coalescer(config.prefill_chunk, 2 * cache.block_size, reuse.aligned)
         self._planned: dict[Stream, Work] = {}  # of the step that is being scheduled
         self._budget = 0
         self._arrivals = 0
@@ -109,8 +109,8 @@ class Scheduler:
         Reads nothing that changes, so any thread may ask.
         """
         need, width = blocks_needed(request, self._block_size, 0, most=True), request.width
-        if width > self.limits.max_sequences:
-            raise InvalidInput(f"n={width} streams exceed max_sequences={self.limits.max_sequences}")
+        if width > self.config.max_sequences:
+            raise InvalidInput(f"n={width} streams exceed max_sequences={self.config.max_sequences}")
         if need > self._num_blocks:
             streams = f" in each of {width} streams" if width > 1 else ""
             raise PromptTooLong(
@@ -157,7 +157,7 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """Plan the next step: at most max_batch_tokens tokens, one chunk a stream. Raises nothing that is expected."""
         self._planned = {}
-        self._budget = self.limits.max_batch_tokens
+        self._budget = self.config.max_batch_tokens
         self._coalescer.next_step()
         for each in list(self.running):
             if each.preemptions and each.suspended:
@@ -194,7 +194,7 @@ class Scheduler:
                     self._budget -= count
                 return
             except OutOfBlocks:
-                self.preempt(victim(self.running, self.limits.victim))
+                self.preempt(victim(self.running, self.config.victim))
             except Exception as error:  # whatever it is about this one, the others go on
                 self._fail(stream.request, error)
 
@@ -244,7 +244,7 @@ class Scheduler:
 
     def _admit(self) -> Request | None:
         """The first that may come in, now running; None if there is none, or the first that could must wait."""
-        if not len(self.waiting) or (self._streams() >= self.limits.max_sequences and self._paused() is None):
+        if not len(self.waiting) or (self._streams() >= self.config.max_sequences and self._paused() is None):
             return None  # before anything is looked up for those that wait
         for _ in range(_LOOKED_AT):
             request = next((each for each in self.waiting.ranked() if not each.channel.paused), None)
@@ -278,11 +278,11 @@ class Scheduler:
         streams = self._streams() - sum(each.streams_left for each in paused) + request.streams_left
         freed = sum(self._promise(each) + most_blocks_freed(each, self._block_size) for each in paused)
         spare = self._available() - self._promised() + freed
-        room = streams <= self.limits.max_sequences and spare >= self._takes(request, match)
+        room = streams <= self.config.max_sequences and spare >= self._takes(request, match)
         return bool(paused) and room and self._could_return(request)
 
     def _fits(self, request: Request, match: Match) -> bool:
-        if self._streams() + request.streams_left > self.limits.max_sequences:
+        if self._streams() + request.streams_left > self.config.max_sequences:
             return False
         return self._available() - self._promised() >= self._takes(request, match) and self._could_return(request)
 
@@ -323,7 +323,7 @@ class Scheduler:
     def _paused(self) -> Request | None:
         """A running request that nobody reads: it gives way to whoever is wanted now."""
         paused = [request for request in self.running if request.channel.paused]
-        return victim(paused, self.limits.victim) if paused else None
+        return victim(paused, self.config.victim) if paused else None
 
     def _let_in_alone(self, request: Request) -> Request | None:
         """Nobody runs: whoever comes now must be able to finish, if need be without a block to spare."""

@@ -5,25 +5,13 @@ Knows: bytes, and shares of what is free. Knows no cache and no model.
 
 from __future__ import annotations
 
+from radixkv.config import parse_bytes
 from radixkv.errors import InvalidInput
-from radixkv.kv_size import bytes_of
 from radixkv.memory import free_memory
 
 _CPU_SHARE = 4
 _CPU_MOST = 4 * 2**30
 _GPU_SHARE = 0.9
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes of 536870912, "512MB" or "1.5GiB"; raises InvalidInput.
-
-    >>> parse_bytes("512MB"), parse_bytes("1.5 GiB")
-    (512000000, 1610612736)
-    """
-    size = None if isinstance(text, bool) else bytes_of(str(text))
-    if size is None:
-        raise InvalidInput(f'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got {text!r}')
-    return size
 
 
 def blocks_for(kv_memory: str | int, bytes_per_block: int, device: str) -> int:

@@ -18,7 +18,7 @@ from itertools import chain, islice, takewhile
 
 from sortedcontainers import SortedKeyList
 
-from radixkv.engine.limits import Limits
+from radixkv.config import EngineConfig
 from radixkv.engine.request import PrefixWait, Request, common_prefix
 
 LOOKED_AT = 128  # requests of one priority, by arrival, whose cached prefix is looked up for "longest-prefix"
@@ -27,12 +27,12 @@ LOOKED_AT = 128  # requests of one priority, by arrival, whose cached prefix is 
 class WaitQueue:
     """Requests by rank; O(log n) to add and remove. Who is parked (see `coalescing`) waits, too, but is not asked."""
 
-    def __init__(self, limits: Limits, cached: Callable[[Request], int]) -> None:
+    def __init__(self, config: EngineConfig, cached: Callable[[Request], int]) -> None:
         """Start empty; `cached` tells how many tokens of a request are cached now."""
         self._ready: SortedKeyList = SortedKeyList(key=_rank)
         self._delayed: SortedKeyList = SortedKeyList(key=_rank)
-        self._by_prefix = limits.order == "longest-prefix"
-        self._max_overtakes = limits.max_overtakes
+        self._by_prefix = config.order == "longest-prefix"
+        self._max_overtakes = config.max_overtakes
         self._cached = cached
         self._lengths: dict[Request, int] = {}  # cached tokens, as looked up in this step
 

@@ -15,32 +15,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from radixkv.chat import AsyncEngine, Engine
+from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
 from radixkv.kv_size import bytes_of
 from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
 
 KEYS = "RADIXKV_API_KEYS"
-_ENGINE_OPTIONS = (
-    "attention",
-    "deterministic",
-    "device",
-    "dtype",
-    "eviction",
-    "kv_memory",
-    "max_batch_tokens",
-    "max_sequences",
-    "prefill_chunk",
-    "record",
-    "revision",
-    "seed",
-    "trust_remote_code",
-)
 _TYPED = {
-    **{name: name for name in (*_ENGINE_OPTIONS, *(field.name for field in fields(Settings)))},
+    **{name: name for name in (field.name for field in (*fields(EngineConfig), *fields(Settings)))},
     "max_running": "max_sequences",
     "drain_timeout": "drain",
     "history_bytes": "history_memory",
@@ -55,12 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     with _as_typed():
         settings = read_settings(arguments, os.environ)
-        options = _engine_options(arguments)
+        config = _engine_config(arguments)
     with bind(settings.host, settings.port) as sock:
         _log_to_stderr(arguments.quiet)
         _say(f"loading {arguments.model}")
         with _as_typed():
-            engine = Engine.load(arguments.model, **options)
+            engine = Engine.load(arguments.model, config)
         with engine:
             name = settings.model_name or engine.model.name
             where = address(sock)
@@ -99,12 +84,12 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
     )
 
 
-def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `Engine.load` takes; a step always has a token for each sequence. Raises InvalidInput."""
+def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """Return the engine's settings; a step always has a token for each sequence. Raises InvalidInput."""
     if arguments.max_batch_tokens < 1:
         raise InvalidInput(f"max_batch_tokens must be a number, at least 1, got {arguments.max_batch_tokens}")
-    options = {name: getattr(arguments, name) for name in _ENGINE_OPTIONS}
-    return {**options, "max_batch_tokens": max(arguments.max_batch_tokens, arguments.max_sequences)}
+    most = max(arguments.max_batch_tokens, arguments.max_sequences)
+    return EngineConfig(**{**settings_in(arguments), "max_batch_tokens": most})
 
 
 @contextmanager

@@ -6,16 +6,15 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
 
 from radixkv.cache import PrefixCache
 from radixkv.chat import Engine
-from radixkv.engine import Limits
-from radixkv.models.loaded import LayerSpec, SequenceInput
+from radixkv.config import EngineConfig, EngineConfigFields
+from radixkv.models.loaded import LayerSpec, LoadedModel, SequenceInput
 
 VOCAB = 50
 STOP = 49
@@ -127,6 +126,13 @@ class FakeRunner:
         return logits
 
 
+def sized(sequences: int, batch_tokens: int, chunk: int, **settings: Unpack[EngineConfigFields]) -> EngineConfig:
+    """Settings of a core. Its cache has the real block size: with one token here, chunks may end inside blocks."""
+    return EngineConfig(
+        max_sequences=sequences, max_batch_tokens=batch_tokens, prefill_chunk=chunk, block_size=1, **settings
+    )
+
+
 def make_engine(
     num_blocks: int = 64,
     block_size: int = 4,
@@ -134,18 +140,13 @@ def make_engine(
     model: FakeModel | None = None,
     brain: Callable[[list[int]], int] | None = None,
     fault: Callable[[Sequence[SequenceInput]], None] | None = None,
-    prefix_cache: bool = True,
-    seed: int = 0,
-    monitor: bool | str = False,
-    record: Path | None = None,
-    **limits: int,
+    **settings: Unpack[EngineConfigFields],
 ) -> tuple[Engine, FakeRunner]:
     model = model or FakeModel()
     runner = FakeRunner(num_blocks, block_size, model.vocab_size, brain, fault)
     cache = PrefixCache(num_blocks, block_size)
-    parts: Any = (model, runner, cache, Limits(**limits))  # type: ignore[arg-type]
-    engine = Engine(*parts, prefix_cache=prefix_cache, seed=seed, monitor=monitor, record=record)
-    return engine, runner
+    config = EngineConfig(**{"monitor": False, **settings})
+    return Engine(cast(LoadedModel, model), runner, cache, config), runner
 
 
 def check(engine: Engine) -> None:

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,18 +16,20 @@ import torch
 
 from radixkv import AuditReport, Engine, SamplingParams
 from radixkv.cache import PrefixCache
-from radixkv.engine import Limits
+from radixkv.config import EngineConfig
 from radixkv.engine.core import Core
-from radixkv.engine.kv_scrub import Auditor, piece_tokens, scrub_rate
+from radixkv.engine.kv_scrub import Auditor, piece_tokens
 from radixkv.engine.request import Request
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestFailed
 from radixkv.models.kv_recompute import Recheck
-from radixkv.models.loaded import SequenceInput
+from radixkv.models.loaded import LoadedModel, SequenceInput
 from tests.cache.freeze import freeze
-from tests.engine.fakes import FakeModel, FakeRunner, chain, check, greedy_reply, logits_of
+from tests.engine.fakes import FakeModel, FakeRunner, chain, check, greedy_reply, logits_of, sized
 from tests.models.conftest import FAMILIES, make
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+SETTINGS = sized(8, 64, 16, monitor=False)
 
 
 class AuditedRunner(FakeRunner):
@@ -72,7 +75,7 @@ class World:
     def __init__(self, num_blocks: int = 100, block_size: int = 4, recheck_tokens: int = 8, **options: Any) -> None:
         self.cache = PrefixCache(num_blocks, block_size)
         self.runner = AuditedRunner(num_blocks, block_size, recheck_tokens)
-        self.core = Core(self.cache, self.runner, Limits(8, 64, 16), **options)
+        self.core = Core(self.cache, self.runner, replace(SETTINGS, **options))
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
         request = Request(np.array(prompt, np.int32), params, params.max_tokens, frozenset(), params.seed or 0, **more)
@@ -503,11 +506,11 @@ def test_a_scrubber_that_raises_is_switched_off(caplog: pytest.LogCaptureFixture
 # ---- from any thread
 
 
-def make_engine(scrub: float | None = None, prefix_cache: bool = True) -> tuple[Engine, AuditedRunner]:
+def make_engine(scrub: bool | float = False, prefix_cache: bool = True) -> tuple[Engine, AuditedRunner]:
     runner = AuditedRunner(100, 4)
     cache = PrefixCache(100, 4)
-    engine = Engine(FakeModel(), runner, cache, Limits(8, 64, 16), prefix_cache=prefix_cache, scrub=scrub)  # type: ignore[arg-type]
-    return engine, runner
+    config = replace(SETTINGS, prefix_cache=prefix_cache, scrub=scrub)
+    return Engine(cast(LoadedModel, FakeModel()), runner, cache, config), runner
 
 
 def test_an_engine_is_audited_while_streams_run() -> None:
@@ -579,7 +582,7 @@ def test_where_there_is_nothing_to_audit_it_is_said() -> None:
         for blocks in (0, -1, True, 1.5, "8", None):
             with pytest.raises(InvalidInput, match="blocks is how many"):
                 engine.audit(blocks)  # type: ignore[arg-type]
-    core = Core(PrefixCache(10, 4), FakeRunner(10, 4), Limits())
+    core = Core(PrefixCache(10, 4), FakeRunner(10, 4), EngineConfig())
     future: Future[AuditReport] = Future()
     core.auditor.begin(1, future)
     with pytest.raises(InvalidInput, match=r"Engine\.load"):
@@ -607,12 +610,11 @@ def test_where_rows_meet_only_whole_pieces_are_computed_again() -> None:
 @pytest.mark.parametrize("scrub", [0, -1, float("nan"), float("inf"), "fast", None])
 def test_a_rate_of_scrubbing_is_checked(scrub: Any) -> None:
     with pytest.raises(InvalidInput, match="scrub is False, True, or blocks a second"):
-        scrub_rate(scrub)
+        EngineConfig(scrub=scrub)
 
 
 def test_rates_and_pieces() -> None:
-    assert [scrub_rate(False), scrub_rate(3)] == [None, 3.0]
-    assert (scrub_rate(True) or 0) > 1
+    assert [EngineConfig(scrub=scrub).scrub_rate for scrub in (False, True, 3)] == [None, 32.0, 3.0]
     assert [piece_tokens(size) for size in (1, 16, 48, 128, 500)] == [128, 128, 96, 128, 500]
 
 

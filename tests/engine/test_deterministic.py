@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,13 @@ import torch
 
 from radixkv import Engine, SamplingParams
 from radixkv.cache import PrefixCache
-from radixkv.engine import Limits
+from radixkv.config import EngineConfig
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, RequestCancelled
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
-from tests.engine.fakes import VOCAB, chain, logits_of
+from tests.engine.fakes import VOCAB, chain, logits_of, sized
 from tests.models.conftest import FAMILIES, make
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -60,11 +61,11 @@ class RoundingRunner:
 class World:
     """A core on this fake, without its thread."""
 
-    def __init__(self, num_blocks: int, block_size: int, limits: Limits, *, reuse: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, limits: EngineConfig, *, reuse: bool = True) -> None:
         self.cache = PrefixCache(num_blocks, block_size)
         self.runner = RoundingRunner(num_blocks, block_size)
         self.limits = limits
-        self.core = Core(self.cache, self.runner, limits, reuse=reuse)
+        self.core = Core(self.cache, self.runner, replace(limits, prefix_cache=reuse))
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
         request = Request(np.array(prompt, np.int32), params, params.max_tokens, frozenset(), params.seed or 0, **more)
@@ -96,8 +97,8 @@ class World:
         return self.runner.state[match.blocks].reshape(-1)[: match.length]
 
 
-def deterministic(chunk: int, sequences: int = 4) -> Limits:
-    return Limits(sequences, 3 * chunk + sequences, chunk, deterministic=True)
+def deterministic(chunk: int, sequences: int = 4) -> EngineConfig:
+    return sized(sequences, 3 * chunk + sequences, chunk, deterministic=True)
 
 
 def family_of_prompts(rng: random.Random, count: int, longest: int) -> list[list[int]]:
@@ -113,7 +114,7 @@ def family_of_prompts(rng: random.Random, count: int, longest: int) -> list[list
     return prompts
 
 
-def reference(block_size: int, limits: Limits, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
+def reference(block_size: int, limits: EngineConfig, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
     """What an engine answers that has nothing cached, and runs nothing else."""
     return World(200, block_size, limits, reuse=False).answers(prompt, params)
 
@@ -138,7 +139,10 @@ def test_hits_change_no_answer_of_requests_that_run_one_at_a_time(seed: int) -> 
 def test_the_same_requests_do_differ_without_it() -> None:
     """The fake's rounding errors are real ones: this is what the tests above would find."""
     rng = random.Random(3)
-    limits, prompts = Limits(4, 100, 8), family_of_prompts(rng, 20, 60)
+    limits, prompts = (
+        sized(4, 100, 8),
+        family_of_prompts(rng, 20, 60),
+    )
     world = World(100, 4, limits)
     pairs = [(world.answers(prompt), reference(4, limits, prompt, GREEDY)) for prompt in prompts]
     assert sum(mine != cold for mine, cold in pairs) > 5
@@ -209,7 +213,7 @@ def _check_cached(world: World, prompts: Sequence[Sequence[int]]) -> None:
 def test_samples_that_were_preempted_publish_only_common_kv(seed: int) -> None:
     """Their replies are longer than a chunk, so that chunks of them are computed again, behind a prompt's rest."""
     rng = random.Random(seed)
-    limits = Limits(8, 64, 6, victim="last", deterministic=True)
+    limits = sized(8, 64, 6, victim="last", deterministic=True)
     world = World(40, rng.choice([3, 4]), limits)
     requests = [
         world.submit(
@@ -298,7 +302,7 @@ def test_what_fills_the_pool_is_published_when_it_ends() -> None:
 
 
 def test_chunks_are_never_cut_to_fit_a_step() -> None:
-    limits = Limits(3, 12, 8, deterministic=True)
+    limits = sized(3, 12, 8, deterministic=True)
     world = World(100, 4, limits)
     requests = [world.submit(list(range(i, i + 30)), GREEDY.but(max_tokens=3)) for i in range(5)]
     lengths = set()
@@ -317,8 +321,8 @@ def test_chunks_are_never_cut_to_fit_a_step() -> None:
 
 def test_a_step_must_have_room_for_a_chunk_beside_all_decodes() -> None:
     with pytest.raises(InvalidInput, match=r"prefill_chunk \(60\).*max_sequences \(5\).*max_batch_tokens \(64\)"):
-        Limits(5, 64, 60, deterministic=True)
-    assert Limits(4, 64, 60, deterministic=True).deterministic
+        sized(5, 64, 60, deterministic=True)
+    assert sized(4, 64, 60, deterministic=True).deterministic
 
 
 # ---- real models
@@ -366,8 +370,7 @@ def test_bits_are_the_same_with_and_without_hits(family: str, dtype: str) -> Non
         cached.model,
         Runner(cached.model, 60, 8, deterministic=True),
         PrefixCache(60, 8),
-        Limits(4, 2048, 24, deterministic=True),
-        prefix_cache=False,
+        replace(cached.config, prefix_cache=False),
     )
     with cached, cold:
         recorders = Recorder(cached), Recorder(cold)

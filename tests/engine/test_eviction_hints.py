@@ -10,7 +10,7 @@ import pytest
 from radixkv import Engine, SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.cache.predictive.index import PredictiveIndex
-from radixkv.engine import Limits
+from radixkv.config import EngineConfig
 from radixkv.errors import UnknownPolicy
 from tests.engine.fakes import STOP, FakeModel, FakeRunner, check
 
@@ -34,8 +34,8 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
 def predictive_engine(num_blocks: int, brain: Any = None) -> Engine:
     model = FakeModel()
     runner = FakeRunner(num_blocks, 4, model.vocab_size, brain, None)
-    parts: Any = (model, runner, PrefixCache(num_blocks, 4, "predictive"), Limits())
-    return Engine(*parts, monitor=False)
+    parts: Any = (model, runner, PrefixCache(num_blocks, 4, "predictive"), EngineConfig(monitor=False))
+    return Engine(*parts)
 
 
 def test_who_learns_hears_why_a_stream_ended_and_how_much_it_said(ends: Ends) -> None:

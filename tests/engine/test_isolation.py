@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from radixkv import SamplingParams
-from radixkv.engine import Limits
+from radixkv.config import EngineConfig
 from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, RequestFailed
 from radixkv.models.loaded import SequenceInput
 from tests.chat.worlds import chat_engine
@@ -88,7 +88,7 @@ def test_namespaces_and_lengths_are_checked_wherever_they_are_passed() -> None:
 @pytest.mark.parametrize("limit", ["8", None, 1.5, True])
 def test_limits_are_ints(limit: Any) -> None:
     with pytest.raises(InvalidInput, match="prefill_chunk"):
-        Limits(prefill_chunk=limit)
+        EngineConfig(prefill_chunk=limit)
 
 
 def _beside(bad: dict[str, Any], model: FakeModel | None = None, prompt: list[int] | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,11 @@ import pytest
 from radixkv import SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.cache import Sequence as CacheSequence
-from radixkv.engine import Limits
+from radixkv.config import EngineConfig
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestFailed, RequestTimedOut
-from tests.engine.fakes import FakeRunner, greedy_reply
+from tests.engine.fakes import FakeRunner, greedy_reply, sized
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -33,14 +33,14 @@ class World:
 
     num_blocks: int = 64
     block_size: int = 4
-    limits: Limits = field(default_factory=Limits)
+    config: EngineConfig = field(default_factory=EngineConfig)
     reuse: bool = True
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.cache = PrefixCache(self.num_blocks, self.block_size, clock=self.clock)
         self.runner = FakeRunner(self.num_blocks, self.block_size)
-        self.core = Core(self.cache, self.runner, self.limits, reuse=self.reuse)
+        self.core = Core(self.cache, self.runner, replace(self.config, prefix_cache=self.reuse))
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
         ids = np.array(prompt, np.int32)
@@ -80,7 +80,7 @@ def is_right(request: Request) -> bool:
 
 @pytest.mark.parametrize("chunk", [16, 100, 512])
 def test_a_long_prompt_never_keeps_a_running_stream_from_its_token(chunk: int) -> None:
-    world = World(2048, 4, Limits(max_sequences=16, max_batch_tokens=chunk + 16, prefill_chunk=chunk))
+    world = World(2048, 4, sized(16, chunk + 16, chunk))
     streams = [world.submit(tokens(5, i), GREEDY.but(max_tokens=300)) for i in range(8)]
     while any(len(s.live[0].tokens) < 10 if s.streams else True for s in streams):
         world.step()
@@ -97,7 +97,7 @@ def test_a_long_prompt_never_keeps_a_running_stream_from_its_token(chunk: int) -
 
 
 def test_what_decodes_leave_goes_to_prompts_by_rank() -> None:
-    world = World(limits=Limits(max_sequences=4, max_batch_tokens=20, prefill_chunk=12))
+    world = World(config=sized(4, 20, 12))
     world.submit(tokens(30, 1))
     second = world.submit(tokens(30, 2), priority=1)
     assert world.step() == [(0, 12), (0, 8)]
@@ -118,7 +118,7 @@ def test_what_can_never_fit_is_refused_at_once_with_the_numbers() -> None:
 
 
 def test_nobody_comes_in_who_could_not_compute_the_prompt() -> None:
-    world = World(20, 4, Limits(prefill_chunk=4))
+    world = World(20, 4, EngineConfig(prefill_chunk=4))
     first = world.submit(tokens(40, 1))  # promised 10 blocks and a spare one
     second = world.submit(tokens(40, 2))
     world.step()
@@ -149,7 +149,7 @@ def test_what_waits_holds_nothing_and_its_hit_counts_once() -> None:
 
 @pytest.mark.parametrize("chunk", [128, 512, 2048, 8192])
 def test_sixteen_equal_prompts_of_8k_are_computed_once(chunk: int) -> None:
-    world = World(2048, 16, Limits(max_batch_tokens=9000, prefill_chunk=chunk))
+    world = World(2048, 16, EngineConfig(max_batch_tokens=9000, prefill_chunk=chunk))
     prompt = tokens(8192)
     requests = [world.submit(prompt, GREEDY.but(max_tokens=2)) for _ in range(16)]
     world.finish()
@@ -162,7 +162,7 @@ def test_sixteen_equal_prompts_of_8k_are_computed_once(chunk: int) -> None:
 
 
 def test_those_that_wait_for_a_neighbour_let_others_pass() -> None:
-    world = World(256, 4, Limits(prefill_chunk=8))
+    world = World(256, 4, EngineConfig(prefill_chunk=8))
     shared = tokens(100)
     leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
     other = world.submit(tokens(5, 7))
@@ -174,7 +174,7 @@ def test_those_that_wait_for_a_neighbour_let_others_pass() -> None:
 
 
 def test_nobody_waits_for_a_leader_that_is_gone() -> None:
-    world = World(256, 4, Limits(prefill_chunk=8))
+    world = World(256, 4, EngineConfig(prefill_chunk=8))
     shared = tokens(100)
     leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
     world.step()
@@ -189,7 +189,7 @@ def test_nobody_waits_for_a_leader_that_is_gone() -> None:
 
 
 def test_the_wait_for_a_neighbour_is_bounded() -> None:
-    world = World(256, 4, Limits(prefill_chunk=8))
+    world = World(256, 4, EngineConfig(prefill_chunk=8))
     shared = tokens(100)
     leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
     world.step()
@@ -209,7 +209,7 @@ def test_who_can_hit_nothing_does_not_wait() -> None:
     """Without a prefix cache equal prompts run side by side, as different ones do."""
     steps = []
     for seeds in ([1] * 6, range(6)):
-        world = World(1024, 4, Limits(max_batch_tokens=256, prefill_chunk=32), reuse=False)
+        world = World(1024, 4, EngineConfig(max_batch_tokens=256, prefill_chunk=32), reuse=False)
         requests = [world.submit(tokens(300, seed)) for seed in seeds]
         steps.append(world.finish())
         assert all(map(is_right, requests))
@@ -218,7 +218,7 @@ def test_who_can_hit_nothing_does_not_wait() -> None:
 
 
 def test_nobody_waits_for_a_leader_that_publishes_late() -> None:
-    world = World(32, 4, Limits(prefill_chunk=8))
+    world = World(32, 4, EngineConfig(prefill_chunk=8))
     shared = tokens(100)
     leader = world.submit([*shared, 1], GREEDY.but(max_tokens=28))  # all of the pool: no block to spare
     world.step()
@@ -231,7 +231,7 @@ def test_nobody_waits_for_a_leader_that_publishes_late() -> None:
 
 
 def test_other_namespaces_and_short_prefixes_are_not_waited_for() -> None:
-    world = World(256, 4, Limits(prefill_chunk=8))
+    world = World(256, 4, EngineConfig(prefill_chunk=8))
     shared = tokens(100)
     requests = [world.submit(shared), world.submit(shared, namespace="b"), world.submit([*shared[:7], 48, 48])]
     world.step()
@@ -243,7 +243,7 @@ def test_other_namespaces_and_short_prefixes_are_not_waited_for() -> None:
 
 def _long_and_cold(max_overtakes: int, hits: int, **limits: Any) -> tuple[World, Request, list[Request]]:
     """A cold request, and a stream of later ones that all hit a long cached prefix."""
-    world = World(512, 4, Limits(max_sequences=1, order="longest-prefix", max_overtakes=max_overtakes, **limits))
+    world = World(512, 4, EngineConfig(max_sequences=1, order="longest-prefix", max_overtakes=max_overtakes, **limits))
     warm = tokens(40, 1)
     world.submit(warm, GREEDY.but(max_tokens=1))
     world.finish()
@@ -278,7 +278,7 @@ def test_an_endless_stream_of_hits_does_not_starve_a_cold_request() -> None:
 
 
 def test_first_come_first_served_by_default() -> None:
-    world = World(512, 4, Limits(max_sequences=1))
+    world = World(512, 4, EngineConfig(max_sequences=1))
     requests = [world.submit(tokens(10 + i, i % 3), GREEDY.but(max_tokens=1)) for i in range(12)]
     order = []
     while world.core.busy:
@@ -289,7 +289,7 @@ def test_first_come_first_served_by_default() -> None:
 
 @pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
 def test_priority_goes_before_either_order(order: str) -> None:
-    world = World(512, 4, Limits(max_sequences=1, order=order))
+    world = World(512, 4, EngineConfig(max_sequences=1, order=order))
     warm = tokens(40, 1)
     world.submit(warm, GREEDY.but(max_tokens=1))
     world.finish()
@@ -307,7 +307,7 @@ def test_priority_goes_before_either_order(order: str) -> None:
 @pytest.mark.parametrize("wrong", [{"order": "sjf"}, {"victim": "random"}, {"max_overtakes": -1}, {"order": None}])
 def test_unknown_orders_and_victims_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=next(iter(wrong))):
-        Limits(**wrong)
+        EngineConfig(**wrong)
 
 
 # ---- preemption
@@ -321,7 +321,7 @@ def test_answers_are_unchanged_by_preemption_in_pools_too_small(victim: str, reu
     for seed in range(6):
         rng = random.Random(seed)
         size = rng.choice([1, 2, 4, 16])
-        limits = Limits(8, 64, rng.choice([4, 16, 64]), victim=victim, order=order)
+        limits = sized(8, 64, rng.choice([4, 16, 64]), victim=victim, order=order)
         world = World(-(-130 // size), size, limits, reuse=reuse)
         base = tokens(40, seed)
         requests = [
@@ -358,7 +358,7 @@ def test_only_what_was_evicted_is_computed_again() -> None:
 
 def test_the_victim_has_the_lowest_priority_then_costs_least() -> None:
     def first_victim(prompts: list[list[int]], priorities: list[int], victim: str = "cheapest") -> int:
-        world = World(20, 4, Limits(victim=victim))
+        world = World(20, 4, EngineConfig(victim=victim))
         requests = [
             world.submit(prompt, GREEDY.but(max_tokens=30), priority=priority)
             for prompt, priority in zip(prompts, priorities, strict=True)
@@ -485,7 +485,12 @@ def test_samples_come_back_from_a_preemption_as_they_were(reuse: bool) -> None:
         roomy = World(400, 4, reuse=reuse)
         expected = roomy.submit(prompt, params)
         roomy.finish()
-        world = World(30, 4, Limits(16, 64, rng.choice([3, 8, 32]), victim="last"), reuse=reuse)
+        world = World(
+            30,
+            4,
+            sized(16, 64, rng.choice([3, 8, 32]), victim="last"),
+            reuse=reuse,
+        )
         others = [world.submit(tokens(rng.randint(1, 20), 50 + i), GREEDY.but(max_tokens=40)) for i in range(3)]
         request = world.submit(prompt, params)
         world.finish()

@@ -7,15 +7,6 @@ from radixkv.engine import RequestEngine, sizing
 from radixkv.errors import InvalidInput
 
 
-def test_sizes_in_words():
-    assert sizing.parse_bytes(4096) == 4096
-    assert sizing.parse_bytes("2g") == 2 * 10**9
-    assert sizing.parse_bytes(" 0.5 MiB ") == 2**19
-    for bad in ("", "much", "-1", "3 apples", True, "1e9"):
-        with pytest.raises(InvalidInput, match="kv_memory"):
-            sizing.parse_bytes(bad)
-
-
 def test_blocks_are_what_fits():
     assert sizing.blocks_for("1MB", 300_000, "cpu") == 3
     with pytest.raises(InvalidInput, match="one block of this model takes 2000 bytes"):

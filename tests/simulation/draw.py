@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import NamedTuple
 
-from radixkv.engine.limits import Limits
+from radixkv.config import EngineConfig
 from radixkv.sampling.params import SamplingParams
 from tests.simulation.model import VOCAB
 from tests.simulation.oracle import Reply, replies
@@ -116,15 +116,16 @@ class _Draw:
         alone = self.rng.choice((sizes[-1], sizes[-1], sizes[-2]))
         return int(alone * self.rng.choice(self.profile.room)) + self.rng.choice((0, 1, 2))
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> EngineConfig:
         rng = self.rng
         streams = max(rng.choice(self.profile.streams), self.widest - rng.choice((0, 0, 0, 1)))
         chunk, deterministic = rng.choice(self.profile.chunk), rng.random() < 0.15
-        return Limits(
+        return EngineConfig(
             max_sequences=streams,
             max_batch_tokens=streams + max(rng.choice(self.profile.budget), chunk if deterministic else 0),
             prefill_chunk=chunk,
             deterministic=deterministic,
+            block_size=1,  # the scheduler serves chunks of any length
             order=rng.choice(("fcfs", "longest-prefix")),
             max_overtakes=rng.choice((0, 1, 3, 32)),
             victim=rng.choice(("cheapest", "last")),

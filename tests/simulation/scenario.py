@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from radixkv.engine.limits import Limits
+from radixkv.config import EngineConfig
 from radixkv.sampling.params import SamplingParams
 
 Ids = tuple[int, ...]
@@ -124,7 +124,7 @@ class Scenario:
     seed: int
     num_blocks: int
     block_size: int
-    limits: Limits
+    limits: EngineConfig
     asks: tuple[Ask, ...]
     policy: str = "lru"
     reuse: bool = True

@@ -20,7 +20,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from radixkv.engine.limits import Limits
+from radixkv.config import EngineConfig
 from radixkv.errors import RequestFailed
 from radixkv.sampling.params import SamplingParams
 from tests.simulation.scenario import Ask, Fault, Flaw, Scenario
@@ -39,7 +39,7 @@ LIFE = Scenario(
     seed=0,
     num_blocks=12,
     block_size=3,
-    limits=Limits(max_sequences=6, max_batch_tokens=9, prefill_chunk=5),
+    limits=EngineConfig(max_sequences=6, max_batch_tokens=9, prefill_chunk=5),
     asks=(
         ask(0, 0, (*SHARED, 1), 9),
         ask(1, 0, (*SHARED, 2), 7, temperature=1),

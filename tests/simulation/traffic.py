@@ -18,7 +18,8 @@ from itertools import count
 from unittest import mock
 
 from radixkv.cache import PrefixCache
-from radixkv.engine import Chunk, Completion, Handle, Limits, RequestEngine, input_processor
+from radixkv.config import EngineConfig
+from radixkv.engine import Chunk, Completion, Handle, RequestEngine, input_processor
 from radixkv.errors import PinBudgetExceeded, PromptTooLong, RequestCancelled, RequestFailed, RequestTimedOut
 from radixkv.sampling.params import SamplingParams
 from tests.engine.fakes import FakeModel
@@ -230,7 +231,7 @@ def memory_engine(num_blocks: int = 60, faults: float = 0.0, **limits: object) -
 
     model.fault = fault
     fake = FakeModel(vocab_size=VOCAB, stop_token_ids=frozenset())
-    engine = RequestEngine(fake, model, cache, Limits(**limits))  # type: ignore[arg-type]
+    engine = RequestEngine(fake, model, cache, EngineConfig(**{"monitor": False, **limits}))  # type: ignore[arg-type]
     with mock.patch.object(input_processor, "MAX_UNREAD", 4), engine:
         yield engine
     assert model.broken is None, model.broken

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 from unittest import mock
 
@@ -112,7 +112,7 @@ class World:
         self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)
         self.model.fault, self.model.sick = self.faults.in_forward, self.faults.is_sick
         self.model.garbles = lambda: self.faults.garbles(self.work_of())
-        self.core = Core(self.cache, self.model, scenario.limits, reuse=scenario.reuse)
+        self.core = Core(self.cache, self.model, replace(scenario.limits, prefix_cache=scenario.reuse))
         self._listen_to_the_schedule()
         self.books, self.steps, self.turns, self.ends = Books(self), Steps(self), Turns(self), Ends(self)
 

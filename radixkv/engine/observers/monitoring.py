@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixkv.engine.engine_thread import EngineThread
 from radixkv.engine.observers.recorder import RequestRecorder
-from radixkv.errors import InvalidInput, RadixKVError
+from radixkv.errors import RadixKVError
 from radixkv.telemetry.records import Changes, EngineFacts
 
 if TYPE_CHECKING:
@@ -33,13 +33,9 @@ CRASHES = 3
 """How many recordings of crashes are kept."""
 
 
-def wanted(monitor: Any) -> bool | str:
-    """Whether an engine is to be watched, and where, from what a caller passes. Raises InvalidInput."""
-    if isinstance(monitor, bool):
-        return monitor and os.environ.get(SWITCH, "1") != "0"
-    if not isinstance(monitor, str) or not monitor.startswith("tcp://"):
-        raise InvalidInput(f"monitor must be True, False or an address such as 'tcp://127.0.0.1:7777', got {monitor!r}")
-    return monitor
+def wanted(monitor: bool | str) -> bool | str:
+    """Return the setting, or False if the environment switches monitoring without an address off."""
+    return os.environ.get(SWITCH, "1") != "0" if monitor is True else monitor
 
 
 def engine_facts(**facts: Any) -> EngineFacts:

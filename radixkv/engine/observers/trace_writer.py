@@ -43,12 +43,10 @@ NAMESPACES = 65_536
 """Of so many namespaces, those used last, it is known that their ids are the same as before."""
 
 
-def check_path(path: Any) -> Path | None:
-    """Where to record, from what a caller passes; None for nowhere. Raises InvalidInput: no file is written over."""
+def check_path(path: str | os.PathLike[str] | None) -> Path | None:
+    """Return the path of a new file, None for none. Raises InvalidInput if it exists, or its folder does not."""
     if path is None:
         return None
-    if not isinstance(path, str | os.PathLike):
-        raise InvalidInput(f"record names a file to be written, got {path!r}")
     file = Path(path)
     if file.exists():
         raise InvalidInput(f"record={str(path)!r} exists, and its block ids have another key: name a new file")

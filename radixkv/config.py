@@ -1,0 +1,217 @@
+"""The settings of an engine, each declared once: its type, its default, its range and its meaning.
+
+`EngineConfig` checks every value, and values against each other, when it is created. Checks that need the model, the
+device or the file system are made by `Engine.load`. The options of the commands and the table in docs/engine.md read
+the declarations below.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict, cast
+
+from radixkv.errors import InvalidInput, UnknownPolicy
+from radixkv.kv_size import bytes_of
+from radixkv.sampling.params import is_int
+
+ATTENTION = ("auto", "torch", "triton")
+ORDERS = ("fcfs", "longest-prefix")
+VICTIMS = ("cheapest", "last")
+SCRUB_RATE = 32.0  # blocks per second for scrub=True
+
+
+class EngineConfigFields(TypedDict, total=False):
+    """The fields of `EngineConfig` as keyword arguments; a test compares the two lists."""
+
+    kv_memory: str | int
+    num_blocks: int | None
+    block_size: int
+    eviction: str
+    device: str
+    dtype: Any
+    attention: str
+    compile: bool | str
+    max_sequences: int
+    max_batch_tokens: int
+    prefill_chunk: int
+    order: str
+    max_overtakes: int
+    victim: str
+    prefix_cache: bool
+    deterministic: bool
+    scrub: bool | float
+    monitor: bool | str
+    expose_text: bool
+    record: str | os.PathLike[str] | None
+    seed: int
+    revision: str | None
+    trust_remote_code: bool
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of 536870912, "512MB" or "1.5GiB"; raises InvalidInput.
+
+    >>> parse_bytes("512MB"), parse_bytes("1.5 GiB")
+    (512000000, 1610612736)
+    """
+    size = None if isinstance(text, bool) else bytes_of(str(text))
+    if size is None:
+        raise InvalidInput(f'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got {text!r}')
+    return size
+
+
+_Rule = tuple[Callable[[Any], bool], str]  # which values are accepted, and the message for others
+_FLAG: _Rule = (lambda value: isinstance(value, bool), "{name} must be True or False, got {value!r}")
+_INT: _Rule = (is_int, "{name} must be an int, got {value!r}")
+_COMPILE: _Rule = (
+    lambda value: isinstance(value, bool) or value == "auto",
+    "{name}={value!r}: allowed are 'auto', True and False",
+)
+_SCRUB: _Rule = (
+    lambda value: isinstance(value, bool) or (isinstance(value, int | float) and 0 < value < float("inf")),
+    "{name} is False, True, or blocks a second, above 0; got {value!r}",
+)
+_MONITOR: _Rule = (
+    lambda value: isinstance(value, bool) or (isinstance(value, str) and value.startswith("tcp://")),
+    "{name} must be True, False or an address such as 'tcp://127.0.0.1:7777', got {value!r}",
+)
+_RECORD: _Rule = (
+    lambda value: value is None or isinstance(value, str | os.PathLike),
+    "{name} names a file to be written, got {value!r}",
+)
+
+
+def _setting(
+    default: Any, help: str, rule: _Rule | None = None, *, least: int | None = None, choices: tuple[str, ...] = ()
+) -> Any:
+    """Declare a field: its meaning, and which values are allowed. `least` is the smallest int."""
+    if least is not None:
+        optional = default is None
+        rule = (
+            lambda value: (optional and value is None) or (is_int(value) and value >= least),
+            f"{{name}} must be an int, at least {least}, got {{value!r}}",
+        )
+    if choices:
+        rule = (choices.__contains__, f"{{name}}={{value!r}}: allowed are {', '.join(map(repr, choices))}")
+    return field(default=default, metadata={"help": help, "rule": rule, "least": least, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The settings of an engine, checked; raises InvalidInput with the allowed values.
+
+    `Engine.load` takes an `EngineConfig`, its fields as keyword arguments, or both; a keyword argument wins.
+    """
+
+    kv_memory: str | int = _setting(
+        "auto",
+        "memory of the KV pool: bytes, a size such as 512MB, or auto (on a CPU a quarter of the free memory, at most "
+        "4 GiB; on a GPU the free memory below 90% of the card)",
+    )
+    num_blocks: int | None = _setting(None, "blocks of the KV pool; overrides kv_memory", least=1)
+    block_size: int = _setting(16, "tokens per block", least=1)
+    eviction: str = _setting("lru", "eviction policy, a name of radixkv.cache.POLICIES")
+    device: str = _setting("auto", "cpu, cuda, cuda:1, ...; auto is cuda where there is a GPU")
+    dtype: Any = _setting(  # noqa: RUF009 - it returns a field
+        "auto", "float32, bfloat16, ...; auto is float32 on a CPU, elsewhere the dtype of the weights"
+    )
+    attention: str = _setting(
+        "auto",
+        "attention backend; auto is triton on CUDA where it serves the model, and torch elsewhere; where neither "
+        "is right it leaves attention to the model's own code (the fallback)",
+        choices=ATTENTION,
+    )
+    compile: bool | str = _setting(
+        "auto",
+        "compile the model around its attention, which takes a minute; auto does so on CUDA unless deterministic",
+        _COMPILE,
+    )
+    max_sequences: int = _setting(64, "streams that run at once", least=1)
+    max_batch_tokens: int = _setting(2048, "tokens per step, at least max_sequences", least=1)
+    prefill_chunk: int = _setting(512, "tokens of one prompt per step", least=1)
+    order: str = _setting(
+        "fcfs",
+        "which waiting request runs first within a priority: the oldest (fcfs), or the one with the longest cached "
+        "prefix",
+        choices=ORDERS,
+    )
+    max_overtakes: int = _setting(32, "later requests that may overtake a waiting one", least=0)
+    victim: str = _setting(
+        "cheapest",
+        "which request is preempted when blocks run out: the cheapest to resume, or the last one admitted",
+        choices=VICTIMS,
+    )
+    prefix_cache: bool = _setting(True, "reuse cached prefixes; False computes every prompt in full, for comparisons")
+    deterministic: bool = _setting(
+        False,
+        "requests that run one at a time get the same bits whether they hit or not; hits end on multiples of "
+        "prefill_chunk, which must be whole blocks",
+        _FLAG,
+    )
+    scrub: bool | float = _setting(
+        False,
+        "recompute cached blocks while the engine is idle and drop those that differ: True, or blocks per second",
+        _SCRUB,
+    )
+    monitor: bool | str = _setting(
+        True,
+        "let radixkv-monitor of the same user watch, without any text; a tcp:// address also admits clients that have "
+        "the token; False, or RADIXKV_MONITOR=0 in the environment, turns this off",
+        _MONITOR,
+    )
+    expose_text: bool = _setting(False, "show the beginning of each cached text in the monitor", _FLAG)
+    record: str | os.PathLike[str] | None = _setting(  # noqa: RUF009 - it returns a field
+        None, "new file for a trace of all requests, without their text, for radixkv-replay", _RECORD
+    )
+    seed: int = _setting(0, "root of the seeds of requests that have none", _INT)
+    revision: str | None = _setting(None, "revision of a model on the hub")
+    trust_remote_code: bool = _setting(False, "run code that comes with the model")
+
+    def __post_init__(self) -> None:
+        """Check each value by itself, then values against each other."""
+        for each in fields(self):
+            value, rule = getattr(self, each.name), each.metadata["rule"]
+            if rule is not None and not rule[0](value):
+                raise InvalidInput(rule[1].format(name=each.name, value=value))
+        if not isinstance(self.eviction, str) or self.eviction not in _policies():
+            raise UnknownPolicy(f"eviction={self.eviction!r}: allowed are {', '.join(_policies())}")
+        if self.num_blocks is None and self.kv_memory != "auto":
+            parse_bytes(self.kv_memory)
+        if self.max_batch_tokens < self.max_sequences:
+            raise InvalidInput(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}): "
+                "every running sequence decodes one token a step"
+            )
+        if not self.deterministic:
+            return
+        if self.prefill_chunk + self.max_sequences > self.max_batch_tokens:
+            raise InvalidInput(
+                f"deterministic=True computes whole chunks: prefill_chunk ({self.prefill_chunk}) and a token for each "
+                f"of max_sequences ({self.max_sequences}) must fit max_batch_tokens ({self.max_batch_tokens})"
+            )
+        if self.prefill_chunk % self.block_size:  # branches would part inside a block, which an audit cannot compare
+            raise InvalidInput(
+                f"deterministic=True needs a prefill_chunk ({self.prefill_chunk}) of whole blocks of {self.block_size} "
+                "tokens"
+            )
+
+    @property
+    def scrub_rate(self) -> float | None:
+        """Blocks per second to scrub; None for no scrubbing."""
+        if isinstance(self.scrub, bool):
+            return SCRUB_RATE if self.scrub else None
+        return float(self.scrub)
+
+
+def settings_in(arguments: object) -> EngineConfigFields:
+    """The attributes of `arguments` that are settings, such as the options of a command."""
+    found = {each.name: getattr(arguments, each.name) for each in fields(EngineConfig) if hasattr(arguments, each.name)}
+    return cast(EngineConfigFields, found)
+
+
+def _policies() -> list[str]:
+    from radixkv.cache import POLICIES  # numpy takes 0.1 s, which commands that only print do not need
+
+    return sorted(POLICIES)
