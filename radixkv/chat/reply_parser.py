@@ -136,13 +136,13 @@ class CallReader:
     from the reply's `seed` and its number, unless the model wrote one that the format allows.
     """
 
-    def __init__(self, form: CallFormat, names: Collection[str], seed: str, *, fresh: bool = False) -> None:
-        """Read `form`; `names` are the tools that there are; `fresh` drops white space at the beginning."""
+    def __init__(self, form: CallFormat, names: Collection[str], seed: str) -> None:
+        """Read `form`; `names` are the tools that there are."""
         self._form, self._names, self._seed = form, names, seed
         self._held, self._from = "", 0  # what stands before `from` is handed out
         self._block: Block | None = None
         self._bare = form.bare  # a call may begin here without a tag
-        self._fresh, self._said = fresh, False
+        self._fresh = self._said = False
         self._spaces = ""  # said only if words follow
         self._ids: set[str] = set()
         self.calls: list[ToolCall] = []

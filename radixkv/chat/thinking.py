@@ -109,35 +109,99 @@ class ChannelReader:
             yield True, words
 
 
-def split_channels(text: str) -> tuple[str, str] | None:
-    """(thinking, what is said) of a reply with its control tokens; None if it is in no channels. O(characters).
+class ThinkingReader:
+    """Split the text of one reply, as it arrives, into thinking and answer.
 
-    >>> split_channels("<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>Yes.")
-    ('so', 'Yes.')
+    Thinking begins a reply: in `tags`, or in channels where `channels` allows them. A tag elsewhere is text, or part of
+    a call's arguments. `opened` says that the prompt ended with an open tag, which the model may write again. White
+    space around thinking is dropped. The pieces in which the text arrives make no difference.
     """
-    reader = ChannelReader()
-    parts = reader.push(text) + reader.finish()
-    if not reader.messages:
-        return None
-    thinking, said = ("".join(part for thought, part in parts if thought is wanted) for wanted in (True, False))
-    return thinking, said
+
+    def __init__(
+        self, *, opened: bool = False, tags: tuple[str, str] = (THINK_START, THINK_END), channels: bool = True
+    ) -> None:
+        """Begin where a reply begins."""
+        self._opening, self._closing = tags
+        self._otherwise = "thinking" if opened else "channels" if channels else "answer"  # without a tag
+        self._state = "start"
+        self._readers = {"start": self._start, "thinking": self._think, "answer": self._say, "channels": self._listen}
+        self._channels = ChannelReader()
+        self._held = ""
+        self._drops_space = False  # at the beginning of thinking, and of an answer after a tag
+
+    def push(self, text: str) -> list[Part]:
+        """Take more text; returns what is certain now. O(text + what is held)."""
+        self._held += text
+        return list(self._read())
+
+    def finish(self) -> list[Part]:
+        """The reply is complete: what was held is what it looks like. Cut before the end tag, it is thinking only."""
+        parts: list[Part] = []
+        if self._state == "start":
+            self._leave_start(self._otherwise)
+            parts += self._read()
+        parts += self._channels.finish()
+        return parts + list(self._part(self._state == "thinking", self._held.rstrip()))
+
+    # ---- inside
+
+    def _read(self) -> Iterator[Part]:
+        before = None
+        while before != (self._state, self._held):
+            before = self._state, self._held
+            yield from self._readers[self._state]()
+
+    def _start(self) -> Iterator[Part]:
+        text = self._held.lstrip()
+        if text.startswith(self._opening):
+            self._held = text.removeprefix(self._opening)
+            self._leave_start("thinking")
+        elif not self._opening.startswith(text):
+            self._leave_start(self._otherwise)
+        yield from ()
+
+    def _leave_start(self, state: str) -> None:
+        self._state, self._drops_space = state, state == "thinking"
+
+    def _think(self) -> Iterator[Part]:
+        thinking, tag, rest = self._held.partition(self._closing)
+        if tag:
+            yield from self._part(True, thinking.rstrip())
+            self._held, self._state, self._drops_space = rest, "answer", True
+            return
+        certain = thinking[: len(thinking) - _undecided(thinking, (self._closing,))].rstrip()
+        self._held = self._held[len(certain) :]
+        yield from self._part(True, certain)
+
+    def _say(self) -> Iterator[Part]:
+        text, self._held = self._held, ""
+        yield from self._part(False, text)
+
+    def _listen(self) -> Iterator[Part]:
+        text, self._held = self._held, ""
+        yield from self._channels.push(text)
+
+    def _part(self, thought: bool, text: str) -> Iterator[Part]:
+        text = text.lstrip() if self._drops_space else text
+        if text:
+            self._drops_space = False
+            yield thought, text
 
 
 def split_thinking(
     text: str, *, opened: bool = False, tags: tuple[str, str] = (THINK_START, THINK_END)
 ) -> tuple[str, str]:
-    """(thinking, answer) of a reply with its control tokens; `opened` if its prompt ended with an open tag.
-
-    A reply that was cut before the end of its thinking is thinking only.
+    """(thinking, answer) of a whole reply with its control tokens, as ThinkingReader splits it. O(characters).
 
     >>> split_thinking("<think>so</think>Yes.")
     ('so', 'Yes.')
+    >>> split_thinking("<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>Yes.")
+    ('so', 'Yes.')
     """
-    start, end = tags
-    if opened or text.lstrip().startswith(start):
-        thinking, _, answer = text.partition(end)
-        return thinking.lstrip().removeprefix(start).strip(), answer.lstrip()
-    return split_channels(text) or ("", text)  # a tag elsewhere is text, or part of a call's arguments
+    reader = ThinkingReader(opened=opened, tags=tags)
+    parts = reader.push(text) + reader.finish()
+    thinking, answer = ("".join(part for thought, part in parts if thought is wanted) for wanted in (True, False))
+    return thinking, answer
 
 
 def only_thinks(text: str) -> bool:

@@ -232,14 +232,18 @@ def with_text(call: Message) -> Message:
 
 
 def with_object(call: Message) -> Message:
-    """A call with its arguments as an object, if they are one that templates can write."""
+    """A call with its arguments as an object, if they are the text of one that templates can write."""
     function = call.get("function") or {}
+    arguments = arguments_object(function.get("arguments"))
+    return call if arguments is None else {**call, "function": {**function, "arguments": arguments}}
+
+
+def arguments_object(text: object) -> dict[str, Any] | None:
+    """The object that a JSON text holds; None for anything else, and for one that is nested too deep to be written."""
+    if not isinstance(text, str):
+        return None
     try:
-        arguments = json.loads(function.get("arguments", ""))
-    except (TypeError, ValueError, RecursionError):  # no text, or none that JSON can read
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if _is_plain(arguments) else call
-
-
-def _is_plain(arguments: object) -> bool:
-    return isinstance(arguments, dict) and not too_deep(arguments)
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and not too_deep(found) else None

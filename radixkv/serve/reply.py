@@ -6,13 +6,13 @@ Text is held back only while it may still be the start of a tag or of a call, or
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from radixkv.chat import thinking as in_channels
 from radixkv.chat.messages import ToolCall
-from radixkv.chat.reply_parser import CallReader, Part
-from radixkv.chat.thinking import THINK_END, THINK_START, ChannelReader
+from radixkv.chat.reply_parser import CallReader
+from radixkv.chat.thinking import TAGS as CHANNEL_TAGS
+from radixkv.chat.thinking import THINK_END, THINK_START, ThinkingReader
 from radixkv.chat.tool_call_formats import HERMES, CallFormat
 from radixkv.engine import Chunk
 
@@ -52,9 +52,9 @@ class Piece:
 
 
 class ReplyReader:
-    """Takes the text of one reply bit by bit; what it has handed out so far is in `content`, `thinking` and `calls`.
+    """Split the text of one reply, as it arrives; the parts so far are in `content`, `thinking` and `calls`.
 
-    White space around thinking is dropped, and calls are as `CallReader` has them.
+    Thinking is read by ThinkingReader, tool calls by CallReader.
     """
 
     def __init__(
@@ -68,112 +68,47 @@ class ReplyReader:
         names: Collection[str] = (),
         seed: str = "0",
     ) -> None:
-        """`thinking` says that the prompt ended with an open tag, `reads_calls` that calls are to be taken out.
+        """Begin a reply.
 
-        `thinking_tags` stand before and behind what is thought.
-
-        `form` is how the model writes them, `names` are the tools that there are, and `seed` makes the calls' ids.
-        `channels` are looked for where a reply does not begin with a tag.
+        `thinking` says that the prompt ended with an open tag, `reads_calls` that calls are taken out of the text.
+        `thinking_tags` enclose thinking; a reply that begins without one is read in `channels`, if the model has them.
+        `form` is the format of calls, `names` are the tools that there are, and `seed` makes the calls' ids.
         """
-        self._form = form if reads_calls else None
-        self._opening, self._closing = thinking_tags
-        self._names, self._seed = names, seed
-        self._state = "thinking" if thinking else "start"
-        self._readers = {"start": self._start, "thinking": self._think, "text": self._say, "channels": self._listen}
-        self._channels = ChannelReader() if channels else None
-        self._calls: CallReader | None = None
+        self._thinking = ThinkingReader(opened=thinking, tags=thinking_tags, channels=channels)
+        self._calls = CallReader(form, names, seed) if reads_calls and form is not None else None
         self._taken: list[str] = []
-        self._held = ""
-        self._fresh = True  # nothing was handed out since the last tag: white space is dropped
         self.content = self.thinking = ""
         self.calls: list[ToolCall] = []
 
     @property
     def text(self) -> str:
-        """All that was taken, as it was said."""
+        """The whole text so far, with its tags."""
         return "".join(self._taken)
 
     def push(self, text: str) -> list[Piece]:
-        """Take more text; returns what is certain now. O(text + what is held)."""
+        """Take more text; return the pieces that are certain now. O(text + held text)."""
         if not text:
             return []
         self._taken.append(text)
-        self._held += text
-        return list(self._read())
+        return self._pieces(self._thinking.push(text))
 
     def finish(self) -> list[Piece]:
-        """The reply is complete: what was held is what it looks like."""
-        pieces = list(self._read())
-        if self._state == "start":  # no tag came after all
-            self._begin_text()
-            pieces += self._read()
-        if self._channels is not None:
-            pieces += self._heard(self._channels.finish())
-        if self._calls is not None:
-            return pieces + self._pieces(self._calls.finish())
-        rest, self._held = self._held, ""
-        if self._state == "thinking":  # cut before its end tag
-            return pieces + list(self._give("thinking", rest.rstrip()))
-        return pieces + list(self._give("content", rest))
+        """End the reply, and return the remaining pieces."""
+        pieces = self._pieces(self._thinking.finish())
+        return pieces if self._calls is None else pieces + self._answer(self._calls.finish())
 
-    # ---- inside
+    def _pieces(self, parts: Sequence[tuple[bool, str]]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for thought, text in parts:
+            if thought:
+                self.thinking += text
+                pieces.append(Piece(thinking=text))
+            else:
+                pieces += self._answer([text] if self._calls is None else self._calls.push(text))
+        return pieces
 
-    def _read(self) -> Iterator[Piece]:
-        """Go from tag to tag as far as the text decides."""
-        before = None
-        while before != (self._state, self._held):
-            before = self._state, self._held
-            yield from self._readers[self._state]()
-
-    def _start(self) -> Iterator[Piece]:
-        """Thinking begins a reply, or there is none."""
-        text = self._held.lstrip()
-        if text.startswith(self._opening):
-            self._held, self._state = text.removeprefix(self._opening), "thinking"
-        elif not self._opening.startswith(text):
-            self._begin_text()
-        yield from ()
-
-    def _begin_text(self) -> None:
-        self._state, self._fresh = "text" if self._channels is None else "channels", False
-
-    def _think(self) -> Iterator[Piece]:
-        thinking, tag, rest = self._held.partition(self._closing)
-        if tag:
-            yield from self._give("thinking", thinking.rstrip())
-            self._held, self._state, self._fresh = rest, "text", True
-        else:
-            yield from self._give_all_but(_undecided(self._held, self._closing), "thinking")
-
-    def _listen(self) -> Iterator[Piece]:
-        text, self._held = self._held, ""
-        assert self._channels is not None
-        yield from self._heard(self._channels.push(text))
-
-    def _heard(self, parts: Sequence[in_channels.Part]) -> list[Piece]:
-        """What a reader of channels made certain."""
-        return [
-            piece
-            for thought, text in parts
-            for piece in (self._give("thinking", text) if thought else self._said(text))
-        ]
-
-    def _say(self) -> Iterator[Piece]:
-        text, self._held = self._held, ""
-        yield from self._said(text)
-
-    def _said(self, text: str) -> Iterator[Piece]:
-        """Text that is not thought, and may hold calls."""
-        if self._form is None:
-            yield from self._give("content", text)
-            return
-        if self._calls is None:
-            self._calls = CallReader(self._form, self._names, self._seed, fresh=self._fresh)
-        yield from self._pieces(self._calls.push(text))
-
-    def _pieces(self, parts: Sequence[Part]) -> list[Piece]:
-        """What a reader of calls made certain."""
-        pieces = []
+    def _answer(self, parts: Sequence[str | ToolCall]) -> list[Piece]:
+        pieces: list[Piece] = []
         for part in parts:
             if isinstance(part, str):
                 self.content += part
@@ -183,36 +118,7 @@ class ReplyReader:
                 pieces.append(Piece(call=part, number=len(self.calls) - 1))
         return pieces
 
-    def _give_all_but(self, undecided: int, kind: str) -> Iterator[Piece]:
-        certain = self._held[: len(self._held) - undecided]
-        self._held = self._held[len(certain) :]
-        yield from self._give(kind, certain)
-
-    def _give(self, kind: str, text: str) -> Iterator[Piece]:
-        if self._fresh:
-            text = text.lstrip()
-        if not text:
-            return
-        self._fresh = False
-        if kind == "thinking":
-            self.thinking += text
-            yield Piece(thinking=text)
-        else:
-            self.content += text
-            yield Piece(content=text)
-
 
 def tags(form: CallFormat | None, thinking: tuple[str, str]) -> tuple[str, ...]:
     """The texts that a reader of replies looks for, and that may be control tokens."""
-    return (*thinking, *in_channels.TAGS, *(form.tags if form else ()))
-
-
-def _undecided(text: str, tag: str) -> int:
-    """Characters at the end that may belong to `tag`, or to the white space before it.
-
-    >>> _undecided("So be it. <tool", "<tool_call>")
-    6
-    """
-    length = next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)
-    kept = text[: len(text) - length]
-    return length + len(kept) - len(kept.rstrip())
+    return (*thinking, *CHANNEL_TAGS, *(form.tags if form else ()))

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from radixkv.chat.messages import Message
-from radixkv.chat.tool_call_formats import too_deep
+from radixkv.chat.tool_call_formats import arguments_object
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import (
     INT64,
@@ -412,13 +412,8 @@ def _call(fields: Fields) -> JsonObject:
 
 
 def _arguments(given: str | JsonObject | None) -> str | JsonObject:
-    if not isinstance(given, str):
-        return given or {}
-    try:
-        parsed = json.loads(given or "{}")
-    except (ValueError, RecursionError):
-        return given
-    return parsed if isinstance(parsed, dict) and not too_deep(parsed) else given
+    arguments = arguments_object(given)
+    return given or {} if arguments is None else arguments
 
 
 def _check_function(fields: Fields) -> None:

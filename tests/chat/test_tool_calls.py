@@ -32,16 +32,15 @@ AROUND = st.lists(st.sampled_from(["So", " ", "\n", "<tool", "[TOOL", "<|py", "}
 Read = tuple[str, list[tuple[str, Any]]]
 
 
-def read(pieces: list[str], form: CallFormat, *, fresh: bool = False) -> Read:
+def read(pieces: list[str], form: CallFormat) -> Read:
     """What is said and what is called; the books are checked on the way."""
-    reader = CallReader(form, NAMES, "7", fresh=fresh)
+    reader = CallReader(form, NAMES, "7")
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
     assert [part for part in parts if not isinstance(part, str)] == reader.calls
     assert all(parts), "an empty part says nothing"
     assert len({call.id for call in reader.calls}) == len(reader.calls)
     text = "".join(part for part in parts if isinstance(part, str))
-    if not fresh:
-        assert (text, tuple(reader.calls)) == split_calls("".join(pieces), form, NAMES, "7")
+    assert (text, tuple(reader.calls)) == split_calls("".join(pieces), form, NAMES, "7")
     return text, [(call.name, call.arguments) for call in reader.calls]
 
 
@@ -120,15 +119,15 @@ def within(part: str, whole: str) -> bool:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @settings(max_examples=120, deadline=None)
-@given(SOUP, st.booleans(), st.data())
-@example('<tool_call>{"name": "x</tool_call> <tool_call>{"name": "now", "arguments": {}}</tool_call>', False, None)
-def test_pieces_make_no_difference_and_nothing_is_lost(form, text, fresh, data):
-    said, calls = read([text], form, fresh=fresh)
-    assert read(list(text), form, fresh=fresh) == (said, calls)
+@given(SOUP, st.data())
+@example('<tool_call>{"name": "x</tool_call> <tool_call>{"name": "now", "arguments": {}}</tool_call>', None)
+def test_pieces_make_no_difference_and_nothing_is_lost(form, text, data):
+    said, calls = read([text], form)
+    assert read(list(text), form) == (said, calls)
     if data is not None:
-        assert read(pieces_of(text, data), form, fresh=fresh) == (said, calls)
+        assert read(pieces_of(text, data), form) == (said, calls)
     if not calls:
-        assert said == (text.lstrip() if fresh else text)
+        assert said == text
     assert within(said, text), "what was said was changed"
 
 

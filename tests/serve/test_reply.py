@@ -73,6 +73,12 @@ def test_a_prompt_may_have_opened_the_thinking():
     assert read(["hm\n</think>\n\nYes."], thinking=True) == ("Yes.", "hm", [])
 
 
+def test_an_opening_tag_that_the_prompt_had_is_not_thought_again():
+    for text in ("<think>\nhm</think>Yes.", " <think>hm</think> Yes."):
+        assert read([text], thinking=True) == read(text, thinking=True) == ("Yes.", "hm", [])
+        assert split_thinking(text, opened=True) == ("hm", "Yes.")
+
+
 def test_calls_are_text_to_who_has_no_tools():
     assert read([f"a {CALL}"], reads_calls=False) == (f"a {CALL}", "", [])
 
@@ -82,7 +88,10 @@ def test_pieces_make_no_difference(parts, reads_calls, thinking, data):
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(pieces, reads_calls, thinking) == read([text], reads_calls, thinking)
+    whole = read([text], reads_calls, thinking)
+    assert read(pieces, reads_calls, thinking) == whole
+    if thinking and not reads_calls:
+        assert split_thinking(text, opened=True) == (whole[1], whole[0])
 
 
 # ---- channels
