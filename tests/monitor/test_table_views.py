@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,12 +18,14 @@ from hypothesis import strategies as st
 from textual.pilot import Pilot
 
 from radixkv_monitor.detail import Detail
-from radixkv_monitor.views import NodeSelected, RequestSelected, Selection, Table
+from radixkv_monitor.state import State
+from radixkv_monitor.views import NodeSelected, RequestSelected, Selection, Table, sorts
 from radixkv_monitor.views.evictions import EvictionsView
 from radixkv_monitor.views.requests import RequestsView
 from radixkv_monitor.views.sessions import SessionsView
 from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.widgets.detail_pane import _text
+from radixkv_monitor.widgets.table import Column
 from tests.monitor import samples
 from tests.monitor.view_host import hosted, screen, state
 
@@ -147,9 +150,9 @@ def test_s_goes_through_the_orders_and_back(view: type, shown: object, orders: l
     widget = view()
 
     async def script(pilot: Pilot[None]) -> None:
-        for order, expected in zip(widget.orders, orders, strict=True):
+        for order, expected in zip(widget.orders(), orders, strict=True):
             assert widget.order is order
-            assert any(line.strip().startswith(f"by {order.name} ·") for line in screen(pilot.app))
+            assert any(line.strip().startswith(f"by {order.sort} ·") for line in screen(pilot.app))
             keyed = [order.key(row) for row in widget.table.rows]
             known = [key for key in keyed if key is not None]
             assert known == sorted(known, reverse=order.descending)
@@ -158,9 +161,9 @@ def test_s_goes_through_the_orders_and_back(view: type, shown: object, orders: l
                 assert numbers(widget) == expected
             await pilot.press("s")
             await pilot.pause()
-        assert widget.order is widget.orders[0]
+        assert widget.order is widget.orders()[0]
         await pilot.press("S")
-        assert widget.order is widget.orders[-1]
+        assert widget.order is widget.orders()[-1]
 
     hosted(widget, shown, script)  # type: ignore[arg-type]
 
@@ -241,8 +244,31 @@ def test_what_another_view_selected_gets_the_cursor() -> None:
 
 def test_sorting_by_name() -> None:
     view = SessionsView()
-    assert view.sort_by("hit-share") and view.order.name == "hit share"
-    assert not view.sort_by("nonsense") and view.order.name == "hit share"
+    assert view.sort_by("hit-share") and view.order.sort == "hit share"
+    assert not view.sort_by("nonsense") and view.order.sort == "hit share"
+
+
+@pytest.mark.parametrize(
+    ("view", "shown"), [(RequestsView, REQUESTS), (SessionsView, SESSIONS), (EvictionsView, EVICTIONS)]
+)
+def test_a_new_column_is_one_entry(view: type[TableView[Any]], shown: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    parity: Column[Any] = Column("parity", 9, lambda row: f"odd-{widget.key(row) % 2}", sort="parity", export="parity")
+    monkeypatch.setattr(view, "columns", (parity, *view.columns))
+    widget = view()
+
+    async def script(pilot: Pilot[None]) -> None:
+        text = screen(pilot.app)
+        assert any(line.startswith("parity") for line in text) and any(line.startswith("odd-1") for line in text)
+        assert "parity" in sorts()[view.title] and widget.sort_by("parity")
+        await pilot.pause()
+        values = [row["parity"] for row in widget.export().rows]
+        assert values == sorted(values, reverse=True) and set(values) == {"odd-0", "odd-1"}
+        assert any("by parity" in line for line in screen(pilot.app))
+        await pilot.press("slash", *"odd-1", "enter")
+        await pilot.pause()
+        assert [row["parity"] for row in widget.export().rows] == [each for each in values if each == "odd-1"]
+
+    hosted(widget, shown, script)
 
 
 def test_a_click_moves_the_cursor_and_a_second_opens() -> None:

@@ -16,6 +16,7 @@ from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, TreeRows
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.tree import TreeView
+from radixkv_monitor.widgets import tree_row
 from radixkv_monitor.widgets.detail_pane import DetailPane
 from tests.monitor import samples
 from tests.monitor.view_host import hosted, screen, state
@@ -116,6 +117,18 @@ def test_keys_move_open_close_and_choose(size: tuple[int, int]) -> None:
     selections = run(script, small(), size)
     assert isinstance(selections[-1], BlockSelected) and selections[-1].number == 7 and selections[-1].show
     assert [each.number for each in selections if isinstance(each, NodeSelected)][:3] == [4, 2, 3]
+
+
+def test_a_new_column_of_numbers_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    priority = tree_row.Column("priority", 9, lambda branch, _: f"p{branch.node.priority}")
+    monkeypatch.setattr(tree_row, "COLUMNS", (*tree_row.COLUMNS, priority))
+
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        text = screen(pilot.app)
+        assert any("share priority" in " ".join(line.split()) for line in text)
+        assert sum(" p0" in line for line in text) == len(view.rows.rows)
+
+    run(script, small())
 
 
 @both_sizes

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from textual.content import Content
 
 from radixkv.telemetry.records import EvictionRecord
-from radixkv_monitor.formatting import count, duration, plural, share
+from radixkv_monitor.formatting import duration, plural, share
 from radixkv_monitor.state import State
 from radixkv_monitor.views import NodeSelected, Selection
-from radixkv_monitor.views.table_view import SortOrder, TableView
+from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.widgets.table import Cell, Column, RowTable
 
 
@@ -42,23 +42,20 @@ class EvictionsView(TableView[EvictionRow]):
     title = "evictions"
     empty = "nothing was evicted yet: the pool has had room for everything"
     columns: ClassVar[Sequence[Column[EvictionRow]]] = (
-        Column("ago", 8, lambda row, _: [(duration(row.ago), "plain")], right=True),
-        Column("node", 8, lambda row, _: [(f"#{row.eviction.node}", "accent")]),
-        Column("tokens", 8, lambda row, _: [(count(row.eviction.tokens), "plain")], right=True),
-        Column("blocks", 7, lambda row, _: [(count(row.eviction.blocks), "plain")], rank=2, right=True),
-        Column("unused for", 10, lambda row, _: [(duration(row.eviction.idle_s), "plain")], rank=1, right=True),
-        Column("hits", 5, lambda row, _: [(count(row.eviction.hits), "plain")], rank=1, right=True),
-        Column("wanted again", 15, _wanted_again),
-        Column("left", 6, lambda row, _: [("gone" if row.eviction.gone else "head", "dim")], rank=3),
-        Column("reason", 24, lambda row, _: [(row.eviction.pressure, "dim")], rank=4, grows=True),
-    )
-    orders: ClassVar[Sequence[SortOrder[EvictionRow]]] = (
-        SortOrder("time", lambda row: row.eviction.number),
-        SortOrder("regret", lambda row: row.wanted_after, descending=False),
-        SortOrder("tokens", lambda row: row.eviction.tokens),
-        SortOrder("time unused", lambda row: row.eviction.idle_s),
-        SortOrder("hits", lambda row: row.eviction.hits),
-    )
+        Column("ago", 8, lambda row: row.ago, duration, sort="time", sort_key=lambda row: row.eviction.number,
+               right=True),
+        Column("node", 8, lambda row: row.eviction.node, lambda node: f"#{node}", "accent",
+               search=lambda row: f"#{row.eviction.node}"),
+        Column("tokens", 8, lambda row: row.eviction.tokens, sort="tokens", right=True),
+        Column("blocks", 7, lambda row: row.eviction.blocks, rank=2, right=True),
+        Column("unused for", 10, lambda row: row.eviction.idle_s, duration, sort="time unused", rank=1, right=True),
+        Column("hits", 5, lambda row: row.eviction.hits, sort="hits", rank=1, right=True),
+        Column("wanted again", 15, lambda row: row.wanted_after, cell=_wanted_again, sort="regret", descending=False,
+               search=lambda row: "" if row.wanted_after is None else "wanted again regret", export="wanted_after_s"),
+        Column("left", 6, lambda row: row.eviction.gone, lambda gone: "gone" if gone else "head", "dim", rank=3),
+        Column("reason", 24, lambda row: row.eviction.pressure, style="dim", rank=4, grows=True),
+    )  # fmt: skip
+    first_sorts = ("time", "regret", "tokens", "time unused", "hits")
 
     def rows_of(self, state: State) -> Sequence[EvictionRow]:
         """The evictions that are remembered."""
@@ -68,14 +65,9 @@ class EvictionsView(TableView[EvictionRow]):
         """Its number."""
         return row.eviction.number
 
-    def words(self, row: EvictionRow) -> str:
-        """Node, reason and regret."""
-        regret = "" if row.wanted_after is None else "wanted again regret"
-        return f"#{row.eviction.node} {row.eviction.pressure} {regret}".lower()
-
-    def facts(self, row: EvictionRow) -> dict[str, Any]:
-        """The record, and what is derived from it."""
-        return asdict(row.eviction) | {"wanted_after_s": row.wanted_after}
+    def record(self, row: EvictionRow) -> EvictionRecord:
+        """The eviction."""
+        return row.eviction
 
     def headline(self, rows: Sequence[EvictionRow], state: State) -> str:
         """How many, and how many were a mistake."""

@@ -8,8 +8,8 @@ Why a request missed, why a run was evicted, and what became of it: plain senten
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from textual.content import Content
 
@@ -17,7 +17,7 @@ from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor.formatting import duration, plural, share
 from radixkv_monitor.state import State
 from radixkv_monitor.views import RequestSelected, Selection
-from radixkv_monitor.views.table_view import SortOrder, TableView
+from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.widgets.table import Cell, Column, RowTable
 
 GLYPHS = {
@@ -82,7 +82,7 @@ class RequestRow:
     def total(self) -> float:
         """Seconds from its submission to its end, or until now."""
         end = self.request.ended
-        return (self.now if end is None else end) - self.request.submitted
+        return round((self.now if end is None else end) - self.request.submitted, 6)
 
 
 def _phase(row: RequestRow, width: int) -> Cell:
@@ -114,24 +114,21 @@ class RequestsView(TableView[RequestRow]):
     title = "requests"
     empty = "no request yet"
     columns: ClassVar[Sequence[Column[RequestRow]]] = (
-        Column("request", 8, lambda row, _: [(f"#{row.request.number}", "accent")]),
-        Column("phase", 11, _phase),
-        Column("cached", 13, _cached),
-        Column("computed", 10, _computed, rank=2, right=True),
-        Column("output", 6, lambda row, _: [(f"{row.request.output_tokens:,}", "plain")], rank=1, right=True),
-        Column("TTFT", 7, lambda row, _: [(duration(row.request.ttft), "plain")], rank=1, right=True),
-        Column("total", 7, lambda row, _: [(duration(row.total), "plain")], rank=3, right=True),
-        Column("why not more", 18, lambda row, _: [(miss_word(row.request), "dim")], rank=4),
-        Column("namespace", 20, lambda row, _: [(row.request.namespace or "-", "dim")], rank=5),
-        Column("waterfall", 14, _waterfall, grows=True),
-    )
-    orders: ClassVar[Sequence[SortOrder[RequestRow]]] = (
-        SortOrder("arrival", lambda row: row.request.number),
-        SortOrder("live first", lambda row: (row.request.live, row.request.number)),
-        SortOrder("TTFT", lambda row: row.request.ttft),
-        SortOrder("computed", lambda row: row.request.computed_tokens),
-        SortOrder("total time", lambda row: row.total),
-    )
+        Column("request", 8, lambda row: row.request.number, lambda number: f"#{number}", "accent", sort="arrival",
+               search=lambda row: f"#{row.request.number}"),
+        Column("phase", 11, lambda row: row.request.phase, cell=_phase, sort="live first",
+               sort_key=lambda row: (row.request.live, row.request.number)),
+        Column("cached", 13, lambda row: row.request.cached_tokens, cell=_cached),
+        Column("computed", 10, lambda row: row.request.computed_tokens, cell=_computed, sort="computed", rank=2,
+               right=True),
+        Column("output", 6, lambda row: row.request.output_tokens, rank=1, right=True),
+        Column("TTFT", 7, lambda row: row.request.ttft, duration, sort="TTFT", export="ttft_s", rank=1, right=True),
+        Column("total", 7, lambda row: row.total, duration, sort="total time", export="total_s", rank=3, right=True),
+        Column("why not more", 18, lambda row: miss_word(row.request), style="dim", rank=4),
+        Column("namespace", 20, lambda row: row.request.namespace, style="dim", rank=5),
+        Column("waterfall", 14, lambda row: None, cell=_waterfall, grows=True),
+    )  # fmt: skip
+    first_sorts = ("arrival", "live first", "TTFT", "computed", "total time")
 
     def rows_of(self, state: State) -> Sequence[RequestRow]:
         """All requests that are remembered."""
@@ -143,17 +140,15 @@ class RequestsView(TableView[RequestRow]):
         """Its number."""
         return row.request.number
 
-    def words(self, row: RequestRow) -> str:
-        """Number, phase, namespace, session, reason."""
+    def record(self, row: RequestRow) -> RequestRecord:
+        """The request."""
+        return row.request
+
+    def more_words(self, row: RequestRow) -> str:
+        """Its session, and whether it was preempted or coalesced."""
         request = row.request
         session = "" if request.session is None else f"session {request.session}"
-        reason = (request.miss_reason or "").replace("_", " ")
-        marks = f"{'preempted' * (request.preemptions > 0)} {'coalesced' * request.coalesced}"
-        return f"#{request.number} {request.phase} {request.namespace or ''} {session} {reason} {marks}".lower()
-
-    def facts(self, row: RequestRow) -> dict[str, Any]:
-        """The record, and what is derived from it."""
-        return asdict(row.request) | {"ttft_s": row.request.ttft, "total_s": round(row.total, 6)}
+        return f"{session} {'preempted' * (request.preemptions > 0)} {'coalesced' * request.coalesced}"
 
     def headline(self, rows: Sequence[RequestRow], state: State) -> str:
         """How many there are, and what the waterfall shows."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from textual.content import Content
 
 from radixkv.telemetry.records import SessionRecord
-from radixkv_monitor.formatting import count, duration, plural, share
+from radixkv_monitor.formatting import duration, plural, share
 from radixkv_monitor.state import State
-from radixkv_monitor.views.table_view import SortOrder, TableView
+from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.widgets.table import Cell, Column
 
 MOST_NAMED = 3
@@ -58,39 +58,32 @@ class SessionsView(TableView[SessionRow]):
     title = "sessions"
     empty = "no conversation yet: engine.chat() begins one"
     columns: ClassVar[Sequence[Column[SessionRow]]] = (
-        Column("session", 8, lambda row, _: [(f"#{row.session.number}", "accent")]),
-        Column("state", 10, _status),
-        Column("turns", 6, lambda row, _: [(count(row.session.requests), "plain")], right=True),
-        Column("tokens", 8, lambda row, _: [(count(row.session.tokens), "plain")], rank=1, right=True),
-        Column("served from cache", 20, _bar, grows=True, most=36),
-        Column("output", 8, lambda row, _: [(count(row.session.output_tokens), "plain")], rank=3, right=True),
-        Column("last used", 10, lambda row, _: [(duration(row.idle), "plain")], rank=1, right=True),
-        Column("namespace", 26, lambda row, _: [(row.session.namespace or "-", "dim")], rank=2),
-    )
-    orders: ClassVar[Sequence[SortOrder[SessionRow]]] = (
-        SortOrder("last use", lambda row: row.idle, descending=False),
-        SortOrder("length", lambda row: row.session.tokens),
-        SortOrder("hit share", lambda row: row.hit_share),
-        SortOrder("turns", lambda row: row.session.requests),
-        SortOrder("number", lambda row: row.session.number, descending=False),
-        SortOrder("namespace", lambda row: row.session.namespace or "", descending=False),
-    )
+        Column("session", 8, lambda row: row.session.number, lambda number: f"#{number}", "accent", sort="number",
+               descending=False, search=lambda row: f"#{row.session.number}"),
+        Column("state", 10, lambda row: row.status, cell=_status),
+        Column("turns", 6, lambda row: row.session.requests, sort="turns", right=True),
+        Column("tokens", 8, lambda row: row.session.tokens, sort="length", rank=1, right=True),
+        Column("served from cache", 20, lambda row: row.hit_share, cell=_bar, sort="hit share", export="hit_share",
+               grows=True, most=36),
+        Column("output", 8, lambda row: row.session.output_tokens, rank=3, right=True),
+        Column("last used", 10, lambda row: row.idle, duration, sort="last use", descending=False, export="idle_s",
+               rank=1, right=True),
+        Column("namespace", 26, lambda row: row.session.namespace, style="dim", sort="namespace",
+               sort_key=lambda row: row.session.namespace or "", descending=False, rank=2),
+    )  # fmt: skip
+    first_sorts = ("last use", "length", "hit share", "turns", "number", "namespace")
 
     def rows_of(self, state: State) -> Sequence[SessionRow]:
         """All sessions that are remembered."""
-        return [SessionRow(each, max(0.0, state.now - each.used)) for each in state.sessions.values()]
+        return [SessionRow(each, round(max(0.0, state.now - each.used), 3)) for each in state.sessions.values()]
 
     def key(self, row: SessionRow) -> Hashable:
         """Its number."""
         return row.session.number
 
-    def words(self, row: SessionRow) -> str:
-        """Number, status and namespace."""
-        return f"#{row.session.number} {row.status} {row.session.namespace or ''}".lower()
-
-    def facts(self, row: SessionRow) -> dict[str, Any]:
-        """The record, and what is derived from it."""
-        return asdict(row.session) | {"hit_share": row.hit_share, "idle_s": round(row.idle, 3)}
+    def record(self, row: SessionRow) -> SessionRecord:
+        """The session."""
+        return row.session
 
     def headline(self, rows: Sequence[SessionRow], state: State) -> str:
         """How many there are, and what they found."""

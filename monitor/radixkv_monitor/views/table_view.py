@@ -5,8 +5,8 @@ Knows tables, keys and states. Does not know what the rows are: a view that deri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict
 from operator import itemgetter
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -21,15 +21,6 @@ from radixkv_monitor.views import FilteredView, Selection, Table
 from radixkv_monitor.widgets.table import Column, RowTable
 
 Row = TypeVar("Row")
-
-
-@dataclass(frozen=True)
-class SortOrder(Generic[Row]):
-    """One way to sort: `key` of a row; what has None for a key stands last."""
-
-    name: str
-    key: Callable[[Row], Any]
-    descending: bool = True
 
 
 class TableView(FilteredView, Generic[Row]):
@@ -53,7 +44,8 @@ class TableView(FilteredView, Generic[Row]):
 
     title: ClassVar[str]
     columns: ClassVar[Sequence[Column[Any]]]
-    orders: ClassVar[Sequence[SortOrder[Any]]]
+    first_sorts: ClassVar[Sequence[str]]
+    """The orders that the `s` key takes first; the first one is the default. Others follow as their columns do."""
     empty: ClassVar[str]
 
     def __init__(self, *, id: str | None = None) -> None:
@@ -73,13 +65,13 @@ class TableView(FilteredView, Generic[Row]):
         """What tells a row from others, and stays."""
         raise NotImplementedError
 
-    def words(self, row: Row) -> str:
-        """What the filter looks at, in lower case."""
+    def record(self, row: Row) -> Any:
+        """The record that a row shows, for export."""
         raise NotImplementedError
 
-    def facts(self, row: Row) -> dict[str, Any]:
-        """The row for other programs."""
-        raise NotImplementedError
+    def more_words(self, row: Row) -> str:
+        """Text that the filter searches in addition to the columns."""
+        return ""
 
     def detail(self, row: Row, state: State) -> Content:
         """Some lines on the row under the cursor."""
@@ -103,10 +95,17 @@ class TableView(FilteredView, Generic[Row]):
         """The table."""
         return self.query_one(RowTable)
 
+    @classmethod
+    def orders(cls) -> Sequence[Column[Any]]:
+        """The columns that rows can be sorted by, in the order of the `s` key."""
+        sortable = [column for column in cls.columns if column.sort]
+        first = list(cls.first_sorts)
+        return sorted(sortable, key=lambda each: first.index(each.sort) if each.sort in first else len(first))
+
     @property
-    def order(self) -> SortOrder[Row]:
-        """How rows are sorted now."""
-        return self.orders[self._order]
+    def order(self) -> Column[Row]:
+        """The column that rows are sorted by."""
+        return self.orders()[self._order]
 
     def on_mount(self) -> None:
         """Show what came before there was a screen."""
@@ -125,7 +124,14 @@ class TableView(FilteredView, Generic[Row]):
 
     def export(self) -> Table:
         """The rows that are shown, as they are sorted."""
-        return Table(self.title, [self.facts(row) for row in self.table.rows])
+        derived = [column for column in self.columns if column.export]
+        return Table(
+            self.title,
+            [
+                asdict(self.record(row)) | {column.export: column.value(row) for column in derived}
+                for row in self.table.rows
+            ],
+        )
 
     def selected(self, selection: Selection) -> Hashable:
         """The key of the row that is selected elsewhere; None for none."""
@@ -140,7 +146,7 @@ class TableView(FilteredView, Generic[Row]):
     @classmethod
     def sorts(cls) -> Sequence[str]:
         """Its orders, with dashes for blanks."""
-        return [order.name.replace(" ", "-") for order in cls.orders]
+        return [column.sort.replace(" ", "-") for column in cls.orders()]
 
     def sort_by(self, name: str) -> bool:
         """Sort by the order of this name, whose blanks may be dashes."""
@@ -156,7 +162,7 @@ class TableView(FilteredView, Generic[Row]):
 
     def action_sort(self, by: int) -> None:
         """Take the next, or the previous, order."""
-        self._order = (self._order + by) % len(self.orders)
+        self._order = (self._order + by) % len(self.orders())
         self._refresh()
 
     def action_step(self, by: int) -> None:
@@ -186,13 +192,17 @@ class TableView(FilteredView, Generic[Row]):
         if self._state is None:
             return
         wanted = self.query_one(Input).value.lower().split()
-        rows = [row for row in self._all if all(word in self.words(row) for word in wanted)] if wanted else self._all
+        rows = [row for row in self._all if self._matches(row, wanted)] if wanted else self._all
         self.table.set_empty_text(self.empty if not wanted else "no row has all of these words (Esc shows all)")
         self.table.show(_sorted(rows, self.order))
         left = f" · {len(rows):,} of {len(self._all):,} shown" if wanted else ""
-        head = f"by {self.order.name}{left} · {self.headline(self._all, self._state)}"
+        head = f"by {self.order.sort}{left} · {self.headline(self._all, self._state)}"
         self.query_one(".headline", Static).update(head, layout=False)
         self._show_detail()
+
+    def _matches(self, row: Row, words: Sequence[str]) -> bool:
+        text = " ".join((*(column.searched(row) for column in self.columns), self.more_words(row))).lower()
+        return all(word in text for word in words)
 
     def _show_detail(self) -> None:
         row, state = self.table.cursor, self._state
@@ -202,7 +212,7 @@ class TableView(FilteredView, Generic[Row]):
             self.query_one(".detail", Static).update(text)
 
 
-def _sorted(rows: Sequence[Row], order: SortOrder[Row]) -> list[Row]:
+def _sorted(rows: Sequence[Row], order: Column[Row]) -> list[Row]:
     """In this order; those that have no key for it stand last, as they stood."""
     keyed = [(order.key(row), row) for row in rows]
     known = [each for each in keyed if each[0] is not None]

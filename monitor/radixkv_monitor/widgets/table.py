@@ -1,7 +1,7 @@
-"""A table of any number of rows, of which only the visible ones are drawn; the cursor stays with its row.
+"""Show a table of any length: draw only the visible rows, and keep the cursor on its row when rows come and go.
 
-Knows columns, cells and the cursor. Does not know what the rows mean: a cell is pieces of text, each in one of the
-named styles below, which the themes colour. A line is drawn anew only if its cells say something else.
+A column is one entry: its title, its width, the value that it shows of a row, and how rows are sorted, filtered and
+exported by that value. A cell is pieces of text, each in one of the named styles below, which the themes colour.
 """
 
 from __future__ import annotations
@@ -26,21 +26,59 @@ Cell = Sequence[tuple[str, str]]
 """Pieces of text, each with the name of its style: see RowTable.COMPONENT_CLASSES, without "row-table--"."""
 
 
+def text_of(value: Any) -> str:
+    """Return a value as a cell shows it: whole numbers with separators, and a dash for None.
+
+    >>> text_of(12345), text_of("red"), text_of(None)
+    ('12,345', 'red', '-')
+    """
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """One column: `cell` says what it shows of a row in `width` cells.
+    """One column, and all that a view needs of it.
 
-    Where the table is too narrow for all, those of the highest `rank` are left out first. A column that `grows` takes
-    what is left over, up to `most` cells.
+    `value` is the plain value of a row. `text` writes it, in `style`; a column with `cell` draws itself instead.
+    `sort` names the order by this column, by `sort_key` if that differs from the value; an empty name means none.
+    `search` is the text that the filter searches; without it the filter searches a value that is a string.
+    `export` names the value in exported rows, if the row's record lacks it.
+    A table that is too narrow leaves out the columns of the highest `rank` first. A column that `grows` takes the
+    width that is left over, up to `most` cells.
     """
 
     title: str
     width: int
-    cell: Callable[[Row, int], Cell]
+    value: Callable[[Row], Any]
+    text: Callable[[Any], str] = text_of
+    style: str = "plain"
+    cell: Callable[[Row, int], Cell] | None = None
+    sort: str = ""
+    sort_key: Callable[[Row], Any] | None = None
+    descending: bool = True
+    search: Callable[[Row], str] | None = None
+    export: str = ""
     rank: int = 0
     right: bool = False
     grows: bool = False
     most: int = 1000
+
+    def draw(self, row: Row, width: int) -> Cell:
+        """Return what the column shows of a row in `width` cells."""
+        if self.cell is not None:
+            return self.cell(row, width)
+        return [(self.text(self.value(row)), self.style)]
+
+    def key(self, row: Row) -> Any:
+        """Return what rows are sorted by; rows with None stand last."""
+        return (self.sort_key or self.value)(row)
+
+    def searched(self, row: Row) -> str:
+        """Return the text that the filter searches."""
+        if self.search is not None:
+            return self.search(row)
+        value = self.value(row)
+        return value if isinstance(value, str) else ""
 
 
 class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
@@ -203,7 +241,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
             return False, [[(column.title, "header")] for column, _ in self._shown]
         if line < len(self._rows):
             row = self._rows[line]
-            return line == self._at and self.has_focus, [column.cell(row, size) for column, size in self._shown]
+            return line == self._at and self.has_focus, [column.draw(row, size) for column, size in self._shown]
         return (self._empty,) if line == 1 and not self._rows else ()
 
     def draw(self, line: int, key: tuple[Any, ...]) -> Strip:

@@ -5,6 +5,7 @@ Knows rows, shades and widths. Knows no cursor and no key.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,33 +27,42 @@ AGE_LIMITS = (10.0, 60.0, 600.0, 3600.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A column of numbers; it is there where the widget has room for it and all before it."""
-
-    title: str
-    width: int
-    sort: str = ""
-    from_width: int = 0  # of the widget
-
-
-COLUMNS = (
-    Column("tokens", 8, "size"),
-    Column("refs", 5),
-    Column("hits", 6, "hits"),
-    Column("idle", 8, "recency"),
-    Column("blocks", 7),
-    Column("bytes", 9, "", 92),
-    Column("share", 9, "subtree", 72),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class RowContext:
-    """What else the look of rows depends on."""
+    """Values that rows depend on in addition to their branch."""
 
     now: float = 0.0
     bytes_per_block: int = 0
     all_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column at the right: `text` of a branch in `width` cells, in a tree that has at least `from_width` cells.
+
+    `sort` names the order of tree_rows.SORTS that the column shows. `by_age` takes the colour of the branch's age.
+    """
+
+    title: str
+    width: int
+    text: Callable[[Branch, RowContext], str]
+    sort: str = ""
+    from_width: int = 0
+    by_age: bool = False
+
+
+def _blocks(branch: Branch) -> int:
+    return branch.blocks if branch.is_root else count_blocks(branch.node.blocks)
+
+
+COLUMNS = (
+    Column("tokens", 8, lambda b, _: f"{b.tokens if b.is_root else b.node.tokens:,}", "size"),
+    Column("refs", 5, lambda b, _: f"{b.node.locks:,}" if b.node.locks else "·"),
+    Column("hits", 6, lambda b, _: short(b.node.hits) if b.node.hits else "·", "hits"),
+    Column("idle", 8, lambda b, context: idle(context.now - b.newest), "recency", by_age=True),
+    Column("blocks", 7, lambda b, _: f"{_blocks(b):,}"),
+    Column("bytes", 9, lambda b, context: size(_blocks(b) * context.bytes_per_block), from_width=92),
+    Column("share", 9, lambda b, context: f"{_bar(b.tokens, context.all_tokens, 8):<8}", "subtree", 72, by_age=True),
+)
 
 
 def columns(line_width: int) -> list[Column]:
@@ -119,26 +129,11 @@ class RowRenderer:
         return self._lines.style(None, None, weight)
 
     def _numbers(self, branch: Branch) -> list[Segment]:
-        node, context = branch.node, self._row_context
-        blocks = branch.blocks if branch.is_root else count_blocks(node.blocks)
-        heat = heat_of(context.now - branch.newest)
-        plain = self._lines.base_style
-        known = {
-            "tokens": (f"{branch.tokens if branch.is_root else node.tokens:,}", plain),
-            "refs": (f"{node.locks:,}" if node.locks else "·", plain),
-            "hits": (short(node.hits) if node.hits else "·", plain),
-            "idle": (idle(context.now - branch.newest), self._lines.style(heat)),
-            "blocks": (f"{blocks:,}", plain),
-            "bytes": (size(blocks * context.bytes_per_block), plain),
-        }
+        aged = self._lines.style(heat_of(self._row_context.now - branch.newest))
         segments = []
         for column in self._columns:
-            if column.title == "share":
-                bar = _bar(branch.tokens, context.all_tokens, column.width - 1)
-                segments.append(Segment(f" {bar:<{column.width - 1}}", self._lines.style(heat)))
-            else:
-                text, style = known[column.title]
-                segments.append(Segment(f"{text:>{column.width}}", style))
+            text, style = column.text(branch, self._row_context), aged if column.by_age else self._lines.base_style
+            segments.append(Segment(f"{text:>{column.width}}", style))
         return segments
 
 
