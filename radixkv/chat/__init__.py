@@ -1,19 +1,14 @@
-"""Conversations over the engine: append-only token history, branches, tool calls. Knows no cache and no tensor.
+"""Hold conversations over the engine: append-only token histories, branches, tool calls.
 
-engine.py         Engine: RequestEngine with chat() and resume()
-session.py        ChatSession: turns, fork, rewind, edit
-reply_stream.py   a reply while it is computed
-async_engine.py   AsyncEngine: AsyncRequestEngine with chat() and resume()
-async_session.py  the session's verbs, awaited
-template.py       messages to token ids, never encoding again what was sampled; length.py, what is certainly too long
-rendering.py      messages to text, text to ids
-reply_form.py     how a template writes replies, found out by marks; call_arguments.py, the two forms of a call's
-splicing.py       a history as its template writes it, with the sampled ids in it
-appending.py      whether appending loses something, tried with the dialogues of canned.py
-messages.py       tool calls, tool results, replies; channels.py, thinking in channels
-reading.py        what a reply is taken for
-tool_calls*.py    replies taken apart: _format, how models write calls; _block, where one ends; _json, what it asks for
-saved.py          a session as a JSON file
+Read in this order:
+messages.py           tool calls, tool results, replies
+session.py            ChatSession: turns, fork, rewind, edit; saved.py, its state as a JSON file
+engine.py             Engine: RequestEngine with chat() and resume(); async_chat.py, the same for asyncio
+template.py           messages to token ids without encoding sampled text again; rendering.py, messages to text
+reply_form.py         the way a template writes replies, found by rendering marks
+splicing.py           a rendered history with the sampled ids in it
+history_mode.py       appending or rendering again, tried with the dialogues of template_cases.py
+reply_parser.py       replies to text, thinking and calls; thinking.py and tool_call_formats.py, their formats
 """
 
 from radixkv.chat.async_chat import AsyncChatSession, AsyncEngine, AsyncReplyStream

@@ -1,16 +1,8 @@
-"""May a conversation be appended to, or would its template have written what appending loses?
+"""Decide whether the turns of a session are appended to its token ids, or the whole history is rendered again.
 
-Knows: both ways to the ids of a canned dialogue. Knows no engine: no token is sampled, replies are as the template
-writes them.
-
-An appended history need not read as one that the template renders anew: the thinking of earlier replies stays, and a
-system prompt stays in the turn where it was. That is what appending means. But it must not lack anything that the
-template would have written: a role, a tool's result, the number of a turn.
-
-What becomes of conversations with a model's chat template: what it takes, and how a history grows.
-
-Knows `radixkv.chat`'s trials of a template, and its choice between appending and rendering anew. Knows no engine: no
-token is sampled.
+Appending keeps the thinking of earlier replies, and a system prompt stays in the turn where it was. An appended history
+may therefore differ from a rendered one. It must not lose text that the template would have written: a role, a tool
+result, the number of a turn. Both ways are tried with the dialogues of `template_cases`; no token is sampled.
 """
 
 from __future__ import annotations
@@ -26,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.template import ChatTemplate
-from radixkv.chat.template_cases import DIALOGUES, TOOLS, Dialogue, emitted
+from radixkv.chat.template_cases import DIALOGUES, TOOLS, Dialogue, sampled_text
 from radixkv.errors import ChatError
 
 HistoryMode: TypeAlias = Literal["auto", "append", "template"]
@@ -37,9 +29,9 @@ _WORDS = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an appended history first departs from the one that the template renders, in tokens; and what it lacks.
+    """The first token at which an appended history differs from the rendered one, and the words that it lost.
 
-    `appended` and `rendered` are the texts of the two tokens, empty behind the end.
+    `appended` and `rendered` are the texts of the two tokens, empty after the end of a history.
     """
 
     dialogue: str
@@ -50,7 +42,7 @@ class Difference:
     lost: tuple[str, ...]
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Describe the difference in one line."""
         where = f"{self.dialogue}: token {self.position} is {self.appended!r} where the template has {self.rendered!r}"
         words = list(dict.fromkeys(self.lost))
         lost = ", ".join(map(repr, words[:_SHOWN])) + (", ..." if len(words) > _SHOWN else "")
@@ -59,24 +51,24 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Appending:
-    """What trying has shown: where dialogues differ, and those that the template refuses, with its words."""
+    """Results of the trial: differences by dialogue, and (dialogue, message) of those that the template refuses."""
 
     differences: tuple[Difference, ...]
     refused: tuple[tuple[str, str], ...]
 
     def loss(self, *, tools: bool) -> Difference | None:
-        """The first dialogue that would lose something, of those without tools or of all."""
+        """Return the first dialogue that would lose text; dialogues with tools count only with `tools`."""
         return next((each for each in self.differences if each.lost and (tools or not each.with_tools)), None)
 
 
 def history_mode(template: ChatTemplate, asked: HistoryMode) -> Literal["append", "template"]:
-    """How the turns of a session become ids; "auto" appends unless that would differ from what the model knows.
+    """Resolve the mode of a session: "auto" appends unless thinking is stripped or text would be lost.
 
-    Raises ChatError, with the tokens that differ, for "append" where something would be lost.
+    Raises ChatError, with the tokens that differ, for "append" if text would be lost.
     """
     if asked == "template" or (asked == "auto" and template.strips_thinking):
         return "template"
-    loss = appending(template).loss(tools=template.tools is not None)
+    loss = try_appending(template).loss(tools=template.tools is not None)
     if loss is None:
         return "append"
     if asked == "auto":
@@ -84,8 +76,8 @@ def history_mode(template: ChatTemplate, asked: HistoryMode) -> Literal["append"
     raise ChatError(f"history='append' would lose what the chat template writes ({loss}): use 'auto' or 'template'")
 
 
-def appending(template: ChatTemplate) -> Appending:
-    """Try canned dialogues both ways; once for each tokenizer, that takes some milliseconds."""
+def try_appending(template: ChatTemplate) -> Appending:
+    """Try the dialogues both ways, once for each tokenizer. Costs some milliseconds."""
     known = _TRIED.setdefault(template.rendering.tokenizer, {})
     key = template.rendering.template, template.stop_ids
     if key not in known:
@@ -111,10 +103,10 @@ def _try(template: ChatTemplate) -> Appending:
 
 
 def _difference(template: ChatTemplate, dialogue: Dialogue) -> Difference | None:
-    """Where the two histories of a dialogue differ, if they do; raises ChatError if the template takes none."""
+    """Compare the two histories of a dialogue. Raises ChatError if the template refuses it."""
     messages = dialogue.messages(template.form)
     text = template.rendering.text
-    # Both are encoded once more: how the pieces of an appended one were encoded is no matter of the template's.
+    # Encode both texts as a whole: differences from encoding piece by piece are not the fault of the template.
     appended, rendered = (
         template.rendering.encode(text(ids)) for ids in (_appended(template, messages), template.opening(messages))
     )
@@ -127,12 +119,12 @@ def _difference(template: ChatTemplate, dialogue: Dialogue) -> Difference | None
 
 
 def _appended(template: ChatTemplate, messages: Sequence[Message]) -> array[int]:
-    """Ids of a dialogue as a session makes them; whether a reply brought its stop token makes no difference there."""
+    """Return the ids of a dialogue as an appending session makes them, with or without the stop tokens of replies."""
     replies = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     ids = template.opening(messages[: replies[0]])
     for at, following in zip(replies, [*replies[1:], len(messages)], strict=True):
         new = messages[at + 1 : following]
-        ids.extend(template.rendering.encode(emitted(template, messages, at)))
+        ids.extend(template.rendering.encode(sampled_text(template, messages, at)))
         ids = template.continued(ids, new, _calls(messages[at]))
     return ids
 
@@ -150,7 +142,7 @@ _TOOL = TOOLS[0]["function"]["name"]  # type: ignore[index] # a JSON schema
 
 @dataclass(frozen=True)
 class Histories:
-    """What was tried, and what `history="auto"` makes of it, for conversations without tools and with some."""
+    """Results of the trial and the resulting mode of `history="auto"`, without and with tools."""
 
     tried: Appending
     appends: bool
@@ -161,14 +153,14 @@ class Histories:
 
     @property
     def inexact(self) -> Difference | None:
-        """The first dialogue that reads otherwise when it is appended to, and lacks nothing all the same."""
+        """The first dialogue that differs when it is appended, without losing text."""
         return next((each for each in self.tried.differences if not each.lost), None)
 
 
 def histories(tokenizer: Any, stop_ids: frozenset[int]) -> Histories:
-    """Try the template of a model. Costs some milliseconds; raises ChatError if it refuses a plain conversation."""
+    """Try the template of a tokenizer. Costs some milliseconds; raises ChatError if it refuses a plain conversation."""
     template, with_tools = ChatTemplate(tokenizer, stop_ids), ChatTemplate(tokenizer, stop_ids, TOOLS)
-    tried = appending(template)
+    tried = try_appending(template)
     refused = dict(tried.refused)
     if "plain" in refused:
         raise ChatError(refused["plain"])
@@ -183,7 +175,7 @@ def histories(tokenizer: Any, stop_ids: frozenset[int]) -> Histories:
 
 
 def _shows(template: ChatTemplate, words: str, opening: list[Message]) -> bool:
-    """Whether a prompt has these words; a template may also refuse it."""
+    """Whether a prompt contains these words; False if the template refuses it."""
     try:
         return words in template.rendering.render([*opening, {"role": "user", "content": "What is 2 + 2?"}])
     except ChatError:

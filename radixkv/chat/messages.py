@@ -1,8 +1,4 @@
-"""What passes between a caller and a chat session: tool calls and their results, replies.
-
-Knows: that thinking stands in <think> tags or in channels (channels.py). Knows no token, no template, and not how
-models write tool calls (tool_calls.py).
-"""
+"""Define the values that pass between a caller and a chat session: messages, tool calls, tool results, replies."""
 
 from __future__ import annotations
 
@@ -21,37 +17,37 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """The model asks for `name(**arguments)`; answer with a ToolResult of the same id."""
+    """A request of the model to call `name(**arguments)`; answer it with a ToolResult of the same id."""
 
     id: str
     name: str
     arguments: dict[str, Any]
 
     def as_message(self) -> Message:
-        """The form in which chat templates take it."""
+        """Return the call in the form that chat templates take."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the call `call_id` returned: a text, or anything that JSON can hold."""
+    """The result of the call `call_id`: a text, or any value that JSON can hold."""
 
     call_id: str
     content: Any
 
     def as_message(self, name: str) -> Message:
-        """The turn of role `tool` for it."""
+        """Return the message of role `tool` for the result."""
         content = self.content if isinstance(self.content, str) else _to_json(self.content)
         return {"role": "tool", "tool_call_id": self.call_id, "name": name, "content": content}
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the assistant said in one turn.
+    """The reply of the assistant in one turn.
 
-    `text` is what stands outside tool calls and thinking; what was begun as a call and is none stays in it, tags
-    included. `token_ids` are the sampled ones, a stop token included.
-    `usage.cached_tokens` says how much of the conversation was found in the cache.
+    `text` is the text outside tool calls and thinking. Text that begins like a call but is not one stays in it, tags
+    included. `token_ids` are the sampled ids, a stop token included. `usage.cached_tokens` is the number of prompt
+    tokens that were found in the cache.
     """
 
     text: str
@@ -64,7 +60,7 @@ class Reply:
 
 
 def tool_messages(results: Sequence[ToolResult], calls: Sequence[ToolCall]) -> list[Message]:
-    """The tool turns that answer `calls`, in their order; raises InvalidInput unless each is answered once."""
+    """Return the messages that answer `calls`, in their order. Raises InvalidInput unless each is answered once."""
     if not isinstance(results, Sequence) or not all(isinstance(result, ToolResult) for result in results):
         raise InvalidInput(f"results must be a list of ToolResult, got {results!r}")
     if not calls:

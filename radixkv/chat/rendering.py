@@ -1,15 +1,8 @@
-"""How many tokens a long text has at least, without encoding much more of it than that takes.
+"""Render messages to text by a chat template, encode text, and bound the number of its tokens from below.
 
-Knows: a vocabulary's texts, in bytes spelt as letters or as they are. Knows no template and no limit of its own.
-
-A text is cut only where no token of the vocabulary could stand across: behind a letter or sign of ASCII, before another
-one or before white space, where no token has the two side by side. So its pieces have together the tokens that it has,
-but for what some tokenizers put before each text that they are given.
-
-Messages to text, and text to token ids.
-
-Knows: one tokenizer and its chat template; a conversation's tools and date, which stay what they were when it began.
-Knows no turn, and not what a reply is.
+The tools and the date of a conversation are fixed when it begins, so that its prefix stays the same. The lower bound
+allows a prompt that is far too long to be refused without encoding all of it: the text is cut at places where no token
+of the vocabulary can span the cut, and the tokens of the pieces are counted until the limit is exceeded.
 """
 
 from __future__ import annotations
@@ -28,18 +21,18 @@ from radixkv.engine.input_processor import ControlTokens, check_date, rendered, 
 from radixkv.errors import ChatError, InvalidInput
 
 _PIECE = 1 << 14  # characters that are encoded at a time
-_REACH = 1 << 12  # how far a cut is looked for
-_AROUND = 2  # tokens that a tokenizer may put around a piece which the whole text has not: a space, a mark
-_SPELT = {" ": " \u0120\u2581", "\n": "\n\u010a"}  # white space in vocabularies: as it is, as a byte, sentencepiece's
+_REACH = 1 << 12  # characters that are searched for a cut
+_AROUND = 2  # tokens that a tokenizer may add around each piece: a space, a begin-of-text token
+_SPELT = {" ": " \u0120\u2581", "\n": "\n\u010a"}  # white space in vocabularies: verbatim, byte-level, sentencepiece
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the tokens of a tokenizer tell about a text's length.
+    """Facts about the tokens of a tokenizer that bound the length of a text.
 
-    `neighbours` are each two characters that stand side by side in a token. `longest` has, for each letter and sign of
-    ASCII that is a token by itself, the characters of the longest token with it. What is none by itself may be unknown,
-    and tokenizers make one token of many unknown characters.
+    `neighbours` holds each pair of adjacent characters in a token. `longest` maps each printable ASCII character that
+    is a token by itself to the length of the longest token that contains it. Other characters may be unknown to the
+    tokenizer, and it may encode many unknown characters as one token.
     """
 
     neighbours: frozenset[str]
@@ -47,7 +40,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
-        """Read a tokenizer's tokens, once. O(vocabulary)."""
+        """Return the vocabulary of a tokenizer, read once. O(vocabulary)."""
         if tokenizer not in _READ:
             _READ[tokenizer] = cls._read(tokenizer.get_vocab())
         return _READ[tokenizer]
@@ -58,18 +51,18 @@ class Vocabulary:
         longest: dict[str, int] = {}
         for token in tokens:
             neighbours.update(left + right for left, right in pairwise(token))
-            for letter in filter(_is_sign, {*token.lower(), *token.upper()}):  # some tokenizers read letters alike
+            for letter in filter(_is_sign, {*token.lower(), *token.upper()}):  # some tokenizers ignore case
                 longest[letter] = max(longest.get(letter, 0), len(token))
         return cls(frozenset(neighbours), {letter: size for letter, size in longest.items() if letter in tokens})
 
     def parts(self, left: str, right: str) -> bool:
-        """Whether certainly no token stands across two characters."""
+        """Whether no token can contain `left` followed by `right`."""
         if left not in self.longest or not (right in _SPELT or _is_sign(right)):
             return False
         return not any(left + each in self.neighbours for each in _SPELT.get(right, right))
 
     def of_letters(self, text: str) -> int:
-        """Tokens that a text certainly has for its letters: each in a token as long as the longest one with it."""
+        """Bound the tokens of a text by its characters: each is in a token of at most the length of the longest."""
         counts = Counter(text)
         return int(sum(count / self.longest[letter] for letter, count in counts.items() if letter in self.longest))
 
@@ -78,10 +71,10 @@ _READ: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 
 
 def at_least(text: str, enough: int, tokenizer: Any, encode: Callable[[str], list[int]]) -> int:
-    """Tokens that `text` certainly has, with what `encode` makes of its pieces; counting stops beyond `enough`.
+    """Return a lower bound for the tokens of `text`; counting stops above `enough`.
 
-    O(enough) tokens are encoded, but for stretches that cannot be cut: one word of a million letters, say, whose
-    letters are counted first, or Chinese without any ASCII, which is encoded whole.
+    Encodes O(enough) tokens, except for stretches that cannot be cut. The characters of such a stretch, for example one
+    word of a million letters, are counted first. Text without any ASCII, for example Chinese, is encoded as a whole.
     """
     vocabulary = Vocabulary.of(tokenizer)
     tokens = at = 0
@@ -95,7 +88,7 @@ def at_least(text: str, enough: int, tokenizer: Any, encode: Callable[[str], lis
 
 
 def _cut(text: str, start: int, vocabulary: Vocabulary) -> int:
-    """The first place from `start` on where no token stands across; the text's end if there is none near."""
+    """Return the first index from `start` on that no token spans; the end of the text if there is none in reach."""
     for at in range(start, min(start + _REACH, len(text))):
         if vocabulary.parts(text[at - 1], text[at]):
             return at
@@ -112,7 +105,7 @@ _ANY_DATE = "01 Jan 2025"
 
 
 class Rendering:
-    """One conversation's way to text; control tokens that users and tools spell stay text."""
+    """Renders one conversation; control tokens that users or tools write are escaped and stay text."""
 
     def __init__(
         self,
@@ -133,37 +126,37 @@ class Rendering:
 
     @cached_property
     def template(self) -> str:
-        """The template's source; raises ChatError if the tokenizer has several and none for this conversation."""
+        """The source of the template. Raises ChatError if the tokenizer has several and none for this conversation."""
         return template_source(self.tokenizer, self.tools)
 
     def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
-        """The text of a conversation; with `reply` up to where the next reply begins.
+        """Render a conversation; with `reply` up to the start of the next reply.
 
-        Raises ChatError if the template takes no such messages.
+        Raises ChatError if the template refuses the messages.
         """
         guarded = [self._guard.message(message) for message in messages]
         return rendered(self.tokenizer, guarded, self.date, self.tools, reply=reply)
 
-    def harmless(self, message: Message) -> Message:
-        """A message of the assistant's, without control tokens in what it says and calls."""
+    def escaped(self, message: Message) -> Message:
+        """Escape the control tokens in the text and calls of an assistant message."""
         return {key: value if key == "role" else self._guard.quoted(value) for key, value in message.items()}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a rendered text. Raises InvalidInput for text that is no Unicode."""
+        """Encode a rendered text. Raises InvalidInput for text that is not valid Unicode."""
         return self._guard.encode(text)
 
     def text(self, ids: Sequence[int]) -> str:
-        """What ids say, control tokens included."""
+        """Decode ids, control tokens included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @cached_property
-    def neutral(self) -> Rendering:
-        """The same template without anything of this conversation in it, for what others are to know of it, too."""
-        named = self.tools and not isinstance(self.tokenizer.chat_template, str)  # of several, one may be for tools
-        return self.neutral_with(ANY_TOOL if named else None)
+    def without_content(self) -> Rendering:
+        """The same template without content of this conversation, for findings that are shared between sessions."""
+        named = self.tools and not isinstance(self.tokenizer.chat_template, str)  # one of several may be for tools
+        return self.with_tools_only(ANY_TOOL if named else None)
 
-    def neutral_with(self, tools: Sequence[Any] | None) -> Rendering:
-        """The same tokenizer with these tools, and nothing else of this conversation."""
+    def with_tools_only(self, tools: Sequence[Any] | None) -> Rendering:
+        """Return a rendering of the same tokenizer with these tools and without content of this conversation."""
         return Rendering(self.tokenizer, tools, _ANY_DATE, self._guard)
 
 

@@ -1,10 +1,8 @@
-"""How one chat template writes replies: found out by rendering marked ones, never by reading the template.
+"""Find out how a chat template writes replies, by rendering replies of marker words; its source is never parsed.
 
-Knows: marks, what a template writes around them, and in which field it looks for thinking. Knows no turn and no ids.
-
-A prompt ends where the next reply begins, and a model writes on from there. In a history, the template writes the same
-place with the reply in it, and not always alike: thinking is left out, a header that the model samples is the
-template's, a space is put in front.
+A prompt ends where the next reply begins, and the model continues from there. In a later history the template writes
+the reply itself, sometimes differently: it leaves out thinking, writes a header that the model would sample, or puts a
+space in front. A `ReplyForm` records these differences.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ CallNames: TypeAlias = tuple[tuple[str, str], ...]  # (id, name) of each call
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Words that stand for what a reply says: its answer, its thinking, and the arguments of each call."""
+    """Marker words for the parts of a reply: its answer, its thinking, and the arguments of each call."""
 
     answer: str
     thinking: str
@@ -37,10 +35,10 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """What a template writes between the end of a prompt and the first word of a reply that is part of a history.
+    """The difference between the end of a prompt and the text before the same reply in a history.
 
-    `prompted` is what the prompt ends with and the history leaves out: an opened tag of thinking. `written` is what
-    the history has before the reply's first mark, and the prompt has not.
+    `prompted` is the end of the prompt that the history leaves out, for example an open thinking tag. `written` is the
+    text before the first mark of the reply that the prompt does not have.
     """
 
     prompted: str
@@ -49,51 +47,52 @@ class Lead:
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """The findings about a template. `thinking_in` is where it looks for thinking, None if it knows none.
+    """The way a template writes replies.
 
-    `begins` is the text from behind a user's words to where a reply begins; `begins_behind_results` the one from behind
-    a tool's, empty if the template takes no results. `writes_tools`: tools make a difference to what it writes.
+    `begins` is the text between the words of a user and the start of the reply. `begins_after_results` is the same
+    after a tool result, empty if the template takes no tool results. `thinking_in` is the field from which the template
+    takes thinking, None if it has no concept of it. `writes_tools`: the rendered text depends on the tools.
     """
 
     begins: str
     thinking_in: ThinkingField | None
     strips_thinking: bool
     calls_as_text: bool  # whether the arguments of calls must be JSON texts
-    begins_behind_results: str = ""
+    begins_after_results: str = ""
     thinking_tags: tuple[str, str] = (THINK_START, THINK_END)
-    words_behind_results: bool = False  # a turn's words stand behind the results of its calls
-    behind_calls: str | None = None  # from a call's last argument to its result, if the template takes results
+    words_after_results: bool = False  # the words of a turn follow the results of its calls
+    after_calls: str | None = None  # text between the last argument of a call and its result, if results are taken
     writes_tools: bool = True
     leads: dict[tuple[tuple[str, ...], bool, bool], tuple[Lead, ...]] = field(default_factory=dict)
-    thinking: dict[bytes, int] = field(default_factory=dict)  # splicing's: how long that of a reply is
+    thinking: dict[bytes, int] = field(default_factory=dict)  # memo of splicing: number of thinking ids of a reply
 
     def opens_thinking(self, *, after_results: bool) -> bool:
-        """Whether a prompt ends with an open tag, so that the model's first words are thinking."""
-        return (self.begins_behind_results if after_results else self.begins).rstrip().endswith(THINK_START)
+        """Whether a prompt ends with an open thinking tag, so that the reply begins with thinking."""
+        return (self.begins_after_results if after_results else self.begins).rstrip().endswith(THINK_START)
 
     def reply(self, marks: Marks, calls: CallNames = (), *, thinks: bool = False) -> Message:
-        """A message of the assistant's that says marks only."""
+        """Return an assistant message that consists of marks."""
         message: Message = {"role": "assistant", "content": marks.answer}
         if calls:  # a template may show content and calls in any order, or only one of them: mark both
             message["tool_calls"] = [_call(each, marks.call, as_text=self.calls_as_text) for each in calls]
-        if thinks and calls:  # tags before a call are words to some templates that know them before an answer
+        if thinks and calls:  # some templates that recognise tags before an answer take them for words before a call
             message["reasoning_content"] = marks.thinking
             if self.thinking_in == "reasoning_content":
                 message["content"] = ""  # templates with channels take thinking or words before a call, not both
-        elif calls and self.words_behind_results:
+        elif calls and self.words_after_results:
             message["content"] = ""
         elif thinks:
             message = self.thoughtful(marks.thinking, marks.answer)
         return message
 
     def thoughtful(self, thinking: str, answer: str) -> Message:
-        """A message of the assistant's with thinking where the template looks for it, in tags if it knows none."""
+        """Return an assistant message with thinking in the field that the template reads; in tags if it reads none."""
         if self.thinking_in == "reasoning_content":
             return {"role": "assistant", "content": answer, "reasoning_content": thinking}
         return {"role": "assistant", "content": f"{THINK_START}\n{thinking}\n{THINK_END}\n\n{answer}"}
 
     def taken(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages with calls as the template takes them."""
+        """Return the messages with calls in the form that the template takes."""
         take = with_text if self.calls_as_text else with_object
         return [
             {**each, "tool_calls": list(map(take, each["tool_calls"]))} if each.get("tool_calls") else each
@@ -103,16 +102,16 @@ class ReplyForm:
     def lead(
         self, rendering: Rendering, marks: Marks, calls: CallNames, before: str, *, thinks: bool, after_results: bool
     ) -> Lead | None:
-        """What stands at the end of `before`, the text of a history up to a reply's first mark, and in no prompt.
+        """Return the lead at the end of `before`, the text of a history up to the first mark of a reply.
 
-        None if nothing that is known. Raises ChatError if the template takes no such reply.
+        None if `before` ends with no lead of this template. Raises ChatError if the template takes no such reply.
         """
         names = tuple(name for _, name in calls)
         key = names, thinks, after_results
         known = self.leads.get(key)
-        if known is None:  # others may look, too, and find the same
+        if known is None:  # several threads may compute the same value
             anonymous = tuple((_ID, name) for name in names)
-            known = self._find_leads(rendering.neutral, anonymous, thinks, after_results)
+            known = self._find_leads(rendering.without_content, anonymous, thinks, after_results)
             if len(self.leads) >= _LEADS:
                 self.leads.clear()
             self.leads[key] = known
@@ -120,12 +119,13 @@ class ReplyForm:
         return max((lead for lead in leads if before.endswith(lead.written)), key=_length, default=None)
 
     def spoken_from(self, text: str, *, opened: bool) -> int:
-        """Where the thinking of a reply ends, in its text with control tokens, and so what is said begins.
+        """Return the index at which the thinking of a reply ends, in its text with control tokens.
 
-        `opened` says that its prompt ended with an open tag. All of it is thinking if it was cut before its end.
+        `opened` says that the prompt ended with an open tag. A reply that was cut short inside its thinking consists of
+        thinking only.
         """
         again = text.rfind(self.begins) if CHANNEL in text else -1
-        if again >= 0:  # what is said is a message of its own
+        if again >= 0:  # the answer is a message of its own
             return again + len(self.begins)
         start, end = self.thinking_tags
         if opened or text.lstrip().startswith(start):
@@ -135,8 +135,8 @@ class ReplyForm:
     def _find_leads(
         self, rendering: Rendering, calls: CallNames, thinks: bool, after_results: bool
     ) -> tuple[Lead, ...]:
-        """With an answer, and without one if there are calls: what stands first depends on that."""
-        asked, last = self.asked_behind_results() if after_results else ([_USER], _SAID)
+        """Find the lead of a reply with an answer and, for calls, of one without: it may differ."""
+        asked, last = self.asked_after_results() if after_results else ([_USER], _SAID)
         begins = rendering.render(asked).rpartition(last)[2]
         reply = self.reply(_MARKS, calls, thinks=thinks)
         found = []
@@ -149,8 +149,8 @@ class ReplyForm:
                 found.append(Lead(begins[length:], before[length:]))
         return tuple(found)
 
-    def asked_behind_results(self) -> tuple[list[Message], str]:
-        """A dialogue that ends with the result of a call, and what that result says."""
+    def asked_after_results(self) -> tuple[list[Message], str]:
+        """Return a dialogue that ends with a tool result, and the text of that result."""
         called = self.reply(_EARLIER, _ONE_CALL)
         return [_USER, called, *_results(_ONE_CALL, _RESULT)], _RESULT
 
@@ -164,14 +164,17 @@ _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _ID = "radixkv00"  # nine letters and digits: some templates take no other ids
 _ONE_CALL: CallNames = ((_ID, "look"),)
 _TAG_BEGUN = re.compile(r"(?:<|\[)[^<>\[\]\s]*\Z")
-_LEADS = 1000  # that are remembered; the names of tools are the callers'
+_LEADS = 1000  # memoized leads; their number is bounded because callers choose the names of tools
 
 
 def reply_form(rendering: Rendering) -> ReplyForm:
-    """How this template writes replies; tried once for each tokenizer. Raises ChatError if it shows no user's words."""
+    """Return the form of a template, found once for each tokenizer.
+
+    Raises ChatError if the template drops the words of a user.
+    """
     known = _KNOWN.setdefault(rendering.tokenizer, {})
     if rendering.template not in known:
-        known[rendering.template] = _find(rendering.neutral)
+        known[rendering.template] = _find(rendering.without_content)
     return known[rendering.template]
 
 
@@ -185,16 +188,16 @@ def _find(rendering: Rendering) -> ReplyForm:
     form = replace(
         form,
         thinking_tags=_thinking_tags(rendering, form) or form.thinking_tags,
-        words_behind_results=_words_behind_results(rendering, form),
+        words_after_results=_words_behind_results(rendering, form),
         writes_tools=_writes_tools(rendering),
     )
     return _with_results(rendering, form)
 
 
 def _writes_tools(rendering: Rendering) -> bool:
-    """Whether a prompt with tools is another than one without; so it is, too, where one of them is refused."""
+    """Whether tools change the prompt; a template that refuses one of both prompts counts as well."""
     for asked in ([_USER], [_SYSTEM, _USER]):
-        plain, with_tools = (_attempt(rendering.neutral_with(tools), asked) for tools in (None, ANY_TOOL))
+        plain, with_tools = (_attempt(rendering.with_tools_only(tools), asked) for tools in (None, ANY_TOOL))
         if plain != with_tools:
             return True
     return False
@@ -206,7 +209,7 @@ def _words_behind_results(rendering: Rendering, form: ReplyForm) -> bool:
 
 
 def _thinking_tags(rendering: Rendering, form: ReplyForm) -> tuple[str, str] | None:
-    """What stands before and behind thinking, if these are tags of the template's own; channels are messages."""
+    """Return the texts before and after thinking, if the template has tags of its own; channels are messages."""
     if form.thinking_in != "reasoning_content":
         return None
     text = _attempt(rendering, [_USER, form.reply(_MARKS, thinks=True)], reply=False) or ""
@@ -219,17 +222,17 @@ def _thinking_tags(rendering: Rendering, form: ReplyForm) -> tuple[str, str] | N
 
 
 def _with_results(rendering: Rendering, form: ReplyForm) -> ReplyForm:
-    """The form, and what stands before and behind a tool's result."""
-    asked, last = form.asked_behind_results()
+    """Add the texts before and after a tool result to the form."""
+    asked, last = form.asked_after_results()
     before, found, begins = (_attempt(rendering, asked) or "").rpartition(last)
-    _, called, behind_calls = before.rpartition(_EARLIER.call)
+    _, called, after_calls = before.rpartition(_EARLIER.call)
     if not (found and called):
         return form
-    return replace(form, begins_behind_results=begins, behind_calls=behind_calls)
+    return replace(form, begins_after_results=begins, after_calls=after_calls)
 
 
 def _thinking_in(rendering: Rendering) -> ThinkingField | None:
-    """Where the template looks for thinking: it shows that apart from the answer, or shows it in no earlier turn."""
+    """Find the field from which the template takes thinking, by rendering thinking in each."""
     if _strips(rendering, "content"):
         return "content"
     plain = ReplyForm("", "reasoning_content", strips_thinking=False, calls_as_text=False)
@@ -241,12 +244,12 @@ def _thinking_in(rendering: Rendering) -> ThinkingField | None:
 
 
 def _strips(rendering: Rendering, where: ThinkingField) -> bool:
-    """Whether the template leaves an earlier reply's thinking out, and shows its answer."""
+    """Whether the template leaves out the thinking of an earlier reply but shows its answer."""
     form = ReplyForm("", where, strips_thinking=False, calls_as_text=False)
     text = _attempt(rendering, [_USER, form.reply(_MARKS, thinks=True), _USER])
     if text is None or _MARKS.thinking in text or _MARKS.answer not in text:
         return False
-    if where == "content":  # nobody cuts tags that he does not know out of an answer
+    if where == "content":  # a template that removes the tags recognises them
         return True
     alone = _attempt(rendering, [_USER, form.reply(_MARKS, thinks=True)], reply=False)
     return alone is not None and _MARKS.thinking in alone
@@ -257,7 +260,7 @@ def _takes_calls_as_text(rendering: Rendering) -> bool:
     for as_text in (False, True):
         form = ReplyForm("", None, strips_thinking=False, calls_as_text=as_text)
         text = _attempt(rendering, [_USER, form.reply(_MARKS, _ONE_CALL), *_results(_ONE_CALL, _RESULT)])
-        if text is not None and "{'mark'" not in text:  # which is Python's way to write an object
+        if text is not None and "{'mark'" not in text:  # the repr of a Python dict
             return as_text
     return False
 
@@ -280,7 +283,7 @@ def _length(lead: Lead) -> int:
 
 
 def shared(first: str, second: str) -> int:
-    """How many characters two texts share from the start; a tag is shared as a whole, or not at all."""
+    """Count the leading characters that two texts share; a tag counts only as a whole."""
     length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     begun = _TAG_BEGUN.search(first[:length])
     return length if begun is None else begun.start()

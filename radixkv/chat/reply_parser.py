@@ -1,17 +1,7 @@
-"""One place in a reply where a tool call, or a list of them, seems to stand: where it ends, and what it asks for.
+"""Parse the replies of a model into text, thinking and tool calls, whole or while they are streamed.
 
-Knows: a format's head, JSON and end. Knows no id and no text around it.
-
-A reply's words, taken apart while they come: what is said, and which tools are called.
-
-Knows: calls as one format writes them. Knows no token, no thinking and no session.
-
-What is no call after all is text, to the letter. Whether it is one does not depend on how the text comes in pieces:
-nothing is handed out before all that may follow would leave it as it is.
-
-What a reply is taken for: thinking, what is said, tool calls.
-
-Knows: one session's template, and how its model writes calls. Knows no turn, no history and no engine.
+Text that begins like a call but is not one is returned unchanged as text. The result does not depend on the size of the
+pieces: a reader returns a piece only when no later text can change its meaning.
 """
 
 from __future__ import annotations
@@ -23,7 +13,7 @@ from typing import Any, TypeAlias
 
 from radixkv.chat.messages import Reply, ToolCall
 from radixkv.chat.template import ChatTemplate
-from radixkv.chat.thinking import split_thinking
+from radixkv.chat.thinking import partial_tag, split_thinking
 from radixkv.chat.tool_call_formats import (
     CallFormat,
     JsonEnd,
@@ -39,7 +29,7 @@ from radixkv.engine import Completion
 from radixkv.sampling.params import SamplingParams
 
 Asked: TypeAlias = tuple[str, dict[str, Any], object]
-"""Name, arguments, and the id that the model gave it, if any."""
+"""Name, arguments, and the id that the model wrote, if any."""
 
 _LONGEST_HEAD = 300  # characters between the tag and the arguments
 _HEAD = re.compile(r"([^\s\[\]{}]+)(?:\[CALL_ID\]([^\s\[\]{}]+))?(?:\[ARGS\])?\s*")
@@ -48,10 +38,10 @@ _HEAD_SO_FAR = re.compile(r"[^\s{}]+\s*")
 
 
 class Block:
-    """Reads a text that grows; `tagged` says whether the format's tag stands before it."""
+    """A call, or a list of calls, in a text that grows; `tagged` says whether the tag of the format precedes it."""
 
     def __init__(self, form: CallFormat, at: int, *, tagged: bool) -> None:
-        """Begin behind the tag, or at the JSON if there is none."""
+        """Begin after the tag, or at the JSON if there is no tag."""
         self._form, self._at = form, at
         self.tagged = tagged
         self._name: str | None = None
@@ -61,9 +51,10 @@ class Block:
         self._closing = 0
 
     def read(self, text: str, *, final: bool) -> int | None:
-        """Index behind the block, None while its end is not there; raises NotACall. O(what is new).
+        """Return the index after the block, None while its end is missing; raises NotACall. O(new text).
 
-        `text` is the one of the call before, and more. With `final` nothing follows, and what closes a call may lack.
+        `text` extends the text of the previous call. With `final` no more text follows, and the closing tag may be
+        missing.
         """
         if self._json_end is None:
             self._json_end = self._find_json(text)
@@ -73,7 +64,7 @@ class Block:
         return end
 
     def asked(self, text: str) -> list[Asked]:
-        """What a block that was read to its end asks for; raises NotACall."""
+        """Return the calls of a complete block; raises NotACall."""
         value = parsed(text[self._at : self._json_end])
         if self._name is None:
             return [(*name_and_arguments(entry, strict=not self.tagged), entry.get("id")) for entry in entries(value)]
@@ -84,14 +75,14 @@ class Block:
 
     def _find_json(self, text: str) -> int | None:
         if self._json is None:
-            at = self._behind_head(text)
+            at = self._after_head(text)
             if at is None:
                 return None
             self._at, self._json = at, JsonEnd(at)
         return self._json.find(text)
 
-    def _behind_head(self, text: str) -> int | None:
-        """Where the JSON begins; a name may stand before it."""
+    def _after_head(self, text: str) -> int | None:
+        """Return the start of the JSON, None while it is missing; a name may precede it."""
         self._at = end_of(_SPACE, text, self._at)
         if self._at == len(text):
             return None
@@ -125,37 +116,37 @@ class Block:
 Part: TypeAlias = str | ToolCall
 
 _OWN_ID = re.compile(r"[a-zA-Z0-9]{9}")
-_BEFORE = re.compile(r"\s{0,99}")  # white space without end would be looked at again and again
-_BETWEEN = re.compile(r"\s{0,99};?\s{0,99}")  # what separates calls that have no tag
+_BEFORE = re.compile(r"\s{0,99}")  # bounded, because it is matched again with each piece
+_BETWEEN = re.compile(r"\s{0,99};?\s{0,99}")  # separators of calls without tags
 
 
 class CallReader:
-    """Takes the text of one reply bit by bit, and hands out text and calls in their order.
+    """Reads the text of one reply piece by piece, and returns text and calls in their order.
 
-    White space before the first words and behind the last is dropped where a call stands there. A call has its id
-    from the reply's `seed` and its number, unless the model wrote one that the format allows.
+    White space next to a call at the beginning or end of the reply is dropped. The id of a call is made from `seed` and
+    its number, unless the model wrote an id that the format allows.
     """
 
     def __init__(self, form: CallFormat, names: Collection[str], seed: str) -> None:
-        """Read `form`; `names` are the tools that there are."""
+        """Read calls in `form`; `names` are the names of the tools."""
         self._form, self._names, self._seed = form, names, seed
-        self._held, self._from = "", 0  # what stands before `from` is handed out
+        self._held, self._from = "", 0  # the text before `_from` was returned
         self._block: Block | None = None
         self._bare = form.bare  # a call may begin here without a tag
         self._fresh = self._said = False
-        self._spaces = ""  # said only if words follow
+        self._spaces = ""  # returned only if words follow
         self._ids: set[str] = set()
         self.calls: list[ToolCall] = []
 
     def push(self, text: str) -> list[Part]:
-        """Take more text; returns what is certain now. O(text), and a call's text once more at its end."""
-        if self._block is None:  # which counts from the beginning of what is held
+        """Read more text; return the parts that are certain now. O(text), plus the text of a call at its end."""
+        if self._block is None:  # a block holds indices into the held text
             self._held, self._from = self._held[self._from :], 0
         self._held += text
         return list(self._read(final=False))
 
     def finish(self) -> list[Part]:
-        """The reply is complete: what was held is what it looks like."""
+        """End the reply; return the parts that were held back."""
         parts = list(self._read(final=True))
         return parts if self.calls or not self._spaces else [*parts, self._spaces]
 
@@ -176,9 +167,9 @@ class CallReader:
                 self._go_on(end, calls)
 
     def _find(self, final: bool) -> Generator[Part, None, bool]:
-        """Hand out what stands before the next place where a call may begin; whether there is one."""
+        """Yield the text before the next possible start of a call; return whether there is one."""
         if self._bare:
-            at = self._behind_space()
+            at = self._after_space()
             if at == len(self._held) and not final:
                 return False
             if self._held.startswith("{", at):
@@ -188,19 +179,19 @@ class CallReader:
         tag = self._form.start
         at = self._held.find(tag, self._from)
         if at < 0:
-            yield from self._say(len(self._held) - (0 if final else _undecided(self._held, self._from, tag)))
+            yield from self._say(len(self._held) - (0 if final else partial_tag(self._held, (tag,), self._from)))
             return False
         yield from self._say(at)
         self._block = Block(self._form, at + len(tag), tagged=True)
         return True
 
-    def _behind_space(self) -> int:
-        """Where a call without a tag would begin."""
+    def _after_space(self) -> int:
+        """Return the index at which a call without a tag would begin."""
         match = (_BETWEEN if self.calls else _BEFORE).match(self._held, self._from)
         return self._from if match is None else match.end()
 
     def _say(self, end: int) -> Iterator[str]:
-        """Hand out what is held up to `end`; white space waits for words."""
+        """Yield the held text up to `end`; white space at its end is held until words follow."""
         text, self._from = self._held[self._from : end], max(self._from, end)
         words = text.rstrip()
         if words:
@@ -211,7 +202,7 @@ class CallReader:
             self._spaces += text
 
     def _refuse(self, block: Block) -> Iterator[str]:
-        """No call: its tag is text, and behind that one may begin."""
+        """Treat the tag of `block` as text; a call may begin after it."""
         self._block, self._bare = None, False
         yield from self._say(self._from + len(self._form.start) if block.tagged else self._from)
 
@@ -225,7 +216,7 @@ class CallReader:
     def _made(self, block: Block) -> list[ToolCall]:
         asked = block.asked(self._held)
         if not block.tagged and any(name not in self._names for name, _, _ in asked):
-            raise NotACall  # an answer in JSON
+            raise NotACall  # an answer that is JSON
         return [
             ToolCall(self._id(own, number), name, arguments)
             for number, (name, arguments, own) in enumerate(asked, len(self.calls))
@@ -240,7 +231,7 @@ class CallReader:
 
 
 def split_calls(text: str, form: CallFormat, names: Collection[str], seed: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text outside calls, and the calls, of a reply that is complete. O(characters).
+    """Return the text outside calls, and the calls, of a complete reply. O(characters).
 
     >>> from radixkv.chat.tool_call_formats import HERMES
     >>> split_calls('Let me see. <tool_call>{"name": "now", "arguments": {}}</tool_call>', HERMES, {"now"}, "0")
@@ -251,21 +242,11 @@ def split_calls(text: str, form: CallFormat, names: Collection[str], seed: str) 
     return "".join(part for part in parts if isinstance(part, str)), tuple(reader.calls)
 
 
-def _undecided(text: str, start: int, tag: str) -> int:
-    """Characters at the end, not before `start`, that may belong to `tag`.
-
-    >>> _undecided("So be it. <tool", 0, "<tool_call>")
-    5
-    """
-    longest = min(len(text) - start, len(tag) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)
-
-
 class ReplyParser:
-    """How the replies of one session are read."""
+    """Parses the complete replies of one session."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        """Calls are looked for only if the session has tools, and if it is known how its model writes them."""
+        """Parse tool calls only if the session has tools and the call format of the model is known."""
         self._template = template
         self._form = format_of(template.rendering.tokenizer) if template.tools else None
         self._names = tool_names(template.tools)
@@ -273,8 +254,8 @@ class ReplyParser:
     def reply(
         self, completion: Completion, prompt: Sequence[int], params: SamplingParams, turn: int, used: Collection[str]
     ) -> Reply:
-        """The reply of turn `turn` to `prompt`; its calls have none of the `used` ids. O(tokens)."""
-        whole = self._said(completion, params)
+        """Parse the reply of turn `turn` to `prompt`; its calls get ids that are not in `used`. O(tokens)."""
+        whole = self._said_text(completion, params)
         opened = self._template.opens_thinking(prompt)
         thinking, said = split_thinking(whole, opened=opened, tags=self._template.form.thinking_tags)
         text, calls = self._split_calls(said, turn, used)
@@ -292,19 +273,19 @@ class ReplyParser:
         )
 
     def _split_calls(self, said: str, turn: int, used: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
-        """The text outside tool calls, and the calls."""
+        """Return the text outside tool calls, and the calls."""
         if self._form is None:
             return said, ()
         seed = next(seed for seed in map(str, count(turn)) if self._form.call_id(seed, 0) not in used)
         return split_calls(said, self._form, self._names, seed)
 
-    def _said(self, completion: Completion, params: SamplingParams) -> str:
-        """The text with control tokens, up to the stop string if one ended it."""
+    def _said_text(self, completion: Completion, params: SamplingParams) -> str:
+        """Return the text with control tokens, up to the stop string if one ended it."""
         ids = completion.token_ids
         text = self._template.said_text(ids)
         if completion.finish_reason != "stop" or ids[-1] in self._template.stop_ids | {*params.stop_token_ids}:
             return text
-        # Up to the last token but one of the minimum, a stop string is text as any other.
+        # A stop string counts only after `min_tokens` tokens.
         start = len(self._template.said_text(ids[: max(params.min_tokens - 1, 0)]))
         found = [at for stop in params.stop if (at := text.find(stop, start)) >= 0]
         return text[: min(found, default=len(text))]

@@ -175,7 +175,7 @@ class ChatSession:
         if not is_int(turns) or not 1 <= turns <= len(self._turns):
             raise InvalidInput(f"rewind takes 1..{len(self._turns)} turns of this session, got {turns!r}")
         dead, left = self._ids, self._turns[:-turns]
-        self._turns, self._ids = left, self._ids_behind(left)
+        self._turns, self._ids = left, self._ids_after(left)
         self._demote(dead)
 
     def edit(self, turn: int, text: str, params: SamplingParams | None = None) -> Reply:
@@ -254,7 +254,7 @@ class ChatSession:
         if params.n != 1:
             raise InvalidInput(f"a conversation has one reply a turn, got n={params.n}: fork the session instead")
         turns = self._turns[:keep]
-        ids = self._ids if keep is None else self._ids_behind(turns)
+        ids = self._ids if keep is None else self._ids_after(turns)
         prompt = self._prompt(turns, new, ids, answers)
         if self._overflow == "drop_oldest":
             turns, prompt = self._dropped(turns, new, prompt, params)
@@ -337,7 +337,7 @@ class ChatSession:
             messages += [*turn.messages, turn.reply]
         return messages
 
-    def _ids_behind(self, turns: list[Turn]) -> array[int]:
+    def _ids_after(self, turns: list[Turn]) -> array[int]:
         if not turns:
             return array("i")
         *before, last = turns

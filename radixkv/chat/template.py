@@ -1,11 +1,8 @@
-"""Conversations to token ids, so that what was sampled is never encoded a second time.
+"""Turn conversations into token ids without encoding sampled text a second time.
 
-Knows: one tokenizer and its chat template, how that writes replies, and how long a prompt may be. Knows no engine and
-no turn that failed.
-
-Text that was decoded and encoded again need not give the same ids, and every difference ends a cached prefix. So the
-ids of a reply are kept, and only what is new is rendered: after a dummy assistant message whose words are marks
-stands exactly the text that a template puts behind an assistant's words.
+Decoding ids and encoding the text again may give other ids, and each difference ends a cached prefix. So the ids of a
+reply are kept, and only new messages are rendered. A dummy assistant message of marker words shows the text that the
+template writes after the words of an assistant.
 """
 
 from __future__ import annotations
@@ -18,18 +15,18 @@ from typing import Any
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.rendering import Rendering, at_least
 from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form
-from radixkv.chat.splicing import Splicing, from_stop, unsaid, unused_word
+from radixkv.chat.splicing import Splicing, from_stop_text, unused_word, without_closing
 from radixkv.chat.thinking import THINK_START
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 
-_TAG = 16  # tokens that a tag and the white space behind it take at most, spelt letter by letter
-_LONG = 8  # characters for each token that is allowed: what is longer is likely to be too long, and is counted first
+_TAG = 16  # most tokens of a tag and the white space after it, if each character is one
+_LONG = 8  # characters per allowed token above which the tokens of a text are counted before it is encoded
 
 
 class ChatTemplate:
-    """Renders and encodes; `tools` and `date` stay what they were when the session began.
+    """Renders and encodes one conversation; its `tools` and `date` are fixed when the session begins.
 
-    With a `limit`, text that certainly has more tokens is refused before all of it is encoded.
+    With a `limit` in tokens, a text that exceeds it is refused before all of it is encoded.
     """
 
     def __init__(
@@ -47,7 +44,7 @@ class ChatTemplate:
 
     @property
     def tools(self) -> list[Any] | None:
-        """JSON schemas of the tools, as they were when the session began."""
+        """JSON schemas of the tools of the session."""
         return self.rendering.tools
 
     @property
@@ -57,85 +54,85 @@ class ChatTemplate:
 
     @cached_property
     def form(self) -> ReplyForm:
-        """How the template writes replies; raises ChatError if it takes no plain conversation."""
+        """The way the template writes replies. Raises ChatError if it refuses a plain conversation."""
         return reply_form(self.rendering)
 
     @property
     def strips_thinking(self) -> bool:
-        """Whether the template leaves the thinking of earlier replies out."""
+        """Whether the template leaves out the thinking of earlier replies."""
         return self.form.strips_thinking
 
     def check_tools(self) -> None:
-        """Raise InvalidInput for tools that the template does not write: the model would never see them."""
+        """Raise InvalidInput for tools that the template does not write, because the model would never see them."""
         if self.tools and not self.form.writes_tools:
             raise InvalidInput(
                 "tools are nothing that this model's chat template writes, so the model would never see them: leave "
                 "them out, describe them in the system prompt, or give the tokenizer a template that writes them"
             )
 
-    # ---- the three ways to a prompt; each raises ChatError, and PromptTooLong for what is certainly beyond the limit
+    # ---- the three ways to make a prompt; each raises ChatError, and PromptTooLong above the limit
 
     def opening(self, messages: Sequence[Message]) -> array[int]:
-        """Ids of a conversation's beginning, up to where the assistant's turn begins."""
+        """Return the ids of the first messages, up to the start of the next reply."""
         return self._extended(array("i"), self.rendering.render(self.form.taken(messages)))
 
     def continued(self, ids: array[int], new: Sequence[Message], answers: Sequence[ToolCall] = ()) -> array[int]:
-        """`ids`, which end with a reply, and behind them the new messages and the beginning of the next reply.
+        """Append new messages to `ids`, which end with a reply, up to the start of the next reply.
 
-        `answers` are the tool calls of that reply if `new` holds their results. The reply's stop token is kept if the
-        template has it there too; it is closed with the template's if it was cut short.
+        `answers` are the tool calls of that reply if `new` holds their results. The stop token of the reply is kept if
+        the template has it there too; a reply that was cut short is closed with the stop text of the template.
         """
         calls = tuple((call.id, call.name) for call in answers)
         said = self._without_stop(ids)
-        tail = self._behind_reply(new, calls)
+        tail = self._after_reply(new, calls)
         if not calls:
-            tail = unsaid(self.rendering, tail, said, self.stop_texts)
+            tail = without_closing(self.rendering, tail, said, self.stop_texts)
         return self._extended(array("i", said), tail)
 
     def spliced(
         self, messages: Sequence[Message], said: Mapping[int, Sequence[int]], *, keep_thinking: bool
     ) -> array[int]:
-        """Ids of a whole history through the template, with the stored ids of what was said in their places.
+        """Render a whole history, with the sampled ids in place of the replies.
 
         `said` maps positions in `messages` to the ids sampled there, a stop token included. Without `keep_thinking`
-        the template decides whose thinking it still shows.
+        the template decides for each reply whether its thinking is shown.
         """
         kept = {at: self._without_stop(ids) for at, ids in said.items()}
         splicing = Splicing(
             self.rendering, self.form, self.stop_texts, self.form.taken(messages), kept, keep_thinking=keep_thinking
         )
         ids = array("i")
-        for text, emitted in splicing.pieces():
-            ids = self._extended(ids, text) + array("i", emitted)
+        for text, sampled_text in splicing.pieces():
+            ids = self._extended(ids, text) + array("i", sampled_text)
         return ids
 
-    # ---- what was said
+    # ---- replies
 
     def said_text(self, ids: Sequence[int]) -> str:
-        """The text of a reply, control tokens included, without its stop token."""
+        """Return the text of a reply, control tokens included, without its stop token."""
         return self.rendering.text(self._without_stop(ids))
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends with an open tag, so that its reply's first words are thinking."""
+        """Whether a prompt ends with an open thinking tag, so that its reply begins with thinking."""
         return self.rendering.text(prompt[-_TAG:]).rstrip().endswith(THINK_START)
 
     # ---- inside
 
-    def _behind_reply(self, new: Sequence[Message], calls: CallNames) -> str:
-        """The text from behind an assistant's words to the beginning of the next reply."""
+    def _after_reply(self, new: Sequence[Message], calls: CallNames) -> str:
+        """Render the text between the words of an assistant and the start of the next reply."""
         word = unused_word([*new, self.tools])
         marks = Marks(f"{word}reply.", f"{word}thinking.", f"{word}call.")
-        # Words of a turn with calls may stand behind its results; some templates show no calls without words, though.
-        text = self._around_reply(marks, calls, new)
+        # The words of a turn with calls may follow its results, but some templates show no calls without words.
+        text = self._render_reply(marks, calls, new)
         if calls and marks.call not in text:
-            text = self._around_reply(marks, calls, new, words=marks.answer)
+            text = self._render_reply(marks, calls, new, words=marks.answer)
         _, found, tail = text.rpartition(marks.call if marks.call in text else marks.answer)
         if not found:
             raise ChatError("the chat template drops assistant messages: use history='template'")
-        return from_stop(tail, self.stop_texts, self.form.behind_calls) if calls else tail
+        return from_stop_text(tail, self.stop_texts, self.form.after_calls) if calls else tail
 
-    def _around_reply(self, marks: Marks, calls: CallNames, new: Sequence[Message], words: str = "") -> str:
-        """A reply that says marks only, and the new messages; some templates write one call a turn, models do not."""
+    def _render_reply(self, marks: Marks, calls: CallNames, new: Sequence[Message], words: str = "") -> str:
+        """Render a reply of marks and the new messages; with one call if the template refuses more."""
         reply = self.form.reply(marks, calls)
         reply["content"] = words if calls else marks.answer
         try:
@@ -143,25 +140,25 @@ class ChatTemplate:
         except ChatError:
             if len(calls) < 2:
                 raise
-            return self._around_reply(marks, calls[:1], new, words)
+            return self._render_reply(marks, calls[:1], new, words)
 
     @cached_property
     def stop_texts(self) -> list[str]:
         """Texts of the tokens that end a reply."""
         texts = [self.rendering.text([stop]) for stop in sorted(self.stop_ids)]
-        return [text for text in texts if text]  # a model may name tokens that its tokenizer does not have
+        return [text for text in texts if text]  # a model may define stop ids that its tokenizer lacks
 
     def _without_stop(self, ids: Sequence[int]) -> Sequence[int]:
         return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
 
     def _extended(self, ids: array[int], text: str) -> array[int]:
-        """`ids`, and behind them those of a text."""
+        """Append the ids of `text` to `ids`."""
         if self.limit is not None:
             self._check_length(text, self.limit - len(ids))
         return ids + array("i", self.rendering.encode(text))
 
     def _check_length(self, text: str, room: int) -> None:
-        """Raise PromptTooLong for a text that certainly has more tokens than there is room for."""
+        """Raise PromptTooLong for a text that has more than `room` tokens."""
         if len(text) <= _LONG * max(room, 0):
             return
         if at_least(text, room, self.rendering.tokenizer, self.rendering.encode) > room:

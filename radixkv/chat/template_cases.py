@@ -1,7 +1,4 @@
-"""Short dialogues to try a chat template with, and what a model would sample in them.
-
-Knows: what people, assistants and tools say, and how a template writes a reply. Knows no token id.
-"""
+"""Provide short dialogues to try a chat template with, and the text that a model would sample in them."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from itertools import takewhile
 
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.reply_form import ReplyForm, shared
-from radixkv.chat.splicing import from_stop
+from radixkv.chat.splicing import from_stop_text
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.thinking import THINK_END
 from radixkv.errors import ChatError
@@ -36,9 +33,9 @@ _THOUGHT = "Numbers, so arithmetic."
 
 @dataclass(frozen=True)
 class Dialogue:
-    """So many turns and one more question; `calls` are made in the first turn.
+    """A dialogue of `turns` turns and one more question; the first turn makes `calls` tool calls.
 
-    With calls the model thinks, too, if the template knows thinking.
+    With calls the model also thinks, if the template has a place for thinking.
     """
 
     name: str
@@ -49,11 +46,11 @@ class Dialogue:
 
     @property
     def with_tools(self) -> bool:
-        """Whether there are tools to call."""
+        """Whether the dialogue makes tool calls."""
         return self.calls > 0
 
     def messages(self, form: ReplyForm) -> list[Message]:
-        """As a template takes them that writes replies in this form."""
+        """Return the messages in the form that the template takes."""
         messages = [_SYSTEM] if self.system else []
         thinks = self.thinks or (self.with_tools and form.thinking_in is not None)
         for at, (question, answer) in enumerate(_TURNS[: self.turns]):
@@ -73,20 +70,20 @@ DIALOGUES = (
 )
 
 
-def emitted(template: ChatTemplate, messages: Sequence[Message], at: int) -> str:
-    """What a model would sample for a reply of a dialogue: what stands there, with the thinking that it came from.
+def sampled_text(template: ChatTemplate, messages: Sequence[Message], at: int) -> str:
+    """Return the text that a model would sample for a reply of a dialogue, thinking included.
 
-    Raises ChatError where the template does not show the reply.
+    Raises ChatError if the template does not show the reply.
     """
     reply = messages[at]
     opened = template.form.opens_thinking(after_results=messages[at - 1]["role"] == "tool")
     if reply.get("tool_calls"):
         return _with_calls(template, reply, list(takewhile(_is_result, messages[at + 1 :])), opened=opened)
     answer = str(reply["content"]).rpartition(THINK_END)[2].lstrip()
-    in_history, found, behind = _behind_prompt(template, [_LAST, reply, _LAST]).partition(answer)
+    in_history, found, behind = _after_prompt(template, [_LAST, reply, _LAST]).partition(answer)
     said = answer + _closing(behind, template.stop_texts)
     if THINK_END in reply["content"] or "reasoning_content" in reply:
-        shown = _behind_prompt(template, [_LAST, reply], is_last=True).partition(answer)[0]
+        shown = _after_prompt(template, [_LAST, reply], is_last=True).partition(answer)[0]
         if _THOUGHT in shown:
             return shown + said
         return _thought(template, opened=opened) + said
@@ -96,24 +93,24 @@ def emitted(template: ChatTemplate, messages: Sequence[Message], at: int) -> str
 
 
 def _closing(behind: str, stops: Sequence[str]) -> str:
-    """What a model samples between its answer and the token that ends it, if the answer is ended at all."""
+    """Return the text that a model samples between its answer and the stop token; empty without a stop token."""
     turn = behind.partition(_LAST["content"])[0]
     return turn[: min((at for at in map(turn.find, stops) if at >= 0), default=0)]
 
 
 def _thought(template: ChatTemplate, *, opened: bool) -> str:
-    """Thinking that the template shows nowhere; a model thinks all the same."""
+    """Return thinking in tags; the model samples it although the template shows it nowhere."""
     start, end = template.form.thinking_tags
     return f"{'' if opened else start}\n{_THOUGHT}\n{end}\n\n"
 
 
 def _with_calls(template: ChatTemplate, reply: Message, results: Sequence[Message], *, opened: bool) -> str:
-    text = _behind_prompt(template, [_LAST, reply, *results])
+    text = _after_prompt(template, [_LAST, reply, *results])
     last = str(_CALLS[len(reply["tool_calls"]) - 1].arguments["to"])
     _, found, behind = text.partition(last)
     if not found:
         raise ChatError("the chat template does not show tool calls")
-    said = text.removesuffix(from_stop(behind, template.stop_texts, template.form.behind_calls))
+    said = text.removesuffix(from_stop_text(behind, template.stop_texts, template.form.after_calls))
     if _THOUGHT in said:
         return said
     if "reasoning_content" in reply:
@@ -121,8 +118,8 @@ def _with_calls(template: ChatTemplate, reply: Message, results: Sequence[Messag
     return (f"{THINK_END}\n\n" if opened and THINK_END not in said else "") + said
 
 
-def _behind_prompt(template: ChatTemplate, messages: Sequence[Message], *, is_last: bool = False) -> str:
-    """What the template writes from where the first reply of a dialogue begins."""
+def _after_prompt(template: ChatTemplate, messages: Sequence[Message], *, is_last: bool = False) -> str:
+    """Render the messages, and return the text from the start of the first reply."""
     text = template.rendering.render(messages, reply=not is_last).partition(_LAST["content"])[2]
     return text[shared(text, template.form.begins) :]
 
@@ -136,7 +133,7 @@ def _says(answer: str) -> Message:
 
 
 def _called(count: int, thought: str) -> list[Message]:
-    """A reply that makes so many calls, with some thought or none, and their results."""
+    """Return a reply that makes `count` calls, with its thinking if any, and the results of the calls."""
     calls = _CALLS[:count]
     asks: Message = {"role": "assistant", "content": "", "tool_calls": [call.as_message() for call in calls]}
     if thought:

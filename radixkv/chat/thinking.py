@@ -1,6 +1,7 @@
-"""Replies in channels, as gpt-oss writes them: what is thought and what is said are messages of their own.
+"""Separate the thinking of a reply from its answer, in <think> tags or in channels.
 
-Knows: the control tokens of a channel, as text. Knows no template, no token id and no session.
+Models like gpt-oss write thinking and answer as messages of their own, in channels that control tokens delimit. A
+reader gives the same result for a text in one piece and in many.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ _BEGINS = (_START, CHANNEL, "assistant", "to=")
 _LONGEST_HEAD = 300  # characters, the token before its body included
 
 Part: TypeAlias = tuple[bool, str]
-"""Whether it is thought, not said, and a text."""
+"""(True for thinking and False for the answer, text)."""
 
 
 class ChannelReader:
-    """Takes the text of one reply bit by bit, control tokens included; hands out what is thought and what is said.
+    """Reads the text of one reply piece by piece, control tokens included, and returns thinking and answer.
 
-    White space around all thinking is dropped; a line's end stands between two messages of it. What is said to a tool,
-    and what is no message, is said as it is. How the text comes in pieces makes no difference.
+    White space around all thinking is dropped, and a newline separates two messages of thinking. Messages to a tool,
+    and text outside of messages, are returned unchanged as part of the answer.
     """
 
     def __init__(self) -> None:
-        """Begin where a reply begins."""
+        """Begin at the start of a reply."""
         self._held = ""
-        self._kind: str | None = None  # of the body that is read, None before one
-        self._spaces = ""  # thought only if more is
-        self._thought = False  # whether anything was
+        self._kind: str | None = None  # of the present body; None before a body
+        self._spaces = ""  # returned only if more thinking follows
+        self._thought = False  # whether any thinking was returned
         self.messages = 0
 
     def push(self, text: str) -> list[Part]:
-        """Take more text; returns what is certain now. O(text + what is held)."""
+        """Read more text; return the parts that are certain now. O(text + held text)."""
         self._held += text
         return list(self._read(final=False))
 
     def finish(self) -> list[Part]:
-        """The reply is complete: what was held is what it looks like."""
+        """End the reply; return the parts that were held back."""
         return list(self._read(final=True))
 
     # ---- inside
@@ -61,7 +62,7 @@ class ChannelReader:
             yield from self._begin(final) if self._kind is None else self._go_on(self._kind, final)
 
     def _begin(self, final: bool) -> Iterator[Part]:
-        """To the body behind a head; what is no head is text, as far as the next may stand."""
+        """Read a head up to its body; if there is no head, read text up to the next possible one."""
         at = self._held.find(BODY, 0, _LONGEST_HEAD)
         if at < 0 and not final and len(self._held) < _LONGEST_HEAD and _may_begin(self._held):
             return
@@ -79,11 +80,11 @@ class ChannelReader:
         self.messages += match is not None
 
     def _go_on(self, kind: str, final: bool) -> Iterator[Part]:
-        """To the end of a body, or of a text that is none."""
+        """Read to the end of a body, or of text outside of bodies."""
         ends = (_START, CHANNEL) if kind == "text" else _ENDS
         found = min(((at, end) for end in ends if (at := self._held.find(end)) >= 0), default=None)
         if found is None:
-            yield from self._take(len(self._held) - (0 if final else _undecided(self._held, ends)))
+            yield from self._take(len(self._held) - (0 if final else partial_tag(self._held, ends)))
             return
         at, end = found
         yield from self._take(at)
@@ -110,7 +111,7 @@ class ChannelReader:
 
 
 class ThinkingReader:
-    """Split the text of one reply, as it arrives, into thinking and answer.
+    """Splits the text of one reply, as it arrives, into thinking and answer.
 
     Thinking begins a reply: in `tags`, or in channels where `channels` allows them. A tag elsewhere is text, or part of
     a call's arguments. `opened` says that the prompt ended with an open tag, which the model may write again. White
@@ -120,7 +121,7 @@ class ThinkingReader:
     def __init__(
         self, *, opened: bool = False, tags: tuple[str, str] = (THINK_START, THINK_END), channels: bool = True
     ) -> None:
-        """Begin where a reply begins."""
+        """Begin at the start of a reply."""
         self._opening, self._closing = tags
         self._otherwise = "thinking" if opened else "channels" if channels else "answer"  # without a tag
         self._state = "start"
@@ -130,12 +131,12 @@ class ThinkingReader:
         self._drops_space = False  # at the beginning of thinking, and of an answer after a tag
 
     def push(self, text: str) -> list[Part]:
-        """Take more text; returns what is certain now. O(text + what is held)."""
+        """Read more text; return the parts that are certain now. O(text + held text)."""
         self._held += text
         return list(self._read())
 
     def finish(self) -> list[Part]:
-        """The reply is complete: what was held is what it looks like. Cut before the end tag, it is thinking only."""
+        """End the reply; return the parts that were held back. Without an end tag the reply is thinking only."""
         parts: list[Part] = []
         if self._state == "start":
             self._leave_start(self._otherwise)
@@ -169,7 +170,7 @@ class ThinkingReader:
             yield from self._part(True, thinking.rstrip())
             self._held, self._state, self._drops_space = rest, "answer", True
             return
-        certain = thinking[: len(thinking) - _undecided(thinking, (self._closing,))].rstrip()
+        certain = thinking[: len(thinking) - partial_tag(thinking, (self._closing,))].rstrip()
         self._held = self._held[len(certain) :]
         yield from self._part(True, certain)
 
@@ -191,7 +192,7 @@ class ThinkingReader:
 def split_thinking(
     text: str, *, opened: bool = False, tags: tuple[str, str] = (THINK_START, THINK_END)
 ) -> tuple[str, str]:
-    """(thinking, answer) of a whole reply with its control tokens, as ThinkingReader splits it. O(characters).
+    """Return (thinking, answer) of a complete reply with its control tokens. O(characters).
 
     >>> split_thinking("<think>so</think>Yes.")
     ('so', 'Yes.')
@@ -205,21 +206,21 @@ def split_thinking(
 
 
 def only_thinks(text: str) -> bool:
-    """Whether a reply was cut before anything was said."""
+    """Whether a reply was cut short before its answer began."""
     return text.startswith(CHANNEL + _THOUGHT) and not any(end in text for end in _ENDS)
 
 
 def _may_begin(text: str) -> bool:
-    """Whether a head may begin so."""
+    """Whether the text may be the beginning of a head."""
     text = text.lstrip()
     return any(text.startswith(begin) or begin.startswith(text) for begin in _BEGINS)
 
 
-def _undecided(text: str, tags: Collection[str]) -> int:
-    """Characters at the end that may belong to one of `tags`.
+def partial_tag(text: str, tags: Collection[str], start: int = 0) -> int:
+    """Count the characters at the end, not before `start`, that may be the beginning of one of `tags`.
 
-    >>> _undecided("So be it. <|e", ["<|start|>", "<|end|>"])
+    >>> partial_tag("So be it. <|e", ["<|start|>", "<|end|>"])
     3
     """
-    longest = min(len(text), max(map(len, tags)) - 1)
+    longest = min(len(text) - start, max(map(len, tags)) - 1)
     return next((n for n in range(longest, 0, -1) if any(tag.startswith(text[-n:]) for tag in tags)), 0)

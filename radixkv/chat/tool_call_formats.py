@@ -1,14 +1,6 @@
-"""The forms in which models write tool calls, and which of them a model uses.
+"""Define the formats in which models write tool calls, and read and write the JSON inside.
 
-Knows: tags, ids, what a tokenizer and its template tell. Knows no JSON and no reply.
-
-JSON as models write it: where it ends, while it comes in pieces, and which calls it stands for.
-
-Knows: JSON, and the names that models give to a call's fields. Knows no tag, no format and no id.
-
-The arguments of a tool call as a chat template takes them: an object, or the JSON text of one.
-
-Knows: calls as messages have them, whole or not. Knows no template.
+`format_of` finds the format that a model uses. `JsonEnd` finds the end of JSON that arrives in pieces.
 """
 
 from __future__ import annotations
@@ -27,10 +19,10 @@ from radixkv.engine.input_processor import template_text
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a call is written: `start`, JSON, `end`.
+    """A format of tool calls: `start`, JSON, `end`.
 
-    `named`: the name may stand before the JSON, which is then the arguments alone. `bare`: a call of a tool that was
-    given needs no `start` at the beginning of a reply, or behind another call. `inner` tags stand within a call.
+    `named`: the name may precede the JSON, which then holds the arguments only. `bare`: a call of an existing tool
+    needs no `start` at the beginning of a reply or after another call. `inner` are the tags within a call.
     """
 
     name: str
@@ -43,11 +35,11 @@ class CallFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """All texts that may be control tokens, which decoding leaves out."""
+        """All texts of the format that may be control tokens, which decoding leaves out."""
         return tuple(tag for tag in (self.start, self.end, *self.inner) if tag)
 
     def call_id(self, seed: str, number: int) -> str:
-        """The id of a reply's call `number`: another for each `seed`, and always the same.
+        """Return the id of call `number` of a reply: deterministic, and different for each `seed`.
 
         >>> HERMES.call_id("7", 0)
         'call_7_0'
@@ -60,11 +52,11 @@ class CallFormat:
 HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>")
 MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", inner=("[CALL_ID]", "[ARGS]"), named=True, short_ids=True)
 LLAMA = CallFormat("llama", "<|python_tag|>", bare=True)
-FORMATS = (HERMES, MISTRAL, LLAMA)  # in this order: models that were trained further keep tokens that they do not use
+FORMATS = (HERMES, MISTRAL, LLAMA)  # in this order: fine-tuned models keep tokens of formats that they no longer use
 
 
 def format_of(tokenizer: Any | None) -> CallFormat | None:
-    """The form that a model's template writes, else the one whose tag is a token of its own; None for another form."""
+    """Return the format that the template of a tokenizer writes, else one whose tag is a token; None if unknown."""
     template = template_text(tokenizer)
     added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
     written = [form for form in FORMATS if form.start in template]
@@ -72,22 +64,22 @@ def format_of(tokenizer: Any | None) -> CallFormat | None:
 
 
 def tool_names(tools: Sequence[Any] | None) -> frozenset[str]:
-    """Names of the tools among these schemas, which may be anything that JSON can hold."""
+    """Return the names of the tools; schemas of other shapes are skipped."""
     schemas = [tool for tool in tools or () if isinstance(tool, dict)]
     functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in schemas]
     return frozenset(name for function in functions if isinstance(name := function.get("name"), str))
 
 
-DEEPEST = 100  # nested deeper than this is no call: what reads and writes JSON has limits of its own, not far above
+DEEPEST = 100  # deeper nesting is not a call: JSON readers and writers have recursion limits not far above
 
-_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # up to its quote, or to what is not there yet
-_BETWEEN = re.compile(r"[\s\w.+,:-]*", re.ASCII)  # what stands between strings and brackets
+_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # up to its closing quote, or to the end of the text
+_BETWEEN = re.compile(r"[\s\w.+,:-]*", re.ASCII)  # characters between strings and brackets
 _SPACE = re.compile(r"\s*")
 _MISSING = object()
 
 
 def too_deep(value: object) -> bool:
-    """Whether JSON is nested deeper than templates and tokenizers, which recurse, are given. O(its values)."""
+    """Whether a JSON value is nested too deeply for templates, which recurse. O(its values)."""
     level = _brackets([value])
     for _ in range(DEEPEST):
         level = [each for outer in level for each in _brackets(outer.values() if isinstance(outer, dict) else outer)]
@@ -101,22 +93,22 @@ def _brackets(values: Iterable[Any]) -> list[list[Any] | dict[str, Any]]:
 
 
 class NotACall(Exception):
-    """What was read as a call is text."""
+    """The text that was read as a call is not one."""
 
 
 class JsonEnd:
-    """Finds the end of one object or array; each character is looked at once, however the text grows."""
+    """Finds the end of one JSON object or array in a text that grows; reads each character once."""
 
     def __init__(self, at: int) -> None:
         """Begin at the bracket at `at`."""
         self._at = at
         self._depth = 0
-        self._in_string = self._behind_string = False
+        self._in_string = self._after_string = False
 
     def find(self, text: str) -> int | None:
-        """Index behind the closing bracket, None while it is not there; raises NotACall for what cannot be JSON.
+        """Return the index after the closing bracket, None while it is missing; raises NotACall for invalid JSON.
 
-        `text` is the one of the call before, and more. O(what is new).
+        `text` extends the text of the previous call. O(new text).
         """
         while self._at < len(text):
             if not (self._leave_string(text) if self._in_string else self._go_on(text)):
@@ -132,18 +124,18 @@ class JsonEnd:
         if not text.startswith('"', self._at):
             return False
         self._at += 1
-        self._in_string, self._behind_string = False, True
+        self._in_string, self._after_string = False, True
         return True
 
     def _go_on(self, text: str) -> bool:
-        """To the next string or bracket. A quote too many is noticed here: it makes text of what follows a string."""
-        if self._behind_string:
+        """Advance to the next string or bracket; raises NotACall if other text follows a string."""
+        if self._after_string:
             self._at = end_of(_SPACE, text, self._at)
             if self._at == len(text):
                 return False
             if text[self._at] not in ",:]}":
                 raise NotACall
-            self._behind_string = False
+            self._after_string = False
         self._at = end_of(_BETWEEN, text, self._at)
         if self._at == len(text):
             return False
@@ -163,7 +155,7 @@ class JsonEnd:
 
 
 def entries(value: Any) -> list[dict[str, Any]]:
-    """The objects of an array, or the one that there is; raises NotACall for all else."""
+    """Return the objects of an array, or a single object as a list; raises NotACall for other values."""
     found = value if isinstance(value, list) else [value]
     if not found or not all(isinstance(entry, dict) for entry in found):
         raise NotACall
@@ -171,9 +163,9 @@ def entries(value: Any) -> list[dict[str, Any]]:
 
 
 def parsed(text: str) -> Any:
-    """The value of an object or array that JSON, UTF-8 and another reader can hold; raises NotACall for all else.
+    """Parse an object or array; raises NotACall for anything that is not portable JSON in valid Unicode.
 
-    Line ends within strings are forgiven.
+    Line breaks within strings are accepted.
     """
     text = text.strip()
     if text[:1] not in ("{", "[") or JsonEnd(0).find(text) != len(text):
@@ -187,9 +179,9 @@ def parsed(text: str) -> Any:
 
 
 def name_and_arguments(entry: dict[str, Any], *, strict: bool = False) -> tuple[str, dict[str, Any]]:
-    """What an object asks for; raises NotACall unless it has a name, and an object, or the text of one, as arguments.
+    """Return name and arguments of a call; raises NotACall without a name.
 
-    Unless it is `strict`, arguments may lack.
+    The arguments are an object or its JSON text; without `strict` they may be missing.
     """
     name = entry.get("name")
     given = next((entry[key] for key in ("arguments", "parameters") if key in entry), _MISSING)
@@ -206,7 +198,7 @@ def _meant(given: Any) -> Any:
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where the match of a pattern at `at` ends; `at` itself if there is none."""
+    """Return the end of the match of a pattern at `at`; `at` itself if there is none."""
     match = pattern.match(text, at)
     return at if match is None else match.end()
 
@@ -223,7 +215,7 @@ def _finite(text: str) -> float:
 
 
 def with_text(call: Message) -> Message:
-    """A call with its arguments as a JSON text."""
+    """Return the call with its arguments as JSON text."""
     function = call.get("function") or {}
     arguments = function.get("arguments", "")
     if isinstance(arguments, str):
@@ -232,14 +224,14 @@ def with_text(call: Message) -> Message:
 
 
 def with_object(call: Message) -> Message:
-    """A call with its arguments as an object, if they are the text of one that templates can write."""
+    """Return the call with its arguments as an object, if they are an object that templates can write."""
     function = call.get("function") or {}
     arguments = arguments_object(function.get("arguments"))
     return call if arguments is None else {**call, "function": {**function, "arguments": arguments}}
 
 
 def arguments_object(text: object) -> dict[str, Any] | None:
-    """The object that a JSON text holds; None for anything else, and for one that is nested too deep to be written."""
+    """Return the object in a JSON text; None for other values, and for an object that is nested too deeply."""
     if not isinstance(text, str):
         return None
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.chat.history_mode import appending, history_mode
+from radixkv.chat.history_mode import history_mode, try_appending
 from radixkv.chat.template import ChatTemplate
-from radixkv.chat.template_cases import DIALOGUES, emitted
+from radixkv.chat.template_cases import DIALOGUES, sampled_text
 from radixkv.errors import ChatError
 from tests.chat.styles import STYLES
 from tests.chat.worlds import CHATML, THINKING, byte_tokenizer, chat_engine
@@ -58,7 +58,7 @@ def of(template: str, tools: list | None = None) -> ChatTemplate:
 def test_what_trying_finds_out(name: str, mode: str, differ: list[str], refused: list[str]) -> None:
     style = STYLES[name]
     template = ChatTemplate(style.tokenizer(), style.stop_ids)
-    found = appending(template)
+    found = try_appending(template)
     assert [each.dialogue for each in found.differences] == differ
     assert [dialogue for dialogue, _ in found.refused] == refused
     assert found.loss(tools=True) is None
@@ -70,7 +70,7 @@ def test_what_trying_finds_out(name: str, mode: str, differ: list[str], refused:
 @pytest.mark.parametrize(("template", "lost"), [(ROUNDS, "4"), (ROLELESS, "user")], ids=["numbers", "roles"])
 def test_appending_that_would_lose_something_is_refused_with_the_tokens_that_differ(template: str, lost: str) -> None:
     assert history_mode(of(template), "auto") == "template"
-    loss = appending(of(template)).loss(tools=False)
+    loss = try_appending(of(template)).loss(tools=False)
     assert loss is not None
     assert lost in loss.lost
     assert loss.appended != loss.rendered
@@ -86,7 +86,9 @@ def test_with_calls_a_model_thinks_as_far_as_its_template_knows_thinking(name: s
     template = ChatTemplate(style.tokenizer(), style.stop_ids, TOOLS)
     dialogue = next(each for each in DIALOGUES if each.name == "tools")
     messages = dialogue.messages(template.form)
-    said = [emitted(template, messages, at) for at, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [
+        sampled_text(template, messages, at) for at, message in enumerate(messages) if message["role"] == "assistant"
+    ]
     assert ["arithmetic" in each for each in said] == [style.strips] * 3
     if name == "DeepSeek":  # whose prompts open thinking, but not behind results
         assert [each.count("<think>") for each in said] == [0, 1, 0]
@@ -94,7 +96,7 @@ def test_with_calls_a_model_thinks_as_far_as_its_template_knows_thinking(name: s
 
 def test_the_position_is_where_the_two_histories_part() -> None:
     tokenizer = byte_tokenizer(ROUNDS)
-    loss = appending(of(ROUNDS)).loss(tools=False)
+    loss = try_appending(of(ROUNDS)).loss(tools=False)
     assert loss is not None
     assert (loss.dialogue, loss.appended, loss.rendered, loss.lost) == ("many turns", "2", "3", ("3", "4"))
     said = ["What is 2 + 2?", "It is four.", "And plus one?", "That makes five.", "Minus three?"]  # as far as the third
@@ -112,7 +114,7 @@ def test_only_sessions_with_tools_care_for_what_is_lost_of_them() -> None:
 
 @pytest.mark.parametrize("template", [THINKING, MISTRAL], ids=["thinking stays", "system stays where it was"])
 def test_what_only_stays_or_stands_elsewhere_is_not_lost(template: str) -> None:
-    found = appending(of(template))
+    found = try_appending(of(template))
     assert found.differences
     assert found.loss(tools=False) is None
     assert history_mode(of(template), "append") == "append"
@@ -120,9 +122,9 @@ def test_what_only_stays_or_stands_elsewhere_is_not_lost(template: str) -> None:
 
 def test_a_template_is_tried_once() -> None:
     tokenizer = byte_tokenizer(CHATML)
-    assert appending(ChatTemplate(tokenizer, STOPS)) is appending(ChatTemplate(tokenizer, STOPS))
+    assert try_appending(ChatTemplate(tokenizer, STOPS)) is try_appending(ChatTemplate(tokenizer, STOPS))
     tokenizer.chat_template = ROUNDS
-    assert appending(ChatTemplate(tokenizer, STOPS)).differences
+    assert try_appending(ChatTemplate(tokenizer, STOPS)).differences
 
 
 def test_a_session_does_what_was_found() -> None:

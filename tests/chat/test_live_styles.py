@@ -179,7 +179,7 @@ def found(style: Style, *, append: bool) -> tuple[float, float]:
     template = ChatTemplate(style.tokenizer(), style.stop_ids, None, DATE)
     ids, computed, messages, said = array("i"), array("i"), [], {}
     hits = tokens = there = 0
-    for question, emitted in dialogue(style):
+    for question, sampled_text in dialogue(style):
         messages.append({"role": "user", "content": question})
         if not ids:
             prompt = template.opening(messages)
@@ -191,9 +191,9 @@ def found(style: Style, *, append: bool) -> tuple[float, float]:
             shared = [a == b for a, b in zip(prompt, computed, strict=False)]
             hits += shared.index(False) if False in shared else len(shared)
             tokens, there = tokens + len(prompt), there + len(ids)
-        said[len(messages)] = emitted
+        said[len(messages)] = sampled_text
         messages.append({"role": "assistant", "content": "not looked at"})
-        ids = prompt + array("i", emitted)
+        ids = prompt + array("i", sampled_text)
         computed = ids[:-1]
     return hits / tokens, hits / there
 

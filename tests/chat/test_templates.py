@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixkv.chat.messages import ToolCall
-from radixkv.chat.splicing import from_stop
+from radixkv.chat.splicing import from_stop_text
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.tool_call_formats import DEEPEST
 from radixkv.errors import ChatError, InvalidInput
@@ -142,14 +142,16 @@ class Talk:
             ]
         )
 
-    def hear(self, emitted: list[int], message: dict[str, Any], calls: Sequence[ToolCall] = (), stop: str = "") -> None:
+    def hear(
+        self, sampled_text: list[int], message: dict[str, Any], calls: Sequence[ToolCall] = (), stop: str = ""
+    ) -> None:
         """A reply was sampled as these ids, and a stop token unless it was cut short."""
         stop_ids = self.style.tokenizer().convert_tokens_to_ids([stop]) if stop else []
-        self.said[len(self.messages)] = [*emitted, *stop_ids]
+        self.said[len(self.messages)] = [*sampled_text, *stop_ids]
         self.messages.append({"role": "assistant", **message})
-        self.ids += array("i", [*emitted, *stop_ids])
-        self.text += self.decoded(emitted)
-        self.controls += controls(self.style, emitted)
+        self.ids += array("i", [*sampled_text, *stop_ids])
+        self.text += self.decoded(sampled_text)
+        self.controls += controls(self.style, sampled_text)
         self.see(self.style.call_stop if calls and self.style.call_stop else self.style.close)
         self.asked = tuple(calls)
 
@@ -313,9 +315,9 @@ def test_nobody_speaks_in_marks(name: str, append: bool) -> None:
 
 
 def test_what_closes_a_call_is_skipped_as_far_as_the_first_token_that_may_stop_a_reply() -> None:
-    assert from_stop('"}</call><b>result<a>', ["<a>", "<b>", "<c>"]) == "<b>result<a>"
+    assert from_stop_text('"}</call><b>result<a>', ["<a>", "<b>", "<c>"]) == "<b>result<a>"
     with pytest.raises(ChatError, match="does not end a tool call"):
-        from_stop('"}</call>', ["<a>"])
+        from_stop_text('"}</call>', ["<a>"])
 
 
 # ---- habits that the six have not

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from radixkv.chat.history_mode import appending
+from radixkv.chat.history_mode import try_appending
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.template import ChatTemplate
-from radixkv.chat.template_cases import DIALOGUES, emitted
+from radixkv.chat.template_cases import DIALOGUES, sampled_text
 from radixkv.errors import ChatError
 from tests.chat.worlds import byte_tokenizer, chat_engine
 
@@ -164,9 +164,9 @@ def test_what_closes_an_answer_may_be_part_of_a_longer_token(append: bool) -> No
 
 def test_trying_samples_what_closes_an_answer() -> None:
     template = Talk(tokenizer_of(CLOSED, "<|say|>", "<|said|>"), append=True).template
-    assert appending(template).differences == ()
+    assert try_appending(template).differences == ()
     messages = DIALOGUES[0].messages(template.form)
-    assert emitted(template, messages, 1) == "<|say|>It is four.<|said|>"
+    assert sampled_text(template, messages, 1) == "<|say|>It is four.<|said|>"
 
 
 def test_thinking_about_results_is_left_out_where_each_prompt_opens_it() -> None:
@@ -242,8 +242,8 @@ def test_results_stand_behind_their_call_where_a_turn_s_words_come_last(append: 
     assert text.count("<|result>Here.<result|>It is here.<|im_end|>") == 1
     assert text == talk.written() or append
     template = talk.template
-    assert appending(template).loss(tools=True) is None
-    assert (template.form.words_behind_results, template.form.begins_behind_results) == (True, "<result|>")
+    assert try_appending(template).loss(tools=True) is None
+    assert (template.form.words_after_results, template.form.begins_after_results) == (True, "<result|>")
 
 
 def test_thinking_in_tags_of_the_template_s_own_is_read_and_left_out() -> None:

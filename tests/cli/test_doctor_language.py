@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.chat.history_mode import appending, histories, history_mode
+from radixkv.chat.history_mode import histories, history_mode, try_appending
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_cases import TOOLS
 from radixkv.cli import doctor_checks
@@ -141,7 +141,7 @@ def test_what_is_said_of_a_history_is_what_a_session_does(tiny: LoadedModel) -> 
         for tools, appends in ((None, found.appends), (TOOLS, found.appends_with_tools)):
             session = ChatTemplate(byte_tokenizer(template), STOPS, tools)
             assert (history_mode(session, "auto") == "append") is appends
-            if appending(session).loss(tools=tools is not None) is not None:
+            if try_appending(session).loss(tools=tools is not None) is not None:
                 with pytest.raises(ChatError, match="would lose what the chat template writes"):
                     history_mode(session, "append")
 
