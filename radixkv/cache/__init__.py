@@ -1,15 +1,16 @@
 """The prefix cache, usable on its own: token prefixes -> reference-counted KV blocks.
 
-Knows no tensor, no model and no thread.
+Read in this order: `types`, `tokens`, `block_pool`, `radix_tree`, `sequence`, `state` and `prefix_cache` are the core.
+Then `eviction` and `policies`, `ghosts`, `pins`, `events`, `change_tracker`, and `invariants` for all rules in one
+place. `predictive` is one policy, and nothing else depends on it.
 """
 
 from radixkv.cache.events import Observer
-from radixkv.cache.eviction import POLICIES
 from radixkv.cache.pins import Pin
-from radixkv.cache.prefix_cache import Match, PrefixCache
-from radixkv.cache.radix_tree import CachedRun
-from radixkv.cache.sequence import Hint, Sequence, WritePlan
-from radixkv.cache.types import CacheStats, Explanation
+from radixkv.cache.policies import POLICIES
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.sequence import Sequence
+from radixkv.cache.types import CachedRun, CacheStats, Explanation, Hint, Match, WritePlan
 
 __all__ = [
     "POLICIES",

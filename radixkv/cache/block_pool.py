@@ -1,26 +1,20 @@
-"""The pool's books: which blocks are free, who shares a block, how far each part-filled block is reserved.
+"""The block pool: which blocks are free, which have several owners, how far each part-filled block is reserved.
 
-Knows block numbers. Knows no token, no tree and no tensor; an owner is only "held" (a sequence, a plan, a locked node)
-or "idle" (an unlocked node).
+Owners are sequences, plans and tree nodes. An owner is idle if it is an unlocked node. A block in use has one owner
+unless `shared` has an entry for it, and it is full unless `fill` has one: both tables stay as small as the number of
+blocks in which a prefix ends. A block is evictable if all its owners are idle.
 
-A block in use has one owner unless `shared` says otherwise, and it is full unless `fill` says otherwise: both
-tables stay as small as the number of blocks in which some prefix ends.
-
-Blocks that nodes share because they meet inside them: their owners, and the copies that make one redundant.
-
-Knows nodes and the pool's books. Knows no token and no namespace. Nodes that share a block lie on one path; its entry
-in the pool's books names the deepest, the tip.
+Nodes share a block where they meet inside it. They lie on one path, and the entry names the deepest of them.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
-from radixkv.cache.change_tracker import ChangedNodes
-from radixkv.cache.types import Node
+from radixkv.cache.types import ChangeLog, Node
 
 
 class SharedBlock:
@@ -28,19 +22,17 @@ class SharedBlock:
 
     __slots__ = ("deepest_owner", "idle", "owners")
 
-    def __init__(self, owners: int, idle: int, deepest_owner: Any) -> None:
+    def __init__(self, owners: int, idle: int, deepest_owner: Node | None) -> None:
         self.owners = owners
         self.idle = idle  # how many of the owners are unlocked nodes
-        self.deepest_owner = (
-            deepest_owner  # the deepest owner that is a node (nodes that share a block lie on one path), or None
-        )
+        self.deepest_owner = deepest_owner  # among nodes; None if no node owns the block
 
 
 class BlockPool:
     """`num_blocks` blocks of `block_size` token slots; every operation is O(1) or O(blocks named).
 
     >>> pool = BlockPool(4, 16)
-    >>> pool.take(2).tolist(), pool.free_blocks
+    >>> pool.take(2).tolist(), len(pool.free)
     ([0, 1], 2)
     """
 
@@ -57,13 +49,8 @@ class BlockPool:
         self._ramp = array("i", np.arange(num_blocks, dtype=np.int32).tobytes())
         self.evictable = 0  # blocks whose owners are all idle
 
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that nobody owns."""
-        return len(self.free)
-
     def take(self, count: int) -> array[int]:
-        """Take `count` >= 1 free blocks, last freed first; what came back contiguous is contiguous again."""
+        """Take `count` >= 1 free blocks, last freed first; a contiguous run that was freed is contiguous again."""
         free = self.free
         taken = free[-count:]
         del free[-count:]
@@ -75,25 +62,23 @@ class BlockPool:
         return not blocks or self._ramp[blocks[0] : blocks[0] + len(blocks)] == blocks
 
     def give_back(self, blocks: array[int]) -> None:
-        """Free a run of blocks that had no other owner; of a run only the last block can be part-filled."""
+        """Free a run of blocks that had no other owner; only its last block can be part-filled."""
         if blocks:
             self.fill.pop(blocks[-1], None)
             blocks.reverse()
             self.free.extend(blocks)
 
-    def share(self, block: int, *, idle: bool, sole_idle: bool, deepest_owner: Any) -> None:
-        """Add an owner; `sole_idle` tells whether the only owner so far (if there is just one) is idle."""
+    def share(self, block: int, *, idle: bool, sole_idle: bool, sole_node: Node | None = None) -> None:
+        """Add an owner. Of a sole owner so far, `sole_idle` says whether it is idle; `sole_node` is it, if a node."""
         entry = self.shared.get(block)
         if entry is None:
-            entry = self.shared[block] = SharedBlock(1, int(sole_idle), deepest_owner)
+            entry = self.shared[block] = SharedBlock(1, int(sole_idle), sole_node)
         was = entry.idle == entry.owners
         entry.owners += 1
         entry.idle += idle
-        if deepest_owner is not None:
-            entry.deepest_owner = deepest_owner
         self.evictable += (entry.idle == entry.owners) - was
 
-    def release(self, block: int, *, idle: bool) -> Any:
+    def release(self, block: int, *, idle: bool) -> Node | None:
         """Drop one owner; the last one frees the block. Returns the deepest node that still owns it, or None."""
         entry = self.shared.get(block)
         if entry is None:
@@ -109,15 +94,13 @@ class BlockPool:
             del self.shared[block]
         return entry.deepest_owner
 
-    def shift(self, blocks: array[int], may_share_any_block: bool, idle: bool) -> None:
-        """A node that owns `blocks` was locked (`idle` False) or unlocked (True).
-
-        Only its first and last block can be shared, unless it is `may_share_any_block`.
-        """
+    def shift(self, node: Node, idle: bool) -> None:
+        """Count the blocks of a node that was locked (`idle` False) or unlocked (True)."""
+        blocks = node.blocks
         changed = len(blocks)
         shared = self.shared
         if shared:
-            for block in blocks if may_share_any_block or changed < 3 else (blocks[0], blocks[-1]):
+            for block in blocks if node.may_share_any_block or changed < 3 else (blocks[0], blocks[-1]):
                 entry = shared.get(block)
                 if entry is not None:
                     if idle:
@@ -135,30 +118,35 @@ class BlockPool:
         elif slots > self.fill.get(block, self.block_size):
             self.fill[block] = slots
 
+    def is_evictable(self, block: int) -> bool:
+        """Whether all owners of a block that a node with no lock owns are idle."""
+        entry = self.shared.get(block)
+        return entry is None or entry.idle == entry.owners
+
 
 class SharedBlocks:
-    """What a tree's nodes, and the sequences below them, do with the blocks of one pool that they may share."""
+    """The blocks of one pool in which nodes of a tree, and sequences below them, meet."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.changed: ChangedNodes | None = None
-        self.deduped_tail_blocks = 0  # how often a block table changed without its sequence
+        self.changed: ChangeLog | None = None
+        self.deduped_tail_blocks = 0  # how often the block table of a held node has changed
 
     def share(self, block: int, node: Node, *, idle: bool) -> None:
-        """A node above `node`, as locked as that is, becomes an owner of its first block, too."""
-        self.pool.share(block, idle=idle, sole_idle=idle, deepest_owner=None)
+        """Make a node above `node`, locked if that is locked, an owner of `node`'s first block too."""
+        self.pool.share(block, idle=idle, sole_idle=idle)
         entry = self.pool.shared[block]
         if entry.deepest_owner is None or entry.deepest_owner.end <= node.end:
             entry.deepest_owner = node
 
     def release(self, block: int, *, idle: bool = False) -> None:
-        """An owner lets go of a block; what only copies of it need is then freed too."""
+        """Drop one owner; free the block too if nodes need no more than the copies of it below them."""
         deepest_owner = self.pool.release(block, idle=idle)
         if deepest_owner is not None:
             self.dedupe_tail_block(deepest_owner)
 
     def release_run(self, blocks: array[int]) -> None:
-        """A sequence lets go of a run of its own blocks, of which only the last can be part-filled."""
+        """Drop a sequence's references to a run of its own blocks; only the last can be part-filled."""
         if self.pool.shared.keys().isdisjoint(blocks):
             self.pool.give_back(blocks)
         else:
@@ -166,10 +154,10 @@ class SharedBlocks:
                 self.release(block)
 
     def dedupe_tail_block(self, node: Node) -> None:
-        """Free the last block of a node that ends inside it, if only copies live on below: point it to one of those.
+        """Point a node that ends inside a block to a child's copy of it, and free the block, if only copies remain.
 
-        A locked node takes a locked child's copy only, or a block that counts as evictable would stop being so
-        in mid-eviction.
+        A locked node takes a locked child's copy only: otherwise an evictable block would become held in the middle of
+        an eviction.
         """
         pool = self.pool
         if not node.blocks or node.end % pool.block_size == 0:
@@ -190,26 +178,21 @@ class SharedBlocks:
         self.deduped_tail_blocks += 1
         for each in chain:
             each.blocks[-1] = copy
-            each.may_share_any_block |= child.may_share_any_block  # a fork may own the copy, too, and hold none of them
+            each.may_share_any_block |= child.may_share_any_block  # a fork that owns the copy may hold neither node
             if self.changed is not None:
                 self.changed.mark(each)
-            pool.share(
-                copy,
-                idle=not each.locks,
-                sole_idle=not child.locks,
-                deepest_owner=None if copy in pool.shared else child,
-            )
+            pool.share(copy, idle=not each.locks, sole_idle=not child.locks, sole_node=child)
             pool.release(block, idle=not each.locks)
 
     def transfer_ownership(self, blocks: array[int], old: Node, new: Node) -> None:
-        """`new` owns these blocks in the place of `old`."""
+        """Record `new` as the deepest owner of those blocks that have `old` on record."""
         for block in blocks:
             entry = self.pool.shared.get(block)
             if entry is not None and entry.deepest_owner is old:
                 entry.deepest_owner = new
 
     def drop_ownership(self, block: int, node: Node) -> None:
-        """`node` owns `block`, its first, no more: the deepest owner left is above it."""
+        """Record that `node` no longer owns `block`, its first: the deepest owner that is left is above it."""
         entry = self.pool.shared.get(block)
         if entry is not None and entry.deepest_owner is node:
             above = self.owners_above(cast(Node, node.parent), block, node.start // self.pool.block_size)
@@ -228,7 +211,7 @@ class SharedBlocks:
 
 
 def _pick_copy(node: Node, *, locked: bool) -> Node | None:
-    """A child whose copy the node may point to: the youngest, as it is likely to stay longest."""
+    """Return the child whose copy a node should take: the youngest, as it is likely to stay longest."""
     if locked and node.locks == node.direct_holders:  # no child is locked
         return None
     return next((child for child in reversed(node.children.values()) if child.locks or not locked), None)

@@ -1,4 +1,4 @@
-"""What the cache tells whoever listens: telemetry and recordings hang here. Costs nothing while nobody does."""
+"""The events of a cache, and the guard between the cache and the object that receives them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Protocol, cast
 from radixkv.cache.ghosts import Pressure
 from radixkv.cache.types import Purpose
 
-_log = logging.getLogger("radixkv.cache.observer")  # named in the docs
+_log = logging.getLogger("radixkv.cache.observer")  # the name that the docs give
 
 
 class Observer(Protocol):
-    """Called synchronously, after the fact, with plain numbers; node ids are never used twice.
+    """Receives events synchronously, after each change, as plain numbers; node ids are never used twice.
 
-    It must not call the cache. One that raises is named in the log, and told nothing more.
+    It must not call the cache. An observer that raises is named in the log and receives no further events.
     """
 
     def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
@@ -28,10 +28,10 @@ class Observer(Protocol):
         """A sequence of `length` committed tokens was closed."""
 
     def rooted(self, node: int, namespace: Hashable) -> None:
-        """A namespace has its root now."""
+        """A namespace got its root."""
 
     def uprooted(self, node: int) -> None:
-        """Nothing is left below a root, and nobody holds it: it is gone."""
+        """A root without children and holders was removed."""
 
     def inserted(self, node: int, parent: int, start: int, tokens: int) -> None:
         """A node was published that covers tokens [start, start + tokens) below `parent`."""
@@ -46,7 +46,7 @@ class Observer(Protocol):
         """The node took over the tokens of `upper`, which is gone."""
 
     def trimmed(self, node: int, tokens: int, blocks: int, gone: bool) -> None:
-        """The last `tokens` of the node were evicted, which freed `blocks`; `gone` if nothing is left of it."""
+        """The last `tokens` of the node were removed, which freed `blocks`; `gone` if the whole node was removed."""
 
     def evicted(
         self,
@@ -60,63 +60,63 @@ class Observer(Protocol):
         hits: int,
         pressure: Pressure,
     ) -> None:
-        """As `trimmed`, to make room, which is what `pressure` says; the `number` is the eviction's own, from 1 on.
+        """As `trimmed`, to make room: `pressure` is the cause, and `number` counts evictions from 1 on.
 
-        The run began at token `start`; its node was last used `idle` seconds before, and `hits` opens had ended there.
+        The run began at token `start`. Its node was last used `idle` seconds before, and was hit `hits` times.
         """
 
     def regretted(self, number: int, tokens: int, ago: float) -> None:
-        """A "request" asked for `tokens` of what eviction `number` dropped, `ago` seconds after it did."""
+        """A "request" asked for `tokens` that eviction `number` had dropped `ago` seconds before."""
 
     def copied(self, sequence: int, source: int, target: int) -> None:
         """A plan of the sequence copies one block before it writes."""
 
 
 def guarded(observer: Observer, drop: Callable[[], None]) -> Observer:
-    """The observer, but none of its exceptions reaches the cache: the first one is logged, and `drop` is called."""
+    """Wrap an observer: its first exception is logged, `drop` is called, and the cache goes on."""
     return cast(Observer, _Guarded(observer, drop))
 
 
 class _Guarded:
-    """Passes on every event; whom to tell is looked up once, when there is something of the kind to tell."""
+    """Passes on every event; each of the observer's methods is looked up once, at the first event of its kind."""
 
     def __init__(self, observer: Observer, drop: Callable[[], None]) -> None:
         self._observer = observer
         self._drop = drop
 
     def __getattr__(self, event: str) -> Callable[..., None]:
-        hear = getattr(self._observer, event, None) or _deaf
-        if hear is unheard:
-            setattr(self, event, unheard)
-            return unheard
+        receive = getattr(self._observer, event, None) or _missing
+        if receive is ignore:
+            setattr(self, event, ignore)
+            return ignore
 
         def fail() -> None:
             self._drop()
             _log.exception("the cache's observer failed at %r: it is told nothing more", event)
 
-        tell = _guard(hear, fail, getattr(Observer, event))
-        setattr(self, event, tell)
-        return tell
+        call = _guard(receive, fail, getattr(Observer, event))
+        setattr(self, event, call)
+        return call
 
 
-def _guard(hear: Callable[..., None], fail: Callable[[], None], event: Callable[..., None]) -> Callable[..., None]:
-    """Calls `hear` with the facts of an event; `fail` if it raises.
+def _guard(receive: Callable[..., None], fail: Callable[[], None], event: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls `receive` with the arguments of an event, and `fail` if that raises.
 
-    It is made with the event's own arguments, as namedtuple makes its classes: `*facts` would build a tuple for each
-    event and take it apart again, which is a fifth of what telemetry costs.
+    It is compiled with the event's own arguments, as namedtuple compiles its classes: `*facts` would build a tuple for
+    each event and unpack it again, which is a fifth of the cost of telemetry.
     """
     code = event.__code__
     facts = ", ".join(code.co_varnames[1 : code.co_argcount])
-    lines = (f"def tell({facts}):", "    try:", f"        hear({facts})", "    except Exception:", "        fail()")
-    made = {"hear": hear, "fail": fail}
+    lines = (f"def call({facts}):", "    try:", f"        receive({facts})", "    except Exception:", "        fail()")
+    made = {"receive": receive, "fail": fail}
     exec("\n".join(lines), made)
-    return cast(Callable[..., None], made["tell"])
+    return cast(Callable[..., None], made["call"])
 
 
-def unheard(*facts: object) -> None:
-    """For an observer's events of which it wants to know nothing: they cost it a third of what others do."""
+def ignore(*facts: object) -> None:
+    """Stand in for the methods of events that an observer does not need: they cost a third of guarded ones."""
 
 
-def _deaf(*facts: object) -> None:
-    """What an observer hears that lacks an ear for it."""
+def _missing(*facts: object) -> None:
+    """Fail for an observer that lacks the method of an event."""
     raise AttributeError("the observer has no method for this event")

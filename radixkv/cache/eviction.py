@@ -1,130 +1,132 @@
-"""Which leaf goes next: policies as data behind one small interface.
+"""The eviction index: the unlocked leaves of all trees in the order in which they are evicted.
 
-Knows unlocked leaves and a few numbers on each. Knows no token and no block. The index is a persistent sorted list:
-choosing a victim scans nothing and rebuilds nothing; every operation is O(log leaves).
+The index is a persistent sorted list: choosing a victim scans nothing and rebuilds nothing, and every operation is
+O(log leaves). A policy is either a rank, which is part of the sort key, or a subclass that overrides the hooks below.
+The hooks take the tree and a node; by default they read nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, ClassVar
 
 from sortedcontainers import SortedList
 
-from radixkv.errors import UnknownPolicy
+from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.types import EvictionKey, GhostOwner, Hint, Node
 
-if TYPE_CHECKING:
-    from radixkv.cache.predictive.access_records import AccessRecord
-
-
-class Entry(Protocol):
-    """What a policy may read (and, for recency and hits, write) of a tree node."""
-
-    tick: int  # when it was last touched, on a clock that ticks with each touch
-    used_at: float  # the same in seconds, if the index was given a clock
-    born: int  # the tick at which it was inserted
-    hits: int  # how many opens ended here
-    priority: int  # higher stays longer
-    demoted: bool  # its user said that it is done
-    eviction_key: tuple[int, bool, int, int, Entry] | None  # its key in the index while it is there
-    worth_key: (
-        tuple[int, bool, float, int, Entry] | None
-    )  # its key by worth while it is there, for a policy that learns
-    use: AccessRecord | None  # which use of its text was the last, for a policy that learns
-    start: int  # the position of its first token
-
-    @property
-    def end(self) -> int:
-        """The position behind its last token."""
-
-
-Rank = Callable[[Entry], int]
-
-
-def _by_recency(node: Entry) -> int:
-    return 0
-
-
-# Lower goes first; equal ranks go by recency.
-POLICIES: dict[str, Rank] = {
-    "lru": _by_recency,
-    "fifo": lambda node: node.born,
-    "lfu": lambda node: node.hits,
-    # Two segments, as SGLang's: protected after the second hit, least recent first within each.
-    "slru": lambda node: int(node.hits >= 2),
-    # Recency is its second opinion: see `predictive`.
-    "predictive": _by_recency,
-}
+Rank = Callable[[Node], int]
 
 
 class EvictionIndex:
-    """The unlocked leaves, coldest first, by (priority, demoted first, the policy's rank, recency)."""
+    """The unlocked leaves, coldest first, by (priority, demoted first, rank, recency). Equal ranks go by recency."""
 
-    __slots__ = ("_coldest", "_order", "_rank", "_tick", "clock", "policy")
+    __slots__ = ("_coldest", "_order", "_rank", "_tick", "clock")
 
-    def __init__(self, policy: str) -> None:
-        if not isinstance(policy, str) or policy not in POLICIES:
-            raise UnknownPolicy(f"eviction={policy!r}: allowed are {', '.join(sorted(POLICIES))}")
-        self.policy = policy
-        self.clock: Callable[[], float] | None = None  # only for whoever watches: no policy asks
-        self._rank: Rank | None = None if POLICIES[policy] is _by_recency else POLICIES[policy]
-        self._order: SortedList = SortedList()
+    remembers_faded: ClassVar[bool] = False  # whether old ghosts keep a hash of their tokens: see `ghosts`
+
+    def __init__(self, rank: Rank | None = None) -> None:
+        self.clock: Callable[[], float] | None = None  # dates nodes while a change tracker is attached
+        self._rank = rank
+        self._order: SortedList = SortedList()  # of EvictionKey
         self._tick = 0
-        self._coldest: Entry | None = None  # the first of the order, if `victim` was asked since the last insertion
+        self._coldest: Node | None = None  # the first of the order, if no leaf was added since `victim` returned it
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def __iter__(self) -> Iterator[Entry]:
-        """All leaves, next victim first."""
-        return (eviction_key[4] for eviction_key in self._order)
+    # ---- leaves
 
-    def at(self, eviction_key: int) -> Entry:
-        """The leaf that has so many before it in the order. O(log leaves)."""
-        node: Entry = self._order[eviction_key][4]
+    def at(self, number: int) -> Node:
+        """Return a leaf by its number in the order. O(log leaves)."""
+        node: Node = self._order[number][4]
         return node
 
-    def touched(self, node: Entry) -> None:
-        """It was used now. The node must not be in the index (it is held, or about to enter)."""
+    def touch(self, node: Node) -> None:
+        """Make a node the most recently used one. It must not be in the index."""
         self._tick += 1
         node.tick = self._tick
         if self.clock is not None:
             node.used_at = self.clock()
 
-    def dated(self, node: Entry) -> None:
-        """Note the time of a touch, or of a birth, if there is a clock; no policy asks for it."""
+    def date(self, node: Node) -> None:
+        """Note the time of a use, if there is a clock; the order does not depend on it."""
         if self.clock is not None:
             node.used_at = self.clock()
 
-    def inserted(self, node: Entry) -> None:
-        """It became an unlocked leaf."""
+    def add(self, node: Node) -> None:
+        """Insert a node that became an unlocked leaf."""
         rank = 0 if self._rank is None else self._rank(node)
         node.eviction_key = (node.priority, not node.demoted, rank, node.tick, node)
         self._coldest = None
         self._order.add(node.eviction_key)
 
-    def removed(self, node: Entry) -> None:
-        """It is no unlocked leaf any more."""
-        if node is self._coldest:  # named by `victim` just now: no bisection
+    def remove(self, node: Node) -> None:
+        """Remove a node that is no longer an unlocked leaf."""
+        if node is self._coldest:  # the last victim: no bisection
             self._coldest = None
             self._order.pop(0)
         else:
             self._order.remove(node.eviction_key)
         node.eviction_key = None
 
-    def inherited(self, parent: Entry, child: Entry) -> None:
-        """`child` leaves the tree and `parent` becomes a leaf: what kept the child kept the parent too."""
+    def inherit(self, parent: Node, child: Node) -> None:
+        """Let `parent`, which becomes a leaf, have the recency and the hits of `child`, which leaves the tree."""
         if child.tick > parent.tick:
             parent.tick, parent.used_at = child.tick, child.used_at
         parent.hits += child.hits
 
-    def next_victims(self, count: int) -> list[Entry]:
+    def victim(self) -> Node:
+        """Return the leaf to evict next; the index must not be empty."""
+        node: Node = next(iter(self._order))[4]
+        self._coldest = node
+        return node
+
+    def next_victims(self, count: int) -> list[Node]:
         """Return the next `count` leaves in the order of eviction, fewer if there are fewer. O(count)."""
         return [key[4] for key in islice(self._order, count)]
 
-    def victim(self) -> Entry:
-        """The leaf that goes next; the index must not be empty."""
-        node: Entry = next(iter(self._order))[4]
-        self._coldest = node
-        return node
+    # ---- hooks for policies that learn
+
+    def open(self, tree: RadixTree, node: Node, ghost_owner: GhostOwner, rest: bytes, counts: bool) -> Any:
+        """A sequence that is no audit was opened at the end of `node`; return its policy_data.
+
+        `rest` is the text that was asked for after the hit, and its ghosts hang below `ghost_owner`. `counts` says
+        whether the opening counts as a query.
+        """
+
+    def close(self, tree: RadixTree, node: Node, policy_data: Any, generated: int, hint: Hint | None) -> None:
+        """A sequence that is no audit will be closed now at the end of `node`, `generated` tokens after its prompt."""
+
+    def fork(self, policy_data: Any) -> Any:
+        """Return the policy_data of a fork of a sequence."""
+
+    def trim_limit(self, node: Node, blocks: int) -> int:
+        """Return how many blocks, at most `blocks`, to evict from the tail of the victim `node` at once."""
+        return blocks
+
+    def trim(self, node: Node) -> None:
+        """A victim's tail was evicted: all of the node if it has no eviction_key any more."""
+
+    def forget(self, policy_data: Any, start: int) -> None:
+        """The text from `start` on of a node or ghost with this policy_data is forgotten: its reuse goes unnoticed."""
+
+    def clear(self) -> None:
+        """All ghosts were forgotten, and all leaves are about to be removed."""
+
+    def check(self, nodes: list[Node]) -> None:
+        """Recount the index; `nodes` are all nodes of the tree. AssertionError names the broken invariant."""
+        listed = {id(key[4]) for key in self._order}
+        assert len(listed) == len(self._order), "the eviction index lists a node twice"
+        for node in nodes:
+            leaf = node.parent is not None and not node.children and not node.locks
+            key: EvictionKey | None = node.eviction_key
+            assert (id(node) in listed) == leaf == (key is not None), (
+                f"node {node.id}: in the index iff an unlocked leaf"
+            )
+            if key is not None:
+                assert key[:2] == (node.priority, not node.demoted), f"node {node.id}: its key in the index is stale"
+                assert key[3] == node.tick, f"node {node.id}: its recency in the index is stale"
+        gone = len(listed) - sum(node.eviction_key is not None for node in nodes)
+        assert not gone, f"the eviction index lists {gone} nodes that are not in the tree"

@@ -1,11 +1,12 @@
 """Pins: prefixes that stay cached until they are released or their time is over.
 
-Knows nodes and a budget of blocks. Knows no sequence.
+All pins of a cache together hold at most a budget of blocks.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 from types import TracebackType
@@ -25,18 +26,18 @@ class Pin:
     ) -> None:
         self._pins = pins
         self._node = node
-        self.length = length  # tokens held: the part of what was asked for that is cached
-        self.complete = complete  # whether that is all of it
+        self.length = length  # tokens held: the cached prefix of the text
+        self.complete = complete  # whether that is the whole text
         self.blocks = blocks  # of its path, shared ones included
         self.expires = expires  # on the cache's clock
 
     @property
     def active(self) -> bool:
-        """Whether it still holds something."""
+        """Whether it still holds a prefix."""
         return self._node is not None
 
     def release(self) -> None:
-        """Let go; may be called twice, and after the ttl."""
+        """Stop holding the prefix; may be called twice, and after the ttl."""
         if self._node is not None and self._pins is not None:
             self._pins.remove(self, self._node)
             self._node = None
@@ -51,7 +52,7 @@ class Pin:
 
 
 class Pins:
-    """All pins of a cache, which together hold at most `budget` blocks."""
+    """All pins of a cache."""
 
     def __init__(self, tree: RadixTree, clock: Callable[[], float], budget: int) -> None:
         self._tree = tree
@@ -59,24 +60,24 @@ class Pins:
         self._budget = budget
         self._pins: dict[Pin, Node] = {}
         self._next_expiry = inf  # no pin expires before
-        self._counted: tuple[int, int] | None = None  # repoints when they were counted, and the blocks
+        self._counted: tuple[int, int] | None = None  # state of the tree's tables, and the blocks
 
     def add(self, node: Node, length: int, complete: bool, blocks: int, ttl: float | None) -> Pin:
-        """Hold `node`."""
+        """Hold `node` by a new pin."""
         pin = Pin(self, node, length, complete, blocks, None if ttl is None else self._clock() + ttl)
         self._pins[pin] = node
         self._counted = None
         if pin.expires is not None:
             self._next_expiry = min(self._next_expiry, pin.expires)
         self._tree.hold(node)
-        self._tree.want(node)
+        self._tree.undo_demote(node)
         return pin
 
     def remove(self, pin: Pin, node: Node) -> None:
-        """Let go of `node`, which counts as a use of it."""
+        """Release the hold of a pin on `node`, which counts as a use of it."""
         del self._pins[pin]
         self._counted = None
-        self._tree.index.touched(node)
+        self._tree.index.touch(node)
         self._tree.unhold(node)
 
     def expire(self) -> None:
@@ -90,13 +91,17 @@ class Pins:
         """The nodes that pins hold, one entry a pin."""
         return list(self._pins.values())
 
+    def by_node(self) -> Counter[int]:
+        """How many pins end at each node, by its id. O(pins)."""
+        return Counter(node.id for node in self._pins.values())
+
     def blocks(self) -> set[int]:
         """The blocks of the pinned prefixes, each once. O(pinned blocks)."""
         return set().union(*(self._tree.table(node) for node in self._pins.values()))
 
     def count(self) -> int:
-        """How many blocks that is. O(pinned blocks) if it may have changed since it was last asked, else O(1)."""
-        # What is pinned is locked: its tables change only where a node takes over a child's copy of its last block.
+        """The number of pinned blocks. O(pinned blocks) if it may have changed since the last call, else O(1)."""
+        # Pinned nodes are locked: their tables change only where a node takes over a child's copy of its last block.
         if not self._pins:
             return 0
         if self._counted is None or self._counted[0] != self._tree.shared.deduped_tail_blocks:
@@ -104,7 +109,7 @@ class Pins:
         return self._counted[1]
 
     def refuse_over_budget(self, blocks: array[int]) -> None:
-        """PinBudgetExceeded if these blocks and those pinned before are more than the budget."""
+        """Raise PinBudgetExceeded if these blocks and the pinned ones are more than the budget."""
         total = len(self.blocks().union(blocks))
         if total > self._budget:
             raise PinBudgetExceeded(

@@ -1,6 +1,4 @@
-"""The radix tree: token runs -> blocks. Match, lock, split, grow, merge, trim.
-
-Knows tokens (as int32 bytes), blocks and locks. Knows no sequence and no plan.
+"""The radix tree: token runs -> blocks. Match, lock, split, grow, merge, trim, and readings of the result.
 
 A node covers the tokens [start, end) of its path, may start and end inside a block, and names a block for every logical
 block that it touches: the block that holds the path's tokens up to its end. So where a child starts inside a block,
@@ -9,14 +7,6 @@ place, else a copy of it. A path's block for a logical block is the deepest node
 
 Locks: `direct_holders` counts the sequences and pins that end at a node; `locks` adds one for each locked child. Only
 the steps 0 <-> 1 go up to the parent. Nothing here recurses with depth.
-
-What opening a prefix takes of the room, and what closing a sequence may lose. Reads, and changes nothing.
-
-Knows which nodes are locked and which blocks are shared. Knows no sequence.
-
-A run of cached tokens picked at random, for whoever computes it again and compares.
-
-Knows the tree, the leaves that may go and who holds the others. Changes nothing.
 """
 
 from __future__ import annotations
@@ -24,37 +14,35 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator
+from itertools import count
 from random import Random
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from radixkv.cache.block_pool import BlockPool, SharedBlocks
-from radixkv.cache.change_tracker import ChangedNodes
 from radixkv.cache.events import Observer
-from radixkv.cache.eviction import EvictionIndex
-from radixkv.cache.ghosts import Ghost, Ghosts, Owner, Pressure, common_prefix
-from radixkv.cache.tokens import WIDTH
-from radixkv.cache.types import NO_CHILDREN, Node
+from radixkv.cache.ghosts import Ghost, Ghosts, Pressure, root_owner
+from radixkv.cache.tokens import WIDTH, common_prefix
+from radixkv.cache.types import NO_CHILDREN, CachedRun, ChangeLog, LeafIndex, Node
 
 Run = TypeVar("Run", bytearray, "array[int]")
 
 
 class RadixTree:
-    """All namespaces' trees over one pool."""
+    """The trees of all namespaces over one pool."""
 
-    def __init__(self, pool: BlockPool, index: EvictionIndex, ghosts: Ghosts) -> None:
+    def __init__(self, pool: BlockPool, index: LeafIndex, ghosts: Ghosts) -> None:
         self.pool = pool
         self.shared = SharedBlocks(pool)
         self.index = index
         self.ghosts = ghosts
         self.roots: dict[Hashable, Node] = {}
-        self.nodes = 0
-        self.observer: Observer | None = None
-        self.changed: ChangedNodes | None = None
+        self.nodes = 0  # roots not counted
+        self.observer: Observer | None = None  # guards at each event: a null object costs 2 to 7% of a request
+        self.changed: ChangeLog | None = None
         self.evictions = 0
-        self._ids = 0
+        self._ids = count(1)
 
     # ---- reading
 
@@ -87,7 +75,7 @@ class RadixTree:
         return nodes
 
     def table(self, node: Node, above: Node | None = None) -> array[int]:
-        """The block table of the path to the end of `node`; behind `above`, from its part-filled last block on."""
+        """The block table of the path to the end of `node`; after `above`, from its part-filled last block on."""
         return self.joined(self.path(node, above))
 
     def joined(self, path: list[Node]) -> array[int]:
@@ -101,7 +89,7 @@ class RadixTree:
         return table
 
     def namespace(self, node: Node) -> Hashable:
-        """Whose tree a node is in. O(depth)."""
+        """The namespace of the tree that a node is in. O(depth)."""
         while node.parent is not None:
             node = node.parent
         return cast(tuple[str, Hashable], node.ghost_owner)[1]
@@ -114,22 +102,77 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
+    def idle_blocks(self, path: list[Node], end: int) -> int:
+        """Evictable blocks of a path up to token `end` of its last node. O(depth) + O(blocks that forks may share)."""
+        if not path or path[-1].locks:
+            return 0
+        size = self.pool.block_size
+        idle = path[bisect_left(path, True, key=_is_unlocked) :] if path[0].locks else path
+        first, last = idle[0].start // size, -(-end // size)
+        seams = [node for node in idle if node.start % size or node.may_share_any_block]
+        if not seams:
+            return last - first
+        # Where nodes meet inside blocks, or forks share blocks, the path may own several blocks for a logical one.
+        logical: set[int] = set()
+        blocks: set[int] = set()
+        for node in seams:
+            at = node.start // size
+            touched = node.blocks[: last - at if node.may_share_any_block else 1]
+            logical.update(range(at, at + len(touched)))
+            blocks.update(touched)
+            if node is not idle[0] and node.start % size and node.parent is not None:
+                blocks.add(node.parent.blocks[-1])
+        return last - first - len(logical) + sum(map(self.pool.is_evictable, blocks))
+
+    def held_length(self, node: Node, raw: bytes | bytearray) -> int:
+        """Length of the path to `node`, continued by the unpublished `raw`, that others hold besides one holder.
+
+        O(depth) + O(bytes of `raw`).
+        """
+        if raw and node.children:
+            below, matched = self.match(node, bytes(raw))
+            while below is not node and below.parent is not None:
+                if below.locks:
+                    return min(below.end, node.end + matched // WIDTH)
+                below = below.parent
+        up = node
+        while up.locks == 1 and up.parent is not None:
+            up = up.parent
+        return up.end
+
+    def random_run(self, held: list[Node], rng: Random) -> CachedRun | None:
+        """The run at a random token of a text that ends at a random leaf or held node; None if nothing is cached.
+
+        O(log leaves + held + depth + tokens of the text).
+        """
+        ends = list(dict.fromkeys(node for node in held if node.parent is not None))
+        choice = rng.randrange(len(self.index) + len(ends)) if self.index or ends else -1
+        if choice < 0:
+            return None
+        end = ends[choice] if choice < len(ends) else self.index.at(choice - len(ends))
+        path = self.path(end)
+        run = bisect_right(path, rng.randrange(end.end), key=_end)
+        path = path[: run + 1]
+        tokens = np.frombuffer(bytearray().join([node.key for node in path]), np.int32)
+        blocks = np.frombuffer(self.joined(path), np.int32)
+        return CachedRun(tokens, path[-1].start, self.namespace(path[0]), blocks)
+
     # ---- holding
 
     def root(self, namespace: Hashable) -> Node:
-        """The namespace's root, for somebody who holds it at once; `unhold` and `remove` remove it when it is empty."""
+        """The namespace's root, made if need be. Hold it at once: `unhold` and `remove` remove an empty root."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Node(self._next_id(), None, 0, bytearray(), array("i"))
-            root.ghost_owner = root_mark(namespace)
-            self.index.dated(root)
+            root = self.roots[namespace] = Node(next(self._ids), None, 0, bytearray(), array("i"))
+            root.ghost_owner = root_owner(namespace)
+            self.index.date(root)
             root.born_at = root.used_at
             if self.observer is not None:
                 self.observer.rooted(root.id, namespace)
         return root
 
     def hold(self, node: Node) -> None:
-        """One more holder: the node's path cannot be evicted. O(nodes that become locked)."""
+        """Add a holder: the node's path cannot be evicted. O(nodes that become locked)."""
         node.direct_holders += 1
         child: Node | None = None
         up: Node | None = node
@@ -141,21 +184,14 @@ class RadixTree:
             if up.locks > 1:
                 break
             if up.eviction_key is not None:
-                self.index.removed(up)
-            self.pool.shift(up.blocks, up.may_share_any_block, idle=False)
+                self.index.remove(up)
+            self.pool.shift(up, idle=False)
             child, up = up, up.parent
         if up is not None and child is not None and child.start % self.pool.block_size:
             self.shared.dedupe_tail_block(up)
 
-    def want(self, node: Node) -> None:
-        """Who has just come to hold a finished tail wants it: it is not first to go any more. O(nodes demoted)."""
-        up: Node | None = node
-        while up is not None and up.demoted:
-            up.demoted = False
-            up = up.parent
-
     def unhold(self, node: Node) -> None:
-        """One holder less."""
+        """Drop a holder. O(nodes that become unlocked)."""
         node.direct_holders -= 1
         up: Node | None = node
         changed = self.changed
@@ -168,12 +204,38 @@ class RadixTree:
             if up.parent is None:
                 self._drop_if_empty(up)
                 return
-            self.pool.shift(up.blocks, up.may_share_any_block, idle=True)
+            self.pool.shift(up, idle=True)
             if up.children:
                 self.shared.dedupe_tail_block(up)
             else:
-                self.index.inserted(up)
+                self.index.add(up)
             up = up.parent
+
+    def demote(self, node: Node, start: int = 0) -> None:
+        """Put a finished tail at the cold end: from `node` up to `start`, or to a node that is locked, hit or branches.
+
+        O(nodes demoted * log leaves).
+        """
+        up = node
+        while up.parent is not None and not up.locks and len(up.children) == (up is not node):
+            if up.start < start or (up is not node and up.hits):
+                return
+            up.demoted = True
+            if self.changed is not None:
+                self.changed.mark(up)
+            if up.eviction_key is not None:
+                self.index.remove(up)
+                self.index.add(up)
+            up = up.parent
+
+    def undo_demote(self, node: Node) -> None:
+        """Take the tail that ends at a held node off the cold end. O(nodes demoted)."""
+        up: Node | None = node
+        while up is not None and up.demoted:
+            up.demoted = False
+            up = up.parent
+
+    # ---- publishing
 
     def split(self, node: Node, tokens: int) -> Node:
         """Cut a node after its first `tokens` and return the new upper half.
@@ -185,11 +247,11 @@ class RadixTree:
         cut = node.start + tokens
         first = node.start // size
         upper = Node(
-            self._next_id(), parent, node.start, node.key[: tokens * WIDTH], node.blocks[: -(-cut // size) - first]
+            next(self._ids), parent, node.start, node.key[: tokens * WIDTH], node.blocks[: -(-cut // size) - first]
         )
         upper.children = {bytes(node.key[tokens * WIDTH : tokens * WIDTH + WIDTH]): node}
-        upper.tick, upper.born = node.tick, node.born  # but no hits: they ended below, and come back when one is left
-        upper.used_at, upper.born_at, upper.use = node.used_at, node.born_at, node.use
+        upper.tick, upper.born = node.tick, node.born  # but no hits: they ended at the lower half, and stay there
+        upper.used_at, upper.born_at, upper.policy_data = node.used_at, node.born_at, node.policy_data
         upper.priority, upper.demoted, upper.may_share_any_block = node.priority, node.demoted, node.may_share_any_block
         upper.locks = 1 if node.locks else 0
         parent.children[bytes(upper.key[:WIDTH])] = upper
@@ -207,18 +269,16 @@ class RadixTree:
             self.observer.split(node.id, upper.id, tokens)
         return upper
 
-    # ---- publishing
-
     def append(self, parent: Node, raw: bytes | bytearray, blocks: array[int]) -> Node:
-        """A new leaf below `parent`, whose holder moves down to it; the caller sees to the blocks' owners."""
-        node = Node(self._next_id(), parent, parent.end, bytearray(raw), blocks)
+        """Add a leaf below `parent`, whose holder moves down to it. The caller records the owners of `blocks`."""
+        node = Node(next(self._ids), parent, parent.end, bytearray(raw), blocks)
         node.ghost_owner = self.ghosts.adopt(parent.ghost_owner, node.start, bytes(raw), node.ghost_owner)
         if not parent.children:
             parent.children = {}
         parent.children[bytes(raw[:WIDTH])] = node
         node.locks = node.direct_holders = 1
         parent.direct_holders -= 1  # its lock is now the child's
-        self.index.touched(node)
+        self.index.touch(node)
         node.born, node.born_at = node.tick, node.used_at
         self.nodes += 1
         if self.changed is not None:
@@ -237,19 +297,19 @@ class RadixTree:
             self.observer.grown(node.id, len(raw) // WIDTH)
 
     def grow(self, node: Node, raw: bytes | bytearray, blocks: array[int]) -> None:
-        """Move the end of a leaf down in place; `blocks` starts with the one behind its last full block.
+        """Move the end of a leaf down in place; `blocks` starts with the one after its last full block.
 
-        Amortised O(new tokens). Only its one sole holder may: nobody else's end is the node's end.
+        Amortised O(new tokens). Only the sole holder of the leaf may grow it: other holders' ends must stay node ends.
         """
         old = node.blocks.pop() if node.end % self.pool.block_size else -1
         node.blocks += blocks
         self.lengthen(node, raw)
-        if old >= 0 and old != blocks[0]:  # the holder wrote behind a copy
+        if old >= 0 and old != blocks[0]:  # the holder wrote to a copy
             self.shared.drop_ownership(old, node)
             self.shared.release(old)
 
     def merge(self, upper: Node) -> None:
-        """Undo a split that nobody needs: a node that no one holds itself and its only child become one."""
+        """Undo a split that is no longer needed: join a node without direct holders with its only child."""
         if upper.parent is None or upper.direct_holders or len(upper.children) != 1:
             return
         (node,) = upper.children.values()
@@ -276,51 +336,39 @@ class RadixTree:
 
     # ---- eviction
 
-    def trim(self, node: Node, want: int, now: float, pressure: Pressure) -> int:
-        """Evict up to `want` blocks off the tail of an unlocked leaf, and remember them. Returns the tokens dropped."""
-        keep = len(node.blocks) - want
+    def trim(self, node: Node, most: int, now: float, pressure: Pressure) -> int:
+        """Evict up to `most` blocks off the tail of an unlocked leaf, and add a ghost. Returns the tokens evicted."""
+        keep = len(node.blocks) - most
+        self.evictions += 1
         if keep <= 0:
-            return self._evict(node, now, pressure)
-        size = self.pool.block_size
-        end = (node.start // size + keep) * size
-        cut, run = node.blocks[keep:], node.key[(end - node.start) * WIDTH :]
-        del node.blocks[keep:]
-        del node.key[(end - node.start) * WIDTH :]
-        freed = self._free(node, cut)
-        old, node.ghost_owner = node.ghost_owner, self._next_id()
-        tokens = len(run) // WIDTH
-        self.evictions += 1
-        self.ghosts.add(node.ghost_owner, end, Ghost(run, old, now, pressure, self.evictions, node.use))
-        if self.changed is not None:
-            self.changed.mark(node)
-        if self.observer is not None:
-            self.observer.trimmed(node.id, tokens, freed, False)
-            self._tell_evicted(node, end, tokens, freed, False, now, pressure)
-        return tokens
-
-    def _evict(self, node: Node, now: float, pressure: Pressure) -> int:
-        """Remove a whole leaf, and remember it. Returns its tokens."""
-        tokens = len(node.key) // WIDTH
-        self.evictions += 1
-        ghost = Ghost(node.key, node.ghost_owner, now, pressure, self.evictions, node.use)
-        self.ghosts.add(cast(Node, node.parent).ghost_owner, node.start, ghost)
-        freed = self.remove(node)
-        if self.observer is not None:
-            self._tell_evicted(node, node.start, tokens, freed, True, now, pressure)
-        return tokens
-
-    def _tell_evicted(
-        self, node: Node, start: int, tokens: int, freed: int, gone: bool, now: float, pressure: Pressure
-    ) -> None:
+            tokens, start, gone = len(node.key) // WIDTH, node.start, True
+            ghost = Ghost(node.key, node.ghost_owner, now, pressure, self.evictions, node.policy_data)
+            self.ghosts.add(cast(Node, node.parent).ghost_owner, start, ghost)
+            freed = self.remove(node)
+        else:
+            size = self.pool.block_size
+            start, gone = (node.start // size + keep) * size, False
+            cut, run = node.blocks[keep:], node.key[(start - node.start) * WIDTH :]
+            del node.blocks[keep:]
+            del node.key[(start - node.start) * WIDTH :]
+            freed = self._free(node, cut)
+            old, node.ghost_owner = node.ghost_owner, next(self._ids)
+            tokens = len(run) // WIDTH
+            self.ghosts.add(node.ghost_owner, start, Ghost(run, old, now, pressure, self.evictions, node.policy_data))
+            if self.changed is not None:
+                self.changed.mark(node)
+            if self.observer is not None:
+                self.observer.trimmed(node.id, tokens, freed, False)
         if self.observer is not None:
             idle = max(0.0, now - node.used_at)
             self.observer.evicted(self.evictions, node.id, start, tokens, freed, gone, idle, node.hits, pressure)
+        return tokens
 
     def remove(self, node: Node) -> int:
         """Take an unlocked leaf out of the tree. Returns the blocks that this freed. O(log leaves + its blocks)."""
         pool = self.pool
         before = len(pool.free)
-        self.index.removed(node)
+        self.index.remove(node)
         self._drop(node)
         freed = len(pool.free) - before
         if self.changed is not None:
@@ -350,13 +398,13 @@ class RadixTree:
             if parent.parent is None:
                 self._drop_if_empty(parent)
             elif not parent.locks:
-                self.index.inherited(parent, node)
-                self.index.inserted(parent)
+                self.index.inherit(parent, node)
+                self.index.add(parent)
                 if self.changed is not None:
                     self.changed.mark(parent)
 
     def _free(self, node: Node, blocks: array[int]) -> int:
-        """An unlocked node lets go of blocks that only a fork can share."""
+        """Drop an unlocked node's ownership of blocks that only a fork can share. Returns how many this freed."""
         pool = self.pool
         before = len(pool.free)
         if node.may_share_any_block:
@@ -376,13 +424,9 @@ class RadixTree:
                 self.observer.uprooted(root.id)
             del self.roots[self.namespace(root)]
 
-    def _next_id(self) -> int:
-        self._ids += 1
-        return self._ids
-
 
 def _joined(head: Run, tail: Run) -> Run:
-    """Both in one, by moving the shorter: two who decode the same behind a long prompt merge with every token."""
+    """Join both by moving the shorter one: sequences that decode the same text after a long prompt often merge."""
     if len(tail) < len(head):
         head += tail
         return head
@@ -390,95 +434,8 @@ def _joined(head: Run, tail: Run) -> Run:
     return tail
 
 
-def root_mark(namespace: Hashable) -> Owner:
-    """What owns the ghosts that hang at a namespace's root: the same when the root is made anew."""
-    return ("root", namespace)
-
-
-def idle_blocks(pool: BlockPool, path: list[Node], end: int) -> int:
-    """Blocks that nobody holds of a path up to token `end` of its last node.
-
-    O(depth) + O(blocks that forks may share).
-    """
-    if not path or path[-1].locks:
-        return 0
-    size = pool.block_size
-    idle = path[bisect_left(path, True, key=_nobody_holds) :] if path[0].locks else path
-    last = -(-end // size)
-    blocks = last - idle[0].start // size
-    seams = [node for node in idle if node.start % size or node.may_share_any_block]
-    return blocks + _more_at(seams, idle[0], last, pool) if seams else blocks
-
-
-def held_by_others(tree: RadixTree, node: Node, raw: bytes | bytearray) -> int:
-    """Up to where somebody besides one holder of `node` holds its path, and the unpublished `raw` behind it.
-
-    O(depth) + O(bytes of `raw`).
-    """
-    if raw and node.children:
-        below, matched = tree.match(node, bytes(raw))
-        while below is not node and below.parent is not None:
-            if below.locks:
-                return min(below.end, node.end + matched // WIDTH)
-            below = below.parent
-    up = node
-    while up.locks == 1 and up.parent is not None:
-        up = up.parent
-    return up.end
-
-
-def _more_at(seams: list[Node], top: Node, last: int, pool: BlockPool) -> int:
-    """By how much one block for each logical block is wrong where nodes meet inside blocks, or forks share them.
-
-    There the path may own more than one block, all of which are held with it, and any of them may be held already.
-    """
-    size = pool.block_size
-    logical: set[int] = set()
-    blocks: set[int] = set()
-    for node in seams:
-        first = node.start // size
-        touched = node.blocks[: last - first if node.may_share_any_block else 1]
-        logical.update(range(first, first + len(touched)))
-        blocks.update(touched)
-        if node is not top and node.start % size and node.parent is not None:
-            blocks.add(node.parent.blocks[-1])
-    return sum(_is_idle(pool, block) for block in blocks) - len(logical)
-
-
-def _nobody_holds(node: Node) -> bool:
+def _is_unlocked(node: Node) -> bool:
     return not node.locks
-
-
-def _is_idle(pool: BlockPool, block: int) -> bool:
-    entry = pool.shared.get(block)  # of a block that is not shared the only owner is an unlocked node
-    return entry is None or entry.idle == entry.owners
-
-
-class CachedRun(NamedTuple):
-    """Tokens [start, end) of a cached text."""
-
-    tokens: npt.NDArray[np.int32]  # [end]: the text from its beginning to the end of the run
-    start: int
-    namespace: Hashable
-    blocks: npt.NDArray[np.int32]  # [ceil(end / block_size)] of the text; safe to read only while it is held
-
-
-def random_run(tree: RadixTree, held: list[Node], rng: Random) -> CachedRun | None:
-    """The run at a random token of a text that ends at a random leaf or held node; None if nothing is cached.
-
-    O(log leaves + held + depth + tokens of the text).
-    """
-    ends = list(dict.fromkeys(node for node in held if node.parent is not None))
-    choice = rng.randrange(len(tree.index) + len(ends)) if tree.index or ends else -1
-    if choice < 0:
-        return None
-    end = ends[choice] if choice < len(ends) else cast(Node, tree.index.at(choice - len(ends)))
-    path = tree.path(end)
-    run = bisect_right(path, rng.randrange(end.end), key=_end)
-    path = path[: run + 1]
-    tokens = np.frombuffer(bytearray().join([node.key for node in path]), np.int32)
-    blocks = np.frombuffer(tree.joined(path), np.int32)
-    return CachedRun(tokens, path[-1].start, tree.namespace(path[0]), blocks)
 
 
 def _end(node: Node) -> int:

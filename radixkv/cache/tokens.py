@@ -1,7 +1,4 @@
-"""Token ids in, int32 bytes out: the one form in which the cache stores and compares tokens.
-
-Knows what a valid token id is. Knows nothing of trees and blocks.
-"""
+"""Token ids as native int32 bytes: the one form in which the cache stores and compares tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _TOP = WIDTH - 1 if sys.byteorder == "little" else 0
 def as_bytes(tokens: Any) -> bytes:
     """Native int32 bytes of `tokens`. O(n).
 
-    Ids >= 2**31 and what is no int raise InvalidTokens; negative ids wait for `refuse_negative`.
+    Ids >= 2**31 and values other than ints raise InvalidTokens; `refuse_negative` finds negative ids.
     """
     kind = type(tokens)
     if kind is np.ndarray:
@@ -37,14 +34,28 @@ def as_bytes(tokens: Any) -> bytes:
 
 
 def refuse_negative(raw: bytes, start: int = 0) -> None:
-    """Raise InvalidTokens if an id at or after byte `start` is negative; what the tree matched is known to be good.
+    """Raise InvalidTokens if an id at or after byte `start` is negative; bytes that the tree matched are valid.
 
-    A negative id has the top bit of its top byte set, so the top bytes of good ids are ASCII: one C loop, no array.
+    A negative id has the top bit of its top byte set, so the top bytes of valid ids are ASCII: one C loop, no array.
     """
     if not raw[start + _TOP :: WIDTH].isascii():
         ids = np.frombuffer(raw, _INT32)
         at = int(np.argmax(ids < 0))
         raise InvalidTokens(f"token {at} is {ids[at]}: {_ALLOWED}")
+
+
+def common_prefix(raw: bytes, at: int, key: bytes | bytearray) -> int:
+    """Bytes of whole tokens that `raw[at:]` and `key` share: one comparison if they agree, bisection if not."""
+    low, high = 0, min(len(key), len(raw) - at) // WIDTH
+    if raw.startswith(key[: high * WIDTH], at):
+        return high * WIDTH
+    while high - low > 1:  # the first `low` tokens agree, the first `high` do not
+        middle = (low + high) // 2
+        if raw.startswith(key[low * WIDTH : middle * WIDTH], at + low * WIDTH):
+            low = middle
+        else:
+            high = middle
+    return low * WIDTH
 
 
 def check_int(name: str, value: object) -> None:

@@ -1,45 +1,76 @@
-"""What a sequence is opened for. Knows no more than the words; PrefixCache.open says what follows from each.
+"""The values that callers exchange with the cache, and the node of its tree.
 
-Why a prefix was found, or not: the miss explainer's answer. Knows what one namespace shows of itself.
-
-Counters that only grow, and the frozen picture of them that callers get. Knows numbers only.
-
-A node of the radix tree: a run of tokens, its blocks, who holds it. Knows no rule: the tree keeps those.
+Results are named tuples or frozen dataclasses. A `Node` holds data only: `radix_tree` keeps its invariants.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Hashable, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
-from radixkv.cache.tokens import WIDTH
+import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from radixkv.cache.eviction import Entry
-    from radixkv.cache.ghosts import Owner
-    from radixkv.cache.predictive.access_records import AccessRecord
+from radixkv.cache.tokens import WIDTH, check_int
 
-# A request; a request that comes back after it was preempted; a look at what is cached.
+# A request; a request that comes back after it was preempted; a reader of cached KV that must leave no trace.
 Purpose = Literal["request", "resume", "audit"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-
-
 Reason = Literal["full", "never_seen", "diverged", "evicted", "limit"]
+
+
+class Match(NamedTuple):
+    """The longest cached prefix."""
+
+    length: int  # tokens
+    blocks: npt.NDArray[np.int32]  # [ceil(length / block_size)]; safe to read only while a sequence or pin holds them
+    idle_blocks: int  # blocks of the path that are evictable now: opening it takes no more from free + evictable
+
+
+class WritePlan(NamedTuple):
+    """The work to do before `commit`: copy whole blocks (source, target), then write the new tokens' KV to `slots`."""
+
+    slots: npt.NDArray[np.int64]  # [new tokens], block * block_size + offset
+    copies: list[tuple[int, int]]  # at most one; a step's copies may run together, in any order, before its writes
+
+
+class CachedRun(NamedTuple):
+    """Tokens [start, end) of a cached text."""
+
+    tokens: npt.NDArray[np.int32]  # [end]: the text from its beginning to the end of the run
+    start: int
+    namespace: Hashable
+    blocks: npt.NDArray[np.int32]  # [ceil(end / block_size)] of the text; safe to read only while a sequence holds it
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Facts about the future of a sequence, given when it is closed."""
+
+    done: bool = False  # evict the unshared tail first
+    kind: str | None = None  # why the turn ended ("tool_call", "end_turn", ...), for policies that learn
+    output_length: int | None = None  # generated tokens, for policies that learn
+    returns_in: float | None = None  # seconds until the session is expected back, for policies that learn
+    priority: int = 0  # higher stays longer
+
+    def __post_init__(self) -> None:
+        check_int("priority", self.priority)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `open` would find now, and why it stops there. `str()` is one plain sentence."""
+    """What `open` would find now, and why the match ends there. `str()` is one plain sentence."""
 
     tokens: int  # asked for
     matched: int  # longest cached prefix
-    length: int  # what `open` would hold: `matched`, but at most `limit`
+    length: int  # tokens that `open` would hold: `matched`, but at most `limit`
     reason: Reason
-    diverged_at: int | None = None  # the first token that differs from what is cached there
-    evicted_tokens: int = 0  # how many more would have matched
-    evicted_ago: float | None = None  # seconds since the first of them went
-    pressure: str | None = None  # what they made room for
+    diverged_at: int | None = None  # the first token that differs from the cached text
+    evicted_tokens: int = 0  # how many more would have matched before the eviction
+    evicted_ago: float | None = None  # seconds since the first of them was evicted
+    pressure: str | None = None  # the request for blocks that caused the eviction
 
     def __str__(self) -> str:
         head = f"{self.length} of {self.tokens} tokens are cached"
@@ -58,33 +89,12 @@ class Explanation:
                 return f"{head}: what follows was never seen (or went so long ago that it is forgotten)."
 
 
-class Counters:
-    """What the cache counts as it goes; see CacheStats for the meanings."""
-
-    __slots__ = (
-        "closed_sequences",
-        "committed_tokens",
-        "copied_blocks",
-        "evicted_blocks",
-        "evicted_tokens",
-        "hit_tokens",
-        "opened_sequences",
-        "query_tokens",
-        "regret_tokens",
-    )
-
-    def __init__(self) -> None:
-        self.query_tokens = self.hit_tokens = self.committed_tokens = self.regret_tokens = 0
-        self.evicted_blocks = self.evicted_tokens = self.copied_blocks = 0
-        self.opened_sequences = self.closed_sequences = 0
-
-
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """The cache at one moment: counters, which only grow, and gauges: free + cached + held = num_blocks."""
 
     query_tokens: int  # asked for in `open`, once each
-    hit_tokens: int  # of these, found in the cache
+    hit_tokens: int  # query tokens that were found in the cache
     committed_tokens: int  # computed by users and committed
     evicted_blocks: int  # freed to make room
     evicted_tokens: int
@@ -95,7 +105,7 @@ class CacheStats:
     num_blocks: int
     block_size: int
     free_blocks: int
-    cached_blocks: int  # in the tree, held by nobody: evictable
+    cached_blocks: int  # in the tree and held by no sequence or pin: evictable
     held_blocks: int  # of open sequences, plans and pins
     pinned_blocks: int  # part of held_blocks
     nodes: int  # of the tree, roots not counted
@@ -114,6 +124,8 @@ class CacheStats:
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
 
+GhostOwner: TypeAlias = Hashable  # the name under which ghosts are filed: a number, or a namespace's root
+EvictionKey: TypeAlias = "tuple[int, bool, int, int, Node]"  # priority, not demoted, rank, tick; then the leaf itself
 NO_CHILDREN: dict[bytes, Node] = {}
 
 
@@ -135,20 +147,17 @@ class Node:
         "locks",
         "may_share_any_block",
         "parent",
+        "policy_data",
         "priority",
         "shown",
         "start",
         "tick",
-        "use",
         "used_at",
-        "worth_key",
     )
 
     def __init__(self, id: int, parent: Node | None, start: int, key: bytearray, blocks: array[int]) -> None:
         self.id = id
-        self.ghost_owner: Owner = (
-            id  # the owner of the ghosts that hang here; between two changes of it the node only grows
-        )
+        self.ghost_owner: GhostOwner = id  # names one text: while it stays the same, the node only grows
         self.parent = parent
         self.start = start
         self.key = key
@@ -156,24 +165,71 @@ class Node:
         self.children = NO_CHILDREN  # first token -> child; made on demand
         self.locks = 0
         self.direct_holders = 0
-        self.tick = 0
-        self.born = 0
-        self.used_at = self.born_at = 0.0  # as tick and born, on a clock: kept only while somebody watches
-        self.hits = 0
-        self.priority = 0
-        self.demoted = False
-        self.may_share_any_block = False  # a fork may share any of its blocks, not only the first and the last
-        self.shown = False  # to whoever watches: see `changes`
-        self.eviction_key: tuple[int, bool, int, int, Entry] | None = None
-        self.worth_key: tuple[int, bool, float, int, Entry] | None = None
-        self.use: AccessRecord | None = None  # kept only by a policy that learns, as its seat
+        self.tick = 0  # of the last use, counted by the eviction index
+        self.born = 0  # the tick of its insertion
+        self.used_at = self.born_at = 0.0  # `tick` and `born` in seconds: kept only while a change tracker is attached
+        self.hits = 0  # requests that were opened at its end
+        self.priority = 0  # higher stays longer
+        self.demoted = False  # evicted before other nodes of its priority
+        self.may_share_any_block = False  # with a fork; otherwise only its first and last block can be shared
+        self.shown = False  # to the change tracker
+        self.eviction_key: EvictionKey | None = None  # its place in the eviction index while it is an unlocked leaf
+        self.policy_data: Any = None  # the eviction policy's own
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
+        """The position after its last token."""
         return self.start + len(self.key) // WIDTH
 
     def boundary(self) -> array[int]:
         """The blocks that it may share with others."""
         blocks = self.blocks
         return blocks if self.may_share_any_block or len(blocks) < 3 else blocks[:: len(blocks) - 1]
+
+
+class LeafIndex(Protocol):
+    """The part of an eviction index that the tree calls; see `eviction.EvictionIndex`."""
+
+    def __len__(self) -> int: ...
+
+    def at(self, number: int) -> Node:
+        """Return a leaf by its number in the order."""
+
+    def touch(self, node: Node) -> None:
+        """Note a use."""
+
+    def date(self, node: Node) -> None:
+        """Note a use's time."""
+
+    def add(self, node: Node) -> None:
+        """Insert an unlocked leaf."""
+
+    def remove(self, node: Node) -> None:
+        """Remove a leaf."""
+
+    def inherit(self, parent: Node, child: Node) -> None:
+        """Let a new leaf have the uses of the child that was removed."""
+
+
+class ChangeLog(Protocol):
+    """The part of a change tracker that the tree calls; see `change_tracker.ChangeTracker`."""
+
+    mark: Callable[[Node], None]
+
+    def gone(self, node: Node) -> None:
+        """Note that a node was removed."""
+
+
+class OpenSequence(Protocol):
+    """The part of an open sequence that other modules read; see `sequence.Sequence`."""
+
+    id: int
+    node: Node
+    length: int
+    cached_length: int
+
+    def own_blocks(self) -> array[int]:
+        """Return the blocks that the sequence references itself."""
+
+    def reads(self, blocks: Set[int], start: int) -> bool:
+        """Say whether it has committed tokens from `start` on in one of these blocks."""

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from radixkv.cache import CacheStats, PrefixCache
-from radixkv.cache.change_tracker import OpenSequence, Watch
-from radixkv.cache.events import unheard
-from radixkv.cache.ghosts import Owner, Pressure
+from radixkv.cache.change_tracker import ChangeTracker, SequenceView
+from radixkv.cache.events import ignore
+from radixkv.cache.ghosts import Pressure
 from radixkv.cache.tokens import WIDTH
-from radixkv.cache.types import Node, Purpose
+from radixkv.cache.types import GhostOwner, Node, Purpose
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
 from radixkv.telemetry.records import (
     NEXT_VICTIMS,
@@ -82,7 +82,7 @@ class Recorder:
     def attach(self, cache: PrefixCache) -> None:
         """Watch `cache` from now on, and nothing else; the next `collect` tells everything. O(nodes)."""
         self._cache = cache
-        self._watch: Watch = cache.watch(self._events)
+        self._watch: ChangeTracker = cache.watch(self._events)
         self._offset = self._clock() - self._watch.now()
         self._fresh = True
 
@@ -172,7 +172,7 @@ class Recorder:
             self._events.since.pop(number, None)  # also if the cache tells us nothing any more
         return tuple(changed), gone
 
-    def _sequence(self, each: OpenSequence, owner: tuple[int | None, int]) -> SequenceRecord:
+    def _sequence(self, each: SequenceView, owner: tuple[int | None, int]) -> SequenceRecord:
         opened = self._events.since.get(each.id)
         if opened is None:  # before anybody watched
             opened = self._events.since[each.id] = self._clock()
@@ -240,7 +240,7 @@ class EventBuffer:
     read where only now is known when, and everything else stays as it came.
     """
 
-    rooted = uprooted = inserted = grown = split = merged = trimmed = copied = staticmethod(unheard)
+    rooted = uprooted = inserted = grown = split = merged = trimmed = copied = staticmethod(ignore)
 
     opened: Callable[[int, Hashable, int, int, Purpose], None]
     forked: Callable[[int, int], None]
@@ -335,7 +335,7 @@ def runs(blocks: array[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _namespace(mark: Owner) -> str | None:
-    """The name of the namespace whose root has this mark."""
-    assert isinstance(mark, tuple)
-    return namespace_label(mark[1])
+def _namespace(owner: GhostOwner) -> str | None:
+    """The name of the namespace whose root has this ghost owner."""
+    assert isinstance(owner, tuple)
+    return namespace_label(owner[1])

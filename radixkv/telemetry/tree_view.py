@@ -9,7 +9,6 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.change_tracker import pinned, walk
 from radixkv.cache.types import Node
 from radixkv.telemetry.recorder import TEXT_TOKENS, Decode, node_record, node_text, tokens
 from radixkv.telemetry.records import NodeRecord
@@ -130,8 +129,9 @@ def tree_view(cache: PrefixCache, namespace: Hashable = ALL, *, decode: Decode |
 
     On the cache's thread. Nodes have times only if somebody watches the cache. With `decode` they say what they say.
     """
-    pins, offset = pinned(cache), time.time() - cache.clock()
-    nodes = (node for node, owner in walk(cache) if namespace is ALL or owner in {namespace})
+    pins, offset, tree = cache.state.pins.by_node(), time.time() - cache.clock(), cache.state.tree
+    roots = [root for owner, root in tree.roots.items() if namespace is ALL or owner in {namespace}]
+    nodes = (node for root in roots for node in tree.walk(root))
     return TreeView([node_record(node, pins[node.id], offset, _said(node, decode)) for node in nodes])
 
 

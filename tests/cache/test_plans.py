@@ -294,7 +294,7 @@ def test_a_node_that_takes_a_forks_block_for_its_own_does_not_free_it(branch: in
         cache.check()
         other.commit()
         cache.check()
-    assert not set(twin.block_table.tolist()) & set(cache._pool.free)
+    assert not set(twin.block_table.tolist()) & set(cache.state.pool.free)
     twin.commit()
     cache.check()
     twin.close()

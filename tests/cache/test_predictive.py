@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from radixkv.cache import Hint, PrefixCache
 from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
-from radixkv.cache.predictive.access_records import KINDS, MOST_USES, AccessRecord, Traits, next_bounds, size_class
-from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, HazardModel, _best_rates
+from radixkv.cache.predictive.access_records import KINDS, MOST_USES, AccessRecord, next_bounds, size_class
+from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, HazardModel, Traits, _best_rates
 from radixkv.cache.predictive.index import MOVES, PredictiveIndex
 from radixkv.cache.predictive.lru_baseline import HEADROOM, LruBaseline
 from tests.cache.workloads import WORKLOADS, Fresh, Request, hits, replay
@@ -20,8 +20,9 @@ PLAIN = Traits(0, 1, 0, 0, 0, False)
 
 
 def learner(cache: PrefixCache) -> PredictiveIndex:
-    assert cache._learner is not None
-    return cache._learner
+    index = cache.state.index
+    assert isinstance(index, PredictiveIndex)
+    return index
 
 
 class TestHits:
@@ -81,10 +82,10 @@ def test_the_shadow_hits_exactly_what_lru_hits(workload: str, blocks: int, monke
 
 class TestWhoDecides:
     def settled(self, baseline: LruBaseline, length: int) -> AccessRecord:
-        use = AccessRecord(0.0)
-        use.settle(0.0, length, 1, 0, 0, HazardModel().classed)
-        baseline.takes(use)
-        return use
+        record = AccessRecord(0.0)
+        record.settle(0.0, length, 1, 0, 0, HazardModel().classed)
+        baseline.insert(record)
+        return record
 
     def test_lru_unless_it_misses_what_is_remembered(self) -> None:
         baseline = LruBaseline(1000)
@@ -103,13 +104,13 @@ class TestWhoDecides:
 
     def test_lru_while_too_much_is_gone_that_it_would_hold(self) -> None:
         baseline = LruBaseline(1000)
-        use = self.settled(baseline, 900)
+        record = self.settled(baseline, 900)
         baseline.compare(1000, 0, 0, 500)
         assert not baseline.leads
-        baseline.evicted(use, 500)
+        baseline.evicted(record, 500)
         assert baseline.leads
         self.settled(baseline, 600)  # LRU lets go of it, too
-        assert use.kept_to == 400
+        assert record.kept_to == 400
         assert not baseline.leads
 
     @pytest.mark.parametrize("workload", ["scan", "documents", "turns"])
@@ -162,22 +163,22 @@ class TestMemory:
         cache = PrefixCache(30, 1, "predictive", clock=lambda: now[0])
         requests = [Request(float(i), new.run(1 + i % 3), output=i) for i in range(600)]
         for _ in replay(cache, requests, now):
-            assert len(cache._ghosts) <= 30
-            assert cache._ghosts.tokens <= 30
-            assert learner(cache).uses <= 60
+            assert len(cache.state.ghosts) <= 30
+            assert cache.state.ghosts.tokens <= 30
+            assert learner(cache).records <= 60
             assert len(learner(cache).baseline) <= 30
-            claimed = sum(use.end - use.start for ages in learner(cache)._ages for use in ages)
-            ghosts = [*cache._ghosts._runs.values(), *cache._ghosts._faded.values()]
+            claimed = sum(record.end - record.start for ages in learner(cache)._ages for record in ages)
+            ghosts = [*cache.state.ghosts._runs.values(), *cache.state.ghosts._faded.values()]
             assert claimed == cache.evictable_blocks + sum(ghost.size for ghost in ghosts) // 4
         cache.clear()
         cache.check()
-        assert learner(cache).uses == len(learner(cache).baseline) == len(cache._ghosts) == 0
+        assert learner(cache).records == len(learner(cache).baseline) == len(cache.state.ghosts) == 0
 
     def test_is_bounded_even_if_nothing_is_ever_told_as_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(PredictiveIndex, "forgotten", lambda index, use, start: None)
+        monkeypatch.setattr(PredictiveIndex, "forget", lambda index, record, start: None)
         new = Fresh()
         _, cache = hits([Request(float(i), new.run(2)) for i in range(300)], 30, "predictive")
-        assert learner(cache).uses == 60
+        assert learner(cache).records == 60
 
     @pytest.mark.parametrize("blocks", [50, 800])
     def test_worths_looked_at_for_each_request_do_not_grow_with_the_pool(
@@ -206,11 +207,11 @@ class TestUse:
     @given(histories())
     def test_claims_and_bounds_are_those_of_a_walk_token_by_token(self, lengths: list[int]) -> None:
         times, last = [0] * 31, [-1] * 31
-        uses: list[AccessRecord] = []
+        records: list[AccessRecord] = []
         hazard_model = HazardModel()
         for number, length in enumerate(lengths):
             parts = sorted(
-                ((use.start, min(length, use.end), use) for use in uses if use.start < min(length, use.end)),
+                ((each.start, min(length, each.end), each) for each in records if each.start < min(length, each.end)),
                 key=lambda part: -part[0],
             )
             bounds = next_bounds(parts)
@@ -219,19 +220,19 @@ class TestUse:
                 for uses_before in range(1, MOST_USES + 1)
             ]
             assert list(bounds) == expected
-            for _, end, use in parts:
-                use.start = end
-            use = AccessRecord(float(number), bounds)
-            use.settle(float(number), length, 4, 0, 0, hazard_model.classed)
-            uses.append(use)
+            for _, end, record in parts:
+                record.start = end
+            record = AccessRecord(float(number), bounds)
+            record.settle(float(number), length, 4, 0, 0, hazard_model.classed)
+            records.append(record)
             for at in range(1, length + 1):
-                told = use.tail(at)
+                told = record.tail(at)
                 assert told is not None
                 assert told[1].traits.uses == min(MOST_USES, times[at])
                 assert told[1].traits.last == ((at - 1) // 4 == (length - 1) // 4)
                 assert told[0] < at
                 times[at], last[at] = times[at] + 1, number
-            for known, claim in enumerate(uses):
+            for known, claim in enumerate(records):
                 assert [at for at in range(1, 31) if last[at] == known] == list(range(claim.start + 1, claim.end + 1))
                 assert sum(tokens for _, tokens in claim.split(0, 99)) == claim.end - claim.start
 
@@ -247,8 +248,8 @@ class TestHazards:
         rng = random.Random(8)
         for bucket in range(BUCKETS):
             hazard_model.reach(reuse_class, bucket, 100.0)
-            hazard_model.want(reuse_class, bucket, rng.uniform(0, 60))
-        hazard_model.look()
+            hazard_model.reuse(reuse_class, bucket, rng.uniform(0, 60))
+        hazard_model.refresh()
         chances = hazard_model._hazards(PLAIN).tolist()
         for bucket in range(BUCKETS):
             alive, wanted, time, best = 1.0, 0.0, 0.0, 0.0
@@ -270,16 +271,16 @@ class TestHazards:
         dear, cheap = hazard_model.classed(PLAIN), hazard_model.classed(PLAIN._replace(kind=1))
         for reuse_class, wanted in ((dear, 50.0), (cheap, 1.0)):
             hazard_model.reach(reuse_class, 3, 100.0)
-            hazard_model.want(reuse_class, 3, wanted)
-        hazard_model.look()
+            hazard_model.reuse(reuse_class, 3, wanted)
+        hazard_model.refresh()
         assert hazard_model.worth(dear, 3) > 3 * hazard_model.worth(cheap, 3)
 
     def test_what_is_unknown_is_worth_what_all_are(self) -> None:
         hazard_model = HazardModel()
         known = hazard_model.classed(PLAIN)
         hazard_model.reach(known, 0, 1000.0)
-        hazard_model.want(known, 0, 100.0)
-        hazard_model.look()
+        hazard_model.reuse(known, 0, 100.0)
+        hazard_model.refresh()
         other = hazard_model.classed(Traits(1, 2, 3, 4, 5, True))
         everybody = (100.0 + 0.5) / (1000.0 + 5.0)
         assert math.isclose(hazard_model._hazards(other.traits)[0], everybody)
@@ -291,7 +292,7 @@ class TestFading:
 
     def test_a_faded_run_is_followed_whole_or_not_at_all_and_only_on_demand(self) -> None:
         gone: list[int] = []
-        ghosts = Ghosts(4, 3, lambda use, position: gone.append(position))
+        ghosts = Ghosts(4, 3, lambda record, position: gone.append(position))
         first, second = b"aaaabbbbcccc", b"ddddeeee"
         ghosts.add("root", 0, self.ghost(first, 1))
         ghosts.add(1, 3, self.ghost(second, 2))
@@ -306,7 +307,7 @@ class TestFading:
 
     def test_the_oldest_goes_when_there_are_too_many(self) -> None:
         gone: list[int] = []
-        ghosts = Ghosts(4, 3, lambda use, position: gone.append(position))
+        ghosts = Ghosts(4, 3, lambda record, position: gone.append(position))
         for number in range(6):
             ghosts.add("root", number, self.ghost(b"aaaabbbb", number))
         assert gone == [0, 1, 2]
@@ -334,9 +335,9 @@ def test_nobody_waits_for_all_that_come_of_age_at_once(monkeypatch: pytest.Monke
         served(cache, [text])
     enter = PredictiveIndex._enter
 
-    def counted(index: PredictiveIndex, use: AccessRecord, bucket: int, first: int | None = None) -> None:
-        entered.append(use)
-        enter(index, use, bucket, first)
+    def counted(index: PredictiveIndex, record: AccessRecord, bucket: int, first: int | None = None) -> None:
+        entered.append(record)
+        enter(index, record, bucket, first)
 
     monkeypatch.setattr(PredictiveIndex, "_enter", counted)
     now[0] = 3600.0  # an idle hour
@@ -353,13 +354,13 @@ def test_an_age_that_was_passed_over_counts_as_reached() -> None:
     now = [0.0]
     cache = PrefixCache(8, 1, "predictive", clock=lambda: now[0])
     served(cache, [1])
-    (use,) = learner(cache)._ages[0]
+    (record,) = learner(cache)._ages[0]
     now[0] = 100.0
     served(cache, [2])
-    ((_, reuse_class),) = use.runs
+    ((_, reuse_class),) = record.runs
     at = bisect_right(EDGES, 100.0) - 1
-    assert use.bucket == at
-    assert reuse_class.reached[: at + 2] == [2.0, *[1.0] * at, 0.0]  # the second use is of the same class, and young
+    assert record.bucket == at
+    assert reuse_class.reached[: at + 2] == [2.0, *[1.0] * at, 0.0]  # the second access is of the same class, and young
 
 
 def test_a_clock_that_goes_back_stands_still() -> None:

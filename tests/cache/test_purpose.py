@@ -91,7 +91,7 @@ def test_an_audit_leaves_no_trace(policy: str) -> None:
     before, opened = freeze(cache), cache.stats().opened_sequences
     for name in range(3):
         assert look(cache, prompt(name, 10), "audit") == 10
-    cache._counters.opened_sequences = cache._counters.closed_sequences = opened
+    cache.state.counters.opened_sequences = cache.state.counters.closed_sequences = opened
     assert freeze(cache) == before
 
 

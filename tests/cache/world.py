@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from radixkv.cache import CacheStats, Hint, Match, Pin, PrefixCache, WritePlan
+from radixkv.cache import CachedRun, CacheStats, Hint, Match, Pin, PrefixCache, WritePlan
 from radixkv.cache import Sequence as CacheSequence
-from radixkv.cache.radix_tree import CachedRun
 from radixkv.cache.types import Purpose
 from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PlanPending, PrefixHeld, SequenceClosed
 from tests.cache.freeze import freeze

@@ -21,13 +21,13 @@ Ends = list[tuple[str | None, int]]
 def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     """The kind and the size class of the output of each use that is closed."""
     told: Ends = []
-    closed = PredictiveIndex.closed
+    close = PredictiveIndex.close
 
-    def note(index: PredictiveIndex, use: Any, path: Any, output: int, kind: str | None, *rest: Any) -> None:
-        told.append((kind, output))
-        closed(index, use, path, output, kind, *rest)
+    def note(index: PredictiveIndex, tree: Any, node: Any, record: Any, generated: int, hint: Any) -> None:
+        told.append((hint.kind, generated if hint.output_length is None else hint.output_length))
+        close(index, tree, node, record, generated, hint)
 
-    monkeypatch.setattr(PredictiveIndex, "closed", note)
+    monkeypatch.setattr(PredictiveIndex, "close", note)
     return told
 
 

@@ -108,9 +108,9 @@ class RandomCache:
 
     def nodes(self) -> Iterator[NodeRecord]:
         """A record of every node, by a walk."""
-        pinned = Counter(node.id for node in self.cache._pins.nodes())
-        for root_name, root in self.cache._tree.roots.items():
-            for node in self.cache._tree.walk(root):
+        pinned = Counter(node.id for node in self.cache.state.pins.nodes())
+        for root_name, root in self.cache.state.tree.roots.items():
+            for node in self.cache.state.tree.walk(root):
                 used = self.used.get(node.id, (-1, 0.0))
                 if used[0] != node.tick:
                     used = self.used[node.id] = (node.tick, self.now)
@@ -125,10 +125,10 @@ class RandomCache:
 
     def sequences(self) -> Iterator[SequenceRecord]:
         """A record of every open sequence; its request has the same number."""
-        named = {block for node in self.cache._tree.walk() for block in node.blocks}
+        named = {block for node in self.cache.state.tree.walk() for block in node.blocks}
         for sequence in self.open:
-            private = [block for block in sequence._table[sequence._own :] if block not in named]
-            yield SequenceRecord(sequence.id, sequence.id, 0, sequence._node.id, sequence.length,
+            private = [block for block in sequence.own_blocks() if block not in named]
+            yield SequenceRecord(sequence.id, sequence.id, 0, sequence.node.id, sequence.length,
                                  sequence.cached_length, run_length(private), 0.0)  # fmt: skip
 
     def state(self) -> State:

@@ -40,12 +40,12 @@ def listed(blocks: tuple[int, ...]) -> list[int]:
 
 def recounted(life: RandomCache) -> list[int]:
     """The state of each block, one by one, from the cache."""
-    nodes = list(life.cache._tree.walk())
+    nodes = list(life.cache.state.tree.walk())
     states = []
     for block in range(life.cache.num_blocks):
         owners = [node for node in nodes if block in node.blocks]
-        sequences = [each for each in life.open if block in each._table[each._own :]]
-        if block in life.cache._pins.blocks():
+        sequences = [each for each in life.open if block in each.own_blocks()]
+        if block in life.cache.state.pins.blocks():
             states.append(PINNED)
         elif owners:
             states.append(ACTIVE if any(node.locks for node in owners) else CACHED)
@@ -92,7 +92,7 @@ def test_references_are_the_sequences_and_pins_whose_tables_name_the_block(steps
         sequence.commit()  # what forks hold together before it is published is in no record
     blocks.update(life.state())
     naive = Counter(block for each in life.open for block in set(each.block_table.tolist()))
-    naive.update(block for node in life.cache._pins.nodes() for block in set(life.cache._tree.table(node)))
+    naive.update(block for node in life.cache.state.pins.nodes() for block in set(life.cache.state.tree.table(node)))
     assert {block: count for block, count in enumerate(blocks.references().tolist()) if count} == naive
     levels = MODES[2].levels(blocks)
     assert [level == 0 for level in levels] == [state == FREE for state in blocks.map.states()]
@@ -125,9 +125,9 @@ def test_a_block_has_the_session_that_held_it_or_is_shared(steps: list[tuple[str
         life.step(*step)
         blocks.update(life.state())
         for sequence in life.open:
-            for node in life.cache._tree.path(sequence._node):
+            for node in life.cache.state.tree.path(sequence.node):
                 seen.setdefault(node.id, set()).add(sequence.id % 3)
-        for node in life.cache._tree.walk():
+        for node in life.cache.state.tree.walk():
             sessions = seen.get(node.id, set())
             if node.parent is not None:
                 wanted = SHARED if len(sessions) > 1 else next(iter(sessions), UNKNOWN)

@@ -28,12 +28,12 @@ class Books:
         cache = self.cache
         cache.check()
         streams = [s for request in self.core.scheduler.running for s in request.streams if not s.sequence.closed]
-        opened = cache._open.values()
+        opened = cache.state.open.values()
         assert {id(s.sequence) for s in streams} == {id(s) for s in opened}, f"open: {opened}, running: {streams}"
-        assert all(sequence._planned is None for sequence in opened), "a plan is left over"
+        assert all(not sequence.has_plan for sequence in opened), "a plan is left over"
         used = {block for sequence in opened for block in sequence._table} | self._locked()
         held = cache.num_blocks - cache.free_blocks - cache.evictable_blocks
-        assert used.isdisjoint(cache._pool.free), "blocks are free and held"
+        assert used.isdisjoint(cache.state.pool.free), "blocks are free and held"
         assert len(used) == held, f"{held} blocks are held, {len(used)} by somebody we know"
         if self._rng.random() < READ_ALL:
             self.contents()
@@ -41,12 +41,12 @@ class Books:
     def _locked(self) -> set[int]:
         """The blocks of the nodes on the way to what sequences and pins hold."""
         cache = self.cache
-        held = [*(sequence._node for sequence in cache._open.values()), *cache._pins.nodes()]
-        return {block for end in held for node in cache._tree.path(end) for block in node.blocks}
+        held = [*(sequence.node for sequence in cache.state.open.values()), *cache.state.pins.nodes()]
+        return {block for end in held for node in cache.state.tree.path(end) for block in node.blocks}
 
     def contents(self) -> None:
         """Everything that is cached, read back along the tree: the very tokens, and nobody else's in that namespace."""
-        model, tree = self.world.model, self.cache._tree
+        model, tree = self.world.model, self.cache.state.tree
         owner: dict[int, Any] = {}
         for namespace, root in tree.roots.items():
             nodes = list(root.children.values())

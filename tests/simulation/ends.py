@@ -123,7 +123,7 @@ class Ends:
 
     def _nothing_is_held(self) -> None:
         cache, scheduler = self.cache, self.core.scheduler
-        assert not cache._open and not len(scheduler.waiting) and not scheduler.running and not self.core.busy
+        assert not cache.state.open and not len(scheduler.waiting) and not scheduler.running and not self.core.busy
         for _, pin in self.world.pins:
             pin.release()
         assert cache.free_blocks + cache.evictable_blocks == cache.num_blocks, "something is held"

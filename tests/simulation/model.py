@@ -59,7 +59,7 @@ class SlotModel:
     """Stands in for a model's runner; `fault(chunks, part)` is called at part 0, 1, 2 of 2 of a run and may raise."""
 
     def __init__(self, cache: PrefixCache, seed: int) -> None:
-        self.size, self._pool = cache.block_size, cache._pool
+        self.size, self._pool = cache.block_size, cache.state.pool
         self.digests = np.zeros((cache.num_blocks, self.size), np.uint64)
         self.tokens = np.zeros((cache.num_blocks, self.size), np.int64)
         # By which chunk each slot was computed: its start, its length, whether it had a forward of its own.

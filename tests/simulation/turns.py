@@ -81,7 +81,7 @@ class Turns:
         return [
             tuple(stream.sequence.tokens)
             for stream in streams
-            if not (request.publish_late and stream.sequence._planned is not None)
+            if not (request.publish_late and stream.sequence.has_plan)
         ]
 
     def after_preemption(self, request: Request, kept: list[Ids]) -> None:

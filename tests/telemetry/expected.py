@@ -33,11 +33,11 @@ def assert_tells_the_truth(mirror: Mirror, cache: PrefixCache, offset: float) ->
 
 
 def assert_nodes(mirror: Mirror, cache: PrefixCache, offset: float) -> None:
-    pins = Counter(node.id for node in cache._pins._pins.values())
-    holders = Counter(sequence._node.id for sequence in cache._open.values()) + pins
+    pins = Counter(node.id for node in cache.state.pins.nodes())
+    holders = Counter(sequence.node.id for sequence in cache.state.open.values()) + pins
     seen = set()
-    for namespace, root in cache._tree.roots.items():
-        for node in cache._tree.walk(root):
+    for namespace, root in cache.state.tree.roots.items():
+        for node in cache.state.tree.walk(root):
             seen.add(node.id)
             record = mirror.nodes[node.id]
             assert record.parent == (node.parent.id if node.parent else 0)
@@ -56,15 +56,13 @@ def assert_nodes(mirror: Mirror, cache: PrefixCache, offset: float) -> None:
 
 
 def assert_sequences(mirror: Mirror, cache: PrefixCache) -> None:
-    assert mirror.sequences.keys() == cache._open.keys()
-    named = {block for node in cache._tree.walk() for block in node.blocks}
-    for sequence in cache._open.values():
+    assert mirror.sequences.keys() == cache.state.open.keys()
+    named = {block for node in cache.state.tree.walk() for block in node.blocks}
+    for sequence in cache.state.open.values():
         record = mirror.sequences[sequence.id]
-        facts = (sequence._node.id, sequence.length, sequence.cached_length)
+        facts = (sequence.node.id, sequence.length, sequence.cached_length)
         assert (record.node, record.length, record.cached) == facts
-        own = set(sequence._table[sequence._own :])
-        if sequence._planned is not None and sequence._source >= 0:
-            own.add(sequence._source)
+        own = set(sequence.own_blocks())
         assert own - named <= set(expand(record.blocks)) <= own
 
 
@@ -76,7 +74,7 @@ def assert_pool(mirror: Mirror, cache: PrefixCache) -> None:
     held |= {block for sequence in mirror.sequences.values() for block in expand(sequence.blocks)}
     cached -= held
     free = set(range(stats.num_blocks)) - cached - held
-    assert free == set(cache._pool.free)
+    assert free == set(cache.state.pool.free)
     assert (len(free), len(cached), len(held)) == (stats.free_blocks, stats.cached_blocks, stats.held_blocks)
     pinned = {block for node in mirror.nodes.values() if node.pins for block in table(mirror, node, stats.block_size)}
     assert len(pinned) == stats.pinned_blocks

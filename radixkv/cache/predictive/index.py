@@ -1,106 +1,115 @@
-"""Eviction that learns: the leaf goes that is least worth its room, by how soon text of its kind was wanted again.
+"""The eviction index that learns: it evicts the leaf of least worth, by how soon similar text was used again.
 
-Knows leaves, their last uses and the clock. Knows no token and no block. Each use of a text is classed by what an open,
-a close and its hint tell; how often each class was wanted at each age, also after it was evicted, makes its hazard. A
-leaf's worth changes when its use reaches the next age bucket, which each does at most BUCKETS times, a few hundred uses
-at one call: every operation is O(log leaves) amortised, and none waits for all of them. Plain LRU keeps its say: where
-two leaves' worths are close, where there is little to gain, and wherever the one that learns did worse than LRU would
-have, or risks to.
+The facts that `open`, `close` and hints give put each access in reuse classes. The hazard model of these classes counts
+reuses at each age, also after an eviction. A leaf's worth changes when its access reaches the next age bucket. Each
+access does that at most BUCKETS times, and one call moves at most a few hundred of them: every operation is
+O(log leaves) amortised. Plain LRU decides where two leaves' worths are close, where there is little to gain, and where
+the learner did worse than LRU, or risks to.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Container, Iterator
+from itertools import islice, pairwise
+from typing import Any
 
 from sortedcontainers import SortedList
 
-from radixkv.cache.eviction import Entry, EvictionIndex
-from radixkv.cache.predictive.access_records import KINDS, AccessRecord, Traits, next_bounds, size_class
-from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, HazardModel
+from radixkv.cache.eviction import EvictionIndex
+from radixkv.cache.predictive.access_records import KINDS, AccessRecord, Part, next_bounds, size_class
+from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, HazardModel, Traits
 from radixkv.cache.predictive.lru_baseline import LruBaseline
+from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.tokens import WIDTH
+from radixkv.cache.types import GhostOwner, Hint, Node
 
-MARGIN = 0.7  # another leaf must be worth less than this part of what LRU's choice is worth
-MOVES = 256  # uses that come of age at one call
-LOOKS = 4  # leaves whose worth is looked at anew for one victim
-
-Parts = list[tuple[int, int, AccessRecord]]  # of a path, deepest first: start, end, last use
-Seat = tuple[int, bool, float, int, Entry]
+MARGIN = 0.7  # another leaf must be worth less than this part of the worth of LRU's choice
+MOVES = 256  # access records that change their age bucket at one call
+LOOKS = 4  # leaves whose worth is computed again for one victim
 
 
 class PredictiveIndex(EvictionIndex):
-    """The unlocked leaves by recency, as LRU has them, and by what they are worth."""
+    """The unlocked leaves by recency, as plain LRU has them, and by worth. A node's policy_data is its last access."""
 
-    __slots__ = ("_ages", "_block", "_by_worth", "_capacity", "_kinds", "_now", "_unknown", "baseline", "hazard_model")
+    __slots__ = (
+        "_ages",
+        "_block",
+        "_by_worth",
+        "_capacity",
+        "_kinds",
+        "_now",
+        "_time",
+        "_unknown",
+        "baseline",
+        "hazard_model",
+    )
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__("predictive")
+    remembers_faded = True
+
+    def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float]) -> None:
+        super().__init__()
         self._block = block_size
         self._capacity = num_blocks
+        self._time = clock
         self._now = 0.0
         self._kinds: dict[str | None, int] = {None: 0}
-        self._ages: list[OrderedDict[AccessRecord, None]] = [
-            OrderedDict() for _ in range(BUCKETS)
-        ]  # by bucket, oldest first
-        self._by_worth: SortedList = SortedList()
+        self._ages: list[OrderedDict[AccessRecord, None]] = [OrderedDict() for _ in range(BUCKETS)]  # oldest first
+        self._by_worth: SortedList = SortedList()  # of WorthKey
         self.hazard_model = HazardModel()
         self._unknown = self.hazard_model.classed(Traits(0, 0, 0, 0, 0, False))
         self.baseline = LruBaseline(num_blocks * block_size)
 
-    def __iter__(self) -> Iterator[Entry]:
-        """All leaves, those of least worth first."""
-        return (worth_key[4] for worth_key in self._by_worth)
-
     @property
-    def uses(self) -> int:
-        """Uses that are remembered: at most twice the pool's blocks."""
+    def records(self) -> int:
+        """Access records that are kept: at most twice the pool's blocks."""
         return sum(map(len, self._ages))
 
     # ---- leaves
 
-    def inserted(self, node: Entry) -> None:
-        """It became an unlocked leaf."""
-        super().inserted(node)
-        if node.use is None or not node.use.runs:  # published, but not by whoever closes here
-            node.use = use = AccessRecord(self._now)
-            use.settle(self._now, node.end, self._block, 0, 0, self.hazard_model.classed)
-            use.start = node.start
-            self.baseline.takes(use)
-            self._enter(use, 0)
-        node.use.leaf = node
-        self._seat(node, self._worth(node))
+    def add(self, node: Node) -> None:
+        """Insert a node that became an unlocked leaf."""
+        super().add(node)
+        record: AccessRecord | None = node.policy_data
+        if record is None or not record.runs:  # published by an access that did not end here, or not yet
+            node.policy_data = record = AccessRecord(self._now)
+            record.settle(self._now, node.end, self._block, 0, 0, self.hazard_model.classed)
+            record.start = node.start
+            self.baseline.insert(record)
+            self._enter(record, 0)
+        record.leaf = node
+        self._insert(node, record, self._worth(node))
 
-    def removed(self, node: Entry) -> None:
-        """It is no unlocked leaf any more."""
-        super().removed(node)
-        self._unseat(node)
-        if node.use is not None and node.use.leaf is node:
-            node.use.leaf = None
+    def remove(self, node: Node) -> None:
+        """Remove a node that is no longer an unlocked leaf."""
+        super().remove(node)
+        record: AccessRecord = node.policy_data
+        self._by_worth.remove(record.worth_key)
+        record.leaf = record.worth_key = None
 
-    def victim(self) -> Entry:
-        """The leaf that goes next; the index must not be empty."""
+    def victim(self) -> Node:
+        """Return the leaf to evict next; the index must not be empty."""
         oldest = super().victim()
         if self.baseline.leads:
             node = self._least_recent([key[4] for key in islice(self._order, LOOKS)])
         else:
-            node = self._by_worth[0][4]
+            node = oldest
             for _ in range(LOOKS):
                 node = self._by_worth[0][4]
-                if node is oldest or self._reseat(node):
+                if node is oldest or self._update_worth(node.policy_data):
                     break
             node = self._worth_less(node, oldest)
         if node is not oldest:
             self._coldest = None
         return node
 
-    def next_victims(self, count: int) -> list[Entry]:
+    def next_victims(self, count: int) -> list[Node]:
         """Return the next `count` leaves as `victim` would choose them, if nothing else changed meanwhile. O(count)."""
         by_recency, by_worth = (key[4] for key in self._order), (key[4] for key in self._by_worth)
-        oldest: list[Entry] = []
-        cheapest: list[Entry] = []
-        victims: dict[Entry, None] = {}
+        oldest: list[Node] = []
+        cheapest: list[Node] = []
+        victims: dict[Node, None] = {}
         for _ in range(min(count, len(self))):
             oldest = _refilled(oldest, by_recency, victims)
             if self.baseline.leads:
@@ -113,7 +122,7 @@ class PredictiveIndex(EvictionIndex):
             victims[node] = None
         return list(victims)
 
-    def _least_recent(self, oldest: list[Entry]) -> Entry:
+    def _least_recent(self, oldest: list[Node]) -> Node:
         """LRU's choice among the least recent leaves; it passes over leaves that are expected back."""
         first = oldest[0]
         if self.baseline.overdrawn:
@@ -121,38 +130,29 @@ class PredictiveIndex(EvictionIndex):
         for node in oldest:
             if (node.priority, node.demoted) != (first.priority, first.demoted):
                 break
-            if not self._awaited(node):
+            if not self._is_expected(node.policy_data):
                 return node
         return first
 
-    def _worth_less(self, node: Entry, oldest: Entry) -> Entry:
+    def _worth_less(self, node: Node, oldest: Node) -> Node:
         """`node` if it is worth clearly less than LRU's choice, else that."""
         return node if node is not oldest and self._worth(node) < MARGIN * self._worth(oldest) else oldest
 
-    def room(self, node: Entry) -> int:
-        """Blocks at its tail that are of one worth."""
-        use, end = node.use, node.end
-        tail = None if use is None else use.tail(end)
-        start = node.start if tail is None else max(node.start, tail[0])
-        return max(1, -(-end // self._block) - -(-start // self._block))
+    # ---- hooks
 
-    def trimmed(self, node: Entry) -> None:
-        """Its tail went: what is left may be of another worth."""
-        if node.use is not None:
-            self.baseline.evicted(node.use, node.start if node.eviction_key is None else node.end)
-        if node.eviction_key is not None:
-            self._reseat(node)
-
-    # ---- uses
-
-    def opened(
-        self, path: Sequence[Entry], ghosts: Parts, asked: int, hit: int, now: float, *, learn: bool
-    ) -> AccessRecord:
-        """A request was opened at the end of `path` and found evicted parts behind. O(depth)."""
-        now = self._advance(now)
-        parts = ghosts[::-1]
-        parts += [(node.start, node.end, node.use) for node in reversed(path) if node.use]
-        if learn:
+    def open(self, tree: RadixTree, node: Node, ghost_owner: GhostOwner, rest: bytes, counts: bool) -> AccessRecord:
+        """Begin an access, and take the claims of earlier ones along its path. O(depth + ghosts)."""
+        now = self._advance()
+        path, hit = tree.path(node), node.end
+        asked, at = hit + len(rest) // WIDTH, hit
+        parts: list[Part] = []
+        for ghost, tokens in tree.ghosts.follow(ghost_owner, hit, rest, faded=True) if rest else ():
+            if ghost.policy_data is not None:
+                parts.append((at, at + tokens, ghost.policy_data))
+            at += tokens
+        parts.reverse()
+        parts += [(each.start, each.end, each.policy_data) for each in reversed(path) if each.policy_data]
+        if counts:
             known = min(asked, parts[0][1]) if parts else 0
             self.baseline.compare(asked, hit, min(asked, self.baseline.hit(parts, asked)), known)
         gap = 0
@@ -160,52 +160,69 @@ class PredictiveIndex(EvictionIndex):
             last = parts[0][2]
             gap = 1 + size_class(now - last.time if last.runs else 0.0, 2, 10)
         bounds = next_bounds(parts)
-        use = AccessRecord(now, bounds, size_class((asked - bounds[0]) / self._block), gap)
+        record = AccessRecord(now, bounds, size_class((asked - bounds[0]) / self._block), gap)
         for _, end, old in parts:
-            self._take(old, end, learn)
-        for node in path:
-            node.use = use
-        return use
+            self._take(old, end, counts)
+        for each in path:
+            each.policy_data = record
+        return record
 
-    def closed(
-        self,
-        use: AccessRecord,
-        path: Sequence[Entry],
-        output: int,
-        kind: str | None,
-        returns_in: float | None,
-        now: float,
-    ) -> None:
-        """A sequence was closed at the end of `path`, which it used last. O(depth)."""
-        now = self._advance(now)
-        if not path:
-            return
-        for node in reversed(path):
-            old = node.use
-            if old is not use:
+    def close(self, tree: RadixTree, node: Node, policy_data: AccessRecord, generated: int, hint: Hint | None) -> None:
+        """End an access: it claims its path, and enters the youngest age. O(depth)."""
+        now, record = self._advance(), policy_data
+        for each in reversed(tree.path(node)):
+            old = each.policy_data
+            if old is not record:
                 if old is not None:
-                    self._take(old, node.end, learn=False)
-                node.use = use
-        use.settle(now, path[-1].end, self._block, size_class(output), self._kind(kind), self.hazard_model.classed)
-        use.until = None if returns_in is None else now + returns_in
-        self.baseline.takes(use)
-        self.hazard_model.used()
-        self._enter(use, 0)
-        self._bound()
+                    self._take(old, each.end, counts=False)
+                each.policy_data = record
+        output, kind, returns_in = max(0, generated), None, None
+        if hint is not None:
+            kind, returns_in = hint.kind, hint.returns_in
+            output = output if hint.output_length is None else hint.output_length
+        classed = self.hazard_model.classed
+        record.settle(now, node.end, self._block, size_class(output), self._kind(kind), classed)
+        record.until = None if returns_in is None else now + returns_in
+        self.baseline.insert(record)
+        self.hazard_model.ended()
+        self._enter(record, 0)
+        if self.records > 2 * self._capacity:
+            oldest = next(ages for ages in reversed(self._ages) if ages)
+            self._leave(next(iter(oldest)))
 
-    def forgotten(self, use: AccessRecord | None, start: int) -> None:
-        """Nobody can tell any more whether a use's text from `start` on is wanted."""
-        if use is not None:
-            use.end = max(use.start, min(use.end, start))
-            if use.start == use.end:
-                self._leave(use)
+    def fork(self, policy_data: AccessRecord | None) -> AccessRecord | None:
+        """Return the record of a fork; an audit has none."""
+        return None if policy_data is None else policy_data.forked()
 
-    def forget(self) -> None:
-        """Whatever was used is as good as never used; what was learnt stays."""
+    def trim_limit(self, node: Node, blocks: int) -> int:
+        """Limit a trim to the blocks at the node's tail that are of one reuse class."""
+        end = node.end
+        tail = node.policy_data.tail(end)
+        start = node.start if tail is None else max(node.start, tail[0])
+        return min(blocks, max(1, -(-end // self._block) - -(-start // self._block)))
+
+    def trim(self, node: Node) -> None:
+        """Count the evicted tokens as at risk; the rest of the node may have another worth."""
+        record: AccessRecord = node.policy_data
+        if node.eviction_key is None:
+            self.baseline.evicted(record, node.start)
+        else:
+            self.baseline.evicted(record, node.end)
+            self._update_worth(record)
+
+    def forget(self, policy_data: AccessRecord | None, start: int) -> None:
+        """Cut a claim at `start`: a later use of the text would go unnoticed."""
+        if policy_data is not None:
+            policy_data.end = max(policy_data.start, min(policy_data.end, start))
+            if policy_data.start == policy_data.end:
+                self._leave(policy_data)
+
+    def clear(self) -> None:
+        """Forget all accesses; the hazards that were learnt stay."""
         self.baseline.clear()
         for ages in self._ages:
-            for use in ages:
-                use.bucket, use.end = -1, use.start
+            for record in ages:
+                record.bucket, record.end = -1, record.start
             ages.clear()
 
     def _kind(self, kind: str | None) -> int:
@@ -214,14 +231,14 @@ class PredictiveIndex(EvictionIndex):
             known[kind] = len(known)
         return known.get(kind, KINDS)
 
-    def _take(self, old: AccessRecord, end: int, learn: bool) -> None:
-        """What a use claims up to `end` was used by another."""
+    def _take(self, old: AccessRecord, end: int, counts: bool) -> None:
+        """Another access used the claim of `old` up to `end`."""
         if end <= old.start:
             return
-        if learn and old.bucket >= 0:
+        if counts and old.bucket >= 0:
             for reuse_class, tokens in old.split(old.start, end):
-                self.hazard_model.want(reuse_class, old.bucket, tokens / self._block)
-        self.baseline.loses_head(old, end)
+                self.hazard_model.reuse(reuse_class, old.bucket, tokens / self._block)
+        self.baseline.drop_head(old, end)
         old.start = end
         if old.start >= old.end:
             old.end = old.start
@@ -229,33 +246,33 @@ class PredictiveIndex(EvictionIndex):
 
     # ---- ages
 
-    def _advance(self, now: float) -> float:
-        """Move the clock, which never goes back; returns its time. Uses go on to the bucket of their age, oldest first.
+    def _advance(self) -> float:
+        """Read the clock, which never goes back here, and move records to the bucket of their age, oldest first.
 
-        At most `MOVES` of them: after an idle hour all of them are due, and nobody should wait for that.
+        At most MOVES records move: after an idle hour all are due, and no call should wait for that. Returns the time.
         """
-        self._now = now = max(now, self._now)
+        self._now = now = max(self._time(), self._now)
         moves = MOVES
         for bucket in range(BUCKETS - 2, -1, -1):  # from old to young, so that each bucket stays in the order of age
             ages, born = self._ages[bucket], now - EDGES[bucket + 1]
-            while ages and (use := next(iter(ages))).time <= born:
+            while ages and (record := next(iter(ages))).time <= born:
                 if not moves:
                     return now
                 moves -= 1
-                del ages[use]
-                self._enter(use, max(bucket + 1, bisect_right(EDGES, now - use.time) - 1), bucket + 1)
+                del ages[record]
+                self._enter(record, max(bucket + 1, bisect_right(EDGES, now - record.time) - 1), bucket + 1)
         return now
 
-    def _enter(self, use: AccessRecord, bucket: int, first: int | None = None) -> None:
-        """Put a use into a bucket, after it went through those from `first` on."""
-        if use.start >= use.end:
-            use.bucket = -1
+    def _enter(self, record: AccessRecord, bucket: int, first: int | None = None) -> None:
+        """Put a record into a bucket, and count it in each bucket that it passed from `first` on."""
+        if record.start >= record.end:
+            record.bucket = -1
             return
-        use.bucket = bucket
-        self._ages[bucket][use] = None
+        record.bucket = bucket
+        self._ages[bucket][record] = None
         passed = (bucket,) if first is None else range(first, bucket + 1)
-        at, end, reach = use.start, use.end, self.hazard_model.reach
-        for cut, reuse_class in use.runs:  # as `split` does; this is the busiest loop of all
+        at, end, reach = record.start, record.end, self.hazard_model.reach
+        for cut, reuse_class in record.runs:  # as `split` does, but without a generator: this is the busiest loop
             if cut > at:
                 blocks = (min(cut, end) - at) / self._block
                 for age in passed:
@@ -263,62 +280,72 @@ class PredictiveIndex(EvictionIndex):
                 at = cut
                 if cut >= end:
                     break
-        if use.leaf is not None:
-            self._reseat(use.leaf)  # type: ignore[arg-type]
+        if record.leaf is not None:
+            self._update_worth(record)
 
-    def _leave(self, use: AccessRecord) -> None:
-        if use.bucket >= 0:
-            del self._ages[use.bucket][use]
-            use.bucket = -1
-
-    def _bound(self) -> None:
-        """Forget the oldest uses beyond twice as many as the pool has blocks."""
-        if self.uses > 2 * self._capacity:
-            ages = next(ages for ages in reversed(self._ages) if ages)
-            self._leave(next(iter(ages)))
+    def _leave(self, record: AccessRecord) -> None:
+        if record.bucket >= 0:
+            del self._ages[record.bucket][record]
+            record.bucket = -1
 
     # ---- worths
 
-    def _awaited(self, node: Entry) -> bool:
-        """Whether its user said that it returns, and may still come."""
-        return node.use is not None and node.use.until is not None and node.use.until > self._now
+    def _is_expected(self, record: AccessRecord) -> bool:
+        """Whether the session was announced to return, and its time is not over."""
+        return record.until is not None and record.until > self._now
 
-    def _worth(self, node: Entry) -> float:
-        use = node.use
-        assert use is not None
-        tail = use.tail(node.end)
+    def _worth(self, node: Node) -> float:
+        record: AccessRecord = node.policy_data
+        tail = record.tail(node.end)
         reuse_class = self._unknown if tail is None else tail[1]
-        worth = self.hazard_model.worth(reuse_class, use.bucket if use.bucket > 0 else 0)
-        if use.until is not None and use.until > self._now:
-            return max(worth, 1.0 / (use.until - self._now))
+        worth = self.hazard_model.worth(reuse_class, record.bucket if record.bucket > 0 else 0)
+        if record.until is not None and record.until > self._now:
+            return max(worth, 1.0 / (record.until - self._now))
         return worth
 
-    def _seat(self, node: Entry, worth: float) -> None:
-        node.worth_key = (node.priority, not node.demoted, worth, node.tick, node)
-        self._by_worth.add(node.worth_key)
+    def _insert(self, node: Node, record: AccessRecord, worth: float) -> None:
+        record.worth_key = (node.priority, not node.demoted, worth, node.tick, node)
+        self._by_worth.add(record.worth_key)
 
-    def _unseat(self, node: Entry) -> None:
-        self._by_worth.remove(node.worth_key)
-        node.worth_key = None
-
-    def _reseat(self, node: Entry) -> bool:
-        """Look at its worth anew; whether it was the same."""
-        assert node.worth_key is not None
+    def _update_worth(self, record: AccessRecord) -> bool:
+        """Compute the worth of a record's leaf again; return whether it was the same."""
+        node, key = record.leaf, record.worth_key
+        assert node is not None and key is not None
         worth = self._worth(node)
-        if node.worth_key[2] == worth:
+        if key[2] == worth:
             return True
-        self._unseat(node)
-        self._seat(node, worth)
+        self._by_worth.remove(key)
+        self._insert(node, record, worth)
         return False
 
+    def check(self, nodes: list[Node]) -> None:
+        """Recount the index, the records and the baseline. AssertionError names the broken invariant."""
+        super().check(nodes)
+        leaves = [key[4] for key in self._by_worth]
+        assert len(leaves) == len(self._order) and {id(key[4]) for key in self._order} == set(map(id, leaves)), (
+            f"{len(self._order)} leaves, {len(leaves)} are listed by worth"
+        )
+        assert all(one < two for one, two in pairwise(self._by_worth)), "leaves are not listed in order of worth"
+        for key in self._by_worth:
+            node = key[4]
+            record: Any = node.policy_data
+            assert record.leaf is node and record.worth_key is key, f"node {node.id}: its key by worth is stale"
+            assert (key[0], key[1], key[3]) == (node.priority, not node.demoted, node.tick), (
+                f"node {node.id}: its priority or recency by worth is stale"
+            )
+            assert record.runs, f"node {node.id}: no access is known for this leaf"
+        for bucket, ages in enumerate(self._ages):
+            times = [record.time for record in ages]
+            assert times == sorted(times), f"age bucket {bucket} is not in the order of age"
+            for record in ages:
+                assert record.bucket == bucket and record.runs, f"a record of bucket {record.bucket} is in {bucket}"
+                assert record.start <= record.end, f"a record claims {record.start} to {record.end}"
+        assert self.records <= 2 * self._capacity, f"{self.records} records for {self._capacity} blocks"
+        self.baseline.check()
 
-def _refilled(window: list[Entry], rest: Iterator[Entry], taken: Container[Entry]) -> list[Entry]:
-    """The first LOOKS leaves of an order that are not taken, of which `window` were seen before."""
+
+def _refilled(window: list[Node], rest: Iterator[Node], taken: Container[Node]) -> list[Node]:
+    """The first LOOKS leaves of an order that are not taken: `window` as far as it goes, then `rest`."""
     window = [node for node in window if node not in taken]
     fresh = (node for node in rest if node not in taken)
     return window + list(islice(fresh, LOOKS - len(window)))
-
-
-def new_index(policy: str, num_blocks: int, block_size: int) -> EvictionIndex:
-    """The index of a policy by its name, for a pool of that size; UnknownPolicy if there is none."""
-    return PredictiveIndex(num_blocks, block_size) if policy == "predictive" else EvictionIndex(policy)

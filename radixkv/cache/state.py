@@ -1,0 +1,83 @@
+"""The state that one cache's facade and its sequences share: pool, trees, index, pins, counters, open sequences.
+
+It hands out blocks: sequences take free blocks from the pool themselves, and `make_room` evicts when there are too few.
+Sequences add themselves to `open` and remove themselves when they are closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.events import Observer, guarded
+from radixkv.cache.eviction import EvictionIndex
+from radixkv.cache.ghosts import Ghosts, Pressure
+from radixkv.cache.pins import Pins
+from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.types import OpenSequence
+from radixkv.errors import OutOfBlocks
+
+
+class Counters:
+    """Running totals; see CacheStats for their meanings."""
+
+    __slots__ = (
+        "closed_sequences",
+        "committed_tokens",
+        "copied_blocks",
+        "evicted_blocks",
+        "evicted_tokens",
+        "hit_tokens",
+        "opened_sequences",
+        "query_tokens",
+        "regret_tokens",
+    )
+
+    def __init__(self) -> None:
+        self.query_tokens = self.hit_tokens = self.committed_tokens = self.regret_tokens = 0
+        self.evicted_blocks = self.evicted_tokens = self.copied_blocks = 0
+        self.opened_sequences = self.closed_sequences = 0
+
+
+class CacheState:
+    """The parts of one cache."""
+
+    __slots__ = ("clock", "counters", "ghosts", "index", "open", "pins", "pool", "tree")
+
+    def __init__(self, pool: BlockPool, index: EvictionIndex, clock: Callable[[], float], pin_budget: int) -> None:
+        self.clock = clock
+        self.pool = pool
+        self.index = index
+        forget = index.forget if index.remembers_faded else None
+        self.ghosts = Ghosts(pool.num_blocks * pool.block_size, pool.num_blocks, forget)
+        self.tree = RadixTree(pool, index, self.ghosts)
+        self.pins = Pins(self.tree, clock, pin_budget)
+        self.counters = Counters()
+        self.open: dict[int, OpenSequence] = {}
+
+    def observe(self, observer: Observer) -> None:
+        """Send events to `observer`, in place of an earlier one, until it raises."""
+        self.tree.observer = guarded(observer, self._drop_observer)
+
+    def make_room(self, count: int) -> None:
+        """Evict until `count` blocks are free.
+
+        OutOfBlocks changes nothing; it means that free and evictable blocks together are too few.
+        """
+        pool, index, tree, counters = self.pool, self.index, self.tree, self.counters
+        self.pins.expire()
+        free = len(pool.free)
+        if count > free + pool.evictable:
+            raise OutOfBlocks(
+                f"{count} blocks wanted, {free} are free and {pool.evictable} evictable of {pool.num_blocks}: "
+                "close or shorten sequences, release pins, or make the pool larger"
+            )
+        now, pressure = self.clock(), Pressure(count, free)
+        while (missing := count - len(pool.free)) > 0:
+            victim = index.victim()
+            counters.evicted_tokens += tree.trim(victim, index.trim_limit(victim, missing), now, pressure)
+            index.trim(victim)
+        counters.evicted_blocks += len(pool.free) - free
+
+    def _drop_observer(self) -> None:
+        self.tree.observer = None
