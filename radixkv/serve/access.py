@@ -84,33 +84,33 @@ def _digest(key: str) -> bytes:
 _LINGER = 1.0  # seconds that the rest of a body may take that is too large
 
 
-class Gate:
+class StreamLimiter:
     """Counts the streams that are being answered, and turns away who would be too many. For one event loop."""
 
     def __init__(self, settings: Settings) -> None:
         """Open, and empty."""
         self._most, self._most_per_key = settings.max_streams, settings.max_per_key
         self._retry_after = settings.retry_after
-        self._inside: Counter[str | None] = Counter()
+        self._streams: Counter[str | None] = Counter()
         self.refused = 0
 
     @property
-    def inside(self) -> int:
+    def streams(self) -> int:
         """Streams that are being answered."""
-        return self._inside.total()
+        return self._streams.total()
 
     @contextmanager
-    def enter(self, tenant: str | None) -> Iterator[Place]:
+    def admit(self, tenant: str | None) -> Iterator[StreamLease]:
         """Be counted as one stream while the block runs; raises ApiError 429."""
-        place = Place(self, tenant)
-        place.widen(1)
+        place = StreamLease(self, tenant)
+        place.resize(1)
         try:
             yield place
         finally:
-            self._inside[tenant] -= place.streams
+            self._streams[tenant] -= place.streams
 
-    def _admit(self, tenant: str | None, streams: int, more: int) -> None:
-        """Count `more` streams of a request that will have `streams`; raises as `Place.widen`."""
+    def count(self, tenant: str | None, streams: int, more: int) -> None:
+        """Count `more` streams of a request that will have `streams`; raises as `StreamLease.resize`."""
         if streams > min(self._most, self._most_per_key or self._most):
             raise ApiError(
                 400,
@@ -118,11 +118,11 @@ class Gate:
                 param="n",
                 code="invalid_value",
             )
-        if self.inside + more > self._most:
+        if self.streams + more > self._most:
             self._refuse("the server is busy")
-        if self._most_per_key is not None and self._inside[tenant] + more > self._most_per_key:
+        if self._most_per_key is not None and self._streams[tenant] + more > self._most_per_key:
             self._refuse("too many requests of this API key are being answered")
-        self._inside[tenant] += more
+        self._streams[tenant] += more
 
     def _refuse(self, why: str) -> None:
         self.refused += 1
@@ -131,17 +131,17 @@ class Gate:
         raise ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
 
 
-class Place:
+class StreamLease:
     """One request inside the gate, as how many `streams` it counts."""
 
-    def __init__(self, gate: Gate, tenant: str | None) -> None:
+    def __init__(self, limiter: StreamLimiter, tenant: str | None) -> None:
         """Not counted yet."""
-        self._gate, self._tenant = gate, tenant
+        self._limiter, self._tenant = limiter, tenant
         self.streams = 0
 
-    def widen(self, streams: int) -> None:
+    def resize(self, streams: int) -> None:
         """Count as `streams` from now on; raises ApiError 429, or 400 for what can never fit."""
-        self._gate._admit(self._tenant, streams, streams - self.streams)
+        self._limiter.count(self._tenant, streams, streams - self.streams)
         self.streams = streams
 
 

@@ -18,7 +18,7 @@ from radixkv.serve import chats, completions
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.metrics import CONTENT_TYPE
-from radixkv.serve.middleware import Frame
+from radixkv.serve.middleware import RequestMiddleware
 from radixkv.serve.openapi import document
 from radixkv.serve.service import Service
 from radixkv.serve.settings import Settings
@@ -53,7 +53,7 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
             route("/v1/completions", completions.create, "POST"),
             route("/tokenize", completions.tokenize, "POST"),
         ],
-        middleware=[Middleware(Frame)],
+        middleware=[Middleware(RequestMiddleware)],
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
         lifespan=lifespan,
     )

@@ -25,7 +25,15 @@ from radixkv.serve.conversations import ChatPrompt
 from radixkv.serve.errors import about
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.reply import Piece, ReplyReader, TaggedText
-from radixkv.serve.responses import DONE, EventStream, answer, data, streams, usage, whole
+from radixkv.serve.responses import (
+    DONE,
+    EventStream,
+    all_replies,
+    encode_response,
+    sse_event,
+    unless_disconnected,
+    usage,
+)
 from radixkv.serve.schemas import ChatRequest, read_chat
 from radixkv.serve.service import Service
 
@@ -34,49 +42,49 @@ _NO_CONTENT = b'"content":""'
 
 async def create(service: Service, request: Request) -> Response:
     """Answer one chat completion; raises ApiError, RadixKVError."""
-    with ExitStack() as inside:
-        place = service.enter(request, inside)
-        wanted = await service.read(request, read_chat)
-        asked = wanted.asked
-        caller = service.caller(request, asked.cache_key)
-        service.check_model(asked.model)
-        place.widen(asked.params.n)
-        prompt = await service.awaited(request, service.chat_prompt(caller, wanted.messages, wanted.tools))
+    with ExitStack() as cleanup:
+        lease = service.admit(request, cleanup)
+        body = await service.read(request, read_chat)
+        options = body.options
+        caller = service.caller(request, options.cache_key)
+        service.check_model(options.model)
+        lease.resize(options.params.n)
+        prompt = await service.cancellable(request, service.chat_prompt(caller, body.messages, body.tools))
         with about("messages"):
             timeout = service.time_left(request)
-            handle = await submit.begin(
-                service, caller, asked, prompt.ids, inside, timeout=timeout, session=prompt.session
+            handle = await submit.start(
+                service, caller, options, prompt.ids, cleanup, timeout=timeout, session=prompt.session
             )
-        made = ChatAnswer(service, wanted, prompt, request.state.facts)
-        if asked.stream:
-            return EventStream(made.events(handle), service.settings.send_timeout, inside.pop_all())
-        return Response(await whole(request, made.whole(handle)), media_type="application/json")
+        chat = ChatAnswer(service, body, prompt, request.state.log_fields)
+        if options.stream:
+            return EventStream(chat.events(handle), service.settings.send_timeout, cleanup.pop_all())
+        return Response(await unless_disconnected(request, chat.whole(handle)), media_type="application/json")
 
 
 class ChatAnswer:
-    """One chat completion while it is made."""
+    """One chat completion while it is computed."""
 
-    def __init__(self, service: Service, wanted: ChatRequest, prompt: ChatPrompt, facts: dict[str, Any]) -> None:
-        """`facts` gets numbers for the log."""
-        self._service, self._wanted, self._prompt, self._facts = service, wanted, prompt, facts
+    def __init__(self, service: Service, body: ChatRequest, prompt: ChatPrompt, log_fields: dict[str, Any]) -> None:
+        """`log_fields` gets numbers for the log."""
+        self._service, self._body, self._prompt, self._log_fields = service, body, prompt, log_fields
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._parts: dict[int, tuple[bytes, bytes]] = {}
         thinking = service.opens_thinking(prompt.ids)
-        self._readers = [self._reader(index, thinking) for index in range(wanted.asked.params.n)]
+        self._readers = [self._reader(index, thinking) for index in range(body.options.params.n)]
         self._texts = [TaggedText(service.hidden_tags) for _ in self._readers]
 
     def _reader(self, index: int, thinking: bool) -> ReplyReader:
         """The same request gets the same ids of calls, whole and as events."""
-        asked = blake2b(self._prompt.ids.tobytes(), digest_size=8).hexdigest()
+        prompt_hash = blake2b(self._prompt.ids.tobytes(), digest_size=8).hexdigest()
         return ReplyReader(
-            reads_calls=self._wanted.reads_calls,
+            reads_calls=self._body.reads_calls,
             thinking=thinking,
             thinking_tags=self._service.thinking_tags,
             channels=self._service.has_channels,
             form=self._service.call_format,
-            names=tool_names(self._wanted.tools),
-            seed=f"{asked}_{index}",
+            names=tool_names(self._body.tools),
+            seed=f"{prompt_hash}_{index}",
         )
 
     # ---- whole
@@ -85,8 +93,10 @@ class ChatAnswer:
         """The response, once all replies are complete."""
         completion = await self._read(handle)
         await self._remember(completion)
-        choices = streams([completion])
-        return await answer(self._head("chat.completion"), lambda: map(self._choice, choices), usage([completion]))
+        choices = all_replies([completion])
+        return await encode_response(
+            self._head("chat.completion"), lambda: map(self._choice, choices), usage([completion])
+        )
 
     async def _read(self, handle: AsyncHandle) -> Completion:
         """Wait for all replies and read them; token by token if some tags are not part of the text."""
@@ -94,7 +104,7 @@ class ChatAnswer:
             async for chunk in handle:
                 self._readers[chunk.index].push(self._texts[chunk.index].push(chunk))
         completion = await handle.result()
-        for each in streams([completion]):
+        for each in all_replies([completion]):
             if not self._service.hidden_tags:
                 self._readers[each.index].push(each.text)
             self._readers[each.index].finish()
@@ -127,9 +137,9 @@ class ChatAnswer:
                 yield event
         completion = await handle.result()
         await self._remember(completion)
-        if self._wanted.asked.include_usage:
+        if self._body.options.include_usage:
             head = self._head("chat.completion.chunk")
-            yield data({**head, "choices": [], "usage": usage([completion])})
+            yield sse_event({**head, "choices": [], "usage": usage([completion])})
         yield DONE
 
     def _of_chunk(self, chunk: Chunk) -> bytes:
@@ -160,9 +170,9 @@ class ChatAnswer:
     def _event(self, index: int, delta: JsonObject, logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         event = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        if self._wanted.asked.include_usage:
+        if self._body.options.include_usage:
             event["usage"] = None
-        return data(event)
+        return sse_event(event)
 
     # ---- both
 
@@ -170,15 +180,15 @@ class ChatAnswer:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._service.model_name}
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[Any]) -> JsonObject:
-        return {"content": self._service.token_texts.chat(ids, logprobs), "refusal": None}
+        return {"content": self._service.token_texts.chat_logprobs(ids, logprobs), "refusal": None}
 
     def _reason(self, index: int, reason: str) -> str:
         return "tool_calls" if self._readers[index].calls and reason == "stop" else reason
 
     async def _remember(self, completion: Completion) -> None:
         """Before the client knows that this is the end: its next request builds on it."""
-        self._service.note(self._facts, [completion])
-        replies = streams([completion])
+        self._service.log_usage(self._log_fields, [completion])
+        replies = all_replies([completion])
 
         def remember() -> None:
             for each in replies:
@@ -189,7 +199,7 @@ class ChatAnswer:
         if self._service.settings.history_bytes:
             # Only what was cut needs the tokenizer; the others do not wait while it is at long prompts.
             whole = all(map(self._is_whole, replies))
-            await (asyncio.to_thread(remember) if whole else self._service.aside(remember))
+            await (asyncio.to_thread(remember) if whole else self._service.in_background(remember))
 
     def _is_whole(self, reply: Completion) -> bool:
         """Whether its text is all that was sampled: no stop string or token of the client's own ended it."""

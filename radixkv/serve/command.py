@@ -24,13 +24,13 @@ from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
 
 KEYS = "RADIXKV_API_KEYS"
-_TYPED = {
+_OPTION_OF = {
     **{name: name for name in (field.name for field in (*fields(EngineConfig), *fields(Settings)))},
     "max_running": "max_sequences",
     "drain_timeout": "drain",
     "history_bytes": "history_memory",
 }
-_TIDYING = 1.0  # seconds to close the engine, and the trace that it writes
+_EXIT_DELAY = 1.0  # seconds to close the engine, and the trace that it writes
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,28 +38,28 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises InvalidInput for arguments that are wrong or unsafe, OSError for an address that is taken, UnsupportedModel.
     """
-    with _as_typed():
+    with _naming_options():
         settings = read_settings(arguments, os.environ)
         config = _engine_config(arguments)
     with bind(settings.host, settings.port) as sock:
         _log_to_stderr(arguments.quiet)
-        _say(f"loading {arguments.model}")
-        with _as_typed():
+        _print(f"loading {arguments.model}")
+        with _naming_options():
             engine = Engine.load(arguments.model, config)
         with engine:
             name = settings.model_name or engine.model.name
             where = address(sock)
-            with _as_typed():
-                server = Server(AsyncEngine(engine), settings, lambda: _say(f"{name} at {where}/v1"), _leave_soon)
+            with _naming_options():
+                server = Server(AsyncEngine(engine), settings, lambda: _print(f"{name} at {where}/v1"), _exit_soon)
             server.run(sockets=[sock])
     if server.cut_by is not None:
         os._exit(128 + server.cut_by)  # with torch loaded, Python's own way out takes seconds
     return 0
 
 
-def _leave_soon(number: int) -> None:
+def _exit_soon(number: int) -> None:
     """End the process even if a long step, or a long text that is encoded, does not: who asked twice does not wait."""
-    leaving = threading.Timer(_TIDYING, os._exit, [128 + number])
+    leaving = threading.Timer(_EXIT_DELAY, os._exit, [128 + number])
     leaving.daemon = True
     leaving.start()
 
@@ -93,16 +93,16 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 @contextmanager
-def _as_typed() -> Iterator[None]:
+def _naming_options() -> Iterator[None]:
     """Raise InvalidInput that begins with a setting's name again with the option that was typed instead."""
     try:
         yield
     except InvalidInput as error:
         name = re.split(r"\W", str(error), maxsplit=1)[0]
-        if name not in _TYPED:
+        if name not in _OPTION_OF:
             raise
         rest = str(error).removeprefix(name)
-        raise InvalidInput(f"--{_TYPED[name].replace('_', '-')}{rest}") from error
+        raise InvalidInput(f"--{_OPTION_OF[name].replace('_', '-')}{rest}") from error
 
 
 def read_keys(given: Iterable[str]) -> dict[str, str]:
@@ -142,5 +142,5 @@ def _log_to_stderr(quiet: bool) -> None:
     logging.getLogger("radixkv.serve").setLevel(logging.WARNING if quiet else logging.INFO)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"radixkv: {text}", file=sys.stderr, flush=True)

@@ -21,41 +21,49 @@ from radixkv.engine.request import TokenIds
 from radixkv.serve import submit
 from radixkv.serve.errors import about
 from radixkv.serve.fields import JsonObject
-from radixkv.serve.responses import DONE, EventStream, answer, data, streams, usage, whole
+from radixkv.serve.responses import (
+    DONE,
+    EventStream,
+    all_replies,
+    encode_response,
+    sse_event,
+    unless_disconnected,
+    usage,
+)
 from radixkv.serve.schemas import CompletionRequest, TextOrIds, TokenizeRequest, read_completion, read_tokenize
 from radixkv.serve.service import Caller, Service
 
 
 async def create(service: Service, request: Request) -> Response:
     """Answer the completions of one body; raises ApiError, RadixKVError."""
-    with ExitStack() as inside:
-        place = service.enter(request, inside)
-        wanted = await service.read(request, read_completion)
-        asked = wanted.asked
-        caller = service.caller(request, asked.cache_key)
-        service.check_model(asked.model)
-        place.widen(asked.params.n * len(wanted.prompts))
-        prompts = [await service.awaited(request, _encoded(service, prompt)) for prompt in wanted.prompts]
+    with ExitStack() as cleanup:
+        lease = service.admit(request, cleanup)
+        body = await service.read(request, read_completion)
+        options = body.options
+        caller = service.caller(request, options.cache_key)
+        service.check_model(options.model)
+        lease.resize(options.params.n * len(body.prompts))
+        prompts = [await service.cancellable(request, _encoded(service, prompt)) for prompt in body.prompts]
         with about("prompt"):
             handles = [
-                await submit.begin(service, caller, asked, ids, inside, timeout=service.time_left(request))
+                await submit.start(service, caller, options, ids, cleanup, timeout=service.time_left(request))
                 for ids in prompts
             ]
-        made = CompletionAnswer(service, wanted, prompts, request.state.facts)
-        if asked.stream:
-            return EventStream(made.events(handles), service.settings.send_timeout, inside.pop_all())
-        return Response(await whole(request, made.whole(handles)), media_type="application/json")
+        completion = CompletionAnswer(service, body, prompts, request.state.log_fields)
+        if options.stream:
+            return EventStream(completion.events(handles), service.settings.send_timeout, cleanup.pop_all())
+        return Response(await unless_disconnected(request, completion.whole(handles)), media_type="application/json")
 
 
 async def tokenize(service: Service, request: Request) -> Response:
     """The ids of a text, or of messages as a chat completion would encode them; raises ApiError, RadixKVError."""
-    with ExitStack() as inside:
-        service.enter(request, inside)
-        wanted = await service.read(request, read_tokenize)
-        caller = service.caller(request, wanted.cache_key)
-        if wanted.model is not None:
-            service.check_model(wanted.model)
-        ids = await service.awaited(request, _tokens(service, caller, wanted))
+    with ExitStack() as cleanup:
+        service.admit(request, cleanup)
+        body = await service.read(request, read_tokenize)
+        caller = service.caller(request, body.cache_key)
+        if body.model is not None:
+            service.check_model(body.model)
+        ids = await service.cancellable(request, _tokens(service, caller, body))
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.context_limit, "tokens": ids})
 
 
@@ -63,29 +71,30 @@ class CompletionAnswer:
     """The completions of one body while they are made; choice `prompt * n + stream` is one of them."""
 
     def __init__(
-        self, service: Service, wanted: CompletionRequest, prompts: Sequence[TokenIds], facts: dict[str, Any]
+        self, service: Service, body: CompletionRequest, prompts: Sequence[TokenIds], log_fields: dict[str, Any]
     ) -> None:
-        """`facts` gets numbers for the log."""
-        self._service, self._wanted, self._facts = service, wanted, facts
+        """`log_fields` gets numbers for the log."""
+        self._service, self._body, self._log_fields = service, body, log_fields
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._echoed = [self._echo(*pair) for pair in zip(wanted.prompts, prompts, strict=True)]
-        self._offsets = [len(text) for text in self._echoed for _ in range(wanted.asked.params.n)]
+        self._echoed = [self._echo(*pair) for pair in zip(body.prompts, prompts, strict=True)]
+        self._offsets = [len(text) for text in self._echoed for _ in range(body.options.params.n)]
 
     # ---- whole
 
     async def whole(self, handles: Sequence[AsyncHandle]) -> bytes:
         """The response, once all replies are complete."""
         completions = [await handle.result() for handle in handles]
-        self._service.note(self._facts, completions)
-        choices = list(enumerate(streams(completions)))
-        return await answer(self._head(), lambda: starmap(self._whole_choice, choices), usage(completions))
+        self._service.log_usage(self._log_fields, completions)
+        choices = list(enumerate(all_replies(completions)))
+        return await encode_response(self._head(), lambda: starmap(self._whole_choice, choices), usage(completions))
 
     def _whole_choice(self, index: int, completion: Completion) -> JsonObject:
-        logprobs = completion.logprobs
-        shown = None if logprobs is None else self._service.token_texts.plain(completion.token_ids, logprobs, 0)
-        text = self._echoed[index // self._wanted.asked.params.n] + completion.text
-        return {"index": index, "text": text, "logprobs": shown, "finish_reason": completion.finish_reason}
+        logprobs: Any = completion.logprobs
+        if logprobs is not None:
+            logprobs = self._service.token_texts.completion_logprobs(completion.token_ids, logprobs, 0)
+        text = self._echoed[index // self._body.options.params.n] + completion.text
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
 
     # ---- events
 
@@ -93,30 +102,30 @@ class CompletionAnswer:
         """The response bit by bit; usage if it was asked for."""
         for index, offset in enumerate(self._offsets):
             if offset:
-                yield self._event(index, self._echoed[index // self._wanted.asked.params.n])
+                yield self._event(index, self._echoed[index // self._body.options.params.n])
         async with aclosing(submit.chunks(handles)) as chunks:
             async for prompt, chunk in chunks:
                 if chunk.text or chunk.finish_reason or chunk.logprobs:
-                    yield self._of_chunk(prompt * self._wanted.asked.params.n + chunk.index, chunk)
+                    yield self._of_chunk(prompt * self._body.options.params.n + chunk.index, chunk)
         completions = [await handle.result() for handle in handles]
-        self._service.note(self._facts, completions)
-        if self._wanted.asked.include_usage:
-            yield data({**self._head(), "choices": [], "usage": usage(completions)})
+        self._service.log_usage(self._log_fields, completions)
+        if self._body.options.include_usage:
+            yield sse_event({**self._head(), "choices": [], "usage": usage(completions)})
         yield DONE
 
     def _of_chunk(self, index: int, chunk: Chunk) -> bytes:
         offset, logprobs = self._offsets[index], None
         if chunk.logprobs is not None:
-            logprobs = self._service.token_texts.plain(chunk.token_ids, [chunk.logprobs], offset)
+            logprobs = self._service.token_texts.completion_logprobs(chunk.token_ids, [chunk.logprobs], offset)
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
         return self._event(index, chunk.text, logprobs, chunk.finish_reason)
 
     def _event(self, index: int, text: str, logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         event = {**self._head(), "choices": [choice]}
-        if self._wanted.asked.include_usage:
+        if self._body.options.include_usage:
             event["usage"] = None
-        return data(event)
+        return sse_event(event)
 
     # ---- both
 
@@ -130,7 +139,7 @@ class CompletionAnswer:
 
     def _echo(self, prompt: TextOrIds, ids: TokenIds) -> str:
         """What stands before the replies to a prompt."""
-        if not self._wanted.echo:
+        if not self._body.echo:
             return ""
         if isinstance(prompt, str):
             return prompt
@@ -138,10 +147,10 @@ class CompletionAnswer:
         return "" if tokenizer is None else str(tokenizer.decode([int(token) for token in ids]))
 
 
-async def _tokens(service: Service, caller: Caller, wanted: TokenizeRequest) -> list[int]:
-    if wanted.prompt is None:
-        return list((await service.chat_prompt(caller, wanted.messages or [], wanted.tools)).ids)
-    return [int(token) for token in await _encoded(service, wanted.prompt)] if wanted.prompt else []
+async def _tokens(service: Service, caller: Caller, body: TokenizeRequest) -> list[int]:
+    if body.prompt is None:
+        return list((await service.chat_prompt(caller, body.messages or [], body.tools)).ids)
+    return [int(token) for token in await _encoded(service, body.prompt)] if body.prompt else []
 
 
 async def _encoded(service: Service, prompt: TextOrIds) -> TokenIds:
@@ -149,5 +158,5 @@ async def _encoded(service: Service, prompt: TextOrIds) -> TokenIds:
     with about("prompt"):
         if isinstance(prompt, str):
             service.check_length([prompt])
-            return await service.aside(lambda: service.encoded(prompt))
-        return await service.aside(lambda: encode(prompt, model.tokenizer, model.vocab_size))
+            return await service.in_background(lambda: service.encoded(prompt))
+        return await service.in_background(lambda: encode(prompt, model.tokenizer, model.vocab_size))

@@ -25,10 +25,10 @@ _NODE_BYTES = 700
 class Node:
     """One message behind all that stand before it; with `ids`, a reply of the engine's.
 
-    The ids of prompt and reply are the first `kept` of `base`'s, and `ids`; the last `said` of them are the reply's.
+    The ids of prompt and reply are the first `base_length` ids of `base`, then `ids`; the last `said` are the reply's.
     """
 
-    __slots__ = ("base", "children", "date", "ids", "kept", "key", "parent", "said", "session", "thinking")
+    __slots__ = ("base", "base_length", "children", "date", "ids", "key", "parent", "said", "session", "thinking")
 
     def __init__(self, parent: Node | None, key: Any) -> None:
         """A message that says nothing yet."""
@@ -36,7 +36,7 @@ class Node:
         self.children: dict[str, Node] = {}
         self.ids: array[int] | None = None
         self.base: Node | None = None
-        self.kept = self.said = 0
+        self.base_length = self.said = 0
         self.thinking: str | None = None
         self.date: str | None = None
         self.session: int | None = None
@@ -53,7 +53,7 @@ class Node:
         assert self.ids is not None
         if self.base is None:
             return self.ids[:]
-        return _front(self.base, self.kept) + self.ids
+        return _front(self.base, self.base_length) + self.ids
 
 
 def nearest(node: Node | None) -> Node | None:
@@ -69,7 +69,7 @@ def _front(node: Node, length: int) -> array[int]:
     at: Node | None = node
     while at is not None:
         assert at.ids is not None
-        start = at.kept if at.base is not None else 0
+        start = at.base_length if at.base is not None else 0
         if length > start:
             pieces.append(at.ids[: length - start])
             length = start
@@ -83,7 +83,7 @@ def reply_ids(node: Node) -> array[int]:
     return node.ids[len(node.ids) - node.said :]
 
 
-def common(first: array[int], second: array[int]) -> int:
+def shared_length(first: array[int], second: array[int]) -> int:
     """How many ids two sequences share from the start; one comparison where one begins with the other."""
     length = min(len(first), len(second))
     if first[:length] == second[:length]:
@@ -91,7 +91,7 @@ def common(first: array[int], second: array[int]) -> int:
     return next(at for at in range(length) if first[at] != second[at])
 
 
-def below(node: Node) -> Iterator[Node]:
+def subtree(node: Node) -> Iterator[Node]:
     """The node, and all that stand behind it."""
     waiting = [node]
     while waiting:
@@ -103,14 +103,16 @@ def below(node: Node) -> Iterator[Node]:
 def check_ids(node: Node) -> None:
     """Raise AssertionError if a node's ids are not what its place allows."""
     if node.ids is None:
-        assert node.base is None and not node.kept and not node.said, "a message that is no reply has ids"
+        assert node.base is None and not node.base_length and not node.said, "a message that is no reply has ids"
         return
     assert 0 <= node.said <= len(node.ids), "a reply's ids are not all its own"
     if node.base is not None:
         above = node.parent
         while above is not None and above is not node.base:
             above = above.parent
-        assert above is node.base and node.kept <= len(node.base.whole()), "a reply builds on what is not before it"
+        assert above is node.base and node.base_length <= len(node.base.whole()), (
+            "a reply builds on what is not before it"
+        )
 
 
 def _size(key: Any) -> int:
@@ -206,16 +208,16 @@ class HistoryIndex:
         keys = [_key(message) for message in whole]
         ids = array("i", prompt_ids) + array("i", emitted_ids)
         with self._lock:
-            node = self._grow((namespace, _tools_key(tools)), keys)
+            node = self._insert((namespace, _tools_key(tools)), keys)
             if node.ids is None or not node.children:  # replies behind it may build on the ids that it has
                 self._replies += node.ids is None
                 self._remembered += 1
                 node.base = nearest(node.parent)
-                shared = 0 if node.base is None else common(node.base.whole(), ids)
-                node.kept = min(shared, len(prompt_ids))
-                node.ids, node.said = ids[node.kept :], len(emitted_ids)
+                shared = 0 if node.base is None else shared_length(node.base.whole(), ids)
+                node.base_length = min(shared, len(prompt_ids))
+                node.ids, node.said = ids[node.base_length :], len(emitted_ids)
                 node.thinking, node.date = _thinking(reply), date
-                self._weigh(node)
+                self._update_size(node)
             node.session = session  # of two conversations that begin alike, whoever got this last is likely to go on
             self._touch(node)
             self._trim()
@@ -240,7 +242,7 @@ class HistoryIndex:
             seen: set[Node] = set()
             for where, root in self._roots.items():
                 assert root.parent is None and root.key == where, "a root is filed under another key"
-                seen.update(below(root))
+                seen.update(subtree(root))
             assert seen == set(self._recent), "a node is in the tree or in the order, not in both"
             order = {node: at for at, node in enumerate(self._recent)}
             for node in seen:
@@ -266,21 +268,21 @@ class HistoryIndex:
             path.append(node)
         return path
 
-    def _grow(self, where: Hashable, keys: Sequence[str]) -> Node:
+    def _insert(self, where: Hashable, keys: Sequence[str]) -> Node:
         """The node of the last message; those that are missing on the way are made."""
         node = self._roots.get(where)
         if node is None:
             node = self._roots[where] = Node(None, where)
-            self._weigh(node)
+            self._update_size(node)
         for key in keys:
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(node, key)
-                self._weigh(child)
+                self._update_size(child)
             node = child
         return node
 
-    def _weigh(self, node: Node) -> None:
+    def _update_size(self, node: Node) -> None:
         size = node.size
         self._bytes += size - self._recent.get(node, 0)
         self._recent[node] = size
@@ -293,9 +295,9 @@ class HistoryIndex:
 
     def _trim(self) -> None:
         while self._bytes > self._capacity:
-            self._forget(next(iter(self._recent)))
+            self._evict(next(iter(self._recent)))
 
-    def _forget(self, node: Node | None) -> None:
+    def _evict(self, node: Node | None) -> None:
         """Drop a leaf, and what stands before it as far as it says nothing and leads nowhere."""
         while node is not None and not node.children:
             self._bytes -= self._recent.pop(node)

@@ -22,7 +22,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _Snapshot:
     """All that one scrape tells."""
 
     stats: EngineStats
@@ -57,8 +57,8 @@ class ServerMetrics:
         """All metrics of one moment between two steps, in the text format; raises EngineClosed."""
         stats, requests = await self._engine._asked(self._look)
         history = None if self._history is None else self._history()
-        moment = _Moment(stats, requests, history, self._model, self._refused())
-        families = [*_own(moment), *(_vllms(moment) if self._vllm else ())]
+        snapshot = _Snapshot(stats, requests, history, self._model, self._refused())
+        families = [*_own(snapshot), *(_vllms(snapshot) if self._vllm else ())]
         return generate_latest(_Once(families))
 
     def _begin(self) -> RequestWatch:
@@ -117,14 +117,14 @@ def _histogram(name: str, about: str, of: Mapping[str, Histogram] | Histogram, l
 # ---- radixkv's own
 
 
-def _own(moment: _Moment) -> Iterator[Metric]:
-    stats, cache = moment.stats, moment.stats.cache
-    facts = {"model": moment.model, "device": stats.device, "dtype": stats.dtype, "attention": stats.attention}
-    info = GaugeMetricFamily("radixkv:engine_info", "What runs; always 1", labels=list(facts))
-    info.add_metric(list(facts.values()), 1)
+def _own(snapshot: _Snapshot) -> Iterator[Metric]:
+    stats, cache = snapshot.stats, snapshot.stats.cache
+    labels = {"model": snapshot.model, "device": stats.device, "dtype": stats.dtype, "attention": stats.attention}
+    info = GaugeMetricFamily("radixkv:engine_info", "What runs; always 1", labels=list(labels))
+    info.add_metric(list(labels.values()), 1)
     yield info
     yield _gauge("radixkv:uptime_seconds", "Since the engine was loaded", stats.uptime_s)
-    yield from _own_requests(moment)
+    yield from _own_requests(snapshot)
     for name in ("prompt", "cached", "computed", "recomputed", "coalesced", "output"):
         yield _counter(f"radixkv:{name}_tokens", _TOKENS[name], getattr(stats, f"{name}_tokens"))
     yield _counter("radixkv:steps", "Forwards of the model", stats.steps)
@@ -138,19 +138,19 @@ def _own(moment: _Moment) -> Iterator[Metric]:
     yield _counter(
         "radixkv:differing_blocks", "Of these, those that were not what they should be", stats.differing_blocks
     )
-    if moment.history is not None:
-        yield from _own_history(moment.history)
+    if snapshot.history is not None:
+        yield from _own_history(snapshot.history)
 
 
-def _own_requests(moment: _Moment) -> Iterator[Metric]:
-    stats, requests, histograms = moment.stats, moment.requests, moment.requests.histograms
+def _own_requests(snapshot: _Snapshot) -> Iterator[Metric]:
+    stats, requests, histograms = snapshot.stats, snapshot.requests, snapshot.requests.histograms
     yield _gauge("radixkv:requests", "Requests now", {"running": stats.running, "waiting": stats.waiting}, "state")
     ends = {
         "finished": stats.finished,
         "cancelled": stats.cancelled,
         "timed_out": stats.timed_out,
         "failed": stats.failed - stats.timed_out,
-        "refused": moment.refused,
+        "refused": snapshot.refused,
     }
     yield _counter("radixkv:requests_ended", "Requests by how they ended; refused ones never began", ends, "outcome")
     yield _counter("radixkv:preemptions", "Requests that gave way when blocks ran out", stats.preemptions)
@@ -208,11 +208,11 @@ _OWN_HISTOGRAMS = {
 # ---- vLLM's
 
 
-def _vllms(moment: _Moment) -> Iterator[Metric]:
+def _vllms(snapshot: _Snapshot) -> Iterator[Metric]:
     """vLLM's names, each with what is the same here; what it counts and radixkv does not know is left out."""
-    stats, cache, requests = moment.stats, moment.stats.cache, moment.requests
+    stats, cache, requests = snapshot.stats, snapshot.stats.cache, snapshot.requests
     histograms = requests.histograms
-    named = {"model_name": moment.model, "engine": "0"}
+    named = {"model_name": snapshot.model, "engine": "0"}
     gauges = {
         "num_requests_running": stats.running,
         "num_requests_waiting": stats.waiting,

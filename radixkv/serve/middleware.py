@@ -20,8 +20,8 @@ _GOOD_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _log = logging.getLogger("radixkv.serve")
 
 
-class Frame:
-    """Wraps the application; `scope["state"]["facts"]` is a dict into which endpoints put numbers for the log."""
+class RequestMiddleware:
+    """Wraps the application; `scope["state"]["log_fields"]` is a dict into which endpoints put numbers for the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         """Wrap `app`."""
@@ -53,8 +53,8 @@ class _Exchange:
         self.status: int | None = None
         sent = next((value for name, value in scope["headers"] if name == REQUEST_ID.encode()), b"")
         self._id = sent.decode() if _GOOD_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
-        self._facts: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(request_id=self._id, facts=self._facts)
+        self._log_fields: dict[str, Any] = {}
+        scope.setdefault("state", {}).update(request_id=self._id, log_fields=self._log_fields)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -64,6 +64,6 @@ class _Exchange:
 
     def log(self) -> None:
         route = getattr(self._scope.get("route"), "path", "-")  # never what stood in the path instead
-        facts = "".join(f" {name}={value}" for name, value in self._facts.items())
+        log_fields = "".join(f" {name}={value}" for name, value in self._log_fields.items())
         seconds = time.perf_counter() - self._began
-        _log.info("%s %s %s %s %.3fs%s", self._id, self._scope["method"], route, self.status, seconds, facts)
+        _log.info("%s %s %s %s %.3fs%s", self._id, self._scope["method"], route, self.status, seconds, log_fields)

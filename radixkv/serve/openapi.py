@@ -184,7 +184,7 @@ _CACHE_KEY: JsonObject = {
 def _chat_body(model: JsonObject) -> JsonObject:
     """POST /v1/chat/completions."""
     fields = {
-        **_asked(model),
+        **_options(model),
         "messages": array(_message(), least=1),
         "tools": maybe(array(_tool())),
         "tool_choice": {"enum": ["auto", "none", None]},
@@ -205,7 +205,7 @@ def _completion_body(model: JsonObject) -> JsonObject:
     ids = array(TOKEN_ID, least=1)
     prompts = array({"anyOf": [{"type": "string"}, ids]}, least=1, most=schemas.MOST_PROMPTS)
     fields = {
-        **_asked(model),
+        **_options(model),
         "prompt": {"anyOf": [{"type": "string"}, ids, prompts]},
         "echo": BOOLEAN,
         "logprobs": integer(*schemas.wire_range("logprobs")),
@@ -228,7 +228,7 @@ def _tokenize_body(model: JsonObject) -> JsonObject:
     return obj(fields)
 
 
-def _asked(model: JsonObject) -> JsonObject:
+def _options(model: JsonObject) -> JsonObject:
     """What chat and text completions share."""
     options = obj({"include_usage": BOOLEAN, "include_obfuscation": BOOLEAN})
     return {

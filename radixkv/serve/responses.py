@@ -24,7 +24,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _encode_event = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def streams(completions: Iterable[Completion]) -> list[Completion]:
+def all_replies(completions: Iterable[Completion]) -> list[Completion]:
     """All replies of some requests, those of each prompt together."""
     return [each for completion in completions for each in (completion, *completion.alternatives)]
 
@@ -33,7 +33,7 @@ def usage(completions: Sequence[Completion]) -> JsonObject:
     """The tokens of some requests; a prompt counts once, however many replies it has, and so do its cached tokens."""
     prompt = sum(completion.usage.prompt_tokens for completion in completions)
     cached = sum(completion.usage.cached_tokens for completion in completions)
-    output = sum(completion.usage.output_tokens for completion in streams(completions))
+    output = sum(completion.usage.output_tokens for completion in all_replies(completions))
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
@@ -58,7 +58,7 @@ class TokenTexts:
             self._known[token] = text
         return text
 
-    def chat(self, ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None]) -> list[JsonObject]:
+    def chat_logprobs(self, ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None]) -> list[JsonObject]:
         """Entries of `logprobs.content` in a chat completion, one a token."""
         return [
             {
@@ -75,7 +75,9 @@ class TokenTexts:
         parts = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": finite(logprob), "bytes": parts}
 
-    def plain(self, ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None], offset: int) -> JsonObject:
+    def completion_logprobs(
+        self, ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None], offset: int
+    ) -> JsonObject:
         """`logprobs` of a text completion whose first token stands at `offset` in its text."""
         pairs = [(self[token], each) for token, each in zip(ids, logprobs, strict=True) if each is not None]
         offsets = []
@@ -90,7 +92,7 @@ class TokenTexts:
         }
 
 
-async def answer(head: JsonObject, choices: Callable[[], Iterable[JsonObject]], spent: JsonObject) -> bytes:
+async def encode_response(head: JsonObject, choices: Callable[[], Iterable[JsonObject]], spent: JsonObject) -> bytes:
     """The JSON of a whole response.
 
     With log probabilities it takes a while, so it is made beside the event loop, and a choice at a time: encoding one
@@ -122,13 +124,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout: float, inside: ExitStack) -> None:
-        """`inside` is left when everything is over."""
+    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout: float, cleanup: ExitStack) -> None:
+        """`cleanup` is left when everything is over."""
         self.status_code = 200
         self.background = None
         self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._events, self._send_timeout, self._inside = events, send_timeout, inside
+        self._events, self._send_timeout, self._cleanup = events, send_timeout, cleanup
 
     def init_headers(self, headers: Any = None) -> None:
         """As Starlette's, without a length, which nobody knows yet."""
@@ -137,14 +139,14 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        facts = scope["state"]["facts"]
-        with self._inside:
+        log_fields = scope["state"]["log_fields"]
+        with self._cleanup:
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                if await first_of(self._sent(send), _left(receive)) is None:
-                    facts["client"] = "left"
+                if await first_of(self._sent(send), _disconnected(receive)) is None:
+                    log_fields["client"] = "left"
             except TimeoutError:
-                facts["client"] = "stopped reading"
+                log_fields["client"] = "stopped reading"
             finally:
                 await self._events.aclose()
 
@@ -155,7 +157,7 @@ class EventStream(Response):
         except Exception as error:
             if isinstance(error, TimeoutError):
                 raise
-            await self._send_one(send, data(as_api_error(error).body()))
+            await self._send_one(send, sse_event(as_api_error(error).body()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return True
 
@@ -176,22 +178,22 @@ async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def gone(receive: Receive) -> NoReturn:
+async def wait_for_disconnect(receive: Receive) -> NoReturn:
     """Raise ApiError, which nobody reads, once the client leaves."""
-    await _left(receive)
+    await _disconnected(receive)
     raise ApiError(499, "the client left before its answer was complete", code="client_disconnected")
 
 
-async def whole(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """What `work` returns; raises ApiError, which nobody reads, if the client leaves first."""
-    return await first_of(work, gone(request.receive))
+    return await first_of(work, wait_for_disconnect(request.receive))
 
 
-def data(body: object) -> bytes:
+def sse_event(body: object) -> bytes:
     """One event with a JSON value."""
     return b"data: " + _encode_event(body).encode() + b"\n\n"
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

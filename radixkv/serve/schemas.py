@@ -42,7 +42,7 @@ TextOrIds = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestOptions:
     """What all requests for replies have in common.
 
     `params.max_tokens` counts only if `bounded`; else a reply may fill the context. `cache_key` names a namespace
@@ -61,7 +61,7 @@ class Asked:
 class ChatRequest:
     """POST /v1/chat/completions. `reads_calls` says whether tool calls in the reply are taken out of its text."""
 
-    asked: Asked
+    options: RequestOptions
     messages: list[Message]
     tools: list[JsonObject] | None
     reads_calls: bool
@@ -71,7 +71,7 @@ class ChatRequest:
 class CompletionRequest:
     """POST /v1/completions: one or more prompts, each a text or token ids; `echo` repeats a prompt before its reply."""
 
-    asked: Asked
+    options: RequestOptions
     prompts: list[TextOrIds]
     echo: bool
 
@@ -96,7 +96,7 @@ def read_chat(body: JsonObject) -> ChatRequest:
     wanted = _chat_logprobs(fields)
     bound = _chat_bound(fields)
     _refuse_what_chat_lacks(fields)
-    return ChatRequest(_asked(fields, bound, wanted), messages, tools, reads_calls)
+    return ChatRequest(_options(fields, bound, wanted), messages, tools, reads_calls)
 
 
 def read_completion(body: JsonObject) -> CompletionRequest:
@@ -110,12 +110,12 @@ def read_completion(body: JsonObject) -> CompletionRequest:
     bound = fields.integer("max_tokens", *wire_range("max_tokens"))
     fields.only("suffix", (), "only what follows a prompt is written")
     best_of = fields.integer("best_of", *wire_range("n"))
-    asked = _asked(fields, 16 if bound is None else bound, wanted)  # 16 is OpenAI's own default
-    if best_of is not None and best_of != asked.params.n:
-        fields.refuse("best_of", f"must be equal to n ({asked.params.n}): no reply is thrown away")
-    if len(prompts) * asked.params.n > MOST_PROMPTS:
+    options = _options(fields, 16 if bound is None else bound, wanted)  # 16 is OpenAI's own default
+    if best_of is not None and best_of != options.params.n:
+        fields.refuse("best_of", f"must be equal to n ({options.params.n}): no reply is thrown away")
+    if len(prompts) * options.params.n > MOST_PROMPTS:
         fields.refuse("n", f"times the number of prompts must be at most {MOST_PROMPTS}")
-    return CompletionRequest(asked, prompts, echo)
+    return CompletionRequest(options, prompts, echo)
 
 
 def read_tokenize(body: JsonObject) -> TokenizeRequest:
@@ -132,7 +132,7 @@ def read_tokenize(body: JsonObject) -> TokenizeRequest:
 # ---- what chat and text completions share
 
 
-def _asked(fields: Fields, bound: int | None, logprobs: int | None) -> Asked:
+def _options(fields: Fields, bound: int | None, logprobs: int | None) -> RequestOptions:
     """Take all that is left; what is unknown by then is refused."""
     model = fields.need("model")
     if not isinstance(model, str):
@@ -145,7 +145,7 @@ def _asked(fields: Fields, bound: int | None, logprobs: int | None) -> Asked:
     fields.only("service_tier", ("auto", "default"), "there is one tier")
     fields.ignore(*WITHOUT_EFFECT)
     fields.close()
-    return Asked(model, params, bound is not None, stream, include_usage, cache_key)
+    return RequestOptions(model, params, bound is not None, stream, include_usage, cache_key)
 
 
 def _include_usage(fields: Fields, stream: bool) -> bool:
@@ -437,12 +437,12 @@ def written(messages: Sequence[Message], tools: Sequence[JsonObject] | None, *, 
 
     Without `thinking` only that behind the last message of a user counts. O(bytes).
     """
-    asked = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=0)
+    last_user = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=0)
     texts = [_compact(tools)] if tools else []
     for at, message in enumerate(messages):
         texts += [message.get("content") or "", message.get("name") or ""]
         texts += [_compact(call["function"]) for call in message.get("tool_calls") or ()]
-        if thinking or at > asked:
+        if thinking or at > last_user:
             texts.append(message.get("reasoning_content") or "")
     return texts
 

@@ -67,16 +67,16 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let what runs finish, and close the engine."""
         drain = self._settings.drain_timeout
-        self.service.end()
+        self.service.begin_shutdown()
         closing = asyncio.create_task(self._engine.close(drain > 0, drain or None))
-        cutting = asyncio.create_task(self._cut_behind(closing))
+        cutting = asyncio.create_task(self._cut_after(closing))
         try:
             await super().shutdown(sockets)
         finally:
             cutting.cancel()
             if self.force_exit:
                 closing.cancel()
-                await self._left_alone()
+                await self._drop_connections()
                 await self.lifespan.shutdown()
             with contextlib.suppress(asyncio.CancelledError):
                 await closing
@@ -92,13 +92,13 @@ class Server(uvicorn.Server):
         if self._on_cut is not None:
             self._on_cut(sig)
 
-    async def _cut_behind(self, closing: asyncio.Task[None]) -> None:
+    async def _cut_after(self, closing: asyncio.Task[None]) -> None:
         """Wait for the engine, and some time longer for who reads slowly."""
         await asyncio.wait([closing])
         await asyncio.sleep(_GRACE)
         self._cut()
 
-    async def _left_alone(self) -> None:
+    async def _drop_connections(self) -> None:
         """Drop all connections, and wait until that was noticed: else asyncio cancels it, and uvicorn logs a fault."""
         self._cut()
         if tasks := self.server_state.tasks:

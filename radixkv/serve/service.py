@@ -25,13 +25,13 @@ from radixkv.engine import Completion
 from radixkv.engine.input_processor import encode, template_text
 from radixkv.engine.request import TokenIds
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
-from radixkv.serve.access import Auth, Gate, Place, namespace, read_body
+from radixkv.serve.access import Auth, StreamLease, StreamLimiter, namespace, read_body
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError, about
 from radixkv.serve.fields import JsonObject, parse_object
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.reply import tags
-from radixkv.serve.responses import TokenTexts, first_of, gone, usage
+from radixkv.serve.responses import TokenTexts, first_of, usage, wait_for_disconnect
 from radixkv.serve.schemas import written
 from radixkv.serve.settings import Settings
 
@@ -62,7 +62,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.auth = Auth(settings.api_keys)
-        self.gate = Gate(settings)
+        self.limiter = StreamLimiter(settings)
         self.model_name = settings.model_name or engine.model.name
         self.created = int(time.time())
         tokenizer = engine.model.tokenizer
@@ -78,7 +78,7 @@ class Service:
             engine,
             self.model_name,
             history=lambda: self.conversations.stats,
-            refused=lambda: self.gate.refused,
+            refused=lambda: self.limiter.refused,
             vllm=settings.vllm_metrics,
         )
         self.token_texts = TokenTexts(tokenizer)
@@ -89,12 +89,12 @@ class Service:
         self.has_channels = CHANNEL in template_text(tokenizer)
         self._longest_token = _longest_token(tokenizer)
         # One thread, since a tokenizer is not for two at once; it goes with the last reference to this.
-        self._thinking = ThreadPoolExecutor(1, "radixkv-serve")
+        self.executor = ThreadPoolExecutor(1, "radixkv-serve")
         self._ending = asyncio.Event()
 
-    def enter(self, request: Request, inside: ExitStack) -> Place:
-        """Let a request in until `inside` is left, before any of its body is read; raises ApiError 401, 403, 429."""
-        return inside.enter_context(self.gate.enter(self.auth.tenant(request.headers)))
+    def admit(self, request: Request, cleanup: ExitStack) -> StreamLease:
+        """Let a request in until `cleanup` is left, before any of its body is read; raises ApiError 401, 403, 429."""
+        return cleanup.enter_context(self.limiter.admit(self.auth.tenant(request.headers)))
 
     async def read(self, request: Request, check: Callable[[JsonObject], Result]) -> Result:
         """What was sent, checked; raises ApiError.
@@ -106,10 +106,10 @@ class Service:
         timeout = self.settings.timeout
         request.state.deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         if len(body) > _LARGE:
-            return await self.awaited(request, self.aside(lambda: check(parse_object(body))))
+            return await self.cancellable(request, self.in_background(lambda: check(parse_object(body))))
         return check(parse_object(body))
 
-    async def awaited(self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    async def cancellable(self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` returns, before the engine knows of the request: whoever waits for the thread need not stay.
 
         `work` is cancelled if the client leaves first (ApiError 499), or the request's time is over (RequestTimedOut),
@@ -117,7 +117,7 @@ class Service:
         """
         try:
             async with asyncio.timeout_at(request.state.deadline):
-                return await first_of(work, gone(request.receive), self._until_the_end())
+                return await first_of(work, wait_for_disconnect(request.receive), self._shutting_down())
         except TimeoutError as error:
             raise self._timed_out() from error
 
@@ -129,7 +129,7 @@ class Service:
             raise self._timed_out()
         return left
 
-    def end(self) -> None:
+    def begin_shutdown(self) -> None:
         """The engine takes nothing new: tell those who wait for the thread. On the event loop."""
         self._ending.set()
 
@@ -157,7 +157,7 @@ class Service:
                 self.check_length(texts, len(messages))
                 return self.conversations.prompt(caller.namespace, messages, tools)
 
-        return await self.aside(encoded)
+        return await self.in_background(encoded)
 
     def check_length(self, texts: Iterable[str], more: int = 0) -> None:
         """Raise PromptTooLong for what cannot fit whatever its tokens are, without encoding it.
@@ -187,20 +187,20 @@ class Service:
         """Whether a prompt ends with an open tag, so that its reply begins with thinking."""
         return "".join(self.token_texts[token] for token in ids[-_TAIL:]).rstrip().endswith(THINK_START)
 
-    def note(self, facts: dict[str, Any], completions: Sequence[Completion]) -> None:
+    def log_usage(self, log_fields: dict[str, Any], completions: Sequence[Completion]) -> None:
         """Numbers of a request that is complete, for the log."""
         spent = usage(completions)
-        facts["prompt"], facts["output"] = spent["prompt_tokens"], spent["completion_tokens"]
-        facts["cached"] = spent["prompt_tokens_details"]["cached_tokens"]
+        log_fields["prompt"], log_fields["output"] = spent["prompt_tokens"], spent["completion_tokens"]
+        log_fields["cached"] = spent["prompt_tokens_details"]["cached_tokens"]
 
-    async def aside(self, call: Callable[[], Result]) -> Result:
+    async def in_background(self, call: Callable[[], Result]) -> Result:
         """What `call` returns, on the thread for templates and tokenizers: the event loop goes on meanwhile.
 
         Cancelled before its turn has come, it is never called.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thinking, call)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, call)
 
-    async def _until_the_end(self) -> NoReturn:
+    async def _shutting_down(self) -> NoReturn:
         await self._ending.wait()
         raise EngineClosed("the server is ending")
 

@@ -11,7 +11,7 @@ from radixkv.engine import AsyncHandle, Chunk
 from radixkv.engine.request import TokenIds
 from radixkv.errors import PromptTooLong
 from radixkv.sampling.params import SamplingParams
-from radixkv.serve.schemas import Asked
+from radixkv.serve.schemas import RequestOptions
 from radixkv.serve.service import Caller, Service
 
 Ids = Sequence[int] | TokenIds
@@ -19,17 +19,17 @@ _SPARE = 32  # tokens a stream: a block that a fork copies, and one that is fill
 _AHEAD = 64  # chunks of several requests that wait to be sent
 
 
-async def begin(
+async def start(
     service: Service,
     caller: Caller,
-    asked: Asked,
+    options: RequestOptions,
     ids: Ids,
-    inside: ExitStack,
+    cleanup: ExitStack,
     *,
     timeout: float | None,
     session: int | None = None,
 ) -> AsyncHandle:
-    """Start the engine's part of a request, which ends when `inside` is left, and fails after `timeout` seconds.
+    """Start the engine's part of a request, which ends when `cleanup` is left, and fails after `timeout` seconds.
 
     `session` is a number that the requests of a conversation share, for the monitor. Raises PromptTooLong, or as
     `AsyncEngine.submit`.
@@ -37,9 +37,9 @@ async def begin(
     most = service.settings.max_prompt_tokens
     if most is not None and len(ids) > most:
         raise PromptTooLong(f"the prompt has {len(ids)} tokens, and this server takes at most {most}")
-    params = asked.params if asked.bounded else unbounded(asked.params, service.engine.context_limit - len(ids))
+    params = options.params if options.bounded else unbounded(options.params, service.engine.context_limit - len(ids))
     handle = await service.engine.submit(ids, params, namespace=caller.namespace, timeout=timeout, session=session)
-    inside.callback(handle.cancel)
+    cleanup.callback(handle.cancel)
     return handle
 
 

@@ -87,7 +87,7 @@ def served(settings: Settings | None = None, **options: Any) -> Iterator[Served]
         yield Served(client, engine, runner, app.state.service)
         if runner.gate is None and engine._engine_thread._thread.is_alive():
             check(engine)
-            assert app.state.service.gate.inside == 0
+            assert app.state.service.limiter.streams == 0
 
 
 @dataclass

@@ -16,7 +16,7 @@ import pytest
 from radixkv.cli.main import main
 from radixkv.errors import RequestTimedOut
 from radixkv.serve import Settings, access
-from radixkv.serve.access import Gate
+from radixkv.serve.access import StreamLimiter
 from radixkv.serve.errors import ApiError
 from radixkv.serve.schemas import written
 from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, tokenizer, until
@@ -24,27 +24,27 @@ from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, tok
 SMALL = Settings(max_running=2, max_waiting=1)
 
 
-def test_the_gate_counts_streams():
-    gate = Gate(Settings(max_running=3, max_waiting=1, max_per_key=2, retry_after=7))
-    with gate.enter("a") as place:
-        place.widen(2)
-        with pytest.raises(ApiError) as refused, gate.enter("a"):
+def test_the_limiter_counts_streams():
+    limiter = StreamLimiter(Settings(max_running=3, max_waiting=1, max_per_key=2, retry_after=7))
+    with limiter.admit("a") as place:
+        place.resize(2)
+        with pytest.raises(ApiError) as refused, limiter.admit("a"):
             pass
         assert refused.value.status == 429 and refused.value.headers == {"Retry-After": "7"}
-        with gate.enter("b"), gate.enter("b") as another:
-            assert gate.inside == 4
-            with pytest.raises(ApiError, match="busy"), gate.enter("c"):
+        with limiter.admit("b"), limiter.admit("b") as another:
+            assert limiter.streams == 4
+            with pytest.raises(ApiError, match="busy"), limiter.admit("c"):
                 pass
             with pytest.raises(ApiError) as too_wide:
-                another.widen(2)
-            assert too_wide.value.status == 429 and gate.inside == 4
-        with pytest.raises(ApiError, match="more than this server takes"), gate.enter("b") as wide:
-            wide.widen(3)
-    assert gate.inside == 0 and gate.refused == 3
-    with suppress(KeyError), gate.enter("a") as place:
-        place.widen(2)
+                another.resize(2)
+            assert too_wide.value.status == 429 and limiter.streams == 4
+        with pytest.raises(ApiError, match="more than this server takes"), limiter.admit("b") as wide:
+            wide.resize(3)
+    assert limiter.streams == 0 and limiter.refused == 3
+    with suppress(KeyError), limiter.admit("a") as place:
+        place.resize(2)
         raise KeyError
-    assert gate.inside == 0
+    assert limiter.streams == 0
 
 
 def test_who_comes_on_top_is_told_when_to_come_back():
@@ -56,7 +56,7 @@ def test_who_comes_on_top_is_told_when_to_come_back():
         for each in inside:
             each.start()
         assert host.runner.began.acquire(timeout=20)
-        until(lambda: host.service.gate.inside == 3)
+        until(lambda: host.service.limiter.streams == 3)
         refused = ask(host, body)
         counted = httpx.post(f"{host.url}/tokenize", json={"prompt": "x"}, timeout=30)
         host.runner.gate.release(1000)
@@ -77,11 +77,11 @@ def test_a_body_counts_before_it_is_there(path):
     with hosted(Settings(max_running=1, max_waiting=0, body_timeout=20)) as host:
         with socket.create_connection(("127.0.0.1", host.port), 20) as slow:
             slow.sendall(head + b"{")
-            until(lambda: host.service.gate.inside == 1)
+            until(lambda: host.service.limiter.streams == 1)
             with socket.create_connection(("127.0.0.1", host.port), 20) as another:
                 another.sendall(head)  # it is not waited for what never comes
                 assert another.recv(10_000).startswith(b"HTTP/1.1 429 ")
-        until(lambda: host.service.gate.inside == 0)  # its client left
+        until(lambda: host.service.limiter.streams == 0)  # its client left
 
 
 @contextmanager
@@ -89,9 +89,9 @@ def busy(host):
     """Others' prompts take a while."""
     others = threading.Event()
     try:
-        host.service._thinking.submit(others.wait, 120)  # longer than `until` has patience
+        host.service.executor.submit(others.wait, 120)  # longer than `until` has patience
         yield
-        assert not others.is_set() and host.service.gate.inside == 0
+        assert not others.is_set() and host.service.limiter.streams == 0
     finally:
         others.set()
 
@@ -106,15 +106,15 @@ WAITING = [
 
 
 @pytest.mark.parametrize(("path", "asked"), WAITING)
-def test_who_leaves_before_a_prompt_is_encoded_leaves_the_gate(path, asked):
+def test_who_leaves_before_a_prompt_is_encoded_frees_its_place(path, asked):
     body = json.dumps({"model": "fake", **asked}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with hosted() as host, busy(host):
         with socket.create_connection(("127.0.0.1", host.port), 20) as client:
             client.sendall(head + body)
-            until(lambda: host.service._thinking._work_queue.qsize() == 1)
-            assert host.service.gate.inside == 1
-        until(lambda: host.service.gate.inside == 0)
+            until(lambda: host.service.executor._work_queue.qsize() == 1)
+            assert host.service.limiter.streams == 1
+        until(lambda: host.service.limiter.streams == 0)
 
 
 @pytest.mark.parametrize(("path", "asked"), WAITING)

@@ -143,7 +143,7 @@ def test_the_statuses_of_each_path_are_those_that_it_gives() -> None:
         for operation, answer in given.items():
             documented = responses(*operation)[str(answer.status_code)]
             assert ("www-authenticate" in answer.headers) == ("WWW-Authenticate" in documented.get("headers", {}))
-        with server.service.gate.enter("ada"):
+        with server.service.limiter.admit("ada"):
             key = {"Authorization": "Bearer ada-secret"}
             full = server.post("/tokenize", {"prompt": "x"}, headers=key)
         assert full.status_code == 429 and full.headers["retry-after"] == "1"

@@ -95,14 +95,14 @@ def test_who_waits_to_be_encoded_is_told_at_once(path):
     others = threading.Event()
     with hosted(Settings(drain_timeout=60)) as host:
         try:
-            host.service._thinking.submit(others.wait, 120)
+            host.service.executor.submit(others.wait, 120)
             answers: list[httpx.Response] = []
             body = {"model": "fake", "messages": CHAT["messages"]}
             client = threading.Thread(
                 target=lambda: answers.append(httpx.post(host.url + path, json=body, timeout=30)),
             )
             client.start()
-            until(lambda: host.service._thinking._work_queue.qsize() == 1)
+            until(lambda: host.service.executor._work_queue.qsize() == 1)
             host.stop()
             client.join(20)
             host.thread.join(20)
@@ -149,7 +149,7 @@ def test_who_does_not_read_to_the_end_is_not_waited_for(monkeypatch, caplog):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", host.port))
         client.sendall(head + body)
-        until(lambda: host.service.gate.inside == 1)
+        until(lambda: host.service.limiter.streams == 1)
         assert client.recv(10)
         host.stop()
         host.thread.join(20)

@@ -94,7 +94,7 @@ def test_a_reply_comes_to_its_end_while_others_prompts_are_encoded(stream):
             client.start()
             for _ in range(4):
                 assert host.runner.began.acquire(timeout=20)
-            host.service._thinking.submit(others.wait, 120)
+            host.service.executor.submit(others.wait, 120)
             host.runner.gate.release(100)
             client.join(20)
             assert answers and not others.is_set()
@@ -112,7 +112,7 @@ def test_who_leaves_frees_his_request_within_a_step():
             for _ in range(steps + 1):
                 assert host.runner.began.acquire(timeout=20)
             leave(client)
-            until(lambda host=host: host.service.gate.inside == 0)  # the server knows, and has told the engine
+            until(lambda host=host: host.service.limiter.streams == 0)  # the server knows, and has told the engine
             host.runner.gate.release()  # the step that was under way
             until(lambda host=host: not host.engine._core.scheduler.running)
             assert len(host.runner.steps) == steps + 1
@@ -131,7 +131,7 @@ def test_who_leaves_frees_the_requests_of_all_his_prompts():
             for _ in range(4):
                 assert host.runner.began.acquire(timeout=20)
             leave(client)
-            until(lambda host=host: host.service.gate.inside == 0)
+            until(lambda host=host: host.service.limiter.streams == 0)
             host.runner.gate.release(100)
             until(lambda host=host: host.engine.stats().cancelled == 3)
             check(host.engine)
@@ -154,11 +154,11 @@ def test_who_leaves_before_his_request_began_frees_it_too():
         first = send(host, ENDLESS)
         assert host.runner.began.acquire(timeout=20)
         second = send(host, ENDLESS)
-        until(lambda: host.service.gate.inside == 2)
+        until(lambda: host.service.limiter.streams == 2)
         leave(second)
-        until(lambda: host.service.gate.inside == 1)
+        until(lambda: host.service.limiter.streams == 1)
         leave(first)
-        until(lambda: host.service.gate.inside == 0)
+        until(lambda: host.service.limiter.streams == 0)
         host.runner.gate.release(100)
         until(lambda: (stats := host.engine.stats()).running + stats.waiting == 0 and stats.cancelled > 0)
         assert host.engine.stats().finished == 0  # the second one may have left before the engine knew of it
@@ -181,7 +181,7 @@ def test_a_slow_reader_slows_nobody_else():
         assert host.engine.stats().finished == 2  # he missed nothing, and the others are where they were
         for each in dawdlers:
             leave(each)
-        until(lambda: host.service.gate.inside == 0)
+        until(lambda: host.service.limiter.streams == 0)
         check(host.engine)
 
 
@@ -191,7 +191,7 @@ def test_who_never_reads_is_left(caplog):
     with hosted(Settings(send_timeout=0.2)) as host:
         dawdler = send(host, wordy, receive_buffer=4096)
         until(lambda: host.engine.stats().cancelled == 1)
-        until(lambda: host.service.gate.inside == 0)
+        until(lambda: host.service.limiter.streams == 0)
         leave(dawdler)
         check(host.engine)
     assert "client=stopped reading" in caplog.text
@@ -261,7 +261,7 @@ def test_clients_of_all_kinds_leave_nothing_behind():
             each.start()
         for each in clients:
             each.join(30)
-        until(lambda: host.service.gate.inside == 0)
+        until(lambda: host.service.limiter.streams == 0)
         until(lambda: host.engine.stats().running + host.engine.stats().waiting == 0)
         check(host.engine)
     assert len(whole) > 10 and set(whole) == {said}
