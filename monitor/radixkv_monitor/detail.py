@@ -9,7 +9,7 @@ What there is to say of a block: whose it is, where in a text, who reads it. Kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
@@ -33,42 +33,34 @@ class Detail:
 MOST_NAMED = 3
 """How many sequences, children and so on are named one by one."""
 
-RANKS: Mapping[str, Callable[[NodeRecord], float]] = {
-    "lru": lambda node: 0,
-    "fifo": lambda node: node.born,
-    "lfu": lambda node: node.hits,
-    "slru": lambda node: node.hits >= 2,
-}
-"""What a policy looks at before recency, lowest first: as radixkv.cache.eviction's, by records."""
 
-
-@dataclass(frozen=True, slots=True)
-class Queue:
-    """The leaves that nobody holds, the next victim first."""
-
-    leaves: tuple[NodeRecord, ...]
-
-    def place(self, node: int) -> int | None:
-        """How many go before this one; None if it is not among them."""
-        return next((place for place, leaf in enumerate(self.leaves) if leaf.id == node), None)
-
-
-def eviction_queue(state: State) -> Queue:
-    """In which order eviction would take leaves, if nothing changed. O(nodes + leaves log leaves)."""
-    parents = {node.parent for node in state.nodes.values()}
-    rank = RANKS.get(state.facts.eviction, RANKS["lru"])
-    leaves = [node for node in state.nodes.values() if not node.locks and node.parent and node.id not in parents]
-    leaves.sort(key=lambda node: (node.priority, not node.demoted, rank(node), node.used, node.id))
-    return Queue(tuple(leaves))
-
-
-def next_to_go(queue: Queue, now: float) -> str:
-    """What eviction would take first, in a few words."""
-    if not queue.leaves:
+def next_to_go(state: State) -> str:
+    """Name the node that eviction would take first, in a few words."""
+    victims = state.next_victims
+    if victims is None:
+        return "eviction order unknown"
+    if not victims:
         return "nothing is evictable"
-    leaf = queue.leaves[0]
-    why = "first to go: done" if leaf.demoted else f"idle {duration(now - leaf.used)}"
-    return f"next to go: node {leaf.id} ({plural(count_blocks(leaf.blocks), 'block')}, {why})"
+    node = state.nodes.get(victims[0])
+    if node is None:
+        return f"next to go: node {victims[0]}"
+    why = "first to go: done" if node.demoted else f"idle {duration(state.now - node.used)}"
+    return f"next to go: node {node.id} ({plural(count_blocks(node.blocks), 'block')}, {why})"
+
+
+def _place_in_order(state: State, branch: Branch) -> list[str]:
+    """State how many nodes eviction takes before this one, if that is known and the node is a leaf without holders."""
+    victims = state.next_victims
+    if branch.children or branch.node.locks:
+        return []
+    if victims is None:
+        return ["The eviction order is unknown: the engine or recording is too old to send it."]
+    if branch.node.id not in victims:
+        return [f"Eviction takes at least {plural(len(victims), 'node')} before it."] if victims else []
+    place = victims.index(branch.node.id)
+    if place == 0:
+        return [f"Eviction takes it next, block by block off its end ({state.facts.eviction})."]
+    return [f"Eviction takes {plural(place, 'node')} before it."]
 
 
 def holder_name(state: State, sequence: SequenceRecord) -> str:
@@ -120,19 +112,12 @@ def _not_held(branch: Branch) -> str:
     return "Held by nobody: evictable now."
 
 
-def node_detail(state: State, branch: Branch, queue: Queue) -> Detail:
+def node_detail(state: State, branch: Branch) -> Detail:
     """All that there is to say of a node."""
     node = branch.node
     if branch.is_root:
         return _account_of_root(state, branch)
-    notes = why_held(state, branch)
-    place = queue.place(node.id)
-    if place is not None:
-        notes.append(
-            f"Eviction takes it next, block by block off its end ({state.facts.eviction})."
-            if place == 0
-            else f"Eviction takes {plural(place, 'leaf') if place == 1 else f'{place:,} leaves'} before it."
-        )
+    notes = why_held(state, branch) + _place_in_order(state, branch)
     if node.demoted:
         notes.append("Its user said that it is done: first to go.")
     return Detail(f"Node {node.id}", _facts(state, branch), notes)

@@ -50,6 +50,7 @@ class State:
     """One engine at one time.
 
     `line` and `tick` place it: states of one line follow each other tick by tick, without a gap or a reset between.
+    `next_victims` are the nodes that the engine would evict next, the first one first; None where that was not sent.
     `history` holds about one sample a second of the ten minutes before, oldest first, the last one of this state.
     `now` is what ages are counted to: the clock's time while live, the state's own `time` where it is a past one.
     `stale`: the engine cannot be reached. `frozen`: the person stopped the picture, or looks at the past.
@@ -69,6 +70,7 @@ class State:
     ended: Mapping[int, RequestRecord]
     sessions: Mapping[int, SessionRecord]
     evictions: Mapping[int, EvictionRecord]
+    next_victims: tuple[int, ...] | None = None
     history: tuple[Sample, ...] = ()
     recent: tuple[Touched, ...] = ()
     stale: bool = False
@@ -132,6 +134,7 @@ class StateCopier:
             ended=kept("ended", "requests"),
             sessions=kept("sessions", "sessions"),
             evictions=kept("evictions", "evictions"),
+            next_victims=mirror.next_victims,
             history=history,
             recent=self._recent,
         )

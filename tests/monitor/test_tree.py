@@ -10,16 +10,20 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
+from radixkv.cache import POLICIES, PrefixCache
+from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor import detail
-from radixkv_monitor.state import State
+from radixkv_monitor.state import State, StateCopier
 from radixkv_monitor.tree_rows import SORTS, TreeRows
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.tree import TreeView
 from radixkv_monitor.widgets import tree_row
 from radixkv_monitor.widgets.detail_pane import DetailPane
+from tests.cache.verbs import publish
 from tests.monitor import samples
-from tests.monitor.view_host import hosted, screen, state
+from tests.monitor.view_host import FACTS, hosted, screen, state
 
 SIZES = ((80, 24), (160, 48))
 both_sizes = pytest.mark.parametrize("size", SIZES, ids=["80x24", "160x48"])
@@ -33,7 +37,7 @@ def node(number: int, parent: int, start: int = 0, tokens: int = 32, **values: o
     return NodeRecord(id=number, parent=parent, start=start, tokens=tokens, **{**usual, **values})  # type: ignore[arg-type]
 
 
-def small(**values: object) -> State:
+def small(next_victims: tuple[int, ...] | None = (4, 5), **values: object) -> State:
     """team: 2 -> (3 -> 5, 4); default: 7, held by request 12, pinned and done ones."""
     nodes = [
         node(1, 0, tokens=0, blocks=(), namespace="team", used=0.0), node(2, 1),
@@ -45,6 +49,7 @@ def small(**values: object) -> State:
         nodes=nodes,
         sequences=[SequenceRecord(40, 12, 0, 7, 40, 32, (), 1000.0)],
         live=[samples.request(number=12, phase="decode", session=8, ended=None)],
+        next_victims=next_victims,
         **values,
     )
 
@@ -332,14 +337,14 @@ def test_export_has_the_rows_as_they_are_shown() -> None:
 def account(shown: State, number: int) -> str:
     rows = TreeRows()
     rows.update(shown.nodes)
-    told = detail.node_detail(shown, rows.branches[number], detail.eviction_queue(shown))
+    told = detail.node_detail(shown, rows.branches[number])
     return "\n".join([told.title, *(f"{name}: {value}" for name, value in told.facts), *told.notes])
 
 
 def test_why_a_node_is_held() -> None:
     shown = small()
     assert "Held by nobody: evictable once what is below it is gone (1 node)." in account(shown, 3)
-    assert "evictable now" in account(shown, 5) and "Eviction takes 1 leaf before it." in account(shown, 5)
+    assert "evictable now" in account(shown, 5) and "Eviction takes 1 node before it." in account(shown, 5)
     assert "Eviction takes it next" in account(shown, 4) and "it is done: first to go" in account(shown, 4)
     nodes = {**shown.nodes, 2: node(2, 1, locks=1), 3: node(3, 2, 32, 100, locks=3, holders=3)}
     nodes[4] = node(4, 2, 32, 500, locks=1)
@@ -350,15 +355,36 @@ def test_why_a_node_is_held() -> None:
     assert "Namespace team" in account(shown, 1)
 
 
-@pytest.mark.parametrize(("policy", "order"), [("lru", [5, 4, 3]), ("fifo", [4, 3, 5]), ("lfu", [3, 4, 5])])
-def test_the_queue_of_eviction_is_the_policys(policy: str, order: list[int]) -> None:
-    nodes = [node(1, 0), node(3, 1, hits=1, born=2.0), node(4, 1, hits=2, born=1.0), node(5, 1, hits=3, born=3.0)]
-    shown = state(nodes=nodes)
-    shown = replace(shown, facts=replace(shown.facts, eviction=policy))
-    queue = detail.eviction_queue(shown)
-    assert [leaf.id for leaf in queue.leaves] == order
-    assert queue.place(order[1]) == 1 and queue.place(1) is None
-    assert detail.next_to_go(detail.Queue(()), 0.0) == "nothing is evictable"
+def test_the_eviction_order_is_the_one_that_the_engine_sent() -> None:
+    shown = small(next_victims=(5, 4))
+    assert detail.next_to_go(shown) == "next to go: node 5 (2 blocks, idle 7.0 s)"
+    assert "Eviction takes it next" in account(shown, 5) and "Eviction takes 1 node before it." in account(shown, 4)
+    assert "Eviction takes at least 1 node before it." in account(replace(shown, next_victims=(5,)), 4)
+    assert "Eviction takes" not in account(shown, 3), "eviction takes leaves"
+    assert detail.next_to_go(replace(shown, next_victims=())) == "nothing is evictable"
+
+
+def test_without_an_order_from_the_engine_none_is_shown() -> None:
+    shown = small(next_victims=None)
+    assert detail.next_to_go(shown) == "eviction order unknown"
+    assert "The eviction order is unknown" in account(shown, 5) and "Eviction takes" not in account(shown, 5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_next_victim_is_the_one_that_every_policy_takes(policy: str) -> None:
+    """The monitor once ordered leaves by itself, and named the wrong one for `predictive`."""
+    now = 0.0
+    cache, recorder, mirror = PrefixCache(16, 4, policy, clock=lambda: now), Recorder(clock=lambda: now), Mirror()
+    recorder.attach(cache)
+    for number in (1, 2, 3, 4, 1, 3, 3, 5):
+        now += 10
+        publish(cache, [number] * 9)
+    mirror.apply(recorder.collect())
+    named = detail.next_to_go(StateCopier(replace(FACTS, eviction=policy), 1).take(mirror, []))
+    publish(cache, [9] * 9)
+    mirror.apply(recorder.collect())
+    evicted = next(iter(mirror.evictions.values()))
+    assert f"node {evicted.node} " in named
 
 
 def test_the_detail_is_drawn_anew_only_if_it_differs() -> None:

@@ -67,8 +67,6 @@ class TreeView(FilteredView):
         self._state: State | None = None
         self._filter: node_filter.NodeFilter | None = None
         self._filter_error = ""
-        self._queue = detail.Queue(())
-        self._queue_key: tuple[int, int] | None = None
 
     def compose(self) -> ComposeResult:
         """Headline, filter, tree and account."""
@@ -131,24 +129,21 @@ class TreeView(FilteredView):
         self._update_text(state)
 
     def _update_text(self, state: State) -> None:
-        """The headline and the account. The order of eviction is made anew once a second."""
-        if self._queue_key != (state.line, int(state.now)):
-            self._queue_key = (state.line, int(state.now))
-            self._queue = detail.eviction_queue(state)
+        """Update the headline and the detail pane."""
         roots = len(self.rows.branches[0].children)
         parts = [f"{plural(len(state.nodes) - roots, 'node')} in {plural(roots, 'namespace')}", f"by {self.rows.sort}"]
         if self.rows.is_filtered:
             parts.append(f"{self.rows.matching:,} fit the filter")
         if self.is_following:
             parts.append("following")
-        parts.append(detail.next_to_go(self._queue, state.now))
+        parts.append(detail.next_to_go(state))
         self.query_one(".headline", Static).update(self._filter_error or " · ".join(parts), layout=False)
         self._update_detail(state)
 
     def _update_detail(self, state: State) -> None:
         branch = self.lines.cursor
         nothing = "No node fits the filter" if self.rows.is_filtered and state.nodes else "Nothing is cached"
-        told = Detail(nothing) if branch is None else detail.node_detail(state, branch, self._queue)
+        told = Detail(nothing) if branch is None else detail.node_detail(state, branch)
         self.query_one(DetailPane).show_detail(told)
 
     def select(self, selection: Selection) -> None:
