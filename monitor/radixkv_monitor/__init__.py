@@ -1,1 +1,1 @@
-"""The terminal monitor. It reads a running engine and imports no torch; its screens are not built yet."""
+"""The terminal monitor of running radixkv engines. It imports neither torch nor transformers."""
