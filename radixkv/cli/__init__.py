@@ -1,7 +1,6 @@
-"""The command line: `radixkv chat`, `radixkv demo`, `radixkv ps` and `radixkv serve`.
+"""The command line: `radixkv chat`, `demo`, `ps`, `plan`, `doctor` and `serve`.
 
-Knows arguments, terminals and how to say an error in one line. Importing it loads neither torch nor rich: a command's
-module is imported when it runs.
+Importing it loads neither torch nor rich: the module of a command is imported when the command runs.
 """
 
 from radixkv.cli.main import main

@@ -1,7 +1,4 @@
-"""`radixkv chat`: a conversation in the terminal, with branches.
-
-Knows lines typed and text shown. The conversation itself, its branches and what they share are `radixkv.chat`'s.
-"""
+"""`radixkv chat`: hold a conversation in the terminal, with branches."""
 
 from __future__ import annotations
 
@@ -21,21 +18,22 @@ if TYPE_CHECKING:
     from radixkv.sampling.params import SamplingParams
 
 _HELP = """\
-/fork             a new branch that begins with this conversation; go on in it
-/branch [N]       list the branches, or go on in branch N
-/rewind [N]       forget the last N exchanges (default 1)
-/edit N TEXT      say TEXT in exchange N instead, and forget what came after it
-/stats            what the cache holds and saved
-/help  /quit      Ctrl-C stops a reply, Ctrl-D leaves too"""
+/fork             start a new branch from this conversation and switch to it
+/branch [N]       list the branches, or switch to branch N
+/rewind [N]       remove the last N exchanges (default 1)
+/edit N TEXT      replace the message of exchange N by TEXT, and remove the later exchanges
+/stats            show the contents and the hits of the cache
+/help  /quit      Ctrl-C stops a reply, Ctrl-D quits"""
 
 
 class WrongCommandError(Exception):
-    """What was typed is no command, or lacks something; the message says what to type."""
+    """The line is not a valid command; the message says which form is valid."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talk until /quit or the end of input; returns 0. Raises InvalidInput or UnsupportedModel if the model cannot be
-    loaded.
+    """Run the conversation until /quit or the end of input; return 0.
+
+    Raises InvalidInput or UnsupportedModel if the model cannot be loaded.
     """
     console = Console(highlight=False)
     params = _params(arguments)
@@ -55,7 +53,7 @@ def _params(arguments: argparse.Namespace) -> SamplingParams:
 
 
 class Repl:
-    """Reads lines, shows replies as they come, and keeps the branches."""
+    """Reads lines, streams replies, and holds the branches of the conversation."""
 
     def __init__(self, engine: Engine, session: ChatSession, params: SamplingParams, console: Console) -> None:
         """Begin with one branch, `session`."""
@@ -75,7 +73,7 @@ class Repl:
 
     @property
     def session(self) -> ChatSession:
-        """The branch that is talked to."""
+        """The present branch."""
         return self._branches[self._at]
 
     def loop(self) -> None:
@@ -88,7 +86,7 @@ class Repl:
                 self._take(line)
 
     def _read(self) -> str | None:
-        """The next line; "" after Ctrl-C, None at the end of input."""
+        """Read the next line; "" after Ctrl-C, None at the end of input."""
         branch = f"[{self._at + 1}]" if len(self._branches) > 1 else ""
         prompt = f"{branch}{self.session.turns + 1}> " if sys.stdin.isatty() else ""
         try:
@@ -97,11 +95,11 @@ class Repl:
             return None
         except KeyboardInterrupt:
             self._console.print()
-            self._note("Ctrl-D or /quit leaves.")
+            self._note("Ctrl-D or /quit quits.")
             return ""
 
     def _take(self, line: str) -> None:
-        """One line: a command, or something to say. What goes wrong is said, and changes nothing."""
+        """Run a command or send a message. An error is printed and changes nothing."""
         command, _, rest = line.partition(" ")
         try:
             if command in self._commands:
@@ -118,7 +116,7 @@ class Repl:
     # ---- replies
 
     def _show(self, stream: ReplyStream) -> None:
-        """Print a reply as it is computed; Ctrl-C stops it, and its exchange is undone."""
+        """Print a reply as it is computed; Ctrl-C stops it and undoes its exchange."""
         try:
             for chunk in stream:
                 self._console.out(chunk.text, end="", highlight=False)
@@ -135,7 +133,7 @@ class Repl:
     def _fork(self, rest: str) -> None:
         self._branches += self.session.fork()
         self._note(
-            f"branch {len(self._branches)} begins here, and branch {self._at + 1} stays as it is; /branch goes back."
+            f"now in branch {len(self._branches)}; branch {self._at + 1} is unchanged, and /branch N switches to it."
         )
         self._at = len(self._branches) - 1
 
@@ -154,13 +152,13 @@ class Repl:
     def _edit(self, rest: str) -> None:
         number, _, text = rest.partition(" ")
         if not text.strip():
-            raise WrongCommandError("type /edit N TEXT: the exchange's number, and what to say in it instead")
+            raise WrongCommandError("type /edit N TEXT: the number of the exchange, and its new message")
         turn = _number(number, "exchange", self.session.turns) - 1
         try:
             reply = self.session.edit(turn, text.strip(), self._params)
         except KeyboardInterrupt:
             self._console.print()
-            self._note("stopped; everything is as it was.")
+            self._note("stopped; nothing has changed.")
             return
         self._console.out(reply.text, highlight=False)
         self._note(_cost(reply, self._engine.context_limit))
@@ -188,9 +186,9 @@ class Repl:
 
 
 def _number(text: str, name: str, most: int) -> int:
-    """`text` as a number from 1 to `most`."""
+    """Parse `text` as a number from 1 to `most`."""
     if not most:
-        raise WrongCommandError("nothing was said yet")
+        raise WrongCommandError("this conversation has no exchange yet")
     if not (text.isdecimal() and 1 <= int(text) <= most):
         raise WrongCommandError(f"the {name} must be a number from 1 to {most}, not {text!r}")
     return int(text)

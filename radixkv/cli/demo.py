@@ -1,6 +1,6 @@
-"""`radixkv demo`: a chat, eight agents that fork from one prompt, the same without a cache, and what that saved.
+"""`radixkv demo`: a chat, eight agents that fork from one prompt, the same without a cache, and the savings.
 
-Knows how the demo looks. What is said is in `demo_script.py`, how it runs in `demo_script.py`.
+The lines of the demo, and the code that plays them on an engine, are in `demo_script.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Run:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Play the demo on stdout; returns 0, or 1 if an answer with the cache differs from the one without."""
+    """Run the demo; return 0, or 1 if an answer with the cache differs from the one without."""
     console = Console(highlight=False)
     params = _greedy()
     console.print(_banner())
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def differences(cached: Sequence[Reply], uncached: Sequence[Reply]) -> list[int]:
-    """Which replies are not the same, token by token; a reply that only one side has counts."""
+    """Return the indices of replies whose tokens differ; a reply that one side lacks counts as different."""
     longest = max(len(cached), len(uncached))
     return [at for at in range(longest) if _tokens(cached, at) != _tokens(uncached, at)]
 
@@ -82,7 +82,7 @@ def _load(console: Console, *, prefix_cache: bool) -> Engine:
 
 
 def _play_shown(console: Console, engine: Engine, params: SamplingParams) -> Run:
-    """Both parts, each line printed when it is answered."""
+    """Play both parts, and print each line when it is answered."""
     began = time.perf_counter()
     console.print(_headline("1", f"A conversation. System prompt: {demo_script.CHAT_SYSTEM!r}"))
     chat = demo_script.play_chat(engine, params, lambda said: console.print(_line(said)))
@@ -94,7 +94,7 @@ def _play_shown(console: Console, engine: Engine, params: SamplingParams) -> Run
 
 
 def _play_counted(console: Console, engine: Engine, params: SamplingParams, expected: int) -> Run:
-    """Both parts behind a progress bar."""
+    """Play both parts with a progress bar."""
     began = time.perf_counter()
     with Progress(
         TextColumn("   {task.description}"),
@@ -109,13 +109,13 @@ def _play_counted(console: Console, engine: Engine, params: SamplingParams, expe
     return Run(played, engine.stats(), time.perf_counter() - began)
 
 
-# ---- looks
+# ---- output
 
 
 def _banner() -> Panel:
     return Panel.fit(
         "[bold]radixkv[/bold]: conversations and branches share one KV pool through a radix tree over their tokens\n"
-        "The numbers on the right: prompt tokens found in the cache, and the time to the reply's first token.",
+        "The numbers on the right: prompt tokens found in the cache, and the time to the first token of the reply.",
         border_style="cyan",
     )
 
@@ -132,12 +132,12 @@ def _about_manual() -> Text:
 
 
 def _line(said: Said) -> Table:
-    """Who said what, the calls and the answer on the left; what it cost on the right."""
+    """Format a line: speaker, text, tool calls and answer on the left, the cost on the right."""
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(width=7, justify="right", style="cyan")
     grid.add_column(ratio=1)
     grid.add_column(width=26, justify="right", style="dim")
-    grid.add_row(said.who, Text(said.line.says, "cyan"), "")
+    grid.add_row(said.speaker, Text(said.line.says, "cyan"), "")
     for reply in said.replies:
         for call in reply.tool_calls:
             arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
@@ -165,7 +165,7 @@ def _verdict(played: Played, different: list[int]) -> Panel:
 
 
 def savings(cached: Run, uncached: Run) -> Table:
-    """What the cache saved, one row a quantity."""
+    """Format the savings of the cache, one row per quantity."""
     table = Table(title="What sharing saved", title_justify="left", title_style="bold")
     for name in ("", "with the cache", "without"):
         table.add_column(name, justify="left" if not name else "right")

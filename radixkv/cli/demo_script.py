@@ -1,11 +1,7 @@
-"""What is said in the demo: a chat, a shop's manual, its tools, and eight customers.
+"""Define the lines of the demo with their right answers, and play them on an engine.
 
-Knows words and the right answers to them. Knows no engine: `demo.py` plays this, and the tests hold the bundled model
-to it.
-
-Plays the demo's script on an engine: every reply, what it cost, and what the pool held.
-
-Knows an engine and the script. Prints nothing.
+There is a chat, the manual of a shop, its tools, and eight customers. Tests hold the bundled model to the answers.
+Playing prints nothing: `demo.py` does.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Line:
-    """What a person says, and the answer that is right (behind the tool calls, if it takes any)."""
+    """A message, and the right answer to it (after tool calls, if there are any)."""
 
     says: str
     right: str
@@ -30,7 +26,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Customer:
-    """One of those who talk to the shop's agent at the same time."""
+    """A customer of the shop, with the lines of one conversation."""
 
     name: str
     lines: tuple[Line, ...]
@@ -73,7 +69,7 @@ GREETING = Line("Hello!", "Hello! How can I help you today?")
 
 
 def _tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
-    """A tool as chat templates take it; `parameters` maps names to JSON types, all are required."""
+    """Return a tool in the form that chat templates take; `parameters` maps names to JSON types, all required."""
     properties = {key: {"type": kind} for key, kind in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(parameters)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
@@ -137,7 +133,7 @@ _STOCK = {"camera": 14, "tent": 7}
 
 
 def use_tool(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The result of a tool call, or {"error": ...} if there is no such tool or its arguments are wrong."""
+    """Return the result of a tool call, or {"error": ...} for an unknown tool or wrong arguments."""
     try:
         return _RUN[name](**arguments)
     except (KeyError, TypeError) as error:
@@ -175,33 +171,31 @@ _MOST_CALLS = 3  # rounds of tool calls to one message, before its answer
 
 @dataclass(frozen=True)
 class Said:
-    """A line, and all replies to it in order: those that call tools, then the answer."""
+    """A line, and all replies to it in order: replies that call tools, then the answer."""
 
-    who: str
+    speaker: str
     line: Line
     replies: tuple[Reply, ...]
 
     @property
     def answer(self) -> str:
-        """The last reply's text."""
+        """Text of the last reply."""
         return self.replies[-1].text
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The tool calls that were made on the way."""
+        """The tool calls of all replies."""
         return [call for reply in self.replies for call in reply.tool_calls]
 
     @property
     def right(self) -> bool:
-        """Whether the answer is the script's."""
+        """Whether the answer equals the one in the script."""
         return self.answer == self.line.right
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """KV memory of the agents, in tokens: what the pool came to hold, what each would need alone, and one slab of the
-    model's full length each.
-    """
+    """KV memory of the agents in tokens: shared in the pool, in separate blocks, and in slabs of the context."""
 
     pooled: int
     alone: int
@@ -218,48 +212,48 @@ class Played:
 
     @property
     def replies(self) -> list[Reply]:
-        """Every reply, in the script's order."""
+        """All replies, in the order of the script."""
         return [reply for said in (*self.chat, *self.agents) for reply in said.replies]
 
 
 Listener = Callable[[Said], None]
 
 
-def play(engine: Engine, params: SamplingParams, told: Listener = lambda said: None) -> Played:
-    """Play both parts; `told` hears of every line as soon as it is answered. Raises what the engine raises."""
-    chat = play_chat(engine, params, told)
-    agents, footprint = play_agents(engine, params, told)
+def play(engine: Engine, params: SamplingParams, on_answer: Listener = lambda said: None) -> Played:
+    """Play both parts; call `on_answer` for each line when it is answered. Raises the errors of the engine."""
+    chat = play_chat(engine, params, on_answer)
+    agents, footprint = play_agents(engine, params, on_answer)
     return Played(tuple(chat), tuple(agents), footprint)
 
 
-def play_chat(engine: Engine, params: SamplingParams, told: Listener) -> list[Said]:
-    """One person, one conversation, one line after the other."""
+def play_chat(engine: Engine, params: SamplingParams, on_answer: Listener) -> list[Said]:
+    """Play one conversation, one line after the other."""
     session = engine.chat(CHAT_SYSTEM)
     said = []
     for line in CHAT:
         said.append(Said("you", line, (session.send(line.says, params),)))
-        told(said[-1])
+        on_answer(said[-1])
     return said
 
 
-def play_agents(engine: Engine, params: SamplingParams, told: Listener) -> tuple[list[Said], Footprint]:
-    """Eight customers fork from one conversation that has read the manual, and talk at the same time."""
+def play_agents(engine: Engine, params: SamplingParams, on_answer: Listener) -> tuple[list[Said], Footprint]:
+    """Fork eight conversations from one that has read the manual, and run them at the same time."""
     before = _held(engine)
     first = engine.chat(MANUAL, tools=TOOLS)
     said = [Said("all", GREETING, (first.send(GREETING.says, params),))]
-    told(said[0])
+    on_answer(said[0])
     sessions = first.fork(len(CUSTOMERS))
     for at in range(max(len(customer.lines) for customer in CUSTOMERS)):
         for answered in _answer_all(sessions, CUSTOMERS, at, params):
             said.append(answered)
-            told(answered)
+            on_answer(answered)
     return said, _footprint(engine, sessions, before)
 
 
 def _answer_all(
     sessions: Sequence[ChatSession], customers: Sequence[Customer], at: int, params: SamplingParams
 ) -> list[Said]:
-    """Line `at` of every customer, all in one batch; tools run between the batches."""
+    """Answer line `at` of every customer in one batch; tools run between the batches."""
     asking = [
         (session, customer) for session, customer in zip(sessions, customers, strict=True) if at < len(customer.lines)
     ]
@@ -290,7 +284,7 @@ def _answer_calls(session: ChatSession, reply: Reply, params: SamplingParams) ->
 
 
 def _held(engine: Engine) -> int:
-    """Blocks of the pool that hold something."""
+    """Count the blocks of the pool that are not free."""
     cache = engine.stats().cache
     return cache.num_blocks - cache.free_blocks
 

@@ -1,6 +1,6 @@
-"""`radixkv doctor`: does radixkv work here, with this model, and what would make it faster?
+"""`radixkv doctor`: check whether radixkv works on this machine with a model, and suggest faster settings.
 
-Knows what to look at, and how to say what was seen. Does what `Engine.load` does, short of a pool and a thread.
+It loads the model as `Engine.load` does, but makes no pool and starts no thread.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from radixkv.models.loaded import LayerSpec, LoadedModel
 
 _DRIVER = Path("/proc/driver/nvidia/version")
-_UNLIMITED = 1 << 30  # tokens: a context as long as this is one that nobody has stated
+_UNLIMITED = 1 << 30  # tokens; the checkpoint of a model with a longer context states no limit
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a line for each finding as it is made; returns 1 if one of them is a problem, else 0.
+    """Print each finding when it is made; return 1 if one of them is a problem, else 0.
 
-    Raises InvalidInput for a block size that is none.
+    Raises InvalidInput for a block size below 1.
     """
     if arguments.block_size < 1:
         raise InvalidInput(f"--block-size {arguments.block_size}: it must be at least 1")
@@ -52,7 +52,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield _telemetry()
     try:
         import torch
-        import transformers  # noqa: F401 - only whether it can be
+        import transformers  # noqa: F401 - checks that it can be imported
     except ImportError as error:
         yield problem("model", f"nothing can be loaded: {error}")
         return
@@ -61,7 +61,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     try:
         with _listening(said):
             loaded = _load(arguments)
-    except Exception as error:  # whatever it is, it is what somebody wants to read here
+    except Exception as error:  # any error is a finding
         if "debug" in arguments:
             raise
         text = str(error) if isinstance(error, RadixKVError) else f"{type(error).__name__}: {error}"
@@ -89,7 +89,7 @@ def _load(arguments: argparse.Namespace) -> LoadedModel:
 
 @contextmanager
 def _listening(said: list[str]) -> Iterator[None]:
-    """Warnings of radixkv's are kept while this is open."""
+    """Collect the warnings that radixkv logs meanwhile."""
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # a class for one line
     log = logging.getLogger("radixkv")
@@ -104,7 +104,7 @@ def _listening(said: list[str]) -> Iterator[None]:
 
 
 def _telemetry() -> Finding:
-    """Whether radixkv-monitor could see an engine of this user."""
+    """Check whether radixkv-monitor could attach to an engine of this user."""
     from radixkv.telemetry.socket_paths import own_folder
 
     if os.environ.get("RADIXKV_MONITOR", "1") == "0":
@@ -116,7 +116,7 @@ def _telemetry() -> Finding:
 
 
 def _machine(has_cuda: bool) -> Iterator[Finding]:
-    """The devices, and their memory."""
+    """List the devices and their memory."""
     import torch
 
     from radixkv.memory import free_memory
@@ -133,7 +133,7 @@ def _machine(has_cuda: bool) -> Iterator[Finding]:
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -141,7 +141,7 @@ def _cores() -> int:
 
 
 def _model(loaded: LoadedModel, said: list[str]) -> Iterator[Finding]:
-    """What was loaded, what was said meanwhile, and the layers that are alike, a line each."""
+    """Describe the model, the warnings while it was loaded, and each kind of layer."""
     kind, dtype = type(loaded.model).__name__, str(loaded.dtype).removeprefix("torch.")
     context = f"context {loaded.max_length:,}" if loaded.max_length < _UNLIMITED else "no limit of context"
     limits = f"{context}, {loaded.vocab_size:,} token ids"
@@ -155,12 +155,12 @@ def _model(loaded: LoadedModel, said: list[str]) -> Iterator[Finding]:
 
 
 def _weights(loaded: LoadedModel) -> Finding:
-    """How many lie in memory; a head that is its embedding's weight counts twice if it was laid out anew."""
+    """Count the weights in memory; a tied head counts twice if it was repacked."""
     from radixkv.models.packed import PackedLinear
 
     weights = list(loaded.model.parameters())
     packed = (each for each in loaded.model.modules() if isinstance(each, PackedLinear))
-    apart = sum(each.in_features * each.out_features for each in packed)  # these are no parameters any more
+    apart = sum(each.in_features * each.out_features for each in packed)  # repacked weights are not parameters
     total = sum(each.numel() * each.element_size() for each in weights) + apart * loaded.dtype.itemsize
     return ok("weights", f"{sum(each.numel() for each in weights) + apart:,} numbers in memory, {size(total)}")
 
@@ -186,7 +186,7 @@ def _spec(spec: LayerSpec) -> str:
 
 
 def _why(loaded: LoadedModel) -> str:
-    """Why attention runs where it does."""
+    """Explain the choice of the attention backend."""
     if loaded.attention == "triton":
         return ": the kernels serve every layer"
     reason = _obstacle(loaded)
@@ -194,7 +194,7 @@ def _why(loaded: LoadedModel) -> str:
 
 
 def _obstacle(loaded: LoadedModel) -> str | None:
-    """Why the kernels cannot serve this model here; None if they can."""
+    """Return the reason why the Triton kernels cannot serve this model on this machine; None if they can."""
     from radixkv.attention.triton_backend import obstacle
 
     reasons = (obstacle(spec.shape, spec.heads, loaded.dtype, loaded.device) for spec in loaded.layers)
@@ -202,7 +202,7 @@ def _obstacle(loaded: LoadedModel) -> str | None:
 
 
 def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
-    """The pool that `Engine.load` would make."""
+    """Describe the pool that `Engine.load` would make."""
     from radixkv.engine.sizing import blocks_for, check_free
 
     numbers = sum(spec.kv_heads * (spec.key_dim + spec.value_dim) for spec in loaded.layers)
@@ -222,7 +222,7 @@ def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
 
 
 def _self_test(loaded: LoadedModel) -> Finding:
-    """Once more, as loading has passed it without saying how well."""
+    """Repeat the self-test of loading, and report its error."""
     from radixkv.models.rounding import TOLERANCE
     from radixkv.models.selftest import self_test
 
@@ -234,11 +234,11 @@ def _self_test(loaded: LoadedModel) -> Finding:
     return ok("self-test", f"paged, chunked and shared logits are the model's own, but for {error:.1e} ({allowed})")
 
 
-# ---- what would be faster
+# ---- faster settings
 
 
 def _faster(loaded: LoadedModel) -> Iterator[Finding]:
-    """What keeps it slower than it could be, with the reason."""
+    """Suggest settings that would be faster, with the reason."""
     if loaded.device.type == "cpu":
         yield from _faster_on_cpu(loaded.dtype)
     elif loaded.dtype.itemsize > 2:

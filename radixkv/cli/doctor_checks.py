@@ -1,12 +1,7 @@
-"""One line of a diagnosis. Knows its looks, and nothing of what is diagnosed.
+"""Check installed packages, and the tokenizer, stop tokens and chat template of a model, for `radixkv doctor`.
 
-Are the packages that are installed those that radixkv was made for?
-
-Knows versions, and the ranges that radixkv's own metadata states: nothing is imported to look. Knows no device.
-
-What a loaded model reads and writes: its tokenizer, what ends and shapes a reply, and conversations.
-
-Knows how to say what was found. Does not know pools or devices, and samples nothing.
+Package versions are compared with the ranges in the metadata of radixkv without importing the packages. No token is
+sampled.
 """
 
 from __future__ import annotations
@@ -35,14 +30,14 @@ _MARKS = {"ok": "+", "note": "~", "problem": "!"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, whether it is well, and what was seen."""
+    """The result of one check: its status, its subject, and an explanation."""
 
     status: Status
     about: str
     seen: str
 
     def line(self, width: int) -> str:
-        """One printable line, `about` padded to `width`.
+        """Format one printable line, with `about` padded to `width`.
 
         >>> ok("python", "3.12.1").line(10)
         '+ ok       python      3.12.1'
@@ -52,26 +47,26 @@ class Finding:
 
 
 def ok(about: str, seen: str) -> Finding:
-    """All is well."""
+    """Return a finding without a problem."""
     return Finding("ok", about, seen)
 
 
 def note(about: str, seen: str) -> Finding:
-    """It works; somebody may want it otherwise."""
+    """Return a finding that works but may be unwanted."""
     return Finding("note", about, seen)
 
 
 def problem(about: str, seen: str) -> Finding:
-    """It does not work."""
+    """Return a finding that does not work."""
     return Finding("problem", about, seen)
 
 
 PYTHON = SpecifierSet(">=3.11")
-_NAMED = ("torch", "triton", "transformers")  # a line each, also where nothing is wrong
+_NAMED = ("torch", "triton", "transformers")  # listed even without a problem
 
 
 def versions() -> Iterator[Finding]:
-    """What is installed against what is supported: a line for the largest packages, and for each that does not fit."""
+    """Compare installed with supported versions: the largest packages, and each one that does not fit."""
     yield ok("radixkv", __version__)
     python = f"{platform.python_version()} ({sys.platform}, {platform.machine()})"
     suits = PYTHON.contains(platform.python_version(), prereleases=True)
@@ -89,7 +84,7 @@ def versions() -> Iterator[Finding]:
 
 
 def _judged(requirement: Requirement) -> Finding:
-    """One package: too new is worth a note, as nobody has tested it; missing or too old is a problem."""
+    """Check one package: a version above the tested range is a note, a missing or older one a problem."""
     name, range_ = requirement.name, requirement.specifier
     wanted = f"supported: {range_}" if range_ else "no range stated"
     try:
@@ -110,7 +105,7 @@ _SHOWN = 6  # stop tokens that are written out
 
 
 def language(loaded: LoadedModel) -> Iterator[Finding]:
-    """Every finding, in the order in which a prompt meets them."""
+    """Yield the findings about text: tokenizer, stop tokens, sampling, chat template."""
     yield _tokenizer(loaded)
     yield _stops(loaded)
     yield from _sampling(loaded)
@@ -127,7 +122,7 @@ def _tokenizer(loaded: LoadedModel) -> Finding:
 
 
 def _stops(loaded: LoadedModel) -> Finding:
-    """What ends a reply, apart from what a request names."""
+    """List the stop tokens of the model."""
     ids = sorted(loaded.stop_token_ids)
     if not ids:
         return note("stop tokens", "none: a reply ends at max_tokens, at a stop string, or at stop_token_ids=[...]")
@@ -141,7 +136,7 @@ def _token(tokenizer: Any | None, token: int) -> str:
 
 
 def _sampling(loaded: LoadedModel) -> Iterator[Finding]:
-    """What the checkpoint suggests for sampling."""
+    """List the sampling parameters that the checkpoint suggests."""
     from radixkv.sampling.params import SamplingParams, suggested
 
     usual = asdict(SamplingParams())
@@ -152,7 +147,7 @@ def _sampling(loaded: LoadedModel) -> Iterator[Finding]:
 
 
 def _chat(loaded: LoadedModel) -> Iterator[Finding]:
-    """Whether it can hold conversations, and what they do to the cached prefix."""
+    """Check whether the model can hold conversations, and how they use cached prefixes."""
     from radixkv.chat.history_mode import histories
 
     if not getattr(loaded.tokenizer, "chat_template", None):
@@ -173,7 +168,7 @@ def _chat(loaded: LoadedModel) -> Iterator[Finding]:
 
 
 def _growing(found: Histories) -> Finding:
-    """How a conversation grows, and why not otherwise."""
+    """Explain how a conversation grows, and the reason."""
     anew = "chat() renders histories anew (history='template')"
     if found.strips_thinking:
         drops = f"it drops the thinking of earlier turns, so {anew}"
@@ -187,7 +182,7 @@ def _growing(found: Histories) -> Finding:
 
 
 def _untaken(found: Histories) -> Iterator[Finding]:
-    """What does not reach the model, and what the template refuses for other reasons."""
+    """List messages that the template drops or refuses."""
     shown = {"system prompts": found.shows_system, "tools": found.shows_tools}
     missing = [what for what, is_shown in shown.items() if not is_shown]
     if missing:

@@ -1,6 +1,6 @@
-"""How a command line begins and ends: the options that all commands have, errors in one line, and the exit status.
+"""Run a command: options that all commands share, errors in one line, and the exit status.
 
-Knows no command. Shared by `radixkv` and `radixkv-replay`.
+`radixkv` and `radixkv-replay` share this module.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 def parsers(
     program: str, about: str
 ) -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser], argparse.ArgumentParser]:
-    """The program's parser, where its commands are to be added, and the parent that each of them gets."""
+    """Return the parser of a program, its subparsers, and the parent parser of each command."""
     common = argparse.ArgumentParser(add_help=False)
-    # Suppressed unless given, so that it may stand before the command or behind it.
+    # Suppressed unless given, so that it may precede or follow the command.
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
     parser = argparse.ArgumentParser(prog=program, description=about, parents=[common])
     parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
@@ -29,10 +29,10 @@ def parsers(
 
 
 def run(program: str, arguments: argparse.Namespace) -> int:
-    """Run `arguments.module`'s command; returns the exit status.
+    """Run the command in `arguments.module`; return the exit status.
 
-    0 is success, 1 a failure that was reported, 2 wrong usage or input that cannot be read, 130 Ctrl-C. Errors are one
-    line on stderr; with --debug they are raised.
+    0 is success, 1 a failure that was reported, 2 wrong usage or unreadable input, 130 Ctrl-C. Errors are printed to
+    stderr in one line; with --debug they are raised.
     """
     debug = "debug" in arguments
     try:
@@ -42,7 +42,7 @@ def run(program: str, arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (`| head`) left. Python would complain once more when it flushes stdout at exit.
+        # The reader (`| head`) closed the pipe. Python would report it again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (RadixKVError, OSError) as error:

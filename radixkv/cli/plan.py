@@ -1,6 +1,6 @@
-"""`radixkv plan`: what a model's KV takes, and what fits into a memory.
+"""`radixkv plan`: compute the size of the KV of a model, and the number of sequences that fit into a memory.
 
-Knows blocks, slabs and columns. What a token takes is `radixkv.kv_shapes`'s to know; no torch is loaded.
+The size of a token comes from `radixkv.kv_shapes`; no torch is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHARES = (16, 4, 2, 1)  # a sequence that ends after one n-th of the context
 
 @dataclass(frozen=True)
 class Plan:
-    """The arithmetic of one model on `ranks` tensor-parallel ranks; all bytes are those of one rank, the fullest."""
+    """The KV sizes of one model on `ranks` tensor-parallel ranks; all bytes are those of the fullest rank."""
 
     shape: KVShape
     dtype: str
@@ -33,26 +33,26 @@ class Plan:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Of a token, in all layers."""
+        """Bytes of a token in all layers."""
         return self.shape.bytes_per_token(self.dtype, self.ranks)
 
     @property
     def bytes_per_block(self) -> int:
-        """Of a block of `block_size` tokens."""
+        """Bytes of a block of `block_size` tokens."""
         return self.bytes_per_token * self.block_size
 
     @property
     def blocks(self) -> int:
-        """Whole blocks in the memory, which must have been given."""
+        """Number of whole blocks that fit into the memory, which must be given."""
         assert self.memory is not None
         return self.memory // self.bytes_per_block
 
     def blocks_of(self, tokens: int) -> int:
-        """Blocks of a sequence, its last one part-filled."""
+        """Return the number of blocks of a sequence; the last one may be partly filled."""
         return -(-tokens // self.block_size)
 
     def lengths(self) -> list[Length]:
-        """Sequences of several lengths, in slabs of the whole context and in pages; the memory must have been given."""
+        """Compare slabs of the whole context with pages, for sequences of several lengths; needs a memory."""
         assert self.memory is not None
         slabs = self.memory // (self.context * self.bytes_per_token)
         return [self._length(n, slabs) for n in sorted({max(1, self.context // share) for share in _SHARES})]
@@ -67,7 +67,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Length:
-    """Sequences of up to `tokens` that share nothing: how many fit, and the share of what each reserves that is empty.
+    """The number of sequences of up to `tokens` that fit without sharing, and the empty share of their memory.
 
     Shares are means over the lengths that end in the same block as `tokens`.
     """
@@ -80,7 +80,7 @@ class Length:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was asked for; returns 0. Raises InvalidInput for a model, a size or a number that is none."""
+    """Print the plan; return 0. Raises InvalidInput for an unknown model and for invalid sizes and numbers."""
     plan = _plan(arguments)
     print(json.dumps(_plain(plan), indent=2) if arguments.json else _text(plan))
     return 0
@@ -104,7 +104,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What a reader of the numbers may not expect."""
+    """List the assumptions and limits that apply to the numbers."""
     notes = list(plan.shape.notes)
     if plan.shape.dtype is None and plan.dtype == ASSUMED_DTYPE:
         notes.append(f"the config names no dtype; {ASSUMED_DTYPE} is what most weights are saved in")
@@ -120,11 +120,11 @@ def _notes(plan: Plan) -> list[str]:
     return notes
 
 
-# ---- how it looks
+# ---- output
 
 
 def size(number: int) -> str:
-    """Bytes in the largest binary unit of which there is at least one.
+    """Format bytes in the largest binary unit that gives at least 1.
 
     >>> size(327680), size(8 * 2**30), size(1000)
     ('320 KiB', '8 GiB', '1000 B')
@@ -136,7 +136,7 @@ def size(number: int) -> str:
 
 
 def layers_text(shape: KVShape) -> list[str]:
-    """What kinds of layers there are, a line each."""
+    """Describe each kind of layer in one line."""
     lines = []
     for layer, count in Counter(shape.layers).items():
         value = "" if layer.value_dim == layer.key_dim else f" (values {layer.value_dim})"
@@ -170,12 +170,12 @@ def _text(plan: Plan) -> str:
 
 
 def _shortened(lines: list[str], most: int = 4) -> str:
-    """The first of them; --json has them all."""
+    """Join the first lines; --json has all of them."""
     return ", ".join(lines[:most]) + (f", ... ({len(lines)} kinds)" if len(lines) > most else "")
 
 
 def _lengths_text(plan: Plan) -> list[str]:
-    """A table: what fits, and what stays empty, by the length that sequences really reach."""
+    """Format a table of the sequences that fit and the empty memory, by the length of the sequences."""
     lines = [
         f"  Sequences that share nothing: a slab of {plan.context:,} tokens each, or blocks as they grow",
         f"  {'tokens':>10}  {'slabs':>8}  {'empty':>6}  {'paged':>8}  {'empty':>6}",

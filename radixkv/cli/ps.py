@@ -1,7 +1,6 @@
-"""`radixkv ps`: the engines that run here, each looked at for a moment.
+"""`radixkv ps`: list the running engines of this user.
 
-Knows what of an engine's state a line has room for. How engines are found and attached to is `radixkv.telemetry`'s; no
-torch is loaded.
+Each engine is attached to by its telemetry socket until its first snapshot has arrived; no torch is loaded.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import Bye, Decoder, Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.records import EngineFacts
 
-_PATIENCE = 2.0  # seconds that all of them have, together
+_TIMEOUT = 2.0  # seconds for all engines together
 _CHUNK = 256 * 1024
 _HEAD = ("PID", "MODEL", "DEVICE", "POOL", "HIT RATE", "RUNNING", "WAITING", "SESSIONS", "UP", "SOCKET")
-_NUMBERS = {"PID", "POOL", "HIT RATE", "RUNNING", "WAITING", "SESSIONS", "UP"}  # to the right
+_NUMBERS = {"PID", "POOL", "HIT RATE", "RUNNING", "WAITING", "SESSIONS", "UP"}  # aligned to the right
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List the engines of this user; returns 0, also if there is none."""
+    """List the engines of this user; return 0, also if there is none."""
     looks = _look(engines())
     if arguments.json:
         json.dump([look.plain() for look in looks], sys.stdout, indent=2)
         print()
     elif not looks:
-        print("No engine runs here. Whatever loads one with radixkv.Engine.load(...) shows up here while it lives.")
+        print("No engine is running. An engine is listed here from radixkv.Engine.load(...) until it is closed.")
     else:
         print("\n".join(_table(looks)))
     return 0
 
 
 class Look:
-    """One engine, as its first frames tell it, or why they do not."""
+    """The state of one engine in its first frames, or the reason why there is none."""
 
     def __init__(self, found: FoundEngine) -> None:
-        """Attach. What goes wrong is kept as `problem`."""
+        """Attach to the engine; an error is kept as `problem`."""
         self.found = found
         self.facts: EngineFacts | None = None
         self.problem: str | None = "does not answer"
@@ -58,11 +57,11 @@ class Look:
 
     @property
     def done(self) -> bool:
-        """Whether it is known how it is, or will not be."""
+        """Whether the state has arrived, or cannot arrive any more."""
         return self.connection is None
 
     def read(self) -> None:
-        """Take what has come; hang up when it is all, or when it is not going to be."""
+        """Read the available frames; close the connection when the state is complete or on an error."""
         assert self.connection is not None
         try:
             data = self.connection.recv(_CHUNK)
@@ -72,7 +71,7 @@ class Look:
             return
         except (OSError, ProtocolError) as error:
             data, self.problem = b"", str(error)
-        if self._whole and self._mirror.time:  # it is 0 as long as the engine has not said anything
+        if self._whole and self._mirror.time:  # 0 until the first frame with a state
             self.problem = None
             self.close()
         elif not data:
@@ -90,13 +89,13 @@ class Look:
             self.problem = frame.reason
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
 
     def plain(self) -> dict[str, object]:
-        """Everything that is known, for scripts; None for what is not."""
+        """Return the state as plain values, for scripts; unknown ones are None."""
         found, known = self.found, self.problem is None
         stats = self._mirror.stats if known else {}
         return {
@@ -117,8 +116,8 @@ class Look:
 
 
 def _look(found: Sequence[FoundEngine]) -> list[Look]:
-    """Attach to all of them at once, so that one that hangs keeps nobody waiting twice."""
-    deadline = time.monotonic() + _PATIENCE
+    """Attach to all engines at once, so that the timeout applies once, not once per engine."""
+    deadline = time.monotonic() + _TIMEOUT
     looks = [Look(each) for each in found]
     try:
         with selectors.DefaultSelector() as selector:
@@ -170,7 +169,7 @@ def _sum(*numbers: object) -> float | None:
 
 
 def _share(part: object, whole: object) -> str:
-    """A part in percent, cut and not rounded: 100% is all of it."""
+    """Format a share in percent, rounded down, so that 100% means all."""
     if not isinstance(part, (int, float)) or not isinstance(whole, (int, float)) or whole <= 0:
         return "-"
     return f"{int(100 * part / whole)}%"
@@ -189,5 +188,5 @@ def _duration(started: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """What a file or a model's name says must not steer the terminal."""
+    """Replace control characters, because names come from files of other programs."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -94,9 +94,9 @@ def test_help_lists_every_command(typed):
     ("command", "said"),
     [
         ("/dance", "there is no command /dance"),
-        ("/rewind", "nothing was said yet"),
+        ("/rewind", "this conversation has no exchange yet"),
         ("/edit", "type /edit N TEXT"),
-        ("/edit 1 Hello!", "nothing was said yet"),
+        ("/edit 1 Hello!", "this conversation has no exchange yet"),
         ("/branch 7", "from 1 to 1"),
         ("/branch two", "from 1 to 1"),
     ],
@@ -158,7 +158,7 @@ def test_ctrl_c_during_an_edit_leaves_everything_as_it_was(engine, monkeypatch):
 
     monkeypatch.setattr(repl.session, "edit", interrupted)
     repl.loop()
-    assert "stopped; everything is as it was." in out.getvalue()
+    assert "stopped; nothing has changed." in out.getvalue()
     assert repl.session.turns == 2
 
 
