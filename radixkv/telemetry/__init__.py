@@ -1,1 +1,1 @@
-"""What an engine tells of itself while it runs: records, their sum, frames, a socket. Never imports torch."""
+"""Telemetry of a running engine: records, their sum, frames, a socket, recordings. It never imports torch."""

@@ -1,6 +1,6 @@
-"""The clients of a publisher: their connections, their send queues, and when each must leave.
+"""The clients of a publisher: their connections, their send queues, and their deadlines.
 
-No call waits, and the memory of a client is bounded by `ClientLimits`.
+No call blocks, and the memory of a client is bounded by `ClientLimits`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from radixkv.telemetry.protocol import WRONG_TOKEN, Attach, Decoder
 _log = logging.getLogger(__name__)
 
 _CHUNK = 4096
-_ATTACH_BYTES = 4096  # the cap of the one frame that a client sends
+_ATTACH_BYTES = 4096  # limit of the one frame that a client sends
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """Of a publisher. `buffer` is in bytes for each client, times are in seconds, `hz` is the fastest."""
+    """Limits of a publisher's clients: `buffer` in bytes for each, times in seconds, `hz` the highest rate."""
 
     clients: int = 8
-    waiting: int = 32  # connections that have not said what they want
+    waiting: int = 32  # connections that have not sent an attach frame
     buffer: int = 1024 * 1024
     attach_s: float = 5.0
     leave_s: float = 1.0
@@ -36,7 +36,7 @@ class ClientLimits:
 
 
 class Client:
-    """One connection. Frames go in encoded; a slow reader loses deltas, and is told so by a gap and a snapshot."""
+    """One connection. Frames come encoded; a slow reader loses deltas, then gets a gap frame and a new snapshot."""
 
     def __init__(
         self,
@@ -46,39 +46,40 @@ class Client:
         snapshot: Callable[[int | None], Iterator[bytes]],
         token: str | None = None,
     ) -> None:
-        """It has until `deadline` to attach, with the `token` if there is one.
+        """Give the client until `deadline` to attach, with the `token` if one is required.
 
-        `snapshot` gives the frames of everything, behind a gap if deltas were dropped, behind a hello if not (None).
+        `snapshot` returns the frames of a whole snapshot, after a gap frame for that many dropped deltas, or after a
+        hello for None.
         """
         self.connection = connection
         self.deadline: float | None = deadline
-        self.attached = self.gone = False
+        self.attached = self.closed = False
         self.hz = 0.0
         self._limits, self._snapshot, self._token = limits, snapshot, token
         self._decoder = Decoder(_ATTACH_BYTES)
         self._queue: deque[memoryview] = deque()
-        self._behind: deque[bytes] = deque()  # deltas that follow the snapshot that is being sent
+        self._after_snapshot: deque[bytes] = deque()  # deltas to send after the present snapshot
         self._pages: Iterator[bytes] | None = None
-        self._bytes = 0  # in the queue and behind it
+        self._bytes = 0  # in both queues
         self._dropped = 0
-        self._leaving = False
+        self._closing = False
 
     @property
     def wants_to_send(self) -> bool:
-        """Whether something waits for room in the socket."""
-        return bool(self._queue) and not self.gone
+        """Whether a frame waits for room in the socket."""
+        return bool(self._queue) and not self.closed
 
     @property
     def buffered(self) -> int:
-        """Bytes that it has not taken yet."""
+        """Bytes that wait to be sent."""
         return self._bytes
 
-    # ---- what it says
+    # ---- receiving
 
     def read(self) -> bool:
-        """Take what it sent; True if that was all of a right Attach, just now. Anything else ends it.
+        """Read from the socket; return True if that completed a valid attach frame. Any other data ends the connection.
 
-        Raises ProtocolError, which says what to tell it.
+        Raises ProtocolError with the reason for the client.
         """
         try:
             data = self.connection.recv(_CHUNK)
@@ -87,65 +88,65 @@ class Client:
         except OSError:
             data = b""
         if not data:
-            self.quit()
+            self.drop()
             return False
-        if self._leaving:
-            return False  # so that its last words do not reset the connection before it has read ours
+        if self._closing:
+            return False  # unread data would reset the connection before the client has read the bye frame
         if self.attached:
             raise ProtocolError("a monitor sends nothing but one attach frame")
-        return self._reads(data)
+        return self._read_attach(data)
 
-    def _reads(self, data: bytes) -> bool:
+    def _read_attach(self, data: bytes) -> bool:
         frame = next(self._decoder.feed(data), None)
         if frame is None:
             return False
         if not isinstance(frame, Attach) or self._decoder.pending:
             raise ProtocolError("a monitor sends one attach frame, and nothing else")
-        # Bytes, as compare_digest takes no other texts than ASCII.
+        # Bytes, because compare_digest accepts only ASCII text.
         if self._token is not None and not hmac.compare_digest(frame.token.encode(), self._token.encode()):
             raise ProtocolError(f"{WRONG_TOKEN}: it stands in the json file beside the engine's socket")
         self.hz = min(frame.hz, self._limits.hz)
         return True
 
-    # ---- what it is told
+    # ---- sending
 
-    def welcome(self) -> None:
-        """From now on it gets everything: a hello and a snapshot first."""
+    def start(self) -> None:
+        """Attach the client: send a hello, a snapshot, and then every delta."""
         self.attached, self.deadline = True, None
         self._pages = self._snapshot(None)
-        self.send()
+        self.flush()
 
-    def give(self, data: bytes) -> None:
-        """A delta for it, dropped if it has not taken what came before."""
-        if self._leaving or not self.attached:
+    def send_delta(self, data: bytes) -> None:
+        """Queue a delta, or drop it if the client's buffer is full."""
+        if self._closing or not self.attached:
             return
         if self._dropped or self._bytes + len(data) > self._limits.buffer:
-            self._dropped += 1 + len(self._behind)
-            self._bytes -= sum(map(len, self._behind))
-            self._behind.clear()
+            self._dropped += 1 + len(self._after_snapshot)
+            self._bytes -= sum(map(len, self._after_snapshot))
+            self._after_snapshot.clear()
             return
         self._bytes += len(data)
         if self._pages is None:
             self._queue.append(memoryview(data))
         else:
-            self._behind.append(data)
-        self.send()
+            self._after_snapshot.append(data)
+        self.flush()
 
-    def leave(self, bye: bytes, deadline: float) -> None:
-        """Say goodbye and go, at the latest at the deadline; what else waited is not sent."""
-        if self._leaving:
+    def say_bye(self, bye: bytes, deadline: float) -> None:
+        """Send a bye frame in place of all queued frames, and close the connection by the deadline."""
+        if self._closing:
             return
-        self._leaving, self.deadline, self._pages = True, deadline, None
-        self._behind.clear()
+        self._closing, self.deadline, self._pages = True, deadline, None
+        self._after_snapshot.clear()
         begun = self._queue[0] if self._queue and len(self._queue[0]) < len(self._queue[0].obj) else None  # type: ignore[arg-type]  # bytes have a length
         self._queue = deque([memoryview(bye)] if begun is None else [begun, memoryview(bye)])
         self._bytes = sum(map(len, self._queue))
-        self.send()
+        self.flush()
 
-    def send(self) -> None:
-        """Hand the socket what it takes now."""
+    def flush(self) -> None:
+        """Send as much as the socket takes without blocking."""
         try:
-            while not self.gone and self._fill():
+            while not self.closed and self._refill():
                 sent = self.connection.send(self._queue[0])
                 self._bytes -= sent
                 if sent == len(self._queue[0]):
@@ -155,16 +156,16 @@ class Client:
         except BlockingIOError:
             return
         except OSError:
-            self.quit()
+            self.drop()
             return
-        if self._leaving:
-            self.quit()
+        if self._closing:
+            self.drop()
 
-    def _fill(self) -> bool:
-        """Whether something is to be sent: queued frames, else more of a snapshot, else what came meanwhile."""
+    def _refill(self) -> bool:
+        """Fill the queue from the snapshot, then from the deltas after it; return whether there is anything to send."""
         if self._pages is not None and not self._queue:
             self._next_page()
-        if not self._queue and self._pages is None and self._dropped and not self._leaving:
+        if not self._queue and self._pages is None and self._dropped and not self._closing:
             self._pages, self._dropped = self._snapshot(self._dropped), 0
             self._next_page()
         return bool(self._queue)
@@ -177,23 +178,23 @@ class Client:
             self._bytes += len(page)
             return
         self._pages = None
-        self._queue.extend(map(memoryview, self._behind))
-        self._behind.clear()
+        self._queue.extend(map(memoryview, self._after_snapshot))
+        self._after_snapshot.clear()
 
-    def quit(self) -> None:
-        """Send it nothing more. Whoever watches its connection closes that."""
-        self.gone = True
+    def drop(self) -> None:
+        """Send nothing more. The client set closes the connection."""
+        self.closed = True
         self._queue.clear()
-        self._behind.clear()
+        self._after_snapshot.clear()
         self._pages = None
         self._bytes = 0
 
 
 class ClientSet:
-    """The clients of one publisher, on its thread; only `attached` and `buffered` may be asked from anywhere.
+    """The clients of one publisher, on its thread; `attached` and `buffered` may be read from any thread.
 
-    `snapshot` gives the frames of everything for one client, `bye` the last frame. `welcomed` is called when somebody
-    is attached who was not.
+    `snapshot` returns the frames of a whole snapshot for one client, `bye` the last frame. `on_attach` is called when a
+    client has attached.
     """
 
     def __init__(
@@ -201,29 +202,29 @@ class ClientSet:
         limits: ClientLimits,
         snapshot: Callable[[int | None], Iterator[bytes]],
         bye: Callable[[str], bytes],
-        welcomed: Callable[[], None],
+        on_attach: Callable[[], None],
     ) -> None:
         self._limits = limits
-        self._snapshot, self._bye, self._welcomed = snapshot, bye, welcomed
+        self._snapshot, self._bye, self._on_attach = snapshot, bye, on_attach
         self._clients: set[Client] = set()
 
     def open(self, selector: selectors.BaseSelector) -> None:
-        """Have connections watched by `selector` from now on."""
+        """Watch connections with `selector` from now on."""
         self._selector = selector
 
     @property
     def attached(self) -> int:
-        """How many clients are attached."""
+        """The number of attached clients."""
         return sum(client.attached for client in tuple(self._clients))
 
     @property
     def buffered(self) -> int:
-        """Bytes that clients have not taken yet, of all of them."""
+        """Bytes that wait to be sent to all clients."""
         return sum(client.buffered for client in tuple(self._clients))
 
     @property
     def hz(self) -> float | None:
-        """How often the fastest of the attached wants to be told; None if nobody is."""
+        """The highest delta rate that an attached client asked for; None without clients."""
         return max((client.hz for client in self._clients if client.attached), default=None)
 
     def __bool__(self) -> bool:
@@ -232,63 +233,63 @@ class ClientSet:
 
     # ---- coming
 
-    def meet(self, connection: socket.socket, token: str | None) -> None:
-        """A connection that may come in: it has some seconds to say what it wants, and the token if there is one."""
+    def add(self, connection: socket.socket, token: str | None) -> None:
+        """Add an accepted connection. It has some seconds to attach, with the token if one is required."""
         waiting = [client for client in self._clients if client.deadline is not None]
         if len(waiting) >= self._limits.waiting:
-            min(waiting, key=lambda client: client.deadline or 0.0).quit()
-            self.tidy()
+            min(waiting, key=lambda client: client.deadline or 0.0).drop()
+            self.update()
         client = Client(connection, time.monotonic() + self._limits.attach_s, self._limits, self._snapshot, token)
         self._clients.add(client)
         self._selector.register(connection, selectors.EVENT_READ, lambda mask: self._serve(client, mask))
 
     def _serve(self, client: Client, mask: int) -> None:
-        """Read and write what can be; whatever is wrong with this client ends this client."""
+        """Read and write without blocking; an error ends this client only."""
         try:
             if mask & selectors.EVENT_WRITE:
-                client.send()
-            if mask & selectors.EVENT_READ and not client.gone and client.read():
-                self._welcome(client)
+                client.flush()
+            if mask & selectors.EVENT_READ and not client.closed and client.read():
+                self._attach(client)
         except ProtocolError as error:
-            self._dismiss(client, str(error))
+            self._say_bye(client, str(error))
         except Exception:
             _log.exception("a client of the monitor's publisher was dropped")
-            client.quit()
+            client.drop()
 
-    def _welcome(self, client: Client) -> None:
+    def _attach(self, client: Client) -> None:
         if self.attached >= self._limits.clients:
-            self._dismiss(client, f"busy: {self._limits.clients} monitors are attached already")
+            self._say_bye(client, f"busy: {self._limits.clients} monitors are attached already")
             return
-        client.welcome()
-        self._welcomed()
+        client.start()
+        self._on_attach()
 
-    # ---- being told
+    # ---- deltas
 
-    def give(self, delta: bytes) -> None:
-        """A frame for everybody who is attached."""
+    def send(self, delta: bytes) -> None:
+        """Send a delta to all attached clients."""
         for client in self._clients:
-            client.give(delta)
+            client.send_delta(delta)
 
     # ---- going
 
-    def dismiss(self, reason: str) -> None:
-        """Tell everybody why it is the end; they are gone when they have taken it."""
+    def say_bye(self, reason: str) -> None:
+        """Send all clients the reason of the end; each is closed once it has read it."""
         for client in self._clients:
-            self._dismiss(client, reason)
+            self._say_bye(client, reason)
 
-    def _dismiss(self, client: Client, reason: str) -> None:
-        client.leave(self._bye(reason), time.monotonic() + self._limits.leave_s)
+    def _say_bye(self, client: Client, reason: str) -> None:
+        client.say_bye(self._bye(reason), time.monotonic() + self._limits.leave_s)
 
-    def expire(self, now: float) -> None:
-        """Hang up on who neither attached nor left in time."""
+    def drop_expired(self, now: float) -> None:
+        """Drop clients that did not attach, or did not read their bye frame, in time."""
         for client in self._clients:
             if client.deadline is not None and now >= client.deadline:
-                client.quit()
+                client.drop()
 
-    def tidy(self) -> None:
-        """Forget who is gone, and watch for room where something waits for it."""
+    def update(self) -> None:
+        """Remove closed clients, and watch for room in the sockets that have frames to send."""
         for client in tuple(self._clients):
-            if client.gone:
+            if client.closed:
                 self._clients.discard(client)
                 self._selector.unregister(client.connection)
                 client.connection.close()
@@ -299,8 +300,8 @@ class ClientSet:
                 self._selector.modify(client.connection, wanted, watched.data)
 
     def close(self) -> None:
-        """Hang up on everybody; the selector is not told."""
+        """Close all connections; the selector is left as it is."""
         for client in self._clients:
-            client.quit()
+            client.drop()
             client.connection.close()
         self._clients.clear()

@@ -1,6 +1,7 @@
-"""Which engines run here, and how to attach to one: a small json file beside each socket.
+"""Find the engines that run on this machine, and attach to one.
 
-Knows those files and the first frame of a client. Knows neither what an engine tells nor who shows it.
+Each engine has a small JSON file next to its socket. Such a file is checked before it is used, and it never redirects a
+client to another socket.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from radixkv.telemetry.protocol import Attach, encode
 from radixkv.telemetry.records import EngineFacts
 from radixkv.telemetry.socket_paths import folders, is_listening, is_private, is_trusted_peer, process_start
 
-_LARGEST = 64 * 1024  # bytes of a description; ours have some hundreds
-_AGAIN = 0.02  # seconds
-_GRACE = 10.0
+_MOST_BYTES = 64 * 1024  # limit of a description; a usual one has some hundred bytes
+_RETRY_INTERVAL = 0.02  # seconds
+_ORPHAN_AGE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class FoundEngine:
-    """An engine that is or was there. `tcp` is host:port, with a token, if it also listens there."""
+    """An engine that runs or ran here (`alive` is False). `tcp` is host:port if it listens there, with a token."""
 
     engine: str
     pid: int
-    process: str | None  # as `socket_paths.process_start` says it
+    process: str | None  # as `socket_paths.process_start` returns it
     started: float
     model: str
     version: str
@@ -44,7 +45,7 @@ class FoundEngine:
 
 
 def advertise(facts: EngineFacts, path: Path, tcp: str | None = None, token: str | None = None) -> Path:
-    """Say beside the socket whose it is; replaces what was said before. Raises OSError."""
+    """Write the description of an engine next to its socket, in place of an earlier one. Raises OSError."""
     said = FoundEngine(
         engine=facts.engine,
         pid=os.getpid(),
@@ -67,10 +68,10 @@ def advertise(facts: EngineFacts, path: Path, tcp: str | None = None, token: str
 
 
 def engines(*, dead: bool = False) -> list[FoundEngine]:
-    """The engines of this user that run on this machine, the oldest first.
+    """List this user's engines on this machine, the oldest first.
 
-    Files of dead ones are removed, and sockets that nobody listens on; with `dead` they are left, and dead ones are
-    listed too, with `alive` False.
+    Files of dead engines are removed, and so are sockets without a listener. With `dead`, files stay, and dead engines
+    are listed too.
     """
     every: list[FoundEngine] = []
     for folder in filter(is_private, folders()):
@@ -81,35 +82,35 @@ def engines(*, dead: bool = False) -> list[FoundEngine]:
             if found.alive or dead:
                 every.append(found)
             else:
-                with suppress(OSError):  # what cannot be removed is in nobody's way
+                with suppress(OSError):  # a file that cannot be removed does no harm
                     path.unlink(missing_ok=True)
                     path.with_suffix(".sock").unlink(missing_ok=True)
         for path in () if dead else folder.glob("*.sock"):
-            _forget_unsaid(path)
+            _remove_orphan(path)
     return sorted(every, key=lambda found: (found.started, found.socket))
 
 
-def _forget_unsaid(path: Path) -> None:
-    """Remove a socket that has no description, if nobody listens: its process was killed before it could say more."""
+def _remove_orphan(path: Path) -> None:
+    """Remove a socket without description and without listener: its process was killed before it wrote one."""
     with suppress(OSError):
         there = path.lstat()
         is_old = (
-            time.time() - there.st_mtime > _GRACE
-        )  # an engine that begins listens a moment after its socket is there
+            time.time() - there.st_mtime > _ORPHAN_AGE
+        )  # a starting engine listens before it writes the description
         unsaid = stat.S_ISSOCK(there.st_mode) and not path.with_suffix(".json").exists()
         if is_old and unsaid and not is_listening(path):
             path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> FoundEngine | None:
-    """What a description says, and whether it is still true; None if it is none."""
+    """Read a description and check whether its engine is alive; None if it is not a valid description."""
     try:
-        with open(path, "rb", opener=_at_once) as file:
+        with open(path, "rb", opener=_open_nonblocking) as file:
             there = os.fstat(file.fileno())
             if not stat.S_ISREG(there.st_mode) or there.st_uid != os.geteuid():
                 return None
-            said = json.loads(file.read(_LARGEST))
-        # The socket is the one beside it, whatever it says: nobody is sent elsewhere by a file.
+            said = json.loads(file.read(_MOST_BYTES))
+        # Use the socket next to the file, not the path inside it: a forged file must not redirect a client.
         known = {name: said.get(name) for name in FoundEngine.__slots__ if name not in ("socket", "alive")}
         found = FoundEngine(**known, socket=str(path.with_suffix(".sock")))
         return replace(found, alive=_is_alive(found)) if _is_sound(found) else None
@@ -117,13 +118,13 @@ def _read(path: Path) -> FoundEngine | None:
         return None
 
 
-def _at_once(path: str, flags: int) -> int:
-    """Open without waiting for anybody: a pipe has two ends."""
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open without blocking, in case the path is a pipe."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def _is_sound(found: FoundEngine) -> bool:
-    """Whether its values have the right types."""
+    """Whether all values have the right types."""
     texts = (found.engine, found.model, found.version, found.device)
     rest = (found.process, found.tcp, found.token)
     return (
@@ -135,7 +136,7 @@ def _is_sound(found: FoundEngine) -> bool:
 
 
 def _is_alive(found: FoundEngine) -> bool:
-    """By its process, which another one of the same number is not; else (no /proc, a container) by connecting."""
+    """Whether the process that wrote the description runs, and no later one of its number. Without /proc, connect."""
     same = found.process is not None and found.process == process_start(found.pid)
     path = Path(found.socket)
     return path.exists() and (same or is_listening(path))
@@ -147,11 +148,11 @@ def _is_alive(found: FoundEngine) -> bool:
 def connect(
     target: int | str | Path | FoundEngine, token: str = "", hz: float = 4.0, timeout: float = 2.0
 ) -> socket.socket:
-    """A connected, blocking socket on which the engine's frames arrive.
+    """Connect to an engine; returns a blocking socket on which its frames arrive.
 
-    `target` is a process id, the path of a socket, tcp://host:port, or one of `engines()`. TCP asks for the token,
-    which is looked up if the engine runs here. `hz` is how often deltas should come (at most 10), `timeout` in seconds
-    is for connecting. Raises EngineNotFound if nobody answers, InvalidInput for a target that is none.
+    `target` is a process id, the path of a socket, tcp://host:port, or an entry of `engines()`. TCP requires the token,
+    which is looked up if the engine runs here. `hz` is the requested rate of deltas (at most 10), `timeout` in seconds
+    is for connecting. Raises EngineNotFound if no engine answers, InvalidInput for an invalid target.
     """
     where = f"{target.socket if isinstance(target, FoundEngine) else target}"
     try:
@@ -175,7 +176,7 @@ def connect(
 
 
 def tcp_address(text: str) -> tuple[str, int]:
-    """Host and port of tcp://host:port. Raises InvalidInput."""
+    """Split tcp://host:port into host and port. Raises InvalidInput."""
     advice = f"{text!r} is no address: write tcp://127.0.0.1:PORT"
     try:
         parts = urlsplit(text)
@@ -188,7 +189,7 @@ def tcp_address(text: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether the address is reachable from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -196,7 +197,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _known_token(port: int) -> str:
-    """The token of a local engine that listens at the port, or nothing."""
+    """The token of a local engine that listens at the port, or ""."""
     tokens = (found.token for found in engines() if found.tcp and found.tcp.rpartition(":")[2] == str(port))
     return next(filter(None, tokens), "")
 
@@ -220,8 +221,8 @@ def _socket_of(pid: int) -> str:
     return of_it[0]
 
 
-def _dial(connection: socket.socket, path: str, timeout: float) -> None:
-    """Connect, again and again while too many others are about to."""
+def _connect_with_retries(connection: socket.socket, path: str, timeout: float) -> None:
+    """Connect, and retry while the listener's backlog is full."""
     deadline = time.monotonic() + timeout
     connection.settimeout(timeout)
     while True:
@@ -230,13 +231,13 @@ def _dial(connection: socket.socket, path: str, timeout: float) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(_AGAIN)
+            time.sleep(_RETRY_INTERVAL)
 
 
 def _unix(path: str, timeout: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _dial(connection, path, timeout)
+        _connect_with_retries(connection, path, timeout)
         if not (os.geteuid() == 0 or is_trusted_peer(connection)):
             raise EngineNotFound(f"{path} is not yours: somebody else listens there")
     except BaseException:

@@ -1,6 +1,6 @@
-"""What was told of an engine so far: its sum, which number it has, and the last minutes of it; and all frames of it.
+"""The frames of one engine: numbered deltas, snapshots of their sum, and the flight recorder.
 
-Knows changes, frames and their order. Knows no engine, client or thread: one caller at a time, but for `save`.
+One caller at a time, except for `save`.
 """
 
 from __future__ import annotations
@@ -18,64 +18,68 @@ from radixkv.telemetry.protocol import Bye, Delta, Frame, Gap, Hello, Snapshot, 
 from radixkv.telemetry.recording import FlightRecorder
 from radixkv.telemetry.records import Changes, EngineFacts
 
-_REST = 0.002  # seconds between two pages: who packs a large tree in one go keeps the engine from its interpreter
+_PAUSE_S = 0.002  # seconds between two pages, in which the engine's thread gets the interpreter
 
 
 class FrameLog:
-    """Numbers changes, and makes frames of them: deltas for all, a snapshot for one, and a recording."""
+    """Number changes, and encode them: deltas for all clients, a snapshot for one, and a recording."""
 
     def __init__(self, facts: EngineFacts, flight: FlightRecorder) -> None:
-        self.told_at = 0.0  # on the monotonic clock
+        self.last_append = 0.0  # on the monotonic clock
         self._facts, self._flight = facts, flight
         self._mirror = Mirror()
         self._seq = 0
 
     @property
-    def nothing_new(self) -> Changes:
-        """For a sign of life."""
+    def heartbeat(self) -> Changes:
+        """Return changes without content, to show that the engine is alive."""
         return Changes(self._mirror.time)
 
-    def tell(self, changes: Changes, give: Callable[[bytes], None]) -> None:
-        """Number the changes, give them to everybody, and keep them for a while; none of it if they cannot be told."""
+    def append(self, changes: Changes, send: Callable[[bytes], None]) -> None:
+        """Number the changes, send them to all clients, and add them to the flight recorder.
+
+        Nothing happens if they cannot be encoded.
+        """
         deltas = [
             encode(Delta(page, seq=seq, ts=time.time()))
-            for seq, page in enumerate(paginate(_news(changes, self._mirror), _rest), self._seq + 1)
+            for seq, page in enumerate(paginate(_with_changed_stats(changes, self._mirror), _pause), self._seq + 1)
         ]
         self._mirror.apply(changes)
         self._seq += len(deltas)
-        self.told_at = time.monotonic()
+        self.last_append = time.monotonic()
         for delta in deltas:
-            give(delta)
+            send(delta)
         self._keep(deltas)
 
     def _keep(self, deltas: list[bytes]) -> None:
-        if self._flight.is_due(self.told_at):
-            self._flight.begin(self._everything(), self.told_at)  # which has these changes in it
+        if self._flight.is_due(self.last_append):
+            self._flight.begin(self._everything(), self.last_append)  # its snapshot includes these changes
             return
         for delta in deltas:
             self._flight.add(delta)
 
     def snapshot(self, dropped: int | None) -> Iterator[bytes]:
-        """The frames of everything for one client, cut now and encoded when it takes them; behind a gap if deltas were
-        dropped, behind a hello if not (None).
+        """Return the frames of a whole snapshot for one client, cut now and encoded one by one.
+
+        A gap frame precedes them if `dropped` deltas were lost, a hello frame if that is None.
         """
         now = time.time()
         first = Hello(self._facts, seq=self._seq, ts=now) if dropped is None else Gap(dropped, seq=self._seq, ts=now)
         return chain([encode(first)], self._everything())
 
     def _everything(self) -> Iterator[bytes]:
-        """All frames of a snapshot, cut at once and encoded one by one."""
-        frames = snapshot_frames(self._mirror, self._seq, time.time(), _rest)
+        """Cut a whole snapshot now; its frames are encoded one by one."""
+        frames = snapshot_frames(self._mirror, self._seq, time.time(), _pause)
         return map(_encoded, frames)
 
     def bye(self, reason: str) -> bytes:
-        """The last frame for one client."""
+        """Encode the last frame of a connection."""
         return encode(Bye(reason, seq=self._seq, ts=time.time()))
 
     def save(self, path: str | os.PathLike[str], last: Changes | None, why: str | None) -> int:
-        """Write the last minutes as a recording, `last` behind them and `why` nothing comes after that; its bytes.
+        """Write the last minutes as a recording, followed by the changes `last` and a bye with the reason `why`.
 
-        For any thread. Raises OSError.
+        Returns the size in bytes. May be called from any thread. Raises OSError.
         """
         now = time.time()
         cut = paginate(last) if last is not None else []
@@ -85,20 +89,20 @@ class FrameLog:
         return self._flight.save(path, now, more)
 
 
-def _rest() -> None:
+def _pause() -> None:
     """Let the engine's thread have the interpreter."""
-    time.sleep(_REST)
+    time.sleep(_PAUSE_S)
 
 
 def _encoded(frame: Snapshot) -> bytes:
     data = encode(frame)
     if not frame.last:
-        _rest()
+        _pause()
     return data
 
 
-def _news(changes: Changes, known: Mirror) -> Changes:
-    """The changes without those stats that are what they were, or that are no numbers."""
+def _with_changed_stats(changes: Changes, known: Mirror) -> Changes:
+    """Leave out stats that are unchanged, infinite or NaN."""
     before = {} if changes.reset else known.stats
     fresh = {name: value for name, value in changes.stats.items() if before.get(name) != value and isfinite(value)}
     return replace(changes, stats=fresh)

@@ -1,6 +1,6 @@
-"""Where a publisher takes connections: a Unix socket, a TCP port if that was asked for, and who may come in.
+"""Accept connections for a publisher, on a Unix socket and, if requested, on a TCP port.
 
-Knows listening sockets, addresses and the token. Knows no frame, and does not keep who came in.
+Only this user and root are accepted on the Unix socket; TCP clients must send a token.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from radixkv.telemetry.socket_paths import claim, is_claimed, is_trusted_peer, r
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 8  # connections taken in one turn; fewer than may wait, so that none is dropped before it was read
-_REST = 1.0  # seconds without listening when the process has no file descriptors left
+_ACCEPT_BATCH = 8  # connections accepted in one turn; fewer than may wait, so none is dropped unread
+_PAUSE_S = 1.0  # seconds without accepting when the process has no file descriptors left
 _BACKLOG = 128
-_ROUND = 10.0  # seconds between two looks at whether the socket can still be found
+_CHECK_INTERVAL = 10.0  # seconds between two checks that the socket's files still exist
 
 
 class Listener:
-    """Listens from `open` to `close`, and hands over who may come in: `meet(connection, token it has to know)`."""
+    """Listen from `open` to `close`, and call `on_connection(connection, required token)` for trusted connections."""
 
-    def __init__(self, listen: str | None, meet: Callable[[socket.socket, str | None], None]) -> None:
-        """Open nothing yet. Raises InvalidInput for a `listen` that is no address, or that others could reach."""
+    def __init__(self, listen: str | None, on_connection: Callable[[socket.socket, str | None], None]) -> None:
+        """Open nothing yet. Raises InvalidInput for an invalid `listen`, or one that other machines could reach."""
         self._address = None if listen is None else _checked(listen)
-        self._meet = meet
-        self.path: Path | None = None  # of the Unix socket; None while there is no place for it
+        self._on_connection = on_connection
+        self.path: Path | None = None  # of the Unix socket; None while it has none
         self.tcp: str | None = None  # host:port
         self.token: str | None = None
         self._listeners: list[socket.socket] = []
-        self._local: socket.socket | None = None  # of these, the one that is a Unix socket
+        self._unix: socket.socket | None = None  # the one of them that is a Unix socket
         self._resume_at: float | None = None
-        self._look_at = 0.0
-        self._is_lost = False
+        self._next_check = 0.0
+        self._files_lost = False
 
     def open(self, facts: EngineFacts, selector: selectors.BaseSelector) -> None:
-        """Listen, and say so to those who look for engines. Raises UnsafeFolder or OSError; then `close` it.
+        """Listen, and write the description that `discovery` reads. Raises UnsafeFolder or OSError; call `close` then.
 
-        A port that cannot be had is one warning: the Unix socket serves all the same.
+        A TCP port that is not available is logged as a warning, and the Unix socket works without it.
         """
         self._facts, self._selector = facts, selector
         if self._address is not None:
-            self._open_port(self._address)
-        self._settle()
-        self._look_at = time.monotonic() + _ROUND
+            self._open_tcp(self._address)
+        self._bind()
+        self._next_check = time.monotonic() + _CHECK_INTERVAL
 
-    def _open_port(self, address: tuple[str, int]) -> None:
+    def _open_tcp(self, address: tuple[str, int]) -> None:
         try:
             listener = _tcp_listener(address)
         except OSError as error:
@@ -65,100 +65,100 @@ class Listener:
         self.token = secrets.token_urlsafe(32)
         self._listen(listener)
 
-    def _settle(self) -> None:
-        """Have a Unix socket, and say where."""
-        self.path, self._local = claim()
-        self._listen(self._local)
+    def _bind(self) -> None:
+        """Bind a Unix socket and write its description."""
+        self.path, self._unix = claim()
+        self._listen(self._unix)
         advertise(self._facts, self.path, self.tcp, self.token)
 
     def close(self) -> None:
-        """Listen no more, and remove the files if they are this process's. May be called twice."""
+        """Stop listening, and remove the files if they belong to this process. May be called twice."""
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        self._local = None
+        self._unix = None
         if self.path is not None:
             release(self.path)
 
-    def shut(self) -> None:
-        """As `close`, while the selector is in use."""
+    def stop(self) -> None:
+        """Stop listening while the selector is still in use."""
         if self._resume_at is None:
-            self._forget()
+            self._unregister()
         self.close()
 
-    def look(self, now: float) -> None:
-        """Listen again if it has rested enough, and be found again if files have gone; `now` on the monotonic clock."""
+    def maintain(self, now: float) -> None:
+        """Resume after a pause, and restore deleted files; `now` is on the monotonic clock."""
         if self._resume_at is not None and now >= self._resume_at:
             self._resume_at = None
             for listener in self._listeners:
-                self._watch(listener)
-        if now >= self._look_at:
-            self._look_at = now + _ROUND
-            self._be_found()
+                self._register(listener)
+        if now >= self._next_check:
+            self._next_check = now + _CHECK_INTERVAL
+            self._restore_files()
 
-    def _be_found(self) -> None:
-        """Whoever cleans runtime folders asks no engine: have a place there anew, or say once why not."""
+    def _restore_files(self) -> None:
+        """Restore the socket or its description after a cleaner of runtime folders deleted it; log a failure once."""
         try:
             if self.path is None or not is_claimed(self.path):
-                self._move()
+                self._rebind()
             elif not self.path.with_suffix(".json").exists():
                 advertise(self._facts, self.path, self.tcp, self.token)
         except (OSError, UnsafeFolder) as error:
-            if not self._is_lost:
+            if not self._files_lost:
                 _log.warning("this engine's socket is gone, and there is no place for another one: %s", error)
-            self._is_lost = True
+            self._files_lost = True
         else:
-            self._is_lost = False
+            self._files_lost = False
 
-    def _move(self) -> None:
-        if self._local is not None:
+    def _rebind(self) -> None:
+        if self._unix is not None:
             if self._resume_at is None:
-                self._selector.unregister(self._local)
-            self._listeners.remove(self._local)
-            self._local.close()
-            self._local = None
+                self._selector.unregister(self._unix)
+            self._listeners.remove(self._unix)
+            self._unix.close()
+            self._unix = None
         if self.path is not None:
             release(self.path)
             self.path = None
-        self._settle()
+        self._bind()
 
     def _listen(self, listener: socket.socket) -> None:
         self._listeners.append(listener)
         if self._resume_at is None:
-            self._watch(listener)
+            self._register(listener)
 
-    def _watch(self, listener: socket.socket) -> None:
+    def _register(self, listener: socket.socket) -> None:
         self._selector.register(listener, selectors.EVENT_READ, lambda mask: self._accept(listener))
 
-    def _forget(self) -> None:
+    def _unregister(self) -> None:
         for listener in self._listeners:
             self._selector.unregister(listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_ACCEPT_BATCH):
             try:
                 connection, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError, InterruptedError):
                 return
-            except OSError as error:  # who waits in the queue would have us try again at once, for ever
-                self._rest(error)
+            except OSError as error:  # a waiting connection would wake the selector again at once
+                self._pause(error)
                 return
             connection.setblocking(False)
             local = listener.family == socket.AF_UNIX
             if local and not is_trusted_peer(connection):
                 connection.close()
                 continue
-            self._meet(connection, None if local else self.token)
+            self._on_connection(connection, None if local else self.token)
 
-    def _rest(self, error: OSError) -> None:
+    def _pause(self, error: OSError) -> None:
         if self._resume_at is None:
             _log.warning("the monitor's publisher takes no connections for a second: %s", error)
-            self._resume_at = time.monotonic() + _REST
-            self._forget()
+            self._resume_at = time.monotonic() + _PAUSE_S
+            self._unregister()
 
 
 def _checked(listen: str) -> tuple[str, int]:
-    """Host and port of tcp://host:port, which only this machine reaches, or anybody if that was asked for."""
+    """Parse tcp://host:port. Addresses that other machines reach require `?allow=remote`."""
     address, _, query = listen.partition("?")
     host, port = tcp_address(address)
     if query not in ("", "allow=remote"):

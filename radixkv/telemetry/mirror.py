@@ -1,6 +1,6 @@
-"""An engine's state as telemetry told it: what a publisher resends, a monitor shows, and a recording replays.
+"""The state of an engine as its telemetry describes it: the sum of all changes.
 
-Knows records and how changes add up. Knows no cache, no socket and no screen. Not for two threads at once.
+A publisher sends it as a snapshot, a monitor shows it, and a recording rebuilds it. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from radixkv.telemetry.records import (
 ENDED_REQUESTS = 512
 SESSIONS = 1024
 EVICTIONS = 1024
-"""How many of these are remembered; the oldest go first, but no request that has not ended."""
+"""How many of these are kept; the oldest are dropped first. Requests that have not ended are all kept."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -45,7 +45,7 @@ class Mirror:
         self.next_victims: tuple[int, ...] | None = None
 
     def apply(self, changes: Changes) -> None:
-        """Add changes up. O(changes), but for a reset, which forgets everything first."""
+        """Add changes. O(changes), except for a reset, which drops everything first."""
         if changes.reset:
             self.__init__()  # type: ignore[misc]
         self.time = changes.time
@@ -61,15 +61,15 @@ class Mirror:
         for request in changes.requests:
             self._request(request)
         for session in changes.sessions:
-            _remember(self.sessions, session.number, session, SESSIONS)
+            _keep_newest(self.sessions, session.number, session, SESSIONS)
         for eviction in changes.evictions:
-            if not self._forgotten(eviction):
-                _remember(self.evictions, eviction.number, eviction, EVICTIONS, move=False)
+            if not self._was_dropped(eviction):
+                _keep_newest(self.evictions, eviction.number, eviction, EVICTIONS, move=False)
         if changes.next_victims is not None:
             self.next_victims = changes.next_victims
 
     def everything(self) -> Changes:
-        """All of it, as changes that begin with a reset. O(everything)."""
+        """Return the whole state as changes that begin with a reset. O(state)."""
         return Changes(
             time=self.time,
             reset=True,
@@ -82,8 +82,8 @@ class Mirror:
             next_victims=self.next_victims,
         )
 
-    def _forgotten(self, eviction: EvictionRecord) -> bool:
-        """Whether it gave way to newer ones, so that a late regret must not bring it back as the newest."""
+    def _was_dropped(self, eviction: EvictionRecord) -> bool:
+        """Whether it was dropped as too old, so that a late regret must not add it again as the newest."""
         return len(self.evictions) == EVICTIONS and eviction.number < next(iter(self.evictions))
 
     def _request(self, request: RequestRecord) -> None:
@@ -91,10 +91,10 @@ class Mirror:
             self.live[request.number] = request
             return
         self.live.pop(request.number, None)
-        _remember(self.ended, request.number, request, ENDED_REQUESTS)
+        _keep_newest(self.ended, request.number, request, ENDED_REQUESTS)
 
 
-def _remember(kept: OrderedDict[Key, Value], key: Key, value: Value, most: int, *, move: bool = True) -> None:
+def _keep_newest(kept: OrderedDict[Key, Value], key: Key, value: Value, most: int, *, move: bool = True) -> None:
     """Keep the newest `most`."""
     kept[key] = value
     if move:

@@ -1,7 +1,4 @@
-"""Changes cut into pages that fit into frames.
-
-Knows roughly how many bytes a record takes. Knows no frame and no wire.
-"""
+"""Cut changes into pages that fit into frames. The sizes of records are estimated, never below the real ones."""
 
 from __future__ import annotations
 
@@ -15,22 +12,25 @@ from radixkv.telemetry.records import Changes
 _log = logging.getLogger(__name__)
 
 PAGE_BYTES = 32 * 1024
-"""About how long a page gets at most: far below the cap of a frame, and cut and encoded in half a millisecond."""
+"""The target size of a page: far below the limit of a frame, and encoded in half a millisecond."""
 LONGEST_LIST = 65_536
 LONGEST_TEXT = 16_384
-"""Most numbers and characters of one value; what is longer is cut, which no honest engine comes near."""
+"""The most numbers or characters of one value; longer ones, which no real engine produces, are cut."""
 
 LISTS = ("gone_nodes", "gone_sequences", "nodes", "sequences", "requests", "sessions", "evictions")
 _NUMBER, _RECORD = 5, 100  # bytes of a packed block id, and of a record without its lists and texts
 
 
-def _never() -> None:
-    """Whoever has few pages does not rest between them."""
+def _no_pause() -> None:
+    """Return at once: the default between two pages."""
 
 
-def paginate(changes: Changes, rest: Callable[[], None] = _never) -> list[Changes]:
-    """The same changes in pieces, at least one, to be applied in order. Only the first resets; only the last has
-    the stats and the next victims, so a reader that has them has everything. O(changes); `rest` is called between two.
+def paginate(changes: Changes, pause: Callable[[], None] = _no_pause) -> list[Changes]:
+    """Cut changes into pages, at least one, which are applied in order. O(changes); `pause` is called between two
+    pages.
+
+    Only the first page resets. Only the last has the stats and the next victims, so a reader that has them has
+    everything.
     """
     found: list[dict[str, list[Any]]] = [{}]
     room = PAGE_BYTES
@@ -39,7 +39,7 @@ def paginate(changes: Changes, rest: Callable[[], None] = _never) -> list[Change
         if size > room and found[-1]:
             found.append({})
             room = PAGE_BYTES
-            rest()
+            pause()
         found[-1].setdefault(name, []).append(_cut(item) if size > LONGEST_TEXT else item)
         room -= size
     cut = [Changes(changes.time, **{name: tuple(items) for name, items in page.items()}) for page in found]  # type: ignore[arg-type]  # the names are LISTS
@@ -55,7 +55,7 @@ def _items(changes: Changes) -> Iterator[tuple[str, Any]]:
 
 
 def _size(item: Any) -> int:
-    """About its packed bytes, rather too many."""
+    """Estimate the packed size in bytes, rather too high."""
     if isinstance(item, int):
         return _NUMBER
     texts = (getattr(item, "namespace", None), getattr(item, "text", None))
@@ -64,11 +64,11 @@ def _size(item: Any) -> int:
 
 def _runs(item: Any) -> tuple[int, ...]:
     blocks = getattr(item, "blocks", ())
-    return blocks if isinstance(blocks, tuple) else ()  # an eviction's are a count
+    return blocks if isinstance(blocks, tuple) else ()  # an eviction's `blocks` is a count
 
 
 def _cut(item: Any) -> Any:
-    """The record with nothing longer than what a frame may hold."""
+    """Cut values that are longer than a frame may hold."""
     shorter: dict[str, Any] = {}
     if len(_runs(item)) > LONGEST_LIST:
         shorter["blocks"] = item.blocks[:LONGEST_LIST]

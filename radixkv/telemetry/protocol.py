@@ -32,12 +32,12 @@ from radixkv.telemetry.records import (
 
 VERSION = 1
 MAX_FRAME = 4 * 1024 * 1024
-"""The most bytes behind a length."""
+"""The most bytes that may follow a length."""
 MOST_POOL = 2**24
-"""The most blocks of an engine that can be told of."""
+"""The most blocks of an engine that a hello may declare."""
 PREFIX = 4
-"""Bytes of a length."""
-_MOST_ARRAYS = 65_536  # in one frame: empty ones take 1 byte on the wire, and 80 in memory
+"""The size of a length in bytes."""
+_MOST_ARRAYS = 65_536  # in one frame: an empty one takes 1 byte on the wire, and 80 in memory
 _MOST_MAPS = 3  # the frame, its body, its stats
 _MOST_STATS = 4096
 
@@ -48,21 +48,22 @@ RECORDS: dict[str, type[Record]] = {
     "sessions": SessionRecord,
     "evictions": EvictionRecord,
 }
-"""What the lists of changes hold, but for those of ids."""
+"""The record class of each list of changes; the other lists hold ids."""
 Kind = TypeVar("Kind")
 
 WRONG_TOKEN = "wrong token"
-"""How the reason of a Bye begins that no further attempt will change."""
+"""The first words of a bye's reason that no further attempt will change."""
 
 CRASHED = "the engine's thread stopped"
-"""How it begins where an engine did not end as it should."""
+"""The first words of a bye's reason if the engine ended by a fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What all frames have: `seq` is the number of the latest delta that it includes, `ts` when it was made.
+    """The fields of every frame: `seq` is the number of the latest delta that it includes, `ts` the time when it was
+    made.
 
-    Deltas are numbered 1, 2, 3, ...; the delta behind a snapshot with seq n is n + 1.
+    Deltas are numbered 1, 2, 3, ...; the delta after a snapshot with seq n is n + 1.
     """
 
     seq: int = field(default=0, kw_only=True)
@@ -71,7 +72,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Attach(Frame):
-    """The one frame that a client sends, first: `hz` is how often it wants deltas; TCP also asks for the token."""
+    """The first and only frame that a client sends: `hz` is the requested rate of deltas; TCP requires the token."""
 
     token: str = ""
     hz: float = 4.0
@@ -79,16 +80,16 @@ class Attach(Frame):
 
 @dataclass(frozen=True, slots=True)
 class Hello(Frame):
-    """The first frame of every connection and recording: whose engine this is."""
+    """The first frame of every connection and recording: the facts of the engine."""
 
     facts: EngineFacts
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot(Frame):
-    """Page `page` (from 0) of `pages` of everything; page 0 resets what was known, the state is whole behind the last.
+    """Page `page` (from 0) of `pages` of the whole state. Page 0 resets; the state is complete after the last page.
 
-    Deltas come behind the last page, never between two.
+    No delta comes between two pages.
     """
 
     page: int
@@ -97,55 +98,57 @@ class Snapshot(Frame):
 
     @property
     def last(self) -> bool:
-        """Whether the state is whole behind this page."""
+        """Whether the state is complete after this page."""
         return self.page == self.pages - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Delta(Frame):
-    """What changed since the frame before. One that says nothing new is a sign of life."""
+    """The changes since the preceding frame. An empty one shows that the engine is alive."""
 
     changes: Changes
 
 
 @dataclass(frozen=True, slots=True)
 class Gap(Frame):
-    """This reader was too slow: `dropped` deltas are missing, and a snapshot follows."""
+    """The reader was too slow: `dropped` deltas are missing, and a snapshot follows."""
 
     dropped: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bye(Frame):
-    """The last frame, and why it is the last."""
+    """The last frame, with the reason of the end."""
 
     reason: str
 
 
 def encode(frame: Frame, limit: int = MAX_FRAME) -> bytes:
-    """The frame's bytes, its length in front. O(bytes). Raises ProtocolError if they are more than `limit`."""
-    name, fields = _PACK[type(frame)]
-    said = {"v": VERSION, "t": name, "seq": frame.seq, "ts": frame.ts, **fields(frame)}
-    body: bytes = msgpack.packb(said, default=_plain)
+    """Encode a frame, preceded by its length. O(bytes). Raises ProtocolError if it has more than `limit` bytes."""
+    name, values_of = _ENCODERS[type(frame)]
+    fields = {"v": VERSION, "t": name, "seq": frame.seq, "ts": frame.ts, **values_of(frame)}
+    body: bytes = msgpack.packb(fields, default=_plain)
     if len(body) > limit:
         raise ProtocolError(f"a {name} frame of {len(body)} bytes is over the cap of {limit}: send it in pages")
     return len(body).to_bytes(PREFIX, "big") + body
 
 
-def snapshot_frames(mirror: Mirror, seq: int, ts: float, rest: Callable[[], None] = lambda: None) -> Iterator[Snapshot]:
-    """Everything in frames, cut now and made one by one, so that a reader need not hold them all.
+def snapshot_frames(
+    mirror: Mirror, seq: int, ts: float, pause: Callable[[], None] = lambda: None
+) -> Iterator[Snapshot]:
+    """Cut the whole state into frames now, and make them one by one, so that a reader need not hold them all.
 
-    `rest` is called between two pages that are cut.
+    `pause` is called between two pages while they are cut.
     """
-    every = paginate(mirror.everything(), rest)
+    every = paginate(mirror.everything(), pause)
     return (Snapshot(page, len(every), changes, seq=seq, ts=ts) for page, changes in enumerate(every))
 
 
 def _plain(value: Any) -> Any:
-    """What msgpack cannot write: whole numbers of more than 64 bits, such as somebody's priority, go to the limit."""
+    """Convert values that msgpack rejects: integers of more than 64 bits, such as a caller's priority, are clamped."""
     if isinstance(value, int):
         return MOST_INT if value > 0 else -MOST_INT
-    raise TypeError(f"telemetry tells plain values only, not a {type(value).__name__}")
+    raise TypeError(f"telemetry sends plain values only, not a {type(value).__name__}")
 
 
 def _body(changes: Changes) -> dict[str, Any]:
@@ -163,7 +166,7 @@ def _body(changes: Changes) -> dict[str, Any]:
     return body
 
 
-_PACK: dict[type[Frame], tuple[str, Callable[[Any], dict[str, Any]]]] = {
+_ENCODERS: dict[type[Frame], tuple[str, Callable[[Any], dict[str, Any]]]] = {
     Attach: ("attach", lambda frame: {"token": frame.token, "hz": frame.hz}),
     Hello: ("hello", lambda frame: {"engine": frame.facts.pack()}),
     Snapshot: (
@@ -177,24 +180,24 @@ _PACK: dict[type[Frame], tuple[str, Callable[[Any], dict[str, Any]]]] = {
 
 
 class Decoder:
-    """Bytes in, in any pieces; frames out. Holds less than one frame between two calls."""
+    """Decode frames from bytes that arrive in any pieces. Holds less than one frame between two calls."""
 
     def __init__(self, limit: int = MAX_FRAME) -> None:
-        """`limit` is the most bytes behind a length."""
+        """`limit` is the most bytes that may follow a length."""
         self._limit = limit
         self._bytes = bytearray()
         self._broken: ProtocolError | None = None
 
     @property
     def pending(self) -> int:
-        """Bytes of a frame that is not whole yet."""
+        """Bytes of a frame that is not complete yet."""
         return len(self._bytes)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are whole with `data`; those not taken come with the next call.
+        """Return the frames that `data` completes; frames that are not taken come with the next call.
 
-        Raises ProtocolError, behind the frames before it, for bytes that are no frame, and ever after: nobody knows
-        where the next frame would begin.
+        Raises ProtocolError for bytes that are not a frame, after the valid frames before them, and at every later
+        call, because the next frame cannot be located any more.
         """
         if self._broken is None:
             self._bytes += data
@@ -231,15 +234,15 @@ class Decoder:
 
 
 def _frame(body: bytes) -> Frame:
-    """The frame of a body. ProtocolError for all that can be wrong with it."""
+    """Decode the body of a frame. Raises ProtocolError for any fault."""
     try:
-        said = _unpack(body)
-        _demand(isinstance(said, dict), "a frame is a map")
-        version = _take(said, "v", int)
-        _demand(version == VERSION, f"this speaks version {VERSION}, the other side {version}: use the same release")
-        name = _take(said, "t", str)
-        _demand(name in _READ, f"there are no {name[:40]!r} frames in version {VERSION}")
-        return _READ[name](said, seq=_count(said, "seq"), ts=_number(said, "ts"))
+        fields = _unpack(body)
+        _require(isinstance(fields, dict), "a frame is a map")
+        version = _get(fields, "v", int)
+        _require(version == VERSION, f"this speaks version {VERSION}, the other side {version}: use the same release")
+        name = _get(fields, "t", str)
+        _require(name in _DECODERS, f"there are no {name[:40]!r} frames in version {VERSION}")
+        return _DECODERS[name](fields, seq=_count(fields, "seq"), ts=_number(fields, "ts"))
     except ProtocolError:
         raise
     except (ValueError, TypeError, RecursionError, MemoryError, msgpack.UnpackException) as error:
@@ -247,7 +250,7 @@ def _frame(body: bytes) -> Frame:
 
 
 def _unpack(body: bytes) -> Any:
-    """The plain values of a body, within bounds: nothing that a few bytes say makes much memory."""
+    """Unpack the values of a body, within limits: a few bytes must not allocate much memory."""
     arrays = maps = 0
 
     def array(values: list[Any]) -> tuple[Any, ...]:
@@ -260,9 +263,9 @@ def _unpack(body: bytes) -> Any:
     def mapping(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
         nonlocal maps
         maps += 1
-        _demand(maps <= _MOST_MAPS, f"a frame has at most {_MOST_MAPS} maps")
+        _require(maps <= _MOST_MAPS, f"a frame has at most {_MOST_MAPS} maps")
         made = dict(pairs)
-        _demand(len(made) == len(pairs) and set(map(type, made)) <= {str}, "the keys of a map are texts, once each")
+        _require(len(made) == len(pairs) and set(map(type, made)) <= {str}, "the keys of a map are texts, once each")
         return made
 
     return msgpack.unpackb(
@@ -282,36 +285,36 @@ def _no_extension(code: int, data: bytes) -> Any:
     raise ProtocolError("a frame holds no msgpack extensions")
 
 
-def _demand(right: bool, otherwise: str) -> None:
+def _require(right: bool, otherwise: str) -> None:
     if not right:
         raise ProtocolError(otherwise)
 
 
-def _take(said: dict[str, Any], key: str, *kinds: type[Kind]) -> Kind:
-    value = said.get(key)
-    if type(value) not in kinds:  # no _demand: a body is long, and saying it takes longer than all the rest
+def _get(fields: dict[str, Any], key: str, *kinds: type[Kind]) -> Kind:
+    value = fields.get(key)
+    if type(value) not in kinds:  # not `_require`: formatting a long body takes longer than everything else
         raise ProtocolError(f"{key!r} of a frame cannot be {str(value)[:40]!r}")
     return value  # type: ignore[return-value]  # just looked at
 
 
-def _count(said: dict[str, Any], key: str) -> int:
-    value = _take(said, key, int)
-    _demand(0 <= value <= MOST_INT, f"{key!r} of a frame cannot be {value}")
+def _count(fields: dict[str, Any], key: str) -> int:
+    value = _get(fields, key, int)
+    _require(0 <= value <= MOST_INT, f"{key!r} of a frame cannot be {value}")
     return value
 
 
-def _number(said: dict[str, Any], key: str) -> float:
-    value = _take(said, key, float, int)
-    _demand(isfinite(value), f"{key!r} of a frame cannot be {value}")
+def _number(fields: dict[str, Any], key: str) -> float:
+    value = _get(fields, key, float, int)
+    _require(isfinite(value), f"{key!r} of a frame cannot be {value}")
     return float(value)
 
 
-def _tuple(said: dict[str, Any], key: str) -> tuple[Any, ...]:
-    return _take(said, key, tuple)
+def _tuple(fields: dict[str, Any], key: str) -> tuple[Any, ...]:
+    return _get(fields, key, tuple)
 
 
-def _changes(said: dict[str, Any]) -> Changes:
-    body = _take(said, "body", dict)
+def _changes(fields: dict[str, Any]) -> Changes:
+    body = _get(fields, "body", dict)
     parts: dict[str, Any] = {}
     for name in LISTS:
         if name in body:
@@ -319,52 +322,52 @@ def _changes(said: dict[str, Any]) -> Changes:
     if "next_victims" in body:
         parts["next_victims"] = _list("next_victims", _tuple(body, "next_victims"))
     if "stats" in body:
-        parts["stats"] = _stats(_take(body, "stats", dict))
-    return Changes(_number(body, "time"), _take(body, "reset", bool) if "reset" in body else False, **parts)
+        parts["stats"] = _stats(_get(body, "stats", dict))
+    return Changes(_number(body, "time"), _get(body, "reset", bool) if "reset" in body else False, **parts)
 
 
 def _list(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
     record = RECORDS.get(name)
     if record is not None:
-        _demand(set(map(type, values)) <= {tuple}, f"{name!r} is a list of records")
+        _require(set(map(type, values)) <= {tuple}, f"{name!r} is a list of records")
         return tuple(map(record.unpack, values))
-    _demand(set(map(type, values)) <= {int} and min(values, default=0) >= 0, f"{name!r} is a list of ids")
+    _require(set(map(type, values)) <= {int} and min(values, default=0) >= 0, f"{name!r} is a list of ids")
     return values
 
 
-def _stats(said: dict[str, Any]) -> dict[str, float]:
-    for key in said:
-        _number(said, key)
-    return said
+def _stats(fields: dict[str, Any]) -> dict[str, float]:
+    for key in fields:
+        _number(fields, key)
+    return fields
 
 
-def _hello(said: dict[str, Any], **common: Any) -> Hello:
-    facts = EngineFacts.unpack(_tuple(said, "engine"))
-    # Whoever shows a pool has an entry for each block, and divides by their size.
-    _demand(0 < facts.num_blocks <= MOST_POOL, f"a pool cannot have {facts.num_blocks} blocks")
-    _demand(facts.block_size > 0, f"a block cannot have {facts.block_size} tokens")
+def _hello(fields: dict[str, Any], **common: Any) -> Hello:
+    facts = EngineFacts.unpack(_tuple(fields, "engine"))
+    # A monitor has an entry for each block, and divides by the block size.
+    _require(0 < facts.num_blocks <= MOST_POOL, f"a pool cannot have {facts.num_blocks} blocks")
+    _require(facts.block_size > 0, f"a block cannot have {facts.block_size} tokens")
     return Hello(facts, **common)
 
 
-def _snapshot(said: dict[str, Any], **common: Any) -> Snapshot:
-    page, number = _count(said, "page"), _count(said, "pages")
-    _demand(page < number, f"there is no page {page} of {number}")
-    changes = _changes(said)
-    _demand(changes.reset == (page == 0), "the first page of a snapshot resets, and no other")
+def _snapshot(fields: dict[str, Any], **common: Any) -> Snapshot:
+    page, number = _count(fields, "page"), _count(fields, "pages")
+    _require(page < number, f"there is no page {page} of {number}")
+    changes = _changes(fields)
+    _require(changes.reset == (page == 0), "the first page of a snapshot resets, and no other")
     return Snapshot(page, number, changes, **common)
 
 
-def _attach(said: dict[str, Any], **common: Any) -> Attach:
-    hz = _number(said, "hz")
-    _demand(hz > 0, f"'hz' cannot be {hz}")
-    return Attach(_take(said, "token", str), hz, **common)
+def _attach(fields: dict[str, Any], **common: Any) -> Attach:
+    hz = _number(fields, "hz")
+    _require(hz > 0, f"'hz' cannot be {hz}")
+    return Attach(_get(fields, "token", str), hz, **common)
 
 
-_READ: dict[str, Callable[..., Frame]] = {
+_DECODERS: dict[str, Callable[..., Frame]] = {
     "attach": _attach,
     "hello": _hello,
     "snapshot": _snapshot,
-    "delta": lambda said, **common: Delta(_changes(said), **common),
-    "gap": lambda said, **common: Gap(_count(said, "dropped"), **common),
-    "bye": lambda said, **common: Bye(drawable(_take(said, "reason", str)), **common),
+    "delta": lambda fields, **common: Delta(_changes(fields), **common),
+    "gap": lambda fields, **common: Gap(_count(fields, "dropped"), **common),
+    "bye": lambda fields, **common: Bye(drawable(_get(fields, "reason", str)), **common),
 }

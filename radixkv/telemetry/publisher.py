@@ -1,6 +1,6 @@
-"""The publisher's thread: collects changes from the engine's thread, and sends them to the attached clients.
+"""The publisher's thread: collect changes from the engine's thread, and send them to the attached clients.
 
-An engine is asked at most ten times a second, between two steps, whether clients are attached or not. The engine's
+The engine is asked at most ten times a second, between two steps, and once a second without clients. The engine's
 thread never waits for the publisher.
 """
 
@@ -28,27 +28,27 @@ from radixkv.telemetry.records import Changes, EngineFacts
 
 _log = logging.getLogger(__name__)
 
-ALONE_HZ = 1.0
-"""How often the engine is asked while nobody is attached: the flight recorder listens."""
-_PULSE = 1.0  # seconds without a frame after which there is an empty one
-_FAREWELL = 0.5  # seconds that clients get for the last frame
-_SETTLE = 2.0
-_JOIN = 5.0
-_FAILURES = 20  # turns in a row that raised, behind which there is no point in going on
-_BLINK = 0.005
-_COMPLAINTS = 100  # kinds of faults that are logged
+IDLE_HZ = 1.0
+"""How often a second the engine is asked while no client is attached, for the flight recorder."""
+_HEARTBEAT_S = 1.0  # seconds without a frame after which an empty one is sent
+_BYE_TIMEOUT = 0.5  # seconds for clients to read the last frame
+_FLIGHT_TIMEOUT = 2.0
+_JOIN_TIMEOUT = 5.0
+_FAILURES = 20  # failed turns in a row after which the publisher ends
+_POLL_INTERVAL = 0.005
+_MOST_FAULTS = 100  # kinds of faults that are logged
 
 
 _publishers: WeakSet[Publisher] = WeakSet()
 
 
 class Publisher:
-    """Serves one engine's telemetry, from `start` to `close`; for any thread.
+    """Serve one engine's telemetry, from `start` to `close`; for any thread.
 
-    `collect` has the engine's thread collect what changed and gives the future of that; `pending` says whether there is
-    anything. Both are called on the publisher's thread, which outlives whoever forgets to close it: they should not
-    keep the engine alive. `listen` is None for the Unix socket alone, or tcp://127.0.0.1:PORT for a port beside it,
-    which asks for a token.
+    `collect` schedules a collection on the engine's thread and returns its future; `pending` returns whether there are
+    changes. Both are called on the publisher's thread and should not keep the engine alive, since that thread runs
+    until `close`. `listen` is None for the Unix socket alone, or tcp://127.0.0.1:PORT for an additional port, which
+    requires a token.
     """
 
     def __init__(
@@ -61,92 +61,90 @@ class Publisher:
         limits: ClientLimits | None = None,
         flight: FlightRecorder | None = None,
     ) -> None:
-        """Open nothing yet. Raises InvalidInput for a `listen` that is no address, or that others could reach.
+        """Open nothing yet. Raises InvalidInput for an invalid `listen`, or one that other machines could reach.
 
-        Whoever wants that in earnest says so: tcp://0.0.0.0:PORT?allow=remote.
+        `tcp://0.0.0.0:PORT?allow=remote` allows other machines.
         """
         self.facts = facts
         limits = limits or ClientLimits()
         self._frame_log = FrameLog(facts, flight or FlightRecorder(facts))
-        self._collector = Collector(collect, pending, self._tell, self._wake, limits.hz)
-        self._clients = ClientSet(limits, self._frame_log.snapshot, self._frame_log.bye, self._collector.hurry)
-        self._listener = Listener(listen, self._clients.meet)
-        self._reason: str | None = None  # why it ends
+        self._collector = Collector(collect, pending, self._publish, self._wake, limits.hz)
+        self._clients = ClientSet(limits, self._frame_log.snapshot, self._frame_log.bye, self._collector.request_soon)
+        self._listener = Listener(listen, self._clients.add)
+        self._reason: str | None = None  # of the end
         self._thread: threading.Thread | None = None
 
     # ---- for any thread
 
     @property
     def path(self) -> Path | None:
-        """Of the Unix socket, from the start on."""
+        """The path of the Unix socket, after `start`."""
         return self._listener.path
 
     @property
     def tcp(self) -> str | None:
-        """host:port, from the start on, if it listens there."""
+        """host:port, after `start`, if it listens there."""
         return self._listener.tcp
 
     @property
     def token(self) -> str | None:
-        """What TCP clients have to know."""
+        """The token that TCP clients must send."""
         return self._listener.token
 
     def start(self) -> None:
-        """Listen and serve from now on. Raises UnsafeFolder or OSError if there is no place to listen; nothing is left
-        then.
-        """
+        """Listen and serve from now on. Raises UnsafeFolder or OSError, and closes everything, if it cannot listen."""
         self._selector = selectors.DefaultSelector()
         self._wakes, self._waker = socket.socketpair()
         for end in (self._wakes, self._waker):
             end.setblocking(False)
         self._clients.open(self._selector)
         try:
-            self._selector.register(self._wakes, selectors.EVENT_READ, self._woken)
+            self._selector.register(self._wakes, selectors.EVENT_READ, self._drain_wakeups)
             self._listener.open(self.facts, self._selector)
         except BaseException:
-            self._hang_up()
+            self._close_all()
             raise
         _publishers.add(self)
         self._thread = threading.Thread(target=self._run, name="radixkv-publisher", daemon=True)
         self._thread.start()
 
     def close(self, reason: str = "the engine was closed") -> None:
-        """Say goodbye to everybody and end; takes half a second at most. May be called twice."""
+        """Send all clients the reason and end, in at most half a second. May be called twice."""
         thread = self._thread
         if thread is None:
             return
         self._reason = self._reason or reason
         self._wake()
         if thread is not threading.current_thread():
-            thread.join(_JOIN)
+            thread.join(_JOIN_TIMEOUT)
 
     def flight(self, path: str | os.PathLike[str], last: Changes | None = None, why: str | None = None) -> int:
-        """Write the last minutes as a recording; returns its bytes. Waits 2 s at most, for a fresh collection.
+        """Write the last minutes as a recording; returns its bytes. Waits at most 2 s for a fresh collection.
 
-        The engine's own thread, which must not wait for itself, gives what it collected as `last`, and `why` nothing
-        comes behind that. Raises OSError.
+        The engine's own thread must not wait for itself: it passes its collection as `last`, and the reason of its end
+        as `why`. Raises OSError.
         """
         if last is not None:
-            self._collector.catch_up(_SETTLE, self._is_alive)
+            self._collector.wait_until_delivered(_FLIGHT_TIMEOUT, self._is_alive)
         elif self._is_alive():
-            self._collector.settle(_SETTLE)
+            self._collector.wait_for_fresh(_FLIGHT_TIMEOUT)
         return self._frame_log.save(path, last, why)
 
     @property
     def attached(self) -> int:
-        """How many clients are attached."""
+        """The number of attached clients."""
         return self._clients.attached
 
     @property
     def buffered(self) -> int:
-        """Bytes that clients have not taken yet, of all of them."""
+        """Bytes that wait to be sent to all clients."""
         return self._clients.buffered
 
     def _is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def _wake(self) -> None:
-        """Have the thread look around; a full pipe says that it will anyway, a closed one that it is gone."""
+        """Wake the thread. A full pipe wakes it anyway, and a closed one means that it has ended."""
         try:
             self._waker.send(b"!")
         except OSError:
@@ -158,7 +156,7 @@ class Publisher:
         failures = 0
         while self._reason is None:
             try:
-                self._turn()
+                self._run_once()
                 failures = 0
             except Exception:
                 _log.exception("the monitor's publisher stumbled, and goes on")
@@ -168,58 +166,58 @@ class Publisher:
                     self._reason = "the publisher failed: the engine's log says why"
                 time.sleep(0.05 * failures)
         try:
-            self._farewell(self._reason)
+            self._send_byes(self._reason)
         finally:
-            self._hang_up()
+            self._close_all()
 
-    def _turn(self) -> None:
-        """Wait for something to do, at most a second, and do it."""
-        for key, mask in self._selector.select(self._patience()):
+    def _run_once(self) -> None:
+        """Wait at most a second for something to do, and do it."""
+        for key, mask in self._selector.select(self._select_timeout()):
             key.data(mask)
         now = time.monotonic()
-        self._collector.turn(now, self._hz)
-        if now - self._frame_log.told_at >= _PULSE and self.attached:
-            self._tell(self._frame_log.nothing_new)
-        self._clients.expire(now)
-        self._clients.tidy()
-        self._listener.look(now)
+        self._collector.poll(now, self._hz)
+        if now - self._frame_log.last_append >= _HEARTBEAT_S and self.attached:
+            self._publish(self._frame_log.heartbeat)
+        self._clients.drop_expired(now)
+        self._clients.update()
+        self._listener.maintain(now)
 
-    def _patience(self) -> float:
-        """Seconds until something is due even if nobody stirs; a future that comes stirs."""
+    def _select_timeout(self) -> float:
+        """Seconds until something is due without an event; a completed future is an event."""
         now = time.monotonic()
-        due = [now + _PULSE, self._collector.due(self._hz)]
+        due = [now + _HEARTBEAT_S, self._collector.next_request(self._hz)]
         if self.attached:
-            due.append(self._frame_log.told_at + _PULSE)
+            due.append(self._frame_log.last_append + _HEARTBEAT_S)
         return max(0.0, min(due) - now)
 
     @property
     def _hz(self) -> float:
-        """How often to ask the engine: the fastest client decides."""
-        return self._clients.hz or ALONE_HZ
+        """How often a second to ask the engine: as the fastest client requested."""
+        return self._clients.hz or IDLE_HZ
 
-    def _woken(self, mask: int) -> None:
+    def _drain_wakeups(self, mask: int) -> None:
         self._wakes.recv(4096)
 
-    def _tell(self, changes: Changes) -> None:
-        self._frame_log.tell(changes, self._clients.give)
+    def _publish(self, changes: Changes) -> None:
+        self._frame_log.append(changes, self._clients.send)
 
     # ---- the end
 
-    def _farewell(self, reason: str) -> None:
-        """Tell everybody why, and give them a moment to take it."""
-        self._collector.take()
-        self._listener.shut()
-        self._clients.dismiss(reason)
-        deadline = time.monotonic() + _FAREWELL
+    def _send_byes(self, reason: str) -> None:
+        """Send all clients the reason, and give them a moment to read it."""
+        self._collector.deliver()
+        self._listener.stop()
+        self._clients.say_bye(reason)
+        deadline = time.monotonic() + _BYE_TIMEOUT
         while (left := deadline - time.monotonic()) > 0:
-            self._clients.tidy()
+            self._clients.update()
             if not self._clients:
                 return
             for key, mask in self._selector.select(left):
                 key.data(mask)
 
-    def _hang_up(self) -> None:
-        """Close all that is open, and remove the socket's files if they are this process's."""
+    def _close_all(self) -> None:
+        """Close everything, and remove the socket's files if they belong to this process."""
         self._clients.close()
         self._listener.close()
         self._selector.close()
@@ -228,113 +226,117 @@ class Publisher:
         _publishers.discard(self)
         self._collector.close()
 
-    def _abandon(self) -> None:
-        """In a child process, which has no such thread: let go of the parent's sockets, and touch none of its files."""
+    def abandon(self) -> None:
+        """Close the parent's sockets in a forked child, which has no such thread, and leave its files alone."""
         self._thread = None
-        self._hang_up()
+        self._close_all()
 
 
 class Collector:
-    """What the engine's side answers goes to `tell`; `wake` is called, on any thread, when there is something to do.
+    """Request collections from the engine's thread, one at a time, and pass each result to `publish`.
 
-    `collect` and `pending` are as in `Publisher`; `fastest` is how often a second it may be asked in a hurry.
+    `collect` and `pending` are those of `Publisher`. `wake` is called, on any thread, when there is something to do.
+    `max_hz` limits the requests for a client that has just attached.
     """
 
     def __init__(
         self,
         collect: Callable[[], Future[Changes]],
         pending: Callable[[], bool],
-        tell: Callable[[Changes], None],
+        publish: Callable[[Changes], None],
         wake: Callable[[], None],
-        fastest: float,
+        max_hz: float,
     ) -> None:
         self._collect, self._pending = collect, pending
-        self._tell, self._wake, self._fastest = tell, wake, fastest
+        self._publish, self._wake, self._max_hz = publish, wake, max_hz
         self._future: Future[Changes] | None = None
-        self._asked_at = 0.0
-        self._hurry = False
-        self._settling: list[threading.Event] = []  # who waits for a fresh collection
-        self._answering: list[threading.Event] = []  # by the one that is under way
-        self._complaints: set[str] = set()
+        self._requested_at = 0.0
+        self._soon = False
+        self._waiting_next: list[threading.Event] = []  # for the next collection
+        self._waiting_now: list[threading.Event] = []  # for the present collection
+        self._logged_faults: set[str] = set()
 
     # ---- for any thread
 
-    def settle(self, timeout: float) -> bool:
-        """Wait until a collection is told that began after this call, or there was nothing; whether it came in time."""
+    def wait_for_fresh(self, timeout: float) -> bool:
+        """Wait until a collection that began after this call is published, or there was nothing to collect.
+
+        Returns False after `timeout` seconds.
+        """
         event = threading.Event()
-        self._settling.append(event)
+        self._waiting_next.append(event)
         self._wake()
         return event.wait(timeout)
 
-    def catch_up(self, timeout: float, alive: Callable[[], bool]) -> None:
-        """Wait until what was collected before is told; what has not been collected is not waited for."""
+    def wait_until_delivered(self, timeout: float, alive: Callable[[], bool]) -> None:
+        """Wait until a finished collection is published; an unfinished one is not waited for."""
         deadline = time.monotonic() + timeout
         while alive() and (future := self._future) is not None and future.done() and time.monotonic() < deadline:
-            time.sleep(_BLINK)
+            time.sleep(_POLL_INTERVAL)
 
     # ---- for the publisher's thread
 
-    def hurry(self) -> None:
-        """Somebody has come, and what it was told may be a second old."""
-        self._hurry = True
+    def request_soon(self) -> None:
+        """Request the next collection early: a client has attached, and its snapshot may be a second old."""
+        self._soon = True
 
-    def due(self, hz: float) -> float:
-        """When to ask again, on the monotonic clock, for somebody who wants to be told `hz` times a second."""
+    def next_request(self, hz: float) -> float:
+        """When to request the next collection, on the monotonic clock, for a rate of `hz` a second."""
         if self._future is not None:
-            return inf  # whose answer wakes
-        if self._settling:
+            return inf  # its result wakes the thread
+        if self._waiting_next:
             return 0.0
-        return self._asked_at + 1.0 / (self._fastest if self._hurry else hz)
+        return self._requested_at + 1.0 / (self._max_hz if self._soon else hz)
 
-    def turn(self, now: float, hz: float) -> None:
-        """Take what the engine's thread answered; ask it anew if that is due and there is something."""
-        self.take()
-        if now < self.due(hz):
+    def poll(self, now: float, hz: float) -> None:
+        """Publish a finished collection; request the next one if it is due and there are changes."""
+        self.deliver()
+        if now < self.next_request(hz):
             return
-        self._asked_at, self._hurry = now, False
-        self._answering, self._settling = self._settling, []
+        self._requested_at, self._soon = now, False
+        self._waiting_now, self._waiting_next = self._waiting_next, []
         try:
             if self._pending():
                 self._future = self._collect()
                 self._future.add_done_callback(lambda future: self._wake())
         except Exception as error:
-            self._complain(error)
+            self._log_fault(error)
         if self._future is None:
-            _let_go(self._answering)
+            _set_all(self._waiting_now)
 
-    def take(self) -> None:
-        """Tell what the engine's thread answered, if it did."""
+    def deliver(self) -> None:
+        """Publish the collection if it is finished."""
         future = self._future
         if future is None or not future.done():
             return
         try:
-            self._tell(future.result())
-        except Exception as error:  # it must not be taken again and again
-            self._complain(error)
+            self._publish(future.result())
+        except Exception as error:  # a failed result must not be delivered again
+            self._log_fault(error)
         self._future = None
-        _let_go(self._answering)
+        _set_all(self._waiting_now)
 
     def close(self) -> None:
-        """Let go of everybody who waits: nothing more is asked."""
-        _let_go(self._settling)
-        _let_go(self._answering)
+        """Release all waiting callers: nothing more is requested."""
+        _set_all(self._waiting_next)
+        _set_all(self._waiting_now)
 
-    def _complain(self, error: BaseException) -> None:
-        """Log what the engine's side raised, once for each kind; an engine that is closed is no news."""
-        known = repr(error) in self._complaints or len(self._complaints) >= _COMPLAINTS
+    def _log_fault(self, error: BaseException) -> None:
+        """Log an error of the engine's side, once for each kind. A closed engine is not an error."""
+        known = repr(error) in self._logged_faults or len(self._logged_faults) >= _MOST_FAULTS
         if not isinstance(error, EngineClosed) and not known:
-            self._complaints.add(repr(error))
+            self._logged_faults.add(repr(error))
             _log.warning("telemetry could not be collected: %r", error, exc_info=error)
 
 
-def _let_go(events: list[threading.Event]) -> None:
+def _set_all(events: list[threading.Event]) -> None:
     for event in events:
         event.set()
 
 
 def _after_fork() -> None:
     for publisher in tuple(_publishers):
-        publisher._abandon()
+        publisher.abandon()
     _publishers.clear()
 
 

@@ -40,20 +40,20 @@ NO_STATS: Mapping[str, float] = {}
 NO_OWNERS: Mapping[int, tuple[int, int]] = {}
 _CACHE_STATS = tuple((each.name, f"cache.{each.name}") for each in fields(CacheStats))
 
-HEAD = 8  # token ids of a node that are told
+HEAD = 8  # token ids in a node's record
 TEXT_TOKENS, TEXT_CHARACTERS = 40, 80
-"""How many tokens of a node are decoded where text is told, and how much of it."""
-_FEW = 48  # blocks; so many are gone through faster without numpy
+"""How many tokens of a node are decoded where text is exposed, and how many characters are kept."""
+_FEW = 48  # blocks; shorter lists are processed faster without numpy
 
 Decode = Callable[[list[int]], str]
 Eviction = tuple[int, int, int, int, int, bool, float, int, Pressure]
-"""What an observer hears of one: number, node, start, tokens, blocks, gone, idle, hits, pressure."""
+"""Arguments of an observer's `evicted`: number, node, start, tokens, blocks, gone, idle, hits, pressure."""
 
 
 class Recorder:
-    """Hears a cache, is told of requests and sessions, and says at each `collect` what changed since the last.
+    """Observe a cache, take reports of requests and sessions, and return at each `collect` all changes since the last.
 
-    `clock` tells seconds since 1970. `decode` makes text of token ids; with None, no record has text.
+    `clock` returns seconds since 1970. `decode` makes text of token ids; with None, no record has text.
 
     >>> recorder = Recorder()
     >>> cache = PrefixCache(8, 4)
@@ -67,63 +67,63 @@ class Recorder:
         self._clock = clock
         self._texts = None if decode is None else _Texts(decode)
         self._fresh = True
-        self.cost_ns = 0  # what collecting has cost the caller's thread
+        self.cost_ns = 0  # time that collecting took on the caller's thread
         self._events = EventBuffer(clock)
-        # What was told last, of what is compared with it.
+        # The last collected records, where new ones are compared with them.
         self._sequences: dict[int, SequenceRecord] = {}
         self._live: dict[int, RequestRecord] = {}
         self._evictions: OrderedDict[int, EvictionRecord] = OrderedDict()
         self._next_victims: tuple[int, ...] | None = None
-        # What is to be told.
+        # The records to collect next.
         self._requests: dict[int, RequestRecord] = {}
-        self._ended: OrderedDict[int, RequestRecord] = OrderedDict()  # those that nobody knows as live
+        self._ended: OrderedDict[int, RequestRecord] = OrderedDict()  # requests that no collection has shown as live
         self._sessions: OrderedDict[int, SessionRecord] = OrderedDict()
 
     def attach(self, cache: PrefixCache) -> None:
-        """Watch `cache` from now on, and nothing else; the next `collect` tells everything. O(nodes)."""
+        """Observe `cache` from now on, in place of any other; the next `collect` returns its whole state. O(nodes)."""
         self._cache = cache
         self._watch: ChangeTracker = cache.watch(self._events)
         self._offset = self._clock() - self._watch.now()
         self._fresh = True
 
-    # ---- what an engine tells
+    # ---- reports of the engine
 
     def request(self, record: RequestRecord) -> None:
-        """A request is so now; the last word before a `collect` counts."""
+        """Report a request's present state; only the last report before a `collect` counts."""
         number = record.number
         if record.live:
             if self._live.get(number) != record:
                 self._requests[number] = record
         elif number in self._live:
             self._requests[number] = record
-        else:  # nobody will miss it
+        else:  # it was never shown as live, so its end may be dropped
             self._requests.pop(number, None)
-            _keep(self._ended, number, record, ENDED_REQUESTS)
+            _keep_newest(self._ended, number, record, ENDED_REQUESTS)
 
     def session(self, record: SessionRecord) -> None:
-        """A session is so now; the last word before a `collect` counts."""
-        _keep(self._sessions, record.number, record, SESSIONS)
+        """Report a session's present state; only the last report before a `collect` counts."""
+        _keep_newest(self._sessions, record.number, record, SESSIONS)
 
-    # ---- looking
+    # ---- collecting
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to tell of nodes, evictions, requests or sessions. Any thread may ask."""
+        """Whether nodes, evictions, requests or sessions have changed. May be read from any thread."""
         told = self._requests or self._ended or self._sessions or self._events.evictions or self._events.regrets
         return bool(self._fresh or self._watch or told)
 
     def collect(
         self, stats: Mapping[str, float] = NO_STATS, owners: Mapping[int, tuple[int, int]] = NO_OWNERS
     ) -> Changes:
-        """What changed since the last time; the first time it is everything, with a reset.
+        """Return the changes since the last call; the first call returns the whole state, with a reset.
 
-        `stats` go with it, beside the cache's. `owners` says of a sequence's id whose it is: the number of a request,
-        and which stream of it. O(what changed + open sequences + their own blocks).
+        `stats` are added to those of the cache. `owners` maps a sequence's id to the number of its request and the
+        index of its stream. O(changes + open sequences + their own blocks).
         """
         begun = time.perf_counter_ns()
-        told = {**self._cache_stats(), **stats}  # first: it lets go of pins whose time is over
+        told = {**self._cache_stats(), **stats}  # first, because it releases expired pins
         nodes, gone_nodes = self._watch.look()
-        sequences, gone_sequences = self._look_at_sequences(owners)
+        sequences, gone_sequences = self._sequence_changes(owners)
         requests = (*self._ended.values(), *self._requests.values())
         reset, self._fresh = self._fresh, False
         victims = tuple(self._cache.next_victims(NEXT_VICTIMS))
@@ -142,7 +142,7 @@ class Recorder:
             evictions=tuple(self._new_evictions()),
             next_victims=victims if changed else None,
         )
-        self._note_told(requests)
+        self._remember_collected(requests)
         self.cost_ns += time.perf_counter_ns() - begun
         told["monitor_ns"] = told.get("monitor_ns", 0) + self.cost_ns
         return changes
@@ -160,7 +160,7 @@ class Recorder:
         texts.forget(gone)
         return [node_record(node, pins[node.id], offset, texts.of(node) if node.key else None) for node in nodes]
 
-    def _look_at_sequences(
+    def _sequence_changes(
         self, owners: Mapping[int, tuple[int, int]]
     ) -> tuple[tuple[SequenceRecord, ...], tuple[int, ...]]:
         before = self._sequences
@@ -169,24 +169,24 @@ class Recorder:
         changed = [record for number, record in now.items() if before.get(number) != record]
         gone = tuple(number for number in before if number not in now)
         for number in gone:
-            self._events.since.pop(number, None)  # also if the cache tells us nothing any more
+            self._events.opened_at.pop(number, None)  # in case the cache has dropped the observer
         return tuple(changed), gone
 
     def _sequence(self, each: SequenceView, owner: tuple[int | None, int]) -> SequenceRecord:
-        opened = self._events.since.get(each.id)
-        if opened is None:  # before anybody watched
-            opened = self._events.since[each.id] = self._clock()
+        opened = self._events.opened_at.get(each.id)
+        if opened is None:  # it was opened before the cache was observed
+            opened = self._events.opened_at[each.id] = self._clock()
         return SequenceRecord(each.id, *owner, each.node, each.length, each.cached, runs(each.blocks), opened)
 
     def _new_evictions(self) -> list[EvictionRecord]:
-        """Evictions since the last time, and older ones that were wanted again since."""
+        """New evictions, and older ones whose text was requested again."""
         told: dict[int, EvictionRecord] = {}
         evictions, regrets = self._events.evictions, self._events.regrets
         while evictions:
             when, (number, node, start, tokens, blocks, gone, idle, hits, pressure) = evictions.popleft()
             record = EvictionRecord(number, when, node, start, tokens, blocks, idle, hits, gone, str(pressure))
             told[number] = record
-            _keep(self._evictions, number, record, EVICTIONS)
+            _keep_newest(self._evictions, number, record, EVICTIONS)
         while regrets:
             number, ago = regrets.popleft()
             known = self._evictions.get(number)
@@ -194,7 +194,7 @@ class Recorder:
                 told[number] = self._evictions[number] = replace(known, wanted_again=known.time + ago)
         return list(told.values())
 
-    def _note_told(self, requests: tuple[RequestRecord, ...]) -> None:
+    def _remember_collected(self, requests: tuple[RequestRecord, ...]) -> None:
         for record in requests:
             if record.live:
                 self._live[record.number] = record
@@ -204,14 +204,14 @@ class Recorder:
 
 
 class _Texts:
-    """What nodes say, decoded again only when their beginnings have changed."""
+    """The texts of nodes, decoded again only when a node's first tokens have changed."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._known: dict[int, tuple[list[int], str]] = {}
 
     def of(self, node: Node) -> str:
-        """The beginning of its text."""
+        """The first characters of a node's text."""
         ids = tokens(node, TEXT_TOKENS)
         known = self._known.get(node.id)
         if known is None or known[0] != ids:
@@ -219,12 +219,12 @@ class _Texts:
         return known[1]
 
     def forget(self, gone: list[int]) -> None:
-        """These nodes are not there any more."""
+        """Drop the texts of removed nodes."""
         for number in gone:
             self._known.pop(number, None)
 
 
-def _keep(kept: OrderedDict[int, Value], number: int, record: Value, most: int) -> None:
+def _keep_newest(kept: OrderedDict[int, Value], number: int, record: Value, most: int) -> None:
     """Keep the newest `most`."""
     kept[number] = record
     kept.move_to_end(number)
@@ -233,11 +233,10 @@ def _keep(kept: OrderedDict[int, Value], number: int, record: Value, most: int) 
 
 
 class EventBuffer:
-    """A cache's observer.
+    """A cache's observer: it notes events in bounded buffers until the next collection.
 
-    The ears are functions of their own, which find what they write to in their closure, and no methods: a third of an
-    event's cost would be the way to `self` and its attributes. Each does one thing that cannot be put off: the clock is
-    read where only now is known when, and everything else stays as it came.
+    Its methods are closures over the buffers: access through `self` would be a third of an event's cost. An event only
+    notes its arguments, and the time where that is needed.
     """
 
     rooted = uprooted = inserted = grown = split = merged = trimmed = copied = staticmethod(ignore)
@@ -249,21 +248,21 @@ class EventBuffer:
     regretted: Callable[[int, int, float], None]
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` tells seconds since 1970."""
-        self.since: dict[int, float] = {}
+        """`clock` returns seconds since 1970."""
+        self.opened_at: dict[int, float] = {}
         """When each open sequence was opened, by its id."""
         self.evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS)
-        """When, and what."""
+        """The time and the arguments of each eviction."""
         self.regrets: deque[tuple[int, float]] = deque(maxlen=EVICTIONS)
-        """The number of an eviction, and how many seconds behind it a request wanted what it dropped."""
-        since = self.since
+        """The number of an eviction, and the seconds until a request needed its text again."""
+        opened_at = self.opened_at
         note_eviction, note_regret = self.evictions.append, self.regrets.append
 
         def opened(sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
-            since[sequence] = clock()
+            opened_at[sequence] = clock()
 
         def forked(sequence: int, parent: int) -> None:
-            since[sequence] = clock()
+            opened_at[sequence] = clock()
 
         def evicted(*eviction: *Eviction) -> None:
             note_eviction((clock(), eviction))
@@ -272,12 +271,12 @@ class EventBuffer:
             note_regret((number, ago))
 
         self.opened, self.forked = opened, forked
-        self.closed = since.pop  # forgets the sequence; its length is what `pop` gives for one that it does not know
+        self.closed = opened_at.pop  # `pop` removes the sequence; the closed length is its default value
         self.evicted, self.regretted = evicted, regretted
 
 
 def node_record(node: Node, pins: int, offset: float, text: str | None = None) -> NodeRecord:
-    """A node as it is now. O(its blocks)."""
+    """Make the record of a node's present state. O(its blocks)."""
     parent = node.parent
     return NodeRecord(
         node.id,
@@ -305,7 +304,7 @@ def tokens(node: Node, most: int) -> list[int]:
 
 
 def node_text(ids: list[int], decode: Decode) -> str:
-    """The beginning of what these tokens say; on one line, and never an error."""
+    """Decode tokens to at most `TEXT_CHARACTERS` printable characters on one line; an error becomes its name."""
     try:
         text = decode(ids)
     except Exception as error:
@@ -314,7 +313,7 @@ def node_text(ids: list[int], decode: Decode) -> str:
 
 
 def runs(blocks: array[int]) -> tuple[int, ...]:
-    """Block ids in order as runs: first, count, first, count, ...
+    """Encode block ids in order as runs: first, count, first, count, ...
 
     >>> runs(array("i", [4, 5, 6, 9, 2, 3]))
     (4, 3, 9, 1, 2, 2)
@@ -336,6 +335,6 @@ def runs(blocks: array[int]) -> tuple[int, ...]:
 
 
 def _namespace(owner: GhostOwner) -> str | None:
-    """The name of the namespace whose root has this ghost owner."""
+    """The name of the namespace of a root."""
     assert isinstance(owner, tuple)
     return namespace_label(owner[1])

@@ -1,7 +1,7 @@
-"""Recordings: a line that says what the file is, then the frames of the protocol: hello, a snapshot, deltas.
+"""Recordings: a header line, then frames of the protocol: a hello, a snapshot, deltas.
 
-Knows files. Does not know where frames come from. The engine's flight recorder, the monitor's `r` key and `--replay`
-share this format. The flight recorder keeps its frames in memory, and costs the disk nothing until it is asked.
+The engine's flight recorder, the monitor's `r` key and `--replay` share this format. The flight recorder keeps its
+frames in memory and writes no file until it is asked to.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ _log = logging.getLogger(__name__)
 _NAME, _VERSION = b"RADIXKV-TELEMETRY ", 1
 MAGIC = b"%b%d\n" % (_NAME, _VERSION)
 _CHUNK = 64 * 1024
-_SEGMENTS = 10  # that the flight recorder's time and bytes are cut into
+_SEGMENTS = 10  # parts of the flight recorder's time and bytes
 
 
 class RecordingWriter:
-    """Writes a recording frame by frame; a context manager. Each frame is handed to the system at once.
+    """Write a recording frame by frame, each flushed to the system at once. A context manager.
 
-    The frames behind the hello, which it writes itself, are the caller's: a whole snapshot first. A file that it opened
-    it closes; one that it was given it leaves open.
+    It writes the hello; the caller writes the frames after it, a whole snapshot first. A file that the writer opened is
+    closed with it; a file that it was given stays open.
     """
 
     def __init__(self, target: str | PathLike[str] | IO[bytes], facts: EngineFacts, ts: float = 0.0) -> None:
-        """Write the head to a path, or to a file that is open for bytes. Raises OSError as files do."""
+        """Write the header to a path, or to a file that is open for bytes. Raises OSError."""
         self._owns = isinstance(target, (str, PathLike))
         self._file = _opened(target) if isinstance(target, (str, PathLike)) else target
         self._file.write(MAGIC)
         self.write(Hello(facts, ts=ts))
 
     def write(self, frame: Frame) -> int:
-        """Append a frame; returns its bytes. O(bytes). Raises OSError if the disk is full, say."""
+        """Append a frame; returns its bytes. O(bytes). Raises OSError, for example for a full disk."""
         data = encode(frame)
         self._file.write(data)
         self._file.flush()
         return len(data)
 
     def close(self) -> None:
-        """No more frames; may be called twice."""
+        """Close the file. May be called twice."""
         if self._owns:
             self._file.close()
 
@@ -70,14 +70,14 @@ class _Segment:
     begun: float
     frames: list[bytes]
     size: int
-    snapshot: int  # bytes of it
+    snapshot: int  # its bytes
 
 
 class FlightRecorder:
     """The last minutes of an engine, as encoded frames in memory; for any thread.
 
-    Frames lie in segments that begin with a snapshot, so that the oldest can go: `seconds` are kept, and less if they
-    take more than `max_bytes`, to which a tenth and the newest snapshot may come on top.
+    Frames are in segments that begin with a snapshot, so that the oldest segment can be dropped. `seconds` are kept, or
+    less if they take more than `max_bytes`. A tenth of that and the newest snapshot may be added to it.
     """
 
     def __init__(self, facts: EngineFacts, seconds: float = 600.0, max_bytes: int = 16 * 1024 * 1024) -> None:
@@ -88,12 +88,12 @@ class FlightRecorder:
 
     @property
     def size(self) -> int:
-        """Bytes that are kept."""
+        """Bytes of all segments."""
         with self._lock:
             return sum(segment.size for segment in self._segments)
 
     def is_due(self, now: float) -> bool:
-        """Whether the next frames should be a whole snapshot, given to `begin`. O(1)."""
+        """Whether the next frames should be a whole snapshot, passed to `begin`. O(1)."""
         if not self._segments:
             return True
         newest = self._segments[-1]
@@ -101,7 +101,7 @@ class FlightRecorder:
         return now - newest.begun >= self._seconds / _SEGMENTS or deltas >= self._max_bytes // _SEGMENTS
 
     def begin(self, snapshot: Iterable[bytes], now: float) -> None:
-        """A new segment, with the frames of a snapshot; `now` in seconds of any clock. The oldest may go."""
+        """Begin a segment with the frames of a snapshot, and drop old ones; `now` is in seconds of any clock."""
         frames = list(snapshot)
         size = sum(map(len, frames))
         with self._lock:
@@ -110,21 +110,21 @@ class FlightRecorder:
                 self._segments.popleft()
 
     def add(self, delta: bytes) -> None:
-        """The frame of a delta, behind a first `begin`. O(1)."""
+        """Append the frame of a delta, after a first `begin`. O(1)."""
         with self._lock:
             newest = self._segments[-1]
             newest.frames.append(delta)
             newest.size += len(delta)
 
     def _may_go(self, now: float) -> bool:
-        """Whether the oldest segment is too old, or too much."""
+        """Whether the oldest segment is too old, or the total is too large."""
         total = sum(segment.size for segment in self._segments)
         return self._segments[1].begun <= now - self._seconds or total > self._max_bytes
 
     def save(self, path: str | PathLike[str], ts: float, more: Iterable[Frame] = ()) -> int:
-        """Write what is kept, and `more` behind it, as a recording; returns its bytes. Nothing that is kept goes.
+        """Write all segments, and then `more`, as a recording; returns its bytes. The segments are kept.
 
-        The file is there whole, or not at all: one of the same name is replaced at the end. Raises OSError.
+        The file appears complete or not at all, and replaces one of the same name. Raises OSError.
         """
         with self._lock:
             frames = [frame for segment in self._segments for frame in segment.frames]
@@ -150,12 +150,12 @@ def _opened(path: str | PathLike[str]) -> IO[bytes]:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file that, if it is made now, is for its owner alone: recordings hold beginnings of prompts."""
+    """Open a file; a new one is readable by its owner only, because recordings hold beginnings of prompts."""
     return os.open(path, flags, 0o600)
 
 
 def _fresh(path: str, flags: int) -> int:
-    """Likewise, and it must be made now: in a shared folder somebody may have laid a link in our way."""
+    """Create a private file; a link that another user placed in a shared folder is not followed."""
     return _private(path, flags | os.O_EXCL | os.O_NOFOLLOW)
 
 
@@ -169,10 +169,10 @@ def _check_head(path: str | PathLike[str], head: bytes) -> None:
 
 
 def read_recording(path: str | PathLike[str]) -> Iterator[Frame]:
-    """The frames of a recording, one by one, the hello first. Holds one frame at a time.
+    """Read the frames of a recording one by one, the hello first. Holds one frame at a time.
 
     A recording that ends inside a frame, as after a crash, ends with a Bye that says so. Raises OSError if the file
-    cannot be read, and ProtocolError if it is no recording or, behind its good frames, says where it is damaged.
+    cannot be read, and ProtocolError if it is not a recording or, after its valid frames, where it is damaged.
     """
     with Path(path).open("rb") as file:
         _check_head(path, file.read(len(MAGIC)))
@@ -193,7 +193,7 @@ def read_recording(path: str | PathLike[str]) -> Iterator[Frame]:
 
 
 def _whole(decoder: Decoder, chunk: bytes, path: str | PathLike[str], file: IO[bytes]) -> Iterator[Frame]:
-    """The frames of a chunk; an error says behind which byte of the file it is."""
+    """Decode a chunk; an error names the last valid byte of the file."""
     good = file.tell() - len(chunk) - decoder.pending
     try:
         for frame in decoder.feed(chunk):

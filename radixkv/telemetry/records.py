@@ -24,24 +24,25 @@ LIVE: frozenset[str] = frozenset({"waiting", "prefill", "decode", "paused", "pre
 """Phases of a request that has not ended."""
 
 NEXT_VICTIMS = 32
-"""The most nodes of which the eviction order is sent."""
+"""The most nodes of the eviction order that are sent."""
 
 
 class Record:
-    """Packs into a list of plain values, in the order of its fields, and back."""
+    """A record that packs into a list of plain values, in the order of its fields."""
 
     __slots__ = ()
 
     def pack(self) -> list[Any]:
-        """Its values, in the order of the fields."""
+        """Return the values in the order of the fields."""
         return list(layout_of(type(self)).values(self))
 
     @classmethod
     def unpack(cls, values: Sequence[Any]) -> Self:
-        """The record of a packed list. Lists become tuples, and texts `drawable`: strangers may have chosen them.
+        """Make a record of a packed list. Lists become tuples; texts are made `drawable`, because other programs chose
+        them.
 
-        Values behind those that we know are left out, and those that have a default may be missing: records only ever
-        grow at their end. Raises ValueError for too few values, and for wrong types or ranges.
+        Unknown values at the end are ignored, and missing values at the end take their defaults. Raises ValueError for
+        too few values, and for wrong types or ranges.
         """
         layout = layout_of(cls)
         plain: list[Any] = [tuple(value) if type(value) is list else value for value in values[: len(layout.names)]]
@@ -52,7 +53,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts(Record):
-    """What does not change while an engine lives; `engine` is a name of its own, new with every load."""
+    """The constant facts of a loaded engine; `engine` is a name that is new with every load."""
 
     engine: str
     pid: int
@@ -75,10 +76,11 @@ class EngineFacts(Record):
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord(Record):
-    """A node of the tree. `parent` is 0 for a root; only roots name their `namespace`.
+    """A node of the tree. `parent` is 0 for a root; only roots have their `namespace`.
 
-    `holders` are sequences and pins that end here, `locks` adds one for each locked child: 0 is evictable. `pins` are
-    part of holders. `head` are its first token ids (at most 8), `text` what it says, if the engine exposes text.
+    `holders` are sequences and pins that end at this node, and `pins` are the pins among them. `locks` are holders plus
+    locked children; a node with 0 locks is evictable. `head` are its first token ids (at most 8). `text` is the
+    beginning of its text, if the engine exposes text.
     """
 
     id: int
@@ -101,9 +103,9 @@ class NodeRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class SequenceRecord(Record):
-    """An open sequence: `blocks` are those that it alone holds, which no node names; `node` is the deepest it locks.
+    """An open sequence: `blocks` are its private blocks, which no node owns; `node` is the deepest node that it locks.
 
-    `request` is the number of its request and `index` which stream of it; None for one that no request opened.
+    `request` is the number of its request and `index` the stream of that request; None if no request opened it.
     """
 
     id: int
@@ -118,11 +120,12 @@ class SequenceRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord(Record):
-    """A request, from its submission to some time behind its end.
+    """A request, from its submission until some time after its end.
 
-    `cached_tokens` of its prompt were found, once. `miss_*` say why not more: the reason, the first token that was not
-    found, and for "evicted" how many tokens would have matched, how long ago they went (seconds, at admission), and
-    what for. `coalesced` says that it waited for a neighbour to compute its prefix.
+    `cached_tokens` are the prompt tokens found in the cache. `miss_*` explain the first miss: the reason and the token
+    where it occurred. For "evicted", they are also the tokens that would have matched, the seconds since their eviction
+    (at admission), and its cause. `coalesced` is True if the request waited for another one to prefill their shared
+    prefix.
     """
 
     number: int
@@ -163,7 +166,7 @@ class RequestRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord(Record):
-    """A conversation: its requests so far, and what they found. `tokens` is how long it is now."""
+    """A conversation: its requests so far, and their cached tokens. `tokens` is its present length."""
 
     number: int
     namespace: str | None
@@ -180,10 +183,10 @@ class SessionRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class EvictionRecord(Record):
-    """A run that was evicted: `tokens` from `start` on, off the tail of `node`; `gone` if nothing was left of it.
+    """An evicted run: `tokens` from `start` on, from the end of `node`; `gone` is True if the whole node was evicted.
 
-    `idle_s` is how long nobody had used it, `pressure` what it made room for. `wanted_again` is when somebody asked for
-    it again: a regret; None until then.
+    `idle_s` is the time since its last use, `pressure` the cause of the eviction. `wanted_again` is the time of the
+    first request that needed it again (a regret); None until then.
     """
 
     number: int
@@ -201,10 +204,10 @@ class EvictionRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What changed since the last time; with `reset` it is everything, and what was known before is void.
+    """The changes since the last collection. With `reset` they are the whole state, and replace all earlier ones.
 
-    `stats` are all counters and gauges, flat, by the names of EngineStats and, behind "cache.", of CacheStats; and
-    "step_seconds" and "step_tokens", sums over all steps, and "monitor_ns", what telemetry has cost the engine's
+    `stats` are all counters and gauges by name: those of EngineStats, those of CacheStats with the prefix "cache.", the
+    sums over all steps "step_seconds" and "step_tokens", and "monitor_ns", the cost of telemetry on the engine's
     thread. A record replaces the one with its id or number. `next_victims` are the ids of the nodes that would be
     evicted next, the first one first, at most `NEXT_VICTIMS`; None if they are unchanged, or unknown (old recordings).
     """
@@ -224,11 +227,11 @@ class Changes:
 
 MOST_INT = 2**63 - 1
 MOST_BLOCKS = 2**31
-_SIGNED = "priority"  # the one number that may be below zero
+_SIGNED = "priority"  # the only number that may be negative
 _LONGEST_NAME = 64
 _RUNS = "blocks"  # (first, count, first, count, ...)
 _INTS = {int}
-_SIGNATURES = 1024  # combinations of types that were found right and are remembered: far more than honest peers send
+_SIGNATURES = 1024  # cached combinations of valid types; real peers send far fewer
 
 
 class RecordLayout:
@@ -241,62 +244,64 @@ class RecordLayout:
         self.names = tuple(each.name for each in every)
         self.needed = sum(each.default is MISSING for each in every)
         self.values = attrgetter(*self.names)
-        self._kinds = [_kinds(hints[name]) for name in self.names]
-        self._words = {at: words for at, name in enumerate(self.names) if (words := _words(hints[name]))}
-        self._known: dict[tuple[type, ...], _Plan] = {}
+        self._allowed_types = [_allowed_types(hints[name]) for name in self.names]
+        self._allowed_words = {
+            at: words for at, name in enumerate(self.names) if (words := _allowed_words(hints[name]))
+        }
+        self._checks: dict[tuple[type, ...], _TypedChecks] = {}
 
     def check(self, values: Sequence[Any]) -> Sequence[int]:
-        """ValueError if these are not the values of such a record; returns the places of those that are texts.
+        """Check the values of a record; returns the indices of texts. O(values).
 
-        Values at the end that have a default may be missing: an earlier release wrote them. O(values).
+        Values at the end that have a default may be missing. Raises ValueError.
         """
         types = tuple(map(type, values))
-        plan = self._known.get(types) or self._planned(types)
+        plan = self._checks.get(types) or self._checks_of(types)
         if not plan.in_range(values):
-            self._explain(values)
+            self._raise_out_of_range(values)
         for at in plan.tuples:
             self._check_numbers(at, values[at])
         for at, words in plan.words:
-            self._demand(values[at] in words, at, values[at])
+            self._require(values[at] in words, at, values[at])
         return plan.texts
 
-    def _planned(self, types: tuple[type, ...]) -> _Plan:
-        """What is left to look at, once the types were found right."""
+    def _checks_of(self, types: tuple[type, ...]) -> _TypedChecks:
+        """Check the types, and return the checks that remain for them."""
         if not self.needed <= len(types) <= len(self.names):
             raise ValueError(f"{self.name} has {self.needed} to {len(self.names)} values, not {len(types)}")
-        for at, (kind, allowed) in enumerate(zip(types, self._kinds, strict=False)):
+        for at, (kind, allowed) in enumerate(zip(types, self._allowed_types, strict=False)):
             if kind not in allowed:
                 raise ValueError(f"{self.name}.{self.names[at]} cannot be a {kind.__name__}")
-        plan = _Plan(types, self.names, self._words)
-        if len(self._known) < _SIGNATURES:
-            self._known[types] = plan
+        plan = _TypedChecks(types, self.names, self._allowed_words)
+        if len(self._checks) < _SIGNATURES:
+            self._checks[types] = plan
         return plan
 
-    def _explain(self, values: Sequence[Any]) -> None:
-        """Say which number is out of range; none is, if only their sum was."""
+    def _raise_out_of_range(self, values: Sequence[Any]) -> None:
+        """Raise ValueError for a number that is out of range; return if only the sum of the floats was."""
         for at, value in enumerate(values):
             if type(value) is int:
                 least = -MOST_INT if self.names[at] == _SIGNED else 0
-                self._demand(least <= value <= MOST_INT, at, value)
+                self._require(least <= value <= MOST_INT, at, value)
             elif type(value) is float:
-                self._demand(isfinite(value), at, value)
+                self._require(isfinite(value), at, value)
 
     def _check_numbers(self, at: int, numbers: tuple[Any, ...]) -> None:
-        """Token ids or runs of blocks; runs that cover more than there can be would cost whoever expands them."""
+        """Check token ids or runs of blocks. Runs are limited in total, because a reader expands them."""
         if not numbers:
             return
         right = set(map(type, numbers)) == _INTS and min(numbers) >= 0 and max(numbers) < MOST_BLOCKS
         if right and self.names[at] == _RUNS:
             right = len(numbers) % 2 == 0 and sum(numbers[1::2]) <= MOST_BLOCKS
-        self._demand(right, at, numbers)
+        self._require(right, at, numbers)
 
-    def _demand(self, right: bool, at: int, value: Any) -> None:
+    def _require(self, right: bool, at: int, value: Any) -> None:
         if not right:
             raise ValueError(f"{self.name}.{self.names[at]} cannot be {str(value)[:80]}")
 
 
-class _Plan:
-    """How to look at values of certain types fast: most of the checks are one call each, and C runs it."""
+class _TypedChecks:
+    """The checks of values of known types: most of them are one call that runs in C."""
 
     __slots__ = ("_counts", "_floats", "_signed", "texts", "tuples", "words")
 
@@ -310,7 +315,7 @@ class _Plan:
         self.words = [(at, allowed) for at, allowed in words.items() if at < len(types) and types[at] is str]
 
     def in_range(self, values: Sequence[Any]) -> bool:
-        """False if a number may be out of range."""
+        """Return False if a number may be out of range."""
         counts, floats = self._counts, self._floats
         if counts is not None and not (min(counts(values)) >= 0 and max(counts(values)) <= MOST_INT):
             return False
@@ -320,7 +325,7 @@ class _Plan:
 
 
 def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]] | None:
-    """The values at these places, always as a tuple; None if there are none."""
+    """A function that returns the values at these indices as a tuple; None for no indices."""
     if not places:
         return None
     return itemgetter(*places, places[0])
@@ -330,33 +335,33 @@ _LAYOUTS: dict[type, RecordLayout] = {}
 
 
 def layout_of(record: type) -> RecordLayout:
-    """The shape of a record class, read once."""
+    """Return the layout of a record class, computed once."""
     if record not in _LAYOUTS:
         _LAYOUTS[record] = RecordLayout(record)
     return _LAYOUTS[record]
 
 
-def _kinds(hint: Any) -> frozenset[type]:
-    """The exact types that a field may have: bool is no int here, but an int may stand for a float."""
+def _allowed_types(hint: Any) -> frozenset[type]:
+    """The exact types of a field. A bool is not accepted as an int; an int is accepted as a float."""
     if get_origin(hint) is Literal:
         return frozenset({str})
     if get_origin(hint) is tuple:
         return frozenset({tuple})
     if parts := get_args(hint):  # X | None
-        return frozenset().union(*map(_kinds, parts))
+        return frozenset().union(*map(_allowed_types, parts))
     return frozenset({float, int}) if hint is float else frozenset({cast(type, hint)})
 
 
-def _words(hint: Any) -> frozenset[str]:
-    """The words that a field may have, if they are listed."""
+def _allowed_words(hint: Any) -> frozenset[str]:
+    """The values of a `Literal` field; empty for other fields."""
     if get_origin(hint) is Literal:
         return frozenset(get_args(hint))
-    listed = [_words(part) for part in get_args(hint) if part is not NoneType]
+    listed = [_allowed_words(part) for part in get_args(hint) if part is not NoneType]
     return frozenset().union(*listed)
 
 
 def drawable(text: str) -> str:
-    r"""The text with what moves a cursor, rings, or turns the writing round escaped as Python writes it. O(text).
+    r"""Escape control and direction characters as Python writes them, so that a text is safe in a terminal. O(text).
 
     >>> drawable("naïve \x1b[2J\n")
     'naïve \\x1b[2J\\n'
@@ -367,9 +372,10 @@ def drawable(text: str) -> str:
 
 
 def namespace_label(namespace: Hashable) -> str | None:
-    """A namespace's name for people, None for the one without: a text or a number as it is, of others the type.
+    """The name of a namespace for display, None for the default namespace.
 
-    Namespaces may be of a caller's class, and what its `str` does or tells is not for telemetry to find out.
+    Texts and numbers are shown as they are, values of other classes by the name of their type. Their `str` is never
+    called, because a caller's class may be slow or reveal secrets.
     """
     if namespace is None:
         return None

@@ -1,6 +1,6 @@
-"""Where an engine's socket lies, and that nobody else can get at it.
+"""The paths of engines' sockets, in folders that only their user can enter.
 
-Knows folders, socket files, processes and whose they are. Knows no frame and no engine.
+Sockets and folders are checked before they are used: a folder that other users can enter is refused.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from tempfile import gettempdir
 from radixkv.errors import UnsafeFolder
 
 LONGEST_PATH = 103
-"""Bytes of a socket's path: what macOS allows, which is less than Linux."""
-_WIDEST = "4194304-999.sock"
-_PATIENCE = 0.5  # seconds in which a socket that somebody listens on takes a connection
-_taken: dict[str, tuple[int, int]] = {}  # names of this process's own engines, and which file each socket is
+"""The limit of a socket's path in bytes: that of macOS, which is lower than that of Linux."""
+_LONGEST_NAME = "4194304-999.sock"
+_CONNECT_TIMEOUT = 0.5  # seconds to wait for a listening socket to accept
+_taken: dict[str, tuple[int, int]] = {}  # the names of this process's engines, and the identity of each socket file
 _lock = threading.Lock()
 
 
 def folders() -> list[Path]:
-    """Where engines of this user may be: the runtime folder, and one of our own in the temporary folder."""
+    """The folders where engines of this user may be: the runtime folder, and a private one in the temporary folder."""
     own = Path(gettempdir()) / f"radixkv-{os.geteuid()}"
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return [Path(runtime) / "radixkv", own] if os.path.isabs(runtime) else [own]
 
 
 def own_folder() -> Path:
-    """The first of these that is private and whose paths are short enough, made if it is missing.
+    """Return the first of these folders that is private and has short enough paths; create it if it is missing.
 
-    Raises UnsafeFolder if there is none; it says what is wrong with each.
+    Raises UnsafeFolder if there is none, with the reason for each.
     """
     reasons = []
     for folder in folders():
-        reason = _unusable(folder)
+        reason = _folder_problem(folder)
         if reason is None:
             return folder
         reasons.append(f"{folder}: {reason}")
@@ -50,13 +50,13 @@ def own_folder() -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a folder of ours that nobody else can read or write."""
-    return _exposed(folder) is None
+    """Whether it is a folder of this user that no other user can read or write."""
+    return _privacy_problem(folder) is None
 
 
-def _unusable(folder: Path) -> str | None:
-    """Why it cannot be used, made if it is missing; None if it can."""
-    if len(os.fsencode(folder / _WIDEST)) > LONGEST_PATH:
+def _folder_problem(folder: Path) -> str | None:
+    """The reason why the folder cannot be used, None if it can; it is created if it is missing."""
+    if len(os.fsencode(folder / _LONGEST_NAME)) > LONGEST_PATH:
         return f"its path is too long for a socket's, which has {LONGEST_PATH} bytes: set XDG_RUNTIME_DIR or TMPDIR"
     try:
         above = folder.parent.stat()
@@ -65,13 +65,13 @@ def _unusable(folder: Path) -> str | None:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         return error.strerror or str(error)
-    return _exposed(folder)
+    return _privacy_problem(folder)
 
 
-def _exposed(folder: Path) -> str | None:
-    """How others could get at what is in it; None if they cannot."""
+def _privacy_problem(folder: Path) -> str | None:
+    """The reason why other users could access the folder's files; None if they cannot."""
     try:
-        there = folder.lstat()  # lstat: a link would lead to where somebody else wants us
+        there = folder.lstat()  # not stat: another user may have placed a link
     except OSError as error:
         return error.strerror or str(error)
     if not stat.S_ISDIR(there.st_mode):
@@ -87,9 +87,9 @@ def _exposed(folder: Path) -> str | None:
 
 
 def claim() -> tuple[Path, socket.socket]:
-    """A socket of this process's own that listens, and its path: `<pid>.sock`, or `<pid>-2.sock` and so on.
+    """Bind a listening socket of this process, and return it with its path: `<pid>.sock`, `<pid>-2.sock` and so on.
 
-    What a dead process of the same number left there is removed. Raises UnsafeFolder or OSError.
+    Files of a dead process with the same number are removed. Raises UnsafeFolder or OSError.
     """
     folder = own_folder()
     with _lock:
@@ -97,7 +97,7 @@ def claim() -> tuple[Path, socket.socket]:
             path = folder / f"{stem}.sock"
             if stem in _taken or is_listening(path):
                 continue
-            listener = _bound(path)
+            listener = _bind(path)
             if listener is not None:
                 _taken[stem] = _identity(path)
                 return path, listener
@@ -105,21 +105,21 @@ def claim() -> tuple[Path, socket.socket]:
 
 
 def is_claimed(path: Path) -> bool:
-    """Whether the socket that was claimed is still there: whoever cleans runtime folders asks no engine."""
+    """Whether the claimed socket still exists: runtime folders may be cleaned."""
     with _lock:
         return _is_ours(path)
 
 
 def release(path: Path) -> None:
-    """Remove a claimed socket and the description beside it, unless others did; what others put there stays.
+    """Remove a claimed socket and its description, unless another process has replaced them.
 
-    Not in a child, which has forgotten whose they were.
+    In a forked child it does nothing, because the child has no claims.
     """
     with _lock:
         mine = _is_ours(path)
         _taken.pop(path.stem, None)
     for each in (path.with_suffix(".json"), path) if mine else ():
-        with suppress(OSError):  # the end of an engine is no time to complain
+        with suppress(OSError):  # an error here must not disturb the end of an engine
             each.unlink(missing_ok=True)
 
 
@@ -131,7 +131,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Which file it is; no other has that number while somebody listens on it."""
+    """The identity of a file, which is unique while the socket is open."""
     there = path.lstat()
     return there.st_dev, there.st_ino
 
@@ -142,8 +142,8 @@ def _stems() -> Iterator[str]:
         yield f"{os.getpid()}-{number}"
 
 
-def _bound(path: Path) -> socket.socket | None:
-    """A listening socket at the path; None if somebody else was faster."""
+def _bind(path: Path) -> socket.socket | None:
+    """Bind a listening socket at the path; None if another process was faster."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -160,9 +160,9 @@ def _bound(path: Path) -> socket.socket | None:
 
 
 def is_listening(path: Path) -> bool:
-    """Whether somebody listens at a socket's path; one who is busy does."""
+    """Whether a process listens at the socket's path; a busy one counts."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_PATIENCE)
+        probe.settimeout(_CONNECT_TIMEOUT)
         try:
             probe.connect(str(path))
         except (BlockingIOError, TimeoutError):
@@ -172,20 +172,20 @@ def is_listening(path: Path) -> bool:
     return True
 
 
-def _forget_the_parents() -> None:
+def _clear_after_fork() -> None:
     global _lock
     _lock = threading.Lock()  # the parent may have held it
     _taken.clear()
 
 
-os.register_at_fork(after_in_child=_forget_the_parents)
+os.register_at_fork(after_in_child=_clear_after_fork)
 
 
-# ---- who is who
+# ---- peers and processes
 
 
 def peer_user(connection: socket.socket) -> int | None:
-    """The user at the other end of a Unix socket; None where the system does not tell."""
+    """The user at the other end of a Unix socket; None where the system does not report it."""
     if hasattr(socket, "SO_PEERCRED"):
         size = struct.calcsize("3i")
         _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
@@ -197,12 +197,12 @@ def peer_user(connection: socket.socket) -> int | None:
 
 
 def is_trusted_peer(connection: socket.socket) -> bool:
-    """Whether the other end of a Unix socket is this user, or root, who can read all anyway."""
+    """Whether the other end of a Unix socket is this user, or root, who can read everything anyway."""
     return peer_user(connection) in (None, os.geteuid(), 0)
 
 
 def process_start(pid: int) -> str | None:
-    """What no later process of the same number has: the boot and the tick in which it began. None if unknown."""
+    """A mark that no later process of the same number has: the boot id and the start tick. None if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold blanks and brackets

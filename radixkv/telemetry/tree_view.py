@@ -1,7 +1,4 @@
-"""A frozen view of the tree in Python: its nodes as records, in order, as text and as a picture.
-
-Knows node records. Knows no cache that could change under it: `tree_view` reads one, once.
-"""
+"""A frozen view of the tree in Python: its nodes as records, in order, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from radixkv.telemetry.recorder import TEXT_TOKENS, Decode, node_record, node_te
 from radixkv.telemetry.records import NodeRecord
 
 ALL: Hashable = ...
-"""Stands for all namespaces where one may be named; None is one."""
+"""Stands for all namespaces where one may be named; None is the default namespace."""
 
 _LINES = 40  # of a repr
 _SHOWN = 24  # characters of a node's text
 
 
 class TreeView:
-    """The nodes of one moment, each before its children, and roots first of all: iterate it, or look one up by its id.
+    """The nodes of one moment, roots first and each node before its children. Iterate it, or look a node up by its id.
 
     >>> cache = PrefixCache(8, 4)
     >>> for text in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 9]):
@@ -37,45 +34,45 @@ class TreeView:
     """
 
     def __init__(self, nodes: Sequence[NodeRecord]) -> None:
-        """Of records in any order. O(n log n)."""
+        """Take records in any order. O(n log n)."""
         self._nodes = {node.id: node for node in nodes}
         self._below: dict[int, list[NodeRecord]] = {}
-        for node in sorted(nodes, key=lambda node: node.id):  # by age, as far as there were no splits
+        for node in sorted(nodes, key=lambda node: node.id):  # by age, except for nodes that were split
             self._below.setdefault(node.parent, []).append(node)
 
     def __len__(self) -> int:
-        """Nodes, roots not counted."""
+        """The number of nodes, without roots."""
         return len(self._nodes) - len(self.roots)
 
     def __iter__(self) -> Iterator[NodeRecord]:
-        """All nodes, roots included; depth first. O(nodes)."""
+        """Iterate over all nodes, roots included, depth first. O(nodes)."""
         return (node for node, _ in self._walk())
 
     def __getitem__(self, number: int) -> NodeRecord:
-        """The node with this id. Raises KeyError."""
+        """Return the node with this id. Raises KeyError."""
         return self._nodes[number]
 
     @property
     def roots(self) -> tuple[NodeRecord, ...]:
-        """One for each namespace."""
+        """The root of each namespace."""
         return tuple(self._below.get(0, ()))
 
     @property
     def tokens(self) -> int:
-        """Tokens that are cached, each once."""
+        """The number of cached tokens, each counted once."""
         return sum(node.tokens for node in self._nodes.values())
 
     @property
     def blocks(self) -> int:
-        """Blocks that nodes own, each once. O(blocks)."""
+        """The number of blocks that nodes own, each counted once. O(blocks)."""
         return len({block for node in self._nodes.values() for block in _blocks(node)})
 
     def children(self, node: NodeRecord) -> tuple[NodeRecord, ...]:
-        """Those that go on where the node ends."""
+        """Return the children of a node."""
         return tuple(self._below.get(node.id, ()))
 
     def path(self, node: NodeRecord) -> tuple[NodeRecord, ...]:
-        """From below the root to the node: what a sequence that ends there holds. O(depth)."""
+        """Return the nodes below the root down to this one: the prefix that ends at this node. O(depth)."""
         nodes = []
         while node.parent:
             nodes.append(node)
@@ -83,7 +80,7 @@ class TreeView:
         return tuple(reversed(nodes))
 
     def to_dot(self) -> str:
-        """The tree for Graphviz; what is held has thick lines, what is pinned double ones. O(nodes)."""
+        """Draw the tree for Graphviz; held nodes have thick lines, pinned ones double lines. O(nodes)."""
         lines = ["digraph tree {", "  rankdir=LR;", '  node [shape=box, fontname="monospace"];']
         for node in self:
             lines.append(f'  {node.id} [label="{_escaped(_label(node))}"{_line(node)}];')
@@ -92,11 +89,11 @@ class TreeView:
         return "\n".join([*lines, "}"])
 
     def __str__(self) -> str:
-        """The whole tree, a line a node. O(nodes)."""
+        """Return the whole tree, one line a node. O(nodes)."""
         return "\n".join([self._summary(), *self._lines()])
 
     def __repr__(self) -> str:
-        """As `str`, but at most 40 lines of it."""
+        """Return the text of `str`, limited to 40 lines."""
         lines: list[str] = []
         for line in self._lines():
             if len(lines) == _LINES:
@@ -113,7 +110,7 @@ class TreeView:
             yield indent + _label(node)
 
     def _walk(self) -> Iterator[tuple[NodeRecord, str]]:
-        """Each node, and what stands before it on its line."""
+        """Each node, with the prefix of its line."""
         stack = [(node, "", "") for node in reversed(self.roots)]
         while stack:
             node, indent, below = stack.pop()
@@ -125,9 +122,10 @@ class TreeView:
 
 
 def tree_view(cache: PrefixCache, namespace: Hashable = ALL, *, decode: Decode | None = None) -> TreeView:
-    """The tree of a cache as it is now, or of one namespace if that is given. O(nodes + blocks).
+    """Copy the tree of a cache, or of one namespace if that is given. O(nodes + blocks).
 
-    On the cache's thread. Nodes have times only if somebody watches the cache. With `decode` they say what they say.
+    Call it on the cache's thread. Nodes have times only while an observer is attached to the cache. With `decode`,
+    nodes have text.
     """
     pins, offset, tree = cache.state.pins.by_node(), time.time() - cache.clock(), cache.state.tree
     roots = [root for owner, root in tree.roots.items() if namespace is ALL or owner in {namespace}]
@@ -145,7 +143,7 @@ def _blocks(node: NodeRecord) -> Iterator[int]:
 
 
 def _label(node: NodeRecord) -> str:
-    """`[from, to) its beginning: blocks; who holds it, how often it was hit`."""
+    """Describe a node: `[from, to) beginning: blocks, holders, hits`."""
     if not node.parent:
         return "(no namespace)" if node.namespace is None else f"({node.namespace})"
     if node.text is None:

@@ -29,7 +29,7 @@ class Engine:
         self.waiting: list[Event] = []  # for the answer
         self.wakes = 0
         self.stirred: Callable[[], object] = lambda: None
-        self.collector = Collector(self.collect, self.pending, self.tell, self.wake, fastest=100.0)
+        self.collector = Collector(self.collect, self.pending, self.tell, self.wake, max_hz=100.0)
 
     def pending(self) -> bool:
         if self.fault is not None:
@@ -38,7 +38,7 @@ class Engine:
 
     def collect(self) -> Future[Changes]:
         self.asked.append(Future())
-        self.waiting = list(self.collector._answering)
+        self.waiting = list(self.collector._waiting_now)
         return self.asked[-1]
 
     def tell(self, changes: Changes) -> None:
@@ -50,7 +50,7 @@ class Engine:
         self.stirred()
 
     def turn(self, now: float = 1000.0, hz: float = RARELY) -> None:
-        self.collector.turn(now, hz)
+        self.collector.poll(now, hz)
 
     def answer(self) -> None:
         """The question that is open, by its number."""
@@ -71,12 +71,12 @@ def engine() -> Engine:
 
 
 def test_it_is_asked_as_often_as_somebody_wants_and_once_at_a_time(engine: Engine) -> None:
-    assert engine.collector.due(HZ) == 1000.25
+    assert engine.collector.next_request(HZ) == 1000.25
     engine.turn(1000.2, HZ)
     assert len(engine.asked) == 1
     engine.turn(1000.25, HZ)
     assert len(engine.asked) == 2
-    assert engine.collector.due(HZ) == inf
+    assert engine.collector.next_request(HZ) == inf
     engine.turn(1009.0, HZ)
     assert (len(engine.asked), engine.told) == (2, [1.0])
     before = engine.wakes
@@ -87,20 +87,20 @@ def test_it_is_asked_as_often_as_somebody_wants_and_once_at_a_time(engine: Engin
 
 
 def test_a_hurry_counts_for_the_next_question_only(engine: Engine) -> None:
-    engine.collector.hurry()
-    assert engine.collector.due(RARELY) == 1000.01
+    engine.collector.request_soon()
+    assert engine.collector.next_request(RARELY) == 1000.01
     engine.turn(1000.01)
     engine.answer()
     engine.turn(1000.02)
     assert (len(engine.asked), engine.told) == (2, [1.0, 2.0])
-    assert engine.collector.due(RARELY) == 2000.01
+    assert engine.collector.next_request(RARELY) == 2000.01
 
 
 def test_what_has_nothing_new_is_not_asked_for_it(engine: Engine) -> None:
     engine.is_pending = False
     engine.turn(2500.0)
     assert len(engine.asked) == 1
-    assert engine.collector.due(HZ) == 2500.25
+    assert engine.collector.next_request(HZ) == 2500.25
 
 
 # ---- who waits for a fresh answer
@@ -109,13 +109,13 @@ def test_what_has_nothing_new_is_not_asked_for_it(engine: Engine) -> None:
 def test_who_waits_has_it_asked_at_once_and_goes_on_when_the_answer_is_told(engine: Engine) -> None:
     def publisher() -> None:
         engine.stirred = lambda: None
-        assert engine.collector.due(RARELY) == 0.0
+        assert engine.collector.next_request(RARELY) == 0.0
         engine.turn()
         engine.answer()
         engine.turn()
 
     engine.stirred = publisher
-    assert engine.collector.settle(0.0)
+    assert engine.collector.wait_for_fresh(0.0)
     assert engine.told == [1.0, 2.0]
 
 
@@ -130,24 +130,24 @@ def test_an_answer_that_was_under_way_lets_nobody_go_who_came_later(engine: Engi
         seen.append([event.is_set() for event in engine.waiting])
 
     engine.stirred = publisher
-    assert not engine.collector.settle(0.0)
+    assert not engine.collector.wait_for_fresh(0.0)
     assert (seen, len(engine.asked), engine.told) == ([[False]], 3, [1.0, 2.0])
     (event,) = engine.waiting
     engine.answer()
     engine.turn(3000.0)
     assert event.is_set()
     assert engine.told == [1.0, 2.0, 3.0]
-    assert engine.collector.due(RARELY) == 4000.0, "nobody waits any more"
+    assert engine.collector.next_request(RARELY) == 4000.0, "nobody waits any more"
 
 
 def test_where_nothing_is_new_nobody_waits(engine: Engine) -> None:
     engine.is_pending = False
     engine.stirred = engine.turn
-    assert engine.collector.settle(0.0)
+    assert engine.collector.wait_for_fresh(0.0)
     assert len(engine.asked) == 1
 
 
-@pytest.mark.parametrize("where", ["pending", "collect", "answer", "tell"])
+@pytest.mark.parametrize("where", ["pending", "collect", "answer", "publish"])
 def test_a_fault_lets_go_of_who_waits_and_the_next_question_is_asked(
     engine: Engine, where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,11 +168,11 @@ def test_a_fault_lets_go_of_who_waits_and_the_next_question_is_asked(
             broken.setattr(engine, "answer", lambda: engine.asked[-1].set_exception(fault))
         else:
             broken.setattr(engine.collector, f"_{where}", fails)
-        assert engine.collector.settle(0.0)
-        assert engine.collector.settle(0.0)
+        assert engine.collector.wait_for_fresh(0.0)
+        assert engine.collector.wait_for_fresh(0.0)
     assert caplog.text.count("telemetry could not be collected: RuntimeError('no idea')") == 1
     assert engine.told == [1.0]
-    assert engine.collector.settle(0.0)
+    assert engine.collector.wait_for_fresh(0.0)
     assert len(engine.told) == 2
 
 
@@ -181,7 +181,7 @@ def test_a_fault_that_is_new_each_time_does_not_fill_the_log(engine: Engine, cap
     with caplog.at_level(logging.WARNING):
         for number in range(150):
             engine.fault = RuntimeError(number)
-            assert engine.collector.settle(0.0)
+            assert engine.collector.wait_for_fresh(0.0)
     assert len(caplog.records) == 100
 
 
@@ -189,16 +189,16 @@ def test_that_an_engine_was_closed_is_no_news_and_lets_go(engine: Engine, caplog
     engine.fault = EngineClosed("it is")
     engine.stirred = engine.turn
     with caplog.at_level(logging.WARNING):
-        assert engine.collector.settle(0.0)
+        assert engine.collector.wait_for_fresh(0.0)
     assert caplog.text == ""
 
 
 def test_the_end_lets_go_of_all_who_wait(engine: Engine) -> None:
     engine.stirred = engine.turn
-    assert not engine.collector.settle(0.0)  # asked, and not answered
+    assert not engine.collector.wait_for_fresh(0.0)  # asked, and not answered
     engine.stirred = lambda: None
-    assert not engine.collector.settle(0.0)  # not even asked
-    events = [*engine.collector._answering, *engine.collector._settling]
+    assert not engine.collector.wait_for_fresh(0.0)  # not even asked
+    events = [*engine.collector._waiting_now, *engine.collector._waiting_next]
     assert len(events) == 2
     engine.collector.close()
     assert all(event.is_set() for event in events)
@@ -215,10 +215,10 @@ def test_what_was_answered_is_waited_for_until_it_is_told(engine: Engine) -> Non
     def alive() -> bool:
         looks.append(1)
         if len(looks) == 3:
-            engine.collector.take()
+            engine.collector.deliver()
         return True
 
-    engine.collector.catch_up(5.0, alive)
+    engine.collector.wait_until_delivered(5.0, alive)
     assert (len(looks), engine.told) == (3, [1.0, 2.0])
 
 
@@ -230,5 +230,5 @@ def test_what_will_not_come_is_not_waited_for(
     if answered:
         engine.answer()
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits"))
-    engine.collector.catch_up(timeout, lambda: alive)
+    engine.collector.wait_until_delivered(timeout, lambda: alive)
     assert engine.told == [1.0]

@@ -20,11 +20,11 @@ def test_each_open_sequence_is_dated_and_a_closed_one_forgotten() -> None:
     first = held(cache, prompt(1, 10))
     twin = first.fork()
     second = held(cache, prompt(2, 5))
-    assert events.since == {first.id: 100.0, twin.id: 101.0, second.id: 102.0}
+    assert events.opened_at == {first.id: 100.0, twin.id: 101.0, second.id: 102.0}
     for sequence in (early, first, second):
         sequence.close()
     cache.check()
-    assert events.since == {twin.id: 101.0}
+    assert events.opened_at == {twin.id: 101.0}
 
 
 def test_rings_keep_the_newest() -> None:

@@ -57,10 +57,10 @@ def test_what_is_being_told_is_waited_for_on_the_engines_thread_too(tmp_path, mo
         busy.set()
         assert free.wait(PATIENCE)
 
-    monkeypatch.setattr(module, "ALONE_HZ", 100.0)
-    monkeypatch.setattr(module, "_SETTLE", PATIENCE)
+    monkeypatch.setattr(module, "IDLE_HZ", 100.0)
+    monkeypatch.setattr(module, "_FLIGHT_TIMEOUT", PATIENCE)
     with serving() as (publisher, engine):
-        monkeypatch.setattr(frame_log, "_rest", rest)
+        monkeypatch.setattr(frame_log, "_pause", rest)
         engine.change(*many(2000))
         assert busy.wait(PATIENCE)
         threading.Timer(0.05, free.set).start()
@@ -69,7 +69,7 @@ def test_what_is_being_told_is_waited_for_on_the_engines_thread_too(tmp_path, mo
 
 
 def test_a_stuck_engine_does_not_keep_a_flight_recording_from_being_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SETTLE", 0.05)
+    monkeypatch.setattr(module, "_FLIGHT_TIMEOUT", 0.05)
     with serving() as (publisher, engine):
         engine.change(node(1))
         wait_until(lambda: engine.collected)
@@ -81,7 +81,7 @@ def test_a_stuck_engine_does_not_keep_a_flight_recording_from_being_written(tmp_
 
 
 def test_the_end_lets_go_of_who_waits_to_write_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SETTLE", 1000.0)
+    monkeypatch.setattr(module, "_FLIGHT_TIMEOUT", 1000.0)
     with serving() as (publisher, engine):
         engine.change(node(1))
         publisher.flight(tmp_path / "a.rec")

@@ -78,7 +78,7 @@ def test_remote_is_allowed_to_who_says_so():
 @pytest.fixture
 def rounds(monkeypatch):
     """The door looks after itself at every turn."""
-    monkeypatch.setattr(listener, "_ROUND", 0.0)
+    monkeypatch.setattr(listener, "_CHECK_INTERVAL", 0.0)
 
 
 def turned(publisher, true):
@@ -160,14 +160,14 @@ def test_no_file_descriptors_left_is_a_rest_and_not_the_end(caplog):
             self.registered.remove(listener)
 
     tired, listener, selector = Listener(None, lambda connection, token: None), Exhausted(), Selector()
-    tired._selector, tired._look_at = selector, float("inf")
+    tired._selector, tired._next_check = selector, float("inf")
     tired._listen(listener)
     with caplog.at_level(logging.WARNING):
         tired._accept(listener)
         tired._accept(listener)  # both were ready in the same turn
     assert selector.registered == []
     assert caplog.text.count("Too many open files") == 1
-    tired.look(time.monotonic())
+    tired.maintain(time.monotonic())
     assert selector.registered == []
-    tired.look(time.monotonic() + 2.0)
+    tired.maintain(time.monotonic() + 2.0)
     assert selector.registered == [listener]

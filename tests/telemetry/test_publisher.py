@@ -21,9 +21,9 @@ def test_a_delta_carries_only_stats_that_changed_and_are_numbers():
     known = Mirror()
     known.apply(Changes(1.0, stats={"a": 1.0, "b": 2.0}))
     changes = Changes(2.0, stats={"a": 1.0, "b": 3.0, "c": float("nan")})
-    assert frame_log._news(changes, known).stats == {"b": 3.0}
+    assert frame_log._with_changed_stats(changes, known).stats == {"b": 3.0}
     reset = Changes(2.0, reset=True, stats={"a": 1.0, "b": 3.0})
-    assert frame_log._news(reset, known) == reset
+    assert frame_log._with_changed_stats(reset, known) == reset
 
 
 def test_hello_a_snapshot_and_every_delta():
@@ -67,7 +67,7 @@ def test_large_snapshots_come_in_pages_and_deltas_behind_them():
 
 def test_a_large_tree_is_packed_in_pieces_with_rests_between(monkeypatch):
     rests = []
-    monkeypatch.setattr(frame_log, "_rest", lambda: rests.append(1))
+    monkeypatch.setattr(frame_log, "_pause", lambda: rests.append(1))
     with serving() as (publisher, engine):
         engine.change(*many(6000))
         for _ in range(2):  # the second one finds it all there
@@ -134,7 +134,7 @@ def test_what_the_engine_had_answered_is_told_before_the_end(monkeypatch):
         engine.stuck = True
         engine.change(node(2))
         wait_until(lambda: engine.waiting)
-        monkeypatch.setattr(publisher._collector, "turn", lambda now, hz: None)  # it comes too late for a turn
+        monkeypatch.setattr(publisher._collector, "poll", lambda now, hz: None)  # it comes too late for a turn
         engine.answer()
         publisher.close("enough")
         assert reader.until_the_end() == "enough"
@@ -191,7 +191,7 @@ def test_a_publisher_that_stumbles_on_and_on_gives_up_and_says_so(caplog, monkey
     with serving() as (publisher, _), caplog.at_level(logging.ERROR):
         reader = Reader(publisher.path)
         reader.until(lambda: reader.frames)
-        monkeypatch.setattr(publisher._clients, "expire", lambda now: 1 / 0)
+        monkeypatch.setattr(publisher._clients, "drop_expired", lambda now: 1 / 0)
         assert "failed" in (reader.until_the_end() or "")
         reader.close()
         publisher._thread.join()

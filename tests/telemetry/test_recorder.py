@@ -203,7 +203,7 @@ def test_what_nobody_collects_takes_no_room() -> None:
     assert len(changes.evictions) == EVICTIONS and len(changes.requests) == ENDED_REQUESTS
     assert len(changes.sessions) == SESSIONS and not changes.gone_nodes
     assert [record.number for record in changes.requests] == list(range(2000 - ENDED_REQUESTS, 2000))
-    assert len(recorder._events.since) == 0
+    assert len(recorder._events.opened_at) == 0
     mirror.apply(changes)
     assert_tells_the_truth(mirror, cache, OFFSET)
 

@@ -56,13 +56,13 @@ def test_deltas_that_waited_behind_a_snapshot_are_counted_when_they_are_dropped(
     ours.setblocking(False)
     theirs.setblocking(False)
     client = Client(ours, 0.0, ClientLimits(buffer=2_000_000), snapshot)
-    client.welcome()
+    client.start()
     for _ in range(6):
-        client.give(b"d" * 400_000)
+        client.send_delta(b"d" * 400_000)
     assert client.buffered <= 1_000_000
     while asked == [None] or client.wants_to_send:
         theirs.recv(100_000)
-        client.send()
+        client.flush()
     assert asked == [None, 6]
     ours.close()
     theirs.close()
@@ -86,12 +86,12 @@ def test_a_delta_that_would_go_over_the_buffer_is_dropped(size, dropped):
     with ours, theirs:
         ours.setblocking(False)
         client = Client(ours, 0.0, ClientLimits(buffer=2000), lambda dropped: iter([b"s" * 1_000_000]))
-        client.welcome()  # the snapshot does not fit into the socket
+        client.start()  # the snapshot does not fit into the socket
         waiting = client.buffered
         assert waiting > 2000
         client._limits = ClientLimits(buffer=waiting + 2000)
-        client.give(b"a" * 1000)
-        client.give(b"b" * size)
+        client.send_delta(b"a" * 1000)
+        client.send_delta(b"b" * size)
         assert client.buffered == waiting + (0 if dropped else 2000)
         assert client._dropped == 2 * dropped
 
@@ -103,16 +103,16 @@ def test_who_is_sent_away_in_the_middle_of_a_frame_gets_the_rest_of_it_and_then_
         ours.setblocking(False)
         theirs.settimeout(20.0)
         client = Client(ours, 0.0, ClientLimits(), lambda dropped: iter([whole, b"never sent"]))
-        client.welcome()
-        client.give(b"nor is this")
+        client.start()
+        client.send_delta(b"nor is this")
         assert client.wants_to_send
-        client.leave(encode(Bye("enough")), 0.0)
+        client.say_bye(encode(Bye("enough")), 0.0)
         theirs.sendall(b"what now")  # must not cost it the last words
         assert not client.read()
-        assert not client.gone
+        assert not client.closed
         data = b""
         while len(data) < len(whole) + len(encode(Bye("enough"))):
-            client.send()
+            client.flush()
             data += theirs.recv(65_536)
         assert data == whole + encode(Bye("enough"))
-        assert client.gone
+        assert client.closed
