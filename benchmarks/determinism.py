@@ -287,7 +287,7 @@ def _smallest_found(engine: Engine) -> float:
         engine.clear_cache()
         prompt = [random.Random(5).randrange(300, 1500) for _ in range(256)]
         engine.generate([prompt], SamplingParams(max_tokens=1))
-        core = engine._core
+        core = engine.core
         block, store = int(core.cache.match(np.array(prompt, np.int32)).blocks[5]), core.runner.store  # type: ignore[attr-defined]
         pool = store.values[-1]
         scale = float(pool[0, block].double().square().mean().sqrt())

@@ -28,8 +28,8 @@ Run = dict[str, float]
 @contextmanager
 def client(engine: Engine) -> Iterator[list[int]]:
     """Somebody who reads all frames at 10 Hz; behind the end, the bytes that it got."""
-    assert engine._monitoring is not None and engine._monitoring.publisher.path is not None
-    socket = str(engine._monitoring.publisher.path)
+    assert engine.monitoring is not None and engine.monitoring.publisher.path is not None
+    socket = str(engine.monitoring.publisher.path)
     command = [sys.executable, str(Path(__file__).with_name("reader.py")), socket, str(HZ)]
     got: list[int] = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
@@ -42,13 +42,13 @@ def client(engine: Engine) -> Iterator[list[int]]:
 
 def clocks(engine: Engine) -> dict[str, int]:
     """Nanoseconds: of the wall, of the engine's thread, of all threads, and of the wall for telling and collecting."""
-    telemetry, thread = engine._core.telemetry, engine._engine_thread._thread.ident
+    telemetry, thread = engine.monitoring.recorder, engine.client.thread._thread.ident
     assert thread is not None
     return {
         "wall": time.perf_counter_ns(),
         "thread": time.clock_gettime_ns(time.pthread_getcpuclockid(thread)),
         "process": time.process_time_ns(),
-        "telling": 0 if telemetry is None else telemetry.cost_ns + telemetry._recorder.cost_ns,
+        "telling": 0 if telemetry is None else telemetry.cost_ns + telemetry.cache_recorder.cost_ns,
     }
 
 

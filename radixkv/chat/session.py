@@ -124,7 +124,7 @@ class ChatSession:
         self._parser = ReplyParser(template)
         self._opening: list[Message] = [deepcopy(dict(message)) for message in opening]
         self._namespace = namespace
-        self._number = engine._new_session()
+        self._number = engine.client.new_session()
         self._append = history_mode(template, history) == "append"
         self._overflow = overflow
         self._turns = list(turns)
@@ -200,7 +200,7 @@ class ChatSession:
             self._abandon()
             self._closed = True
             self._demote(self._ids, keep=0)
-            self._engine._session_closed(self._number)
+            self._engine.client.session_closed(self._number)
 
     # ---- reading
 

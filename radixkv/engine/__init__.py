@@ -12,15 +12,13 @@ reuse_policy.py     which cached tokens a request uses and which it leaves; dete
 request.py          a request, its streams and their text
 output.py           results, the channel that carries them, and a caller's handle
 kv_scrub.py         computes cached KV again, compares, and drops what differs
-prefill_result.py   the result of `warm`
 observers/          telemetry records, monitoring, trace recording
 sizing.py, stats.py
 """
 
 from radixkv.engine.async_engine import AsyncHandle, AsyncRequestEngine
 from radixkv.engine.engine import RequestEngine
-from radixkv.engine.output import Chunk, Completion, Handle, Usage
-from radixkv.engine.prefill_result import Warmed
+from radixkv.engine.output import Chunk, Completion, Handle, Usage, Warmed
 from radixkv.engine.stats import AuditReport, Difference, EngineStats
 
 __all__ = [

@@ -19,13 +19,13 @@ from radixkv.cache import Explanation
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.engine import RequestEngine
 from radixkv.engine.input_processor import Params, Prompt
-from radixkv.engine.output import Chunk, Completion, Handle
-from radixkv.engine.prefill_result import Warmed
+from radixkv.engine.output import Chunk, Completion, Handle, Warmed
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.tree_view import ALL, TreeView
 
 if TYPE_CHECKING:
+    from radixkv.engine.core import Core
     from radixkv.models.adapter import LoadedModel
 
 
@@ -44,6 +44,7 @@ class AsyncRequestEngine:
     def __init__(self, engine: RequestEngine) -> None:
         """Wrap an engine, which may be used beside this."""
         self._engine = engine
+        self.client = engine.client
         # One thread, so that requests come in, and draw their seeds, in the order in which they were submitted.
         self._preparing = ThreadPoolExecutor(1, "radixkv-prepare")
 
@@ -68,10 +69,10 @@ class AsyncRequestEngine:
 
         Cancelling the task cancels what still runs. Takes and raises what `Engine.generate` does.
         """
-        requests = await self._prepared(self._engine._batch, prompts, params, namespace, timeout)
+        requests = await self._prepared(self.client.inputs.batch, prompts, params, namespace, timeout)
         handles: list[AsyncHandle] = []
         try:
-            handles.extend(AsyncHandle(self._engine._start(request)) for request in requests)
+            handles.extend(AsyncHandle(self.client.start(request)) for request in requests)
             return [await handle.result() for handle in handles]
         finally:
             for handle in handles:
@@ -88,9 +89,9 @@ class AsyncRequestEngine:
         session: int | None = None,
     ) -> AsyncHandle:
         """Start one request; iterate the handle for chunks, or await its result. As `Engine.submit` otherwise."""
-        options = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        request = await self._prepared(self._engine._request, prompt, params, **options)
-        return AsyncHandle(self._engine._start(request))
+        options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
+        request = await self._prepared(self.client.inputs.request, prompt, params, **options)
+        return AsyncHandle(self.client.start(request))
 
     async def warm(
         self,
@@ -102,12 +103,11 @@ class AsyncRequestEngine:
         timeout: float | None = None,
     ) -> Warmed:
         """Compute a prompt into the cache ahead of its use, and pin it there if `pin`. As `Engine.warm` otherwise."""
-        engine = self._engine
-        request = await self._prepared(engine._warming, prompt, pin, ttl, namespace, timeout)
-        usage = (await AsyncHandle(engine._start(request)).result()).usage
+        request = await self._prepared(self.client.warming, prompt, pin, ttl, namespace, timeout)
+        usage = (await AsyncHandle(self.client.start(request)).result()).usage
         if not pin:
-            return Warmed(usage, None, engine._engine_thread)
-        pinning = engine._engine_thread.call(lambda: engine._pinned(request, usage, ttl))
+            return Warmed(usage)
+        pinning = self.client.warmed(request, usage, ttl)
         try:
             return await asyncio.wrap_future(pinning)
         except asyncio.CancelledError:
@@ -116,7 +116,7 @@ class AsyncRequestEngine:
 
     async def probe(self, prompt: Prompt, *, namespace: Hashable = None) -> Explanation:
         """How much of a prompt is cached now, and why not more; changes nothing, not even recency."""
-        return await self._asked(await self._prepared(self._engine._probing, prompt, namespace))
+        return await asyncio.wrap_future(await self._prepared(self.client.probe, prompt, namespace))
 
     async def demote(self, prompt: Prompt, *, keep: int = 0, namespace: Hashable = None) -> None:
         """Say that a cached prompt will not be asked for again behind its first `keep` tokens: see `Engine.demote`."""
@@ -124,11 +124,11 @@ class AsyncRequestEngine:
 
     async def stats(self) -> EngineStats:
         """Counters and gauges of this moment, between two steps."""
-        return await self._asked(self._engine._stats)
+        return await asyncio.wrap_future(self.client.thread.call(self.client.stats))
 
     async def tree(self, namespace: Hashable = ALL) -> TreeView:
         """What is cached, as a frozen tree of this moment; of one namespace, if that is given: see `Engine.tree`."""
-        return await self._asked(self._engine._viewing(namespace))
+        return await asyncio.wrap_future(self.client.tree(namespace))
 
     async def flight_recording(self, path: str | os.PathLike[str]) -> None:
         """Write what the engine did in the last ten minutes to a file: see `Engine.flight_recording`."""
@@ -139,11 +139,11 @@ class AsyncRequestEngine:
 
         Cancelling the task ends the audit.
         """
-        return await asyncio.wrap_future(self._engine._auditing(blocks))
+        return await asyncio.wrap_future(self.client.audit(blocks))
 
     async def clear_cache(self) -> None:
         """Drop every cached prefix that nobody holds."""
-        await self._asked(lambda: self._engine._core.cache.clear())
+        await asyncio.wrap_future(self.client.clear_cache())
 
     async def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """End what still runs with EngineClosed, stop, and free the pool; the model stays. May be called twice.
@@ -154,7 +154,7 @@ class AsyncRequestEngine:
         try:
             await asyncio.to_thread(self._engine.close, drain, timeout)
         except asyncio.CancelledError:
-            self._engine._engine_thread.stop()
+            self.client.thread.stop()
             raise
 
     async def __aenter__(self) -> Self:
@@ -175,6 +175,16 @@ class AsyncRequestEngine:
         return self._engine.model
 
     @property
+    def config(self) -> EngineConfig:
+        """The settings of the engine."""
+        return self._engine.config
+
+    @property
+    def core(self) -> Core:
+        """Cache, runner and scheduler, for tests and experiments: see `Engine.core`."""
+        return self.client.core
+
+    @property
     def context_limit(self) -> int:
         """Tokens that prompt and reply may have together: what the model allows, or what the pool holds."""
         return self._engine.context_limit
@@ -191,10 +201,6 @@ class AsyncRequestEngine:
     ) -> Result:
         """What `call` returns on the preparing thread; it waits for no model."""
         return await asyncio.wrap_future(self._preparing.submit(call, *args, **options))
-
-    async def _asked(self, call: Callable[[], Result]) -> Result:
-        """What `call` returns on the engine's thread, at the next step boundary."""
-        return await asyncio.wrap_future(self._engine._engine_thread.call(call))
 
 
 def _unpin(pinning: Future[Warmed]) -> None:
@@ -225,7 +231,7 @@ class AsyncHandle:
 
         Raises RequestCancelled, RequestTimedOut, RequestFailed or EngineClosed.
         """
-        channel = self._handle._channel
+        channel = self._handle.channel
         try:
             with channel.waiting():
                 while not channel.ended:
@@ -286,10 +292,10 @@ class AsyncChunks:
     async def _take(self) -> Chunk | None:
         if not self._begun:
             self._begun = True
-            self._reading.enter_context(self._handle._channel.reading())
+            self._reading.enter_context(self._handle.channel.reading())
         while True:
             try:
-                return self._handle._channel.next_chunk(block=False)
+                return self._handle.channel.next_chunk(block=False)
             except Empty:
                 await _news(self._handle)
 
@@ -303,7 +309,7 @@ async def _news(handle: Handle, *, end: bool = False) -> None:
     """Sleep until there is a chunk, or the end, to take."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
-    handle._channel.listen(lambda: _wake(loop, future, handle), end=end)
+    handle.channel.listen(lambda: _wake(loop, future, handle), end=end)
     await future
 
 

@@ -1,18 +1,18 @@
 """The engine for requests: prompts in, completions out, from any thread.
 
-Knows: how a model, a pool and a cache are put together, and how callers reach the thread that owns them. Knows no
-conversation: `radixkv.chat.Engine` adds those.
+`RequestEngine.load` puts a model, a KV pool and a prefix cache together, and starts the thread that owns them. Its
+methods check their arguments on the caller's thread, and wait for the engine's. `radixkv.chat.Engine` adds
+conversations.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -21,36 +21,29 @@ import torch
 from radixkv.cache import Explanation, PrefixCache
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.core import Core, Forward
-from radixkv.engine.engine_thread import EngineThread
-from radixkv.engine.input_processor import (
-    InputProcessor,
-    Params,
-    Prompt,
-    check_namespace,
-    check_seconds,
-)
-from radixkv.engine.kv_scrub import check_blocks, piece_tokens
+from radixkv.engine.engine_thread import CoreClient, EngineThread
+from radixkv.engine.input_processor import InputProcessor, Params, Prompt, check_seconds
+from radixkv.engine.kv_scrub import piece_tokens
 from radixkv.engine.observers import monitoring
-from radixkv.engine.observers.recorder import RequestRecorder
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
-from radixkv.engine.output import Completion, Handle, Usage
-from radixkv.engine.prefill_result import Warmed
-from radixkv.engine.request import Request
+from radixkv.engine.output import Completion, Handle, Warmed
 from radixkv.engine.sizing import blocks_for, check_free
 from radixkv.engine.stats import AuditReport, EngineStats
-from radixkv.errors import EngineClosed, InvalidInput
-from radixkv.sampling.params import SamplingParams, is_int
-from radixkv.telemetry.recorder import Recorder
-from radixkv.telemetry.tree_view import ALL, TreeView, tree_view
+from radixkv.errors import InvalidInput
+from radixkv.sampling.params import SamplingParams
+from radixkv.telemetry.records import EngineFacts
+from radixkv.telemetry.tree_view import ALL, TreeView
+from radixkv.version import __version__
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
 
 
 class RequestEngine:
-    """Runs many requests at once over one shared pool of KV; every method may be called from any thread.
+    """Runs many requests at once over one KV pool; every method may be called from any thread.
 
-    A context manager: `close` ends what still runs and frees the pool.
+    A context manager: `close` ends running requests and frees the pool. `config` has its settings. `client` posts calls
+    to the engine's thread without waiting, for asyncio, chats and servers.
     """
 
     def __init__(
@@ -62,29 +55,29 @@ class RequestEngine:
         *,
         bytes_per_block: int = 0,
     ) -> None:
-        """Put ready parts together; `load` makes them. The engine owns runner and cache from now on."""
+        """Connect parts that exist; `load` makes them. The engine owns runner and cache from now on."""
         file = check_path(config.record)
         self.config = config
         self._model = model
-        self._core = core = Core(cache, runner, config)
-        core.recording = recording = None if file is None else TraceWriter(file, cache.block_size)
-        self._engine_thread = EngineThread(
-            core.step,
-            core.idle_for,
-            lambda: core.busy,
-            core.close,
-        )
-        self._bytes_per_block = bytes_per_block
-        self._input_processor = InputProcessor(model, cache.num_blocks * cache.block_size, config.seed)
-        self._loaded_at = time.perf_counter()
-        self._session_numbers = itertools.count(1)
-        self._decode = _decoder(model) if config.expose_text else None
-        self._monitoring: monitoring.Monitoring | None = None
-        self._told: list[TraceWriter | monitoring.Monitoring] = [] if recording is None else [recording]
-        # Also at interpreter exit, so that the thread does not outlive what it uses.
-        self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self, _shut, self._engine_thread, self._told)
-        if monitor := monitoring.wanted(config.monitor):
-            self._watch(monitor, core)
+        core = Core(cache, runner, config)
+        thread = EngineThread(core.step, core.idle_for, lambda: core.busy, core.close)
+        inputs = InputProcessor(model, cache.num_blocks * cache.block_size, config.seed, core.scheduler.check_fits)
+        decode = _decoder(model) if config.expose_text else None
+        facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
+        self.client = CoreClient(core, thread, inputs, facts, decode)
+        self._outputs: list[TraceWriter | monitoring.Monitoring] = []
+        # Runs when neither the engine nor a handle is left, and at interpreter exit.
+        self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self.client, _shut, thread, self._outputs)
+        if file is not None:
+            core.recording = trace = TraceWriter(file, cache.block_size)
+            self._outputs.append(trace)
+        try:
+            self.monitoring = monitoring.start(config.monitor, facts, core, thread, decode)
+        except BaseException:
+            self.close()
+            raise
+        if self.monitoring is not None:
+            self._outputs.append(self.monitoring)
 
     @classmethod
     def load(
@@ -138,22 +131,22 @@ class RequestEngine:
         timeout: float | None = None,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete all prompts, batched, and wait; one Completion a prompt, in their order.
+        """Complete all prompts, batched, and wait; returns one Completion per prompt, in order.
 
-        With `params.n > 1` a completion's `alternatives` are the other streams'.
+        With `params.n > 1` the `alternatives` of a completion are those of the other streams.
         A prompt is a text, a sequence of token ids, or a list of chat messages; `params` is one for all or one for
-        each. `progress` shows a bar. Ctrl-C cancels what still runs and passes on. Raises InvalidInput and its kinds
-        before anything runs, RequestTimedOut after `timeout` seconds, RequestFailed or EngineClosed.
+        each. `progress` shows a bar. Ctrl-C cancels the requests and is raised again. Raises InvalidInput and its
+        subclasses before anything runs, RequestTimedOut after `timeout` seconds, RequestFailed or EngineClosed.
         """
-        requests = self._batch(prompts, params, namespace, timeout)
-        handles = [self._handle(request) for request in requests]  # before any begins, so that none can be lost
+        requests = self.client.inputs.batch(prompts, params, namespace, timeout)
+        handles = [self.client.handle(request) for request in requests]  # before any begins, so that all are cancelled
         try:
             for request in requests:
-                self._begin(request)
+                self.client.begin(request)
             return [handle.result() for handle in _shown(handles, progress)]
         finally:
             for handle in handles:
-                handle.cancel()  # nothing to do unless one of them raised, or Ctrl-C did
+                handle.cancel()  # no effect unless one of them raised, or Ctrl-C did
 
     def submit(
         self,
@@ -167,13 +160,13 @@ class RequestEngine:
     ) -> Handle:
         """Start one request and return at once; iterate the handle for chunks, or wait for its result.
 
-        Only requests with equal `namespace` share cached prefixes. A higher `priority` goes before lower ones, and
-        what it leaves in the cache is evicted later. After `timeout` seconds, spent waiting or running, the request
-        ends with RequestTimedOut. `session` is a number that the requests of one conversation share, for the monitor.
-        Raises InvalidInput and its kinds, or EngineClosed.
+        Only requests with equal `namespace` share cached prefixes. A higher `priority` is admitted before lower ones,
+        and its cached tokens are evicted later. After `timeout` seconds, waiting or running, the request ends with
+        RequestTimedOut. `session` is a number that the requests of one conversation share, for the monitor.
+        Raises InvalidInput and its subclasses, or EngineClosed.
         """
-        options = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        return self._start(self._request(prompt, params, **options))
+        options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
+        return self.client.start(self.client.inputs.request(prompt, params, **options))
 
     def warm(
         self,
@@ -184,91 +177,85 @@ class RequestEngine:
         namespace: Hashable = None,
         timeout: float | None = None,
     ) -> Warmed:
-        """Compute a prompt into the cache ahead of its use, wait for it, and pin it there if `pin`.
+        """Compute a prompt into the cache ahead of its use, wait for that, and pin it if `pin`.
 
         `ttl` ends the pin after that many seconds. Chat messages are rendered as the beginning of a conversation.
-        Raises PinBudgetExceeded, or what `generate` raises.
+        Raises PinBudgetExceeded, and every error of `generate`.
         """
-        request = self._warming(prompt, pin, ttl, namespace, timeout)
-        handle = self._handle(request)
+        request = self.client.warming(prompt, pin, ttl, namespace, timeout)
+        handle = self.client.handle(request)
         try:
-            self._begin(request)
+            self.client.begin(request)
             usage = handle.result().usage
         finally:
             handle.cancel()
-        if not pin:
-            return Warmed(usage, None, self._engine_thread)
-        return self._engine_thread.ask(lambda: self._pinned(request, usage, ttl))
+        return self.client.warmed(request, usage, ttl).result() if pin else Warmed(usage)
 
     def probe(self, prompt: Prompt, *, namespace: Hashable = None) -> Explanation:
-        """How much of a prompt is cached now, and why not more; changes nothing, not even recency."""
-        return self._engine_thread.ask(self._probing(prompt, namespace))
+        """Return how much of a prompt is cached, and why not more; changes nothing, not even recency."""
+        return self.client.probe(prompt, namespace).result()
 
     def demote(self, prompt: Prompt, *, keep: int = 0, namespace: Hashable = None) -> None:
-        """Say that a cached prompt will not be asked for again behind its first `keep` tokens.
+        """Mark a cached prompt as no longer needed after its first `keep` tokens.
 
-        What is cached there and shared with nothing else is the first to be evicted; asking for it again undoes that.
+        Its blocks that no other prompt shares are evicted first; a request for the prompt undoes that.
         """
-        ids = self._input_processor.encode(prompt)
-        check_namespace(namespace)
-        if not is_int(keep) or keep < 0:
-            raise InvalidInput(f"keep is how many tokens to leave alone, an int >= 0; got {keep!r}")
-        self._engine_thread.post(lambda: self._core.demote(ids, keep, namespace))
+        self.client.demote(prompt, keep, namespace)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges of this moment, between two steps."""
-        return self._engine_thread.ask(self._stats)
+        """Return counters and gauges of one moment between two steps."""
+        return self.client.thread.ask(self.client.stats)
 
     def tree(self, namespace: Hashable = ALL) -> TreeView:
-        """What is cached, as a frozen tree of this moment; of one namespace, if that is given. O(nodes), between steps.
+        """Return the cached tree of one moment, of one namespace if that is given. O(nodes), between steps.
 
-        A node says how it begins if the engine was loaded with `expose_text`.
+        Nodes show the beginning of their text if the engine was loaded with `expose_text`.
         """
-        return self._engine_thread.ask(self._viewing(namespace))
+        return self.client.tree(namespace).result()
 
     def flight_recording(self, path: str | os.PathLike[str]) -> None:
-        """Write what the engine did in the last ten minutes to a file, for `radixkv-monitor --replay`.
+        """Write the engine's activity of the last ten minutes to a file, for `radixkv-monitor --replay`.
 
         Raises InvalidInput for an engine without a monitor, OSError.
         """
-        if self._monitoring is None:
+        if self.monitoring is None:
             raise InvalidInput("this engine records nothing: it was loaded with monitor=False, or could not be watched")
-        self._monitoring.flight(path)
+        self.monitoring.flight(path)
 
     def audit(self, blocks: int = 64) -> AuditReport:
-        """Compute at least `blocks` cached blocks again, chosen at random, and compare; drop what differs.
+        """Recompute at least `blocks` cached blocks, chosen at random, compare, and drop those that differ.
 
-        Waits for that, and requests go on meanwhile, more slowly: between two steps some 128 tokens are computed again
-        (with `deterministic` a whole chunk). Requests that read what differs, or may have, fail with RequestFailed. The
-        cache's recency and counters stay as they are. Raises InvalidInput
-        where there is nothing to audit, EngineError if the model raises, EngineClosed.
+        Waits for the report. Requests go on meanwhile, more slowly: about 128 tokens are recomputed between two steps
+        (with `deterministic` a whole chunk). Requests that read a differing block, or may have, fail with
+        RequestFailed. The cache's recency and counters stay as they are. Raises InvalidInput where there is nothing to
+        audit, EngineError if the model raises, EngineClosed.
         """
-        report = self._auditing(blocks)
+        report = self.client.audit(blocks)
         try:
             return report.result()
         except BaseException:
-            report.cancel()  # nothing to do, unless Ctrl-C came first
+            report.cancel()  # no effect, unless Ctrl-C came first
             raise
 
     def clear_cache(self) -> None:
-        """Drop every cached prefix that nobody holds."""
-        self._engine_thread.ask(lambda: self._core.cache.clear())
+        """Drop every cached prefix that no request and no pin holds."""
+        self.client.clear_cache().result()
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
-        """End what still runs with EngineClosed, stop, and free the pool; the model stays. May be called twice.
+        """End running requests with EngineClosed, stop, and free the pool; the model stays. May be called twice.
 
-        With `drain` nothing new is taken, and what waits and runs finishes first, for at most `timeout` seconds and
-        however slowly it is read; an audit ends. Ctrl-C ends the draining at once, and passes on. Either way the step
-        that is under way is waited for.
+        With `drain` no new request is taken, and present ones finish first, for at most `timeout` seconds and however
+        slowly they are read; an audit ends. Ctrl-C ends the draining at once, and is raised again. In any case the
+        current step is waited for.
         """
         check_seconds("timeout", timeout)
         if timeout is not None and not drain:
             raise InvalidInput("timeout is how long draining may take: pass drain=True with it")
         try:
-            self._engine_thread.close(drain, timeout, self._core.disable_backpressure)
+            self.client.thread.close(drain, timeout, self.client.core.disable_backpressure)
         finally:
             self._finalizer.detach()
-            for each in self._told:
+            for each in self._outputs:
                 each.close()
 
     def __enter__(self) -> Self:
@@ -285,155 +272,62 @@ class RequestEngine:
 
     @property
     def model(self) -> LoadedModel:
-        """The model, its tokenizer and its limits; not to be changed."""
+        """The model, its tokenizer and its limits; read only."""
         return self._model
 
     @property
+    def core(self) -> Core:
+        """Cache, runner and scheduler, for tests and experiments. They belong to the engine's thread.
+
+        Read or change them only while the engine is idle, or in `engine.client.thread.ask(call)`.
+        """
+        return self.client.core
+
+    @property
     def default_params(self) -> SamplingParams:
-        """What a request without params uses: the defaults, with what the model's generation_config.json suggests."""
-        return self._input_processor.default_params
+        """The parameters of a request that has none: defaults, and the suggestions of generation_config.json."""
+        return self.client.inputs.default_params
 
     @property
     def context_limit(self) -> int:
-        """Tokens that prompt and reply may have together: what the model allows, or what the pool holds."""
-        return self._input_processor.context_limit
-
-    # ---- inside; what waits for nobody is shared with AsyncRequestEngine
-
-    def _request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Request:
-        request = self._input_processor.request(prompt, params, **options)
-        self._core.scheduler.check_fits(request)
-        return request
-
-    def _batch(
-        self, prompts: str | Sequence[Prompt], params: Params, namespace: Hashable, timeout: float | None
-    ) -> list[Request]:
-        requests = self._input_processor.batch(prompts, params, namespace, timeout)
-        for request in requests:
-            self._core.scheduler.check_fits(request)
-        return requests
-
-    def _warming(
-        self, prompt: Prompt, pin: bool, ttl: float | None, namespace: Hashable, timeout: float | None
-    ) -> Request:
-        if ttl is not None and not pin:
-            raise InvalidInput("ttl is how long a pin lasts: pass pin=True with it")
-        return self._request(self._input_processor.encode(prompt), namespace=namespace, timeout=timeout, sample=False)
-
-    def _pinned(self, request: Request, usage: Usage, ttl: float | None) -> Warmed:
-        """Pin a prompt that was computed; on the engine's thread."""
-        return Warmed(usage, self._core.scheduler.pin(request.prompt, request.namespace, ttl), self._engine_thread)
-
-    def _probing(self, prompt: Prompt, namespace: Hashable) -> Callable[[], Explanation]:
-        """What is to be asked of the engine's thread to probe a prompt."""
-        ids = self._input_processor.encode(prompt)
-        check_namespace(namespace)
-        return lambda: self._core.cache.explain(ids, namespace)
-
-    def _viewing(self, namespace: Hashable) -> Callable[[], TreeView]:
-        """What is to be asked of the engine's thread for a view of the tree."""
-        check_namespace(namespace)
-        return lambda: tree_view(self._core.cache, namespace, decode=self._decode)
-
-    def _new_session(self) -> int:
-        """A number for a conversation."""
-        return next(self._session_numbers)
-
-    def _session_closed(self, number: int) -> None:
-        """A conversation is over; the monitor is to know."""
-        telemetry = self._core.telemetry
-        if telemetry is None:
-            return
-        try:
-            self._engine_thread.post(lambda: telemetry.session_closed(number))
-        except EngineClosed:
-            return  # nobody watches any more
-
-    def _handle(self, request: Request) -> Handle:
-        return Handle(request.channel, lambda: self._cancel(request))
-
-    def _begin(self, request: Request) -> None:
-        request.channel.on_drained = self._engine_thread.wake
-        self._engine_thread.post(lambda: self._core.add(request), begins=True)
-
-    def _start(self, request: Request) -> Handle:
-        self._begin(request)
-        return self._handle(request)
-
-    def _cancel(self, request: Request) -> None:
-        try:
-            self._engine_thread.post(lambda: self._core.cancel(request))
-        except EngineClosed:
-            return  # closing ended it
-
-    def _auditing(self, blocks: int) -> Future[AuditReport]:
-        """An audit that has begun."""
-        check_blocks(blocks)
-        report: Future[AuditReport] = Future()
-        self._engine_thread.post(lambda: self._core.auditor.begin(blocks, report), begins=True)
-        return report
-
-    def _stats(self) -> EngineStats:
-        core, model = self._core, self._model
-        return EngineStats(
-            model=model.name,
-            device=str(model.device),
-            dtype=_dtype(model),
-            attention=model.attention,
-            max_length=model.max_length,
-            kv_bytes=self._bytes_per_block * core.cache.num_blocks,
-            uptime_s=time.perf_counter() - self._loaded_at,
-            waiting=len(core.scheduler.waiting),
-            running=len(core.scheduler.running),
-            cache=core.cache.stats(),
-            **asdict(core.counters),
-        )
-
-    def _watch(self, monitor: bool | str, core: Core) -> None:
-        """Have everything recorded from now on, and published."""
-        model, cache, config = self._model, core.cache, self.config
-        facts = monitoring.engine_facts(
-            model=model.name,
-            device=str(model.device),
-            dtype=_dtype(model),
-            attention=model.attention,
-            eviction=cache.eviction,
-            num_blocks=cache.num_blocks,
-            block_size=cache.block_size,
-            bytes_per_block=self._bytes_per_block,
-            max_length=model.max_length,
-            max_sequences=config.max_sequences,
-            max_batch_tokens=config.max_batch_tokens,
-            prefill_chunk=config.prefill_chunk,
-            exposes_text=self._decode is not None,
-        )
-        recorder = Recorder(decode=self._decode)
-        recorder.attach(cache)
-        constants = {"max_length": model.max_length, "kv_bytes": self._bytes_per_block * cache.num_blocks}
-        telemetry = RequestRecorder(core, recorder, constants)
-        try:
-            self._monitoring = monitoring.begin(monitor, facts, self._engine_thread, telemetry)
-        except BaseException:
-            self.close()
-            raise
-        if self._monitoring is not None:
-            self._told.append(self._monitoring)
+        """The most tokens of prompt and reply together: the limit of the model, or the size of the pool."""
+        return self.client.inputs.context_limit
 
 
-def _shut(engine_thread: EngineThread, told: list[TraceWriter | monitoring.Monitoring]) -> None:
-    engine_thread.close()
-    for each in told:
+def _shut(thread: EngineThread, outputs: list[TraceWriter | monitoring.Monitoring]) -> None:
+    thread.close()
+    for each in outputs:
         each.close()
 
 
 def _decoder(model: LoadedModel) -> Callable[[list[int]], str] | None:
-    """How to tell what token ids say; None for a model without a tokenizer."""
+    """Return a function from token ids to text; None for a model without a tokenizer."""
     tokenizer = model.tokenizer
     return None if tokenizer is None else lambda ids: str(tokenizer.decode(ids))
 
 
-def _dtype(model: LoadedModel) -> str:
-    return str(model.dtype).removeprefix("torch.")
+def _facts(
+    model: LoadedModel, cache: PrefixCache, config: EngineConfig, bytes_per_block: int, *, exposes_text: bool
+) -> EngineFacts:
+    return EngineFacts(
+        engine=secrets.token_hex(8),
+        pid=os.getpid(),
+        started=time.time(),
+        version=__version__,
+        model=model.name,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        attention=model.attention,
+        eviction=cache.eviction,
+        num_blocks=cache.num_blocks,
+        block_size=cache.block_size,
+        bytes_per_block=bytes_per_block,
+        max_length=model.max_length,
+        max_sequences=config.max_sequences,
+        max_batch_tokens=config.max_batch_tokens,
+        prefill_chunk=config.prefill_chunk,
+        exposes_text=exposes_text,
+    )
 
 
 def _shown(handles: list[Handle], progress: bool) -> Sequence[Handle] | Any:

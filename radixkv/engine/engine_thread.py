@@ -1,30 +1,46 @@
-"""The engine's thread: runs steps while there is work, and what others ask of it between two steps.
+"""The thread that owns cache and model, and the client through which callers reach the core on it.
 
-Knows: one thread, its inbox, and the two ways to end. Knows nothing of what it runs.
+`EngineThread` runs steps while there is work, and posted calls between two steps. `CoreClient` posts the calls of the
+engines for threads and for asyncio; none of its methods waits for the thread.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from radixkv.errors import EngineClosed
+from radixkv.cache import Explanation
+from radixkv.engine.core import Core
+from radixkv.engine.input_processor import InputProcessor, Prompt, check_namespace
+from radixkv.engine.kv_scrub import check_blocks
+from radixkv.engine.output import Handle, Usage, Warmed
+from radixkv.engine.request import Request
+from radixkv.engine.stats import AuditReport, EngineStats
+from radixkv.errors import EngineClosed, InvalidInput
+from radixkv.sampling.params import is_int
+from radixkv.telemetry.tree_view import TreeView, tree_view
+
+if TYPE_CHECKING:
+    from radixkv.telemetry.records import EngineFacts
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 class EngineThread:
-    """Calls `step` whenever `idle_for` allows, posted calls in between, in order, and `finish` once at the end.
+    """A thread that calls `step` whenever `idle_for` allows, posted calls in between, and `finish` once at the end.
 
-    `idle_for` says how long a step would find nothing to do, unless something is posted: 0.0 is not at all, None for
-    ever. `busy` says whether what was begun has not ended yet, which a graceful end waits for.
+    `idle_for` returns the seconds for which a step would find nothing to do: 0.0 if it has work, None until a call is
+    posted. `busy` returns whether a request has not ended yet, which a graceful end waits for.
     """
 
     def __init__(
@@ -34,36 +50,36 @@ class EngineThread:
         busy: Callable[[], bool],
         finish: Callable[[EngineClosed], None],
     ) -> None:
-        """Start the thread; it ends with `close`. `finish` is told why, for whoever still waits for something."""
+        """Start the thread; it ends with `close`. `finish` gets the error for requests that have not ended."""
         self._step, self._idle_for, self._busy, self._finish = step, idle_for, busy, finish
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Nothing is posted behind the end. Reentrant: garbage that is collected in here may post, too.
+        # Guards the end of the inbox. Reentrant: the garbage collector may run finalizers that post.
         self._gate = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
-        self._broken: BaseException | None = None  # what a step raised, which it must not
-        self.on_broken: Callable[[BaseException], None] | None = None  # told of that, on the thread, first of all
+        self._broken: BaseException | None = None  # the exception that escaped a step, against its contract
+        self.on_broken: Callable[[BaseException], None] | None = None  # called with it on the thread, before the end
         self._draining = False
         self._drained = threading.Event()
-        # A daemon: whoever forgets to close an engine can still leave Python.
+        # A daemon thread, so that a program can exit without closing its engine.
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._thread.start()
 
     def post(self, call: Callable[[], None], *, begins: bool = False) -> None:
-        """Have `call` run at the next step boundary; it must not raise.
+        """Run `call` at the next step boundary; it must not raise.
 
-        Raises EngineClosed behind the end and in a forked child; if it `begins` something new, also while the worker
-        finishes what is there.
+        Raises EngineClosed after the end and in a forked child; with `begins`, for a call that starts something new,
+        also while the thread drains.
         """
-        if self._is_forked:  # asked before the gate: the parent's thread may have held it
+        if self._is_forked:  # checked before the gate: the parent's thread may have held it during the fork
             raise EngineClosed(f"this engine belongs to process {self._pid}: load another one after the fork")
         with self._gate:
             if self._closed or (begins and self._draining):
-                raise self._why("the engine was closed: load a new one")
+                raise self._closed_error("the engine was closed: load a new one")
             self._inbox.put(call)
 
     def wake(self) -> None:
-        """Have the thread look again whether there is something to do; behind the end there is not."""
+        """Check again whether there is work; no effect after the end."""
         if self._is_forked:
             return
         with self._gate:
@@ -71,13 +87,13 @@ class EngineThread:
                 self._inbox.put(_nothing)
 
     def call(self, call: Callable[[], Result]) -> Future[Result]:
-        """As `ask`, without waiting: the future gets what `call` returns or raises; a cancelled one is skipped."""
+        """Run `call` at the next step boundary; the future gets its result or exception, and may be cancelled."""
         future: Future[Result] = Future()
         self.post(lambda: _answer(future, call))
         return future
 
     def ask(self, call: Callable[[], Result]) -> Result:
-        """Run `call` at the next step boundary and wait for what it returns or raises."""
+        """Run `call` at the next step boundary and wait for its result or exception."""
         return self.call(call).result()
 
     @property
@@ -89,11 +105,10 @@ class EngineThread:
     def close(
         self, drain: bool = False, timeout: float | None = None, on_drain: Callable[[], None] | None = None
     ) -> None:
-        """Stop behind the current step, answer what was posted before, and wait for that. May be called twice.
+        """Stop after the current step, run the calls that were posted before, and wait for that. May be called twice.
 
-        With `drain` first let what was begun come to its end, for at most `timeout` seconds; nothing new begins, and
-        `on_drain` is called on the thread.
-        Whatever interrupts that wait (Ctrl-C) makes it an immediate end, and is passed on.
+        With `drain` first let running and waiting requests end, for at most `timeout` seconds; nothing new begins, and
+        `on_drain` is called on the thread. An exception during that wait (Ctrl-C) makes it an immediate end.
         """
         if self._is_forked:
             return
@@ -106,7 +121,7 @@ class EngineThread:
                 self._thread.join()
 
     def stop(self) -> None:
-        """As `close`, without waiting for the thread; ends somebody else's draining, too."""
+        """Close without waiting for the thread; also ends a drain that another thread waits for."""
         if self._is_forked:
             return
         with self._gate:
@@ -118,7 +133,7 @@ class EngineThread:
         with self._gate:
             self._draining = True
             if not self._closed:
-                self._inbox.put(on_drain)  # behind all that was begun
+                self._inbox.put(on_drain)  # after every call that began a request
         self._drained.wait(timeout)
 
     # ---- the thread
@@ -127,7 +142,7 @@ class EngineThread:
         try:
             while self._read_inbox():
                 self._step()
-        except BaseException as error:  # better a closed engine than callers who wait for ever
+        except BaseException as error:  # closes the engine, so that no caller waits forever
             self._broken = error
             _log.exception("a step raised: the engine closes")
             if self.on_broken is not None:
@@ -136,23 +151,23 @@ class EngineThread:
             self._closed = True
         self._drained.set()
         self._empty_inbox()
-        _guarded(lambda: self._finish(self._why("the engine was closed while the request ran")))
+        _guarded(lambda: self._finish(self._closed_error("the engine was closed while the request ran")))
 
-    def _why(self, usual: str) -> EngineClosed:
+    def _closed_error(self, message: str) -> EngineClosed:
         if self._broken is None:
-            return EngineClosed(usual)
+            return EngineClosed(message)
         error = EngineClosed(f"the engine has closed, because its thread stopped: {self._broken!r}")
         error.__cause__ = self._broken
         return error
 
     def _empty_inbox(self) -> None:
-        """Run what was posted before the end."""
+        """Run the calls that were posted before the end."""
         while not self._inbox.empty():
             if (call := self._inbox.get()) is not None:
                 _guarded(call)
 
     def _read_inbox(self) -> bool:
-        """Run what was posted; waits while a step would find nothing to do. False at the end."""
+        """Run posted calls; wait while a step would find nothing to do. Returns False at the end."""
         while True:
             if self._draining and self._inbox.empty() and not self._busy():
                 self._drained.set()
@@ -164,17 +179,144 @@ class EngineThread:
             if call is None:
                 return False
             _guarded(call)
-            del call  # while the thread waits it must not keep alive what the last call knew: the engine, say
+            del call  # a waiting thread must not keep the objects of the last call alive, such as the engine
+
+
+class CoreClient:
+    """Prepares calls of the core on the caller's thread, and posts them to the engine's thread without waiting.
+
+    `RequestEngine` and `AsyncRequestEngine` share one. `core` belongs to the engine's thread: only posted calls use it.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        thread: EngineThread,
+        inputs: InputProcessor,
+        facts: EngineFacts,
+        decode: Callable[[list[int]], str] | None,
+    ) -> None:
+        """`decode` shows the tokens of a node in tree views; None shows none."""
+        self.core, self.thread, self.inputs = core, thread, inputs
+        self._facts, self._decode = facts, decode
+        self._loaded_at = time.perf_counter()
+        self._session_numbers = itertools.count(1)
+
+    # ---- requests
+
+    def handle(self, request: Request) -> Handle:
+        """Return the caller's end of a request."""
+        return Handle(request.channel, lambda: self._cancel(request))
+
+    def begin(self, request: Request) -> None:
+        """Queue a request that `InputProcessor` made. Raises EngineClosed."""
+        request.channel.on_drained = self.thread.wake
+        self.thread.post(lambda: self.core.add(request), begins=True)
+
+    def start(self, request: Request) -> Handle:
+        """Queue a request and return its handle."""
+        self.begin(request)
+        return self.handle(request)
+
+    def _cancel(self, request: Request) -> None:
+        try:
+            self.thread.post(lambda: self.core.cancel(request))
+        except EngineClosed:
+            return  # closing ended the request
+
+    def warming(
+        self, prompt: Prompt, pin: bool, ttl: float | None, namespace: Hashable, timeout: float | None
+    ) -> Request:
+        """Return a request that only computes its prompt. Raises InvalidInput and its subclasses."""
+        if ttl is not None and not pin:
+            raise InvalidInput("ttl is how long a pin lasts: pass pin=True with it")
+        ids = self.inputs.encode(prompt)
+        return self.inputs.request(ids, namespace=namespace, timeout=timeout, sample=False)
+
+    def warmed(self, request: Request, usage: Usage, ttl: float | None) -> Future[Warmed]:
+        """Pin the prompt of a request that has computed it."""
+
+        def pinned() -> Warmed:
+            return Warmed(usage, self.core.scheduler.pin(request.prompt, request.namespace, ttl), self.thread.post)
+
+        return self.thread.call(pinned)
+
+    # ---- the cache
+
+    def probe(self, prompt: Prompt, namespace: Hashable) -> Future[Explanation]:
+        """Explain how much of a prompt is cached."""
+        ids = self.inputs.encode(prompt)
+        check_namespace(namespace)
+        return self.thread.call(lambda: self.core.cache.explain(ids, namespace))
+
+    def demote(self, prompt: Prompt, keep: int, namespace: Hashable) -> None:
+        """Make cached blocks of a prompt the first to be evicted, except its first `keep` tokens."""
+        ids = self.inputs.encode(prompt)
+        check_namespace(namespace)
+        if not is_int(keep) or keep < 0:
+            raise InvalidInput(f"keep is how many tokens to leave alone, an int >= 0; got {keep!r}")
+        self.thread.post(lambda: self.core.demote(ids, keep, namespace))
+
+    def audit(self, blocks: int) -> Future[AuditReport]:
+        """Begin an audit of at least `blocks` cached blocks."""
+        check_blocks(blocks)
+        report: Future[AuditReport] = Future()
+        self.thread.post(lambda: self.core.auditor.begin(blocks, report), begins=True)
+        return report
+
+    def clear_cache(self) -> Future[None]:
+        """Drop every cached prefix that no request or pin holds."""
+        return self.thread.call(lambda: self.core.cache.clear())
+
+    # ---- views
+
+    def tree(self, namespace: Hashable) -> Future[TreeView]:
+        """Take a view of the tree."""
+        check_namespace(namespace)
+        return self.thread.call(lambda: tree_view(self.core.cache, namespace, decode=self._decode))
+
+    def stats(self) -> EngineStats:
+        """Return counters and gauges; on the engine's thread only."""
+        core, facts = self.core, self._facts
+        return EngineStats(
+            model=facts.model,
+            device=facts.device,
+            dtype=facts.dtype,
+            attention=facts.attention,
+            max_length=facts.max_length,
+            kv_bytes=facts.bytes_per_block * facts.num_blocks,
+            uptime_s=time.perf_counter() - self._loaded_at,
+            waiting=len(core.scheduler.waiting),
+            running=len(core.scheduler.running),
+            cache=core.cache.stats(),
+            **asdict(core.counters),
+        )
+
+    # ---- conversations
+
+    def new_session(self) -> int:
+        """Return a number for a conversation."""
+        return next(self._session_numbers)
+
+    def session_closed(self, number: int) -> None:
+        """Notify the observers that a conversation is over."""
+        telemetry = self.core.telemetry
+        if telemetry is None:
+            return
+        try:
+            self.thread.post(lambda: telemetry.session_closed(number))
+        except EngineClosed:
+            return
 
 
 def _nothing() -> None:
-    """What is posted only to wake the thread."""
+    """Do nothing, so that posting this only wakes the thread."""
 
 
 def _guarded(call: Callable[[], None]) -> None:
     try:
         call()
-    except Exception:  # one bad call must not take the thread, and everybody's requests, with it
+    except Exception:  # one failing call must not end the thread, and with it every request
         _log.exception("a call posted to the engine's thread raised")
 
 

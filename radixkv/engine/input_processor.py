@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,18 +34,16 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class InputProcessor:
     """Turns prompts and parameters into requests."""
 
-    def __init__(self, model: LoadedModel, pool_tokens: int, seed: int) -> None:
-        """For a model and a pool that holds `pool_tokens`; `seed` is the root of the requests' seeds."""
-        self._model = model
-        self._pool_tokens = pool_tokens
-        self._seed = seed
-        self._numbers = itertools.count(1)
-        self.default_params = suggested(getattr(model, "model", None))
+    def __init__(self, model: LoadedModel, pool_tokens: int, seed: int, check_fits: Callable[[Request], None]) -> None:
+        """For a model and a pool of `pool_tokens`; `seed` is the root of the requests' seeds.
 
-    @property
-    def context_limit(self) -> int:
-        """Tokens that prompt and reply may have together: what the model allows, or what the pool holds."""
-        return min(self._model.max_length, self._pool_tokens)
+        `check_fits` raises for a request that could not run in an empty pool.
+        """
+        self.context_limit = min(model.max_length, pool_tokens)
+        self._model, self._pool_tokens = model, pool_tokens
+        self._check_fits = check_fits
+        self._seed, self._numbers = seed, itertools.count(1)
+        self.default_params = suggested(getattr(model, "model", None))
 
     def encode(self, prompt: Prompt, *, reply: bool = False) -> TokenIds:
         """Token ids of a prompt; `reply` ends chat messages where the assistant's turn begins."""
@@ -63,22 +61,30 @@ class InputProcessor:
         sample: bool = True,
     ) -> Request:
         """A request; without `sample` it only computes the prompt. Raises InvalidInput and its kinds."""
-        ids = self.encode(prompt, reply=True)
+        model = self._model
+        ids = encode(prompt, model.tokenizer, model.vocab_size)
         params = checked_params(params, self.default_params)
-        self._check(params)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.stop_token_ids)
+        self._check_params(params, stop_ids)
         check_namespace(namespace)
         check_seconds("timeout", timeout)
         if not is_int(priority):
             raise InvalidInput(f"priority must be an int, got {priority!r}")
         if session is not None and not is_int(session):
             raise InvalidInput(f"session is a number that the requests of a conversation share, got {session!r}")
+        room = self.context_limit - len(ids)
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens and leaves no room for a reply: the model takes {model.max_length} "
+                f"tokens, the pool holds {self._pool_tokens}"
+            )
         request = Request(
             prompt=ids,
             params=params,
-            max_tokens=min(params.max_tokens, self._room_behind(ids)) if sample else 0,
-            stop_ids=_stop_ids(params, self._model.stop_token_ids),
+            max_tokens=min(params.max_tokens, room) if sample else 0,
+            stop_ids=stop_ids,
             seed=derive_seed(self._seed, next(self._numbers)) if params.seed is None else params.seed,
-            tokenizer=self._model.tokenizer,
+            tokenizer=model.tokenizer,
             namespace=namespace,
             priority=priority,
             channel=OutputChannel(MAX_UNREAD * params.n),
@@ -86,6 +92,7 @@ class InputProcessor:
         )
         if timeout is not None:
             request.deadline = request.submitted + timeout
+        self._check_fits(request)
         return request
 
     def batch(
@@ -96,7 +103,7 @@ class InputProcessor:
         pairs = zip(checked, _per_prompt(params, len(checked)), strict=True)
         return [self.request(prompt, each, namespace=namespace, timeout=timeout) for prompt, each in pairs]
 
-    def _check(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
         """What only the model can tell about sampling parameters: whether they fit it."""
         if params.stop and self._model.tokenizer is None:
             raise InvalidInput("stop strings need a tokenizer, and this model has none: use stop_token_ids")
@@ -105,17 +112,8 @@ class InputProcessor:
                 raise InvalidInput(
                     f"{name} names token {max(ids)}, this model's vocabulary is 0..{self._model.vocab_size - 1}"
                 )
-        if params.min_tokens and len(_stop_ids(params, self._model.stop_token_ids)) >= self._model.vocab_size:
+        if params.min_tokens and len(stop_ids) >= self._model.vocab_size:
             raise InvalidInput("every token is a stop token, so that min_tokens leaves nothing to draw")
-
-    def _room_behind(self, ids: TokenIds) -> int:
-        room = self.context_limit - len(ids)
-        if room < 1:
-            raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens and leaves no room for a reply: the model takes "
-                f"{self._model.max_length} tokens, the pool holds {self._pool_tokens}"
-            )
-        return room
 
 
 def check_namespace(namespace: object) -> None:
@@ -137,11 +135,6 @@ def check_seconds(name: str, value: Any) -> None:
         raise InvalidInput(f"{name} must be a number of seconds above 0, or None for no limit; got {value!r}")
 
 
-def _stop_ids(params: SamplingParams, of_model: frozenset[int]) -> frozenset[int]:
-    own = frozenset(params.stop_token_ids)
-    return own if params.ignore_eos else own | of_model
-
-
 def _per_prompt(params: Params, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
@@ -160,7 +153,9 @@ def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int, *, reply: boo
     ChatError (messages that the template does not take).
     """
     if isinstance(prompt, str):
-        ids: Any = _need(tokenizer, "text").encode(checked_text(prompt))
+        if tokenizer is None:
+            raise InvalidInput("this model has no tokenizer, so it cannot read text: pass token ids")
+        ids: Any = tokenizer.encode(checked_text(prompt))
     elif is_chat(prompt):
         ids = encode_chat(prompt, tokenizer, reply=reply)
     else:
@@ -179,7 +174,8 @@ def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[in
     Control tokens are the template's only: those that a user or a tool spells stay text. Raises ChatError if the
     template takes no such messages.
     """
-    tokenizer = _need(tokenizer, "chat messages")
+    if tokenizer is None:
+        raise InvalidInput("this model has no tokenizer, so it cannot read chat messages: pass token ids")
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInput("this tokenizer has no chat template: pass text or token ids instead of chat messages")
     control_tokens = ControlTokens(tokenizer)
@@ -189,9 +185,17 @@ def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[in
 
 def checked_ids(ids: Any, vocab_size: int) -> TokenIds:
     """The ids as int32[n] if each is an int in [0, vocab_size), else InvalidTokens. O(n)."""
-    array = _as_array(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise InvalidTokens("a prompt of token ids must be one flat sequence of ints") from error
     if array.size == 0:
         raise InvalidTokens("the prompt is empty: pass at least one token (a beginning-of-text token, say)")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidTokens(
+            f"a prompt is a text, a flat sequence of int token ids or a list of chat messages, got "
+            f"{type(ids).__name__} that numpy reads as {array.dtype} of shape {array.shape}"
+        )
     outside = (array < 0) | (array >= vocab_size)
     if outside.any():
         at = int(outside.argmax())
@@ -220,27 +224,6 @@ def check_batch(prompts: Any) -> list[Prompt]:
             "generate takes a list of prompts and got one list of chat messages: write engine.generate([messages])"
         )
     return list(prompts)
-
-
-def _as_array(ids: Any) -> npt.NDArray[np.integer[Any]]:
-    try:
-        array = np.asarray(ids)
-    except ValueError as error:
-        raise InvalidTokens("a prompt of token ids must be one flat sequence of ints") from error
-    if array.size == 0:
-        return np.empty(0, dtype=np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidTokens(
-            f"a prompt is a text, a flat sequence of int token ids or a list of chat messages, got "
-            f"{type(ids).__name__} that numpy reads as {array.dtype} of shape {array.shape}"
-        )
-    return array
-
-
-def _need(tokenizer: Any | None, what: str) -> Any:
-    if tokenizer is None:
-        raise InvalidInput(f"this model has no tokenizer, so it cannot read {what}: pass token ids")
-    return tokenizer
 
 
 def template_source(tokenizer: Any, tools: Sequence[Any] | None = None) -> str:

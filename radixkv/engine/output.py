@@ -1,7 +1,7 @@
-"""What a request gives back, and the channel that carries it from the engine's thread to a caller's.
+"""Results of a request, and the channel that carries them from the engine's thread to the caller's.
 
-Results are frozen. A channel hands chunks over without a lock while the reader keeps up, and pauses its request when
-too many chunks are unread.
+Results are frozen. The engine's thread puts chunks into an `OutputChannel` and ends it once; callers read it through a
+`Handle`. A channel with too many unread chunks asks the engine to pause the request until its reader has caught up.
 """
 
 from __future__ import annotations
@@ -14,24 +14,28 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
-from radixkv.errors import RequestCancelled
+from radixkv.cache import Pin
+from radixkv.errors import EngineClosed, RequestCancelled
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from radixkv.sampling.params import TokenLogprobs
 
-
+MAX_UNREAD = 64  # chunks of one stream; a few seconds of decoding on a CPU
 FinishReason = Literal["stop", "length"]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one stream cost, in tokens and seconds.
+    """The cost of one stream, in tokens and seconds.
 
-    `cached_tokens + computed_tokens` is every token that the stream holds KV for: the prompt and what was sampled,
-    without the last sampled token, which nobody had to compute. Streams 1..n-1 of a request fork behind the prompt, so
-    the whole prompt counts as cached for them. Times are measured from `submit`.
-    `preemptions` is how often the request gave way to others, `recomputed_tokens` what that cost: tokens that were
-    computed again, and are not in `computed_tokens` a second time.
+    `cached_tokens + computed_tokens` are all tokens that the stream holds KV for: the prompt and the sampled tokens
+    except the last, which is never computed. Streams 1..n-1 of a request fork after the prompt, so that the whole
+    prompt counts as cached for them. Times are measured from `submit`.
+    `preemptions` counts how often the request was preempted. `recomputed_tokens` are tokens that were computed again
+    because of that; `computed_tokens` counts them once.
     """
 
     prompt_tokens: int
@@ -48,8 +52,8 @@ class Usage:
 class Chunk:
     """One step of one stream: a sampled token and the text that it released.
 
-    `text` is empty while the text might still turn out to be part of a stop string or of an unfinished character.
-    `finish_reason` is set on a stream's last chunk only. `held` characters are known behind `text`, and kept back.
+    `text` is empty while it might turn out to be part of a stop string or of an unfinished character. Then the last
+    `held` characters are withheld. `finish_reason` is set on the last chunk of a stream only.
     """
 
     text: str
@@ -62,11 +66,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All that one stream produced, and what it cost.
+    """The whole output of one stream, and its cost.
 
-    `text` ends before a stop string or a stop token; `token_ids` holds every sampled token, a stop token included.
+    `text` ends before a stop string or a stop token; `token_ids` has every sampled token, a stop token included.
     `finish_reason` is "stop" (a stop id or stop string) or "length" (max_tokens, or the context was full).
-    With `n > 1`, `alternatives` holds the completions of the streams 1..n-1.
+    With `n > 1`, `alternatives` has the completions of the streams 1..n-1.
     """
 
     text: str
@@ -78,41 +82,37 @@ class Completion:
     alternatives: tuple[Completion, ...] = ()
 
 
-MAX_UNREAD = 64  # chunks of one stream; a few seconds of decoding on a CPU
-_log = logging.getLogger(__name__)
-
-
 class OutputChannel:
-    """A one-way mailbox: the engine's thread puts chunks in and ends it once; callers' threads take them out.
+    """A one-way queue of chunks that ends once, with a completion or an error.
 
-    It is `paused` from when somebody iterates and has `max_unread` chunks unread until at most half of them are, the
-    iteration ends, or somebody waits for the result, who needs no chunk read. `on_drained` is then called, by whichever
-    thread it was that caught up; it must not raise.
+    `paused` is set while a caller iterates and `max_unread` chunks are unread. It is cleared when at most half of them
+    are unread, when the iteration ends, and when a caller waits for the result, which needs no chunk to be read.
+    Then `on_drained` is called on the caller's thread; it must not raise. `ended` is set once, at the end.
     """
 
     def __init__(self, max_unread: int = MAX_UNREAD) -> None:
         """Start empty and open."""
         self.on_drained: Callable[[], None] | None = None
+        self.paused = False
+        self.ended = False  # cheaper to read than the event, several times per token
         self._max_unread = max_unread
         self._chunks: SimpleQueue[Chunk | None] = SimpleQueue()
-        self._ended = threading.Event()
-        self._is_ended = False  # set behind the event, and cheaper to ask: the engine does, several times a token
+        self._end_event = threading.Event()
         self._result: Completion | None = None
         self._error: Exception | None = None
-        # For the five below. Reentrant: a forgotten iterator leaves whenever garbage is collected, here also.
+        # Guards `paused` and the four below. Reentrant: the garbage collector may close an iterator while it is held.
         self._lock = threading.RLock()
         self._readers = 0
         self._waiters = 0
-        self._paused = False
         self._chunk_listeners: list[Callable[[], None]] = []
         self._end_listeners: list[Callable[[], None]] = []
 
     # ---- the engine's side
 
     def put(self, chunk: Chunk) -> None:
-        """Hand one chunk over. Takes no lock while the reader keeps up."""
+        """Append a chunk. Takes no lock while the reader keeps up."""
         self._chunks.put(chunk)
-        if self._readers and not self._paused and self._chunks.qsize() >= self._max_unread:
+        if self._readers and not self.paused and self._chunks.qsize() >= self._max_unread:
             self._pause()
         if self._chunk_listeners:
             self._notify()
@@ -126,49 +126,40 @@ class OutputChannel:
         self._end(None, error)
 
     def _end(self, completion: Completion | None, error: Exception | None) -> None:
-        assert not self._ended.is_set(), "a channel ends once"
+        assert not self.ended, "a channel ends once"
         self._result, self._error = completion, error
-        self._ended.set()
-        self._is_ended = True
+        self._end_event.set()
+        self.ended, self.paused = True, False
         self._chunks.put(None)
-        self._notify()
-
-    @property
-    def paused(self) -> bool:
-        """Whether the engine had better compute nothing more for this one now."""
-        return self._paused and not self._is_ended
+        if self._chunk_listeners or self._end_listeners:  # `listen` appends first and reads the event after that
+            self._notify()
 
     def disable_backpressure(self) -> None:
-        """Let unread chunks pile up from now on."""
+        """Never pause the request from now on."""
         with self._lock:
-            self._waiters += 1  # as if somebody waited for the end
+            self._waiters += 1  # like a caller that waits for the end
         self._resume()
 
     # ---- the callers' side
 
-    @property
-    def ended(self) -> bool:
-        """Whether there is a result or an error."""
-        return self._is_ended
-
     def next_chunk(self, *, block: bool = True) -> Chunk | None:
-        """The next chunk, None at the end; waits for it, or raises queue.Empty without `block`.
+        """Return the next chunk, None at the end; wait for it, or raise queue.Empty without `block`.
 
         Raises the request's error, cancellation excepted.
         """
         chunk = self._chunks.get(block)
         if chunk is None:
-            self._chunks.put(None)  # whoever asks again sees the end again
+            self._chunks.put(None)  # for the next call
             if self._error is not None and not isinstance(self._error, RequestCancelled):
                 raise self._error
-        elif self._paused:
+        elif self.paused:
             self._resume()
         return chunk
 
     def wait(self, timeout: float | None = None) -> Completion:
         """Wait for the result; raises the request's error, or TimeoutError."""
         with self.waiting():
-            if not self._ended.wait(timeout):
+            if not self._end_event.wait(timeout):
                 raise TimeoutError(f"the request did not finish within {timeout} s; it still runs: cancel() ends it")
         if self._error is not None:
             raise self._error
@@ -177,7 +168,7 @@ class OutputChannel:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While somebody takes chunks one by one, unread ones count."""
+        """Count unread chunks while a caller iterates in this context."""
         with self._lock:
             self._readers += 1
         try:
@@ -189,7 +180,7 @@ class OutputChannel:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While somebody waits for the end, unread chunks do not count: holding the engine up could hold him up."""
+        """Do not pause while a caller waits for the end in this context: a paused request would not reach it."""
         with self._lock:
             self._waiters += 1
         self._resume()
@@ -200,13 +191,13 @@ class OutputChannel:
                 self._waiters -= 1
 
     def listen(self, callback: Callable[[], None], *, end: bool = False) -> None:
-        """Have `callback` called once there is a chunk, or the end, to take; with `end`, not before the end.
+        """Call `callback` once there is a chunk or the end to take; with `end`, only at the end.
 
-        It is called once, at once or on the engine's thread, which it must not hold up. If it raises, that is logged.
+        It is called once, at once or on the engine's thread, which it must not delay. If it raises, that is logged.
         """
         with self._lock:
             (self._end_listeners if end else self._chunk_listeners).append(callback)
-        if self._ended.is_set() or not (end or self._chunks.empty()):
+        if self._end_event.is_set() or not (end or self._chunks.empty()):
             self._notify()
 
     # ---- inside
@@ -216,26 +207,26 @@ class OutputChannel:
 
     def _pause(self) -> None:
         with self._lock:
-            self._paused = True  # first, then look again: who takes a chunk between the two sees it, and looks too
-            self._paused = not self._may_resume()
+            self.paused = True  # set before the check: a reader that takes a chunk in between sees it and resumes
+            self.paused = not self._may_resume()
 
     def _resume(self) -> None:
         with self._lock:
-            drained = self._paused and self._may_resume()
+            drained = self.paused and self._may_resume()
             if drained:
-                self._paused = False
-        if drained and self.on_drained is not None and not self._ended.is_set():
+                self.paused = False
+        if drained and self.on_drained is not None and not self.ended:
             self.on_drained()
 
     def _notify(self) -> None:
         with self._lock:
             listeners, self._chunk_listeners = self._chunk_listeners, []
-            if self._ended.is_set():
+            if self._end_event.is_set():
                 listeners, self._end_listeners = listeners + self._end_listeners, []
         for callback in listeners:
             try:
                 callback()
-            except Exception:  # a listener's trouble is its own
+            except Exception:
                 _log.exception("a listener raised")
 
 
@@ -243,33 +234,72 @@ class Handle:
     """A submitted request: iterate it for chunks as they are computed, or wait for `result()`."""
 
     def __init__(self, channel: OutputChannel, cancel: Callable[[], None]) -> None:
-        """Wrap a channel; `cancel` asks the engine to stop."""
-        self._channel = channel
+        """Read from `channel`; `cancel` asks the engine to stop."""
+        self.channel = channel
         self._cancel = cancel
 
     def __iter__(self) -> Iterator[Chunk]:
         """Yield chunks in the order of the engine's steps; blocks between them.
 
-        A cancelled request just ends. Each chunk is handed out once. The engine waits for an iterator that falls far
-        behind; leaving the loop lets the request run on, unread. Raises RequestFailed, RequestTimedOut or EngineClosed.
+        A cancelled request just ends. Each chunk is yielded once. The engine pauses the request for a slow iterator;
+        after the loop was left, the request runs on. Raises RequestFailed, RequestTimedOut or EngineClosed.
         """
-        with self._channel.reading():
-            while (chunk := self._channel.next_chunk()) is not None:
+        with self.channel.reading():
+            while (chunk := self.channel.next_chunk()) is not None:
                 yield chunk
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the completion, `timeout` seconds at most; may be called often, and beside iteration.
+        """Wait for the completion, `timeout` seconds at most; may be called repeatedly, and during iteration.
 
         Raises RequestCancelled, RequestTimedOut, RequestFailed, EngineClosed; or TimeoutError, and the request runs on.
         """
-        return self._channel.wait(timeout)
+        return self.channel.wait(timeout)
 
     def cancel(self) -> None:
-        """Ask the engine to stop at the next step boundary; what was computed stays cached. Does nothing at the end."""
-        if not self._channel.ended:
+        """Ask the engine to stop at the next step boundary; computed tokens stay cached. No effect after the end."""
+        if not self.channel.ended:
             self._cancel()
 
     @property
     def done(self) -> bool:
-        """Whether the request finished, failed, ran out of time or was cancelled."""
-        return self._channel.ended
+        """Whether the request finished, failed, timed out or was cancelled."""
+        return self.channel.ended
+
+
+class Warmed:
+    """The result of `warm`: its cost, and the pin if there is one, which lasts until `release` or its ttl."""
+
+    def __init__(
+        self, usage: Usage, pin: Pin | None = None, post: Callable[[Callable[[], None]], None] | None = None
+    ) -> None:
+        """Keep the pin; `post` runs its release on the engine's thread, which owns the cache."""
+        self.usage = usage
+        self._pin = pin
+        self._post = post
+
+    @property
+    def pinned_tokens(self) -> int:
+        """Tokens that the pin holds; 0 without one."""
+        return self._pin.length if self._pin is not None else 0
+
+    def release(self) -> None:
+        """Make the prompt evictable again at the next step boundary, without waiting for it.
+
+        May be called twice, and after the engine was closed.
+        """
+        if self._pin is not None and self._post is not None:
+            pin, self._pin = self._pin, None
+            try:
+                self._post(pin.release)
+            except EngineClosed:
+                return  # its pool is gone
+
+    def __enter__(self) -> Warmed:
+        """Use the pin in a `with` block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release the pin."""
+        self.release()

@@ -6,6 +6,7 @@ said, sent or is called.
 
 from __future__ import annotations
 
+from asyncio import wrap_future
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,11 +52,11 @@ class ServerMetrics:
 
     async def watch(self) -> None:
         """Count the requests that come from now on. Raises EngineClosed."""
-        await self._engine._asked(self._begin)
+        await wrap_future(self._engine.client.thread.call(self._begin))
 
     async def scrape(self) -> bytes:
         """All metrics of one moment between two steps, in the text format; raises EngineClosed."""
-        stats, requests = await self._engine._asked(self._look)
+        stats, requests = await wrap_future(self._engine.client.thread.call(self._look))
         history = None if self._history is None else self._history()
         snapshot = _Snapshot(stats, requests, history, self._model, self._refused())
         families = [*_own(snapshot), *(_vllms(snapshot) if self._vllm else ())]
@@ -64,11 +65,11 @@ class ServerMetrics:
     def _begin(self) -> RequestWatch:
         """On the engine's thread, so that two who ask at once get one watch."""
         if self._watch is None:
-            self._watch = RequestWatch(self._engine._engine._core)
+            self._watch = RequestWatch(self._engine.client.core)
         return self._watch
 
     def _look(self) -> tuple[EngineStats, RequestCounts]:
-        return self._engine._engine._stats(), self._begin().counts.copy()
+        return self._engine.client.stats(), self._begin().counts.copy()
 
 
 class _Once(CollectorRegistry):

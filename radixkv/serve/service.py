@@ -71,7 +71,7 @@ class Service:
             engine.model.stop_token_ids,
             settings.history_bytes,
             settings.history,
-            new_session=engine._engine._new_session,
+            new_session=engine.client.new_session,
             limit=min(engine.context_limit - 1, settings.max_prompt_tokens or engine.context_limit),
         )
         self.metrics = ServerMetrics(

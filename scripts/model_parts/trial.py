@@ -122,7 +122,7 @@ def _tried(engine: Engine, own: Any, tolerance: float) -> Found:
         spoken = _talk(engine)
     except RadixKVError as error:
         raise Wrong(f"the engine failed: {error!r} from {error.__cause__!r}") from error
-    engine._core.cache.check()
+    engine.core.cache.check()
     _check_reach(engine, witness)
     frozen = _frozen(own.config.get_text_config())
     for prompt, reply in spoken:

@@ -28,7 +28,7 @@ class Witness:
 
     def __init__(self, engine: Any) -> None:
         """Watch the runner of `engine` from now on; nothing has run yet."""
-        core = engine._core  # an engine shows nobody its logits; it is the engine itself that is on trial
+        core = engine.core  # an engine shows nobody its logits; it is the engine itself that is on trial
         self._run, self._size = core.runner.run, core.cache.block_size
         self._tokens = np.full((core.cache.num_blocks, self._size), -1, dtype=np.int64)
         self.rows: list[Row] = []

@@ -26,7 +26,7 @@ def run(main: Callable[..., Coroutine[Any, Any, Result]], *args: Any) -> Result:
 
 def gated() -> tuple[AsyncEngine, threading.Semaphore]:
     engine = chat_engine()
-    gate = engine._core.runner.gate = threading.Semaphore(0)  # type: ignore[attr-defined]
+    gate = engine.core.runner.gate = threading.Semaphore(0)  # type: ignore[attr-defined]
     return AsyncEngine(engine), gate
 
 
@@ -122,7 +122,7 @@ def test_a_cancelled_task_undoes_its_turn_and_the_next_one_goes_through(verb):
                 return await stream.wait() if verb == "wait" else [chunk async for chunk in stream]
 
             task = asyncio.create_task(work())
-            while not engine._engine._core.scheduler.running:
+            while not engine.client.core.scheduler.running:
                 await asyncio.sleep(0.001)
             await cancelled(task)
             gate.release(1000)

@@ -151,7 +151,7 @@ def make_engine(
 
 def check(engine: Engine) -> None:
     """Every invariant of the cache, and nothing held once nothing runs."""
-    engine._engine_thread.ask(engine._core.cache.check)
+    engine.client.thread.ask(engine.core.cache.check)
     stats = engine.stats()
     if not stats.running and not stats.waiting:
         assert stats.cache.sequences == 0

@@ -131,7 +131,7 @@ def test_the_loop_goes_on_while_a_step_takes_its_time():
 def test_requests_draw_their_seeds_in_the_order_of_their_submission(monkeypatch):
     async def main() -> list[tuple[int, ...]]:
         engine, _ = make_async(seed=5)
-        request, begun, overtaken = engine._engine._request, [], threading.Event()
+        request, begun, overtaken = engine.client.inputs.request, [], threading.Event()
 
         def slow_at_first(*args: Any, **options: Any) -> Any:
             begun.append(1)
@@ -141,7 +141,7 @@ def test_requests_draw_their_seeds_in_the_order_of_their_submission(monkeypatch)
             overtaken.set()
             return made
 
-        monkeypatch.setattr(engine._engine, "_request", slow_at_first)
+        monkeypatch.setattr(engine.client.inputs, "request", slow_at_first)
         async with engine:
             handles = await asyncio.gather(*(engine.submit(prompt_of(6), GREEDY.but(temperature=1)) for _ in range(8)))
             return [(await handle.result()).token_ids for handle in handles]
@@ -245,7 +245,7 @@ def test_cancelling_a_task_cancels_its_request(how, stage):
 
         task = asyncio.create_task(work())
         wanted = 2 if how == "generate" else 1
-        await until(lambda: engine._engine._engine_thread._inbox.qsize() >= wanted if stage == "waiting" else True)
+        await until(lambda: engine.client.thread._inbox.qsize() >= wanted if stage == "waiting" else True)
         if stage != "waiting":
             runner.gate.release(4)
             await began(runner, 5)
@@ -280,7 +280,7 @@ def test_leaving_the_loop_early_cancels():
                 elif way == "aclose":
                     chunks = aiter(handle)
                     await anext(chunks)
-                    await until(lambda handle=handle: handle._handle._channel._chunks.qsize() > 3)
+                    await until(lambda handle=handle: handle._handle.channel._chunks.qsize() > 3)
                     await chunks.aclose()  # type: ignore[attr-defined]
                     with pytest.raises(StopAsyncIteration):
                         await anext(chunks)
@@ -314,14 +314,14 @@ def test_a_cancelled_handle_just_ends_its_loop():
 def test_a_pin_that_nobody_waits_for_any_more_is_released(monkeypatch):
     async def main() -> None:
         engine, _ = make_async()
-        pins, go_on, pinned = threading.Event(), threading.Event(), engine._engine._pinned
+        pins, go_on, pinned = threading.Event(), threading.Event(), engine.client.core.scheduler.pin
 
         def slowly(*args: Any) -> Any:
             pins.set()
             assert go_on.wait(timeout=10)
             return pinned(*args)
 
-        monkeypatch.setattr(engine._engine, "_pinned", slowly)
+        monkeypatch.setattr(engine.client.core.scheduler, "pin", slowly)
         async with engine:
             task = asyncio.create_task(engine.warm(prompt_of(20), pin=True))
             await until(pins.is_set)
@@ -343,8 +343,8 @@ def test_a_slow_reader_holds_up_nobody_and_little_memory():
             slow = await engine.submit(prompt_of(5, 1), LONG)
             chunks = aiter(slow)
             first = await anext(chunks)
-            unread = slow._handle._channel._chunks
-            await until(lambda: slow._handle._channel.paused)
+            unread = slow._handle.channel._chunks
+            await until(lambda: slow._handle.channel.paused)
             for _ in range(3):
                 done = (await engine.generate([prompt_of(9, 2)], GREEDY.but(max_tokens=200)))[0]
                 assert list(done.token_ids) == greedy_reply(prompt_of(9, 2), 200)
@@ -366,7 +366,7 @@ def test_who_awaits_the_result_beside_a_loop_that_sleeps_gets_it():
             handle = await engine.submit(prompt_of(5), GREEDY.but(max_tokens=500))
             chunks = aiter(handle)
             await anext(chunks)
-            await until(lambda: handle._handle._channel.paused)
+            await until(lambda: handle._handle.channel.paused)
             assert len((await handle.result()).token_ids) == 500
             assert len([chunk async for chunk in chunks]) == 499
 
@@ -462,7 +462,7 @@ def test_closing_ends_what_runs_and_draining_finishes_it():
             handle = await engine.submit(prompt_of(5), GREEDY)
             await began(runner)
             closing = asyncio.create_task(engine.close(drain=drain))
-            engine_thread = engine._engine._engine_thread
+            engine_thread = engine.client.thread
             await until(
                 lambda engine_thread=engine_thread, drain=drain: (
                     engine_thread._draining if drain else engine_thread._closed
@@ -488,7 +488,7 @@ def test_cancelling_a_task_that_drains_ends_the_draining():
         handle = await engine.submit(prompt_of(5), LONG)
         await began(runner)
         closing = asyncio.create_task(engine.close(drain=True))
-        await until(lambda: engine._engine._engine_thread._draining)
+        await until(lambda: engine.client.thread._draining)
         await cancelled(closing)
         runner.gate.release(1)
         with pytest.raises(EngineClosed):
@@ -503,7 +503,7 @@ def test_a_forgotten_engine_ends_its_threads():
         engine, _ = make_async()
         await engine.generate([[1, 2]], GREEDY)
         await engine.stats()
-        return [engine._engine._engine_thread._thread, *engine._preparing._threads]
+        return [engine.client.thread._thread, *engine._preparing._threads]
 
     threads = run(main())
     gc.collect()
@@ -517,7 +517,7 @@ def test_loading_takes_place_beside_the_loop(monkeypatch):
     made, _ = make_engine()
     loading, go_on = threading.Event(), threading.Event()
 
-    def load(model: str, **options: Any) -> Engine:
+    def load(model: str, config: None, **options: Any) -> Engine:
         assert (model, options) == ("tiny", {"num_blocks": 7})
         loading.set()
         assert go_on.wait(timeout=10)

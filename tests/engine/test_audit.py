@@ -530,7 +530,7 @@ def test_an_engine_is_audited_while_streams_run() -> None:
         assert stats.audited_blocks == sum(report.blocks for report in reports)
         assert stats.audit == f"{stats.audited_blocks} blocks audited, 0 differ"
         check(engine)
-        runner.spoil(int(engine._core.cache.match(list(range(40))).blocks[2]), 0)
+        runner.spoil(int(engine.core.cache.match(list(range(40))).blocks[2]), 0)
         assert engine.audit(200).differ == 1
         assert engine.stats().audit.endswith("1 differ")
         check(engine)
@@ -540,7 +540,7 @@ def test_an_idle_engine_scrubs_itself_and_wakes_for_requests() -> None:
     engine, runner = make_engine(scrub=1e9)
     with engine:
         engine.generate([list(range(40))], GREEDY)
-        runner.spoil(int(engine._core.cache.match(list(range(40))).blocks[2]), 0)
+        runner.spoil(int(engine.core.cache.match(list(range(40))).blocks[2]), 0)
         waiting = threading.Event()
         while not engine.stats().differing_blocks:
             waiting.wait(0.001)
@@ -671,17 +671,17 @@ def test_one_number_that_changed_is_found(
     """In float32 it is a thousandth of what its head holds, or the last bit if the engine is deterministic."""
     rng = random.Random(8)
     with loaded(family, dtype, deterministic=deterministic) as engine:
-        store = engine._core.runner.store  # type: ignore[attr-defined]
+        store = engine.core.runner.store  # type: ignore[attr-defined]
         [prompt] = prompts_of(rng, 1)
         for layer, pools in ((0, store.keys), (1, store.values), (1, store.keys), (0, store.values)):
             engine.generate([prompt], GREEDY)
             position = rng.randrange(engine.probe(prompt).length)
-            block = int(engine._core.cache.match(prompt).blocks[position // 4])
+            block = int(engine.core.cache.match(prompt).blocks[position // 4])
             place = (1, block, position % 4, 5)
             if deterministic:
                 pools[layer].view(torch.int32 if dtype == "float32" else torch.int16)[place] += 1
             else:
-                key, value = store.gather(layer, engine._core.cache.match(prompt).blocks, 40)
+                key, value = store.gather(layer, engine.core.cache.match(prompt).blocks, 40)
                 scale = (key if pools is store.keys else value)[1].double().square().mean().sqrt()
                 pools[layer][place] += float(scale) * (3e-3 if dtype == "float32" else 1.5)
             while not (report := engine.audit(20)).differ:

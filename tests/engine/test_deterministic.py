@@ -333,8 +333,8 @@ class Recorder:
 
     def __init__(self, engine: Engine) -> None:
         self.rows: list[torch.Tensor] = []
-        self._runner = engine._core.runner
-        engine._core.runner = self  # type: ignore[assignment]
+        self._runner = engine.core.runner
+        engine.core.runner = self  # type: ignore[assignment]
 
     def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
         logits = self._runner.run(chunks, copies)

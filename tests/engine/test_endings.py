@@ -88,7 +88,7 @@ def world_at(stage: str, **options: Any) -> tuple[World, Asked, Asked]:
         world = World(12)
         other, one = world.ask(8, 1), world.ask(8, 2, **options)
         assert world.runner.began.acquire(timeout=10)
-        world.until(lambda: len(world.engine._core.scheduler.waiting) == 1 and world.engine._core.counters.preemptions)
+        world.until(lambda: len(world.engine.core.scheduler.waiting) == 1 and world.engine.core.counters.preemptions)
         return world, one, other
     world = World(max_sequences=1 if stage == "waiting" else 4, max_batch_tokens=10, prefill_chunk=4)
     other = world.ask(5, 1, 120 if stage == "paused" else 30)
@@ -97,16 +97,16 @@ def world_at(stage: str, **options: Any) -> tuple[World, Asked, Asked]:
     world.step(6)
     if stage == "paused":
         next(one.reader)
-        world.until(lambda: one.handle._channel.paused)
+        world.until(lambda: one.handle.channel.paused)
         world.step(2)
     return world, one, other
 
 
 def stage_of(world: World, one: Asked) -> str:
-    scheduler = world.engine._core.scheduler
-    if one.handle._channel.paused:
+    scheduler = world.engine.core.scheduler
+    if one.handle.channel.paused:
         return "paused"
-    request = next(each for each in [*scheduler.running, *scheduler.waiting] if each.channel is one.handle._channel)
+    request = next(each for each in [*scheduler.running, *scheduler.waiting] if each.channel is one.handle.channel)
     if request in scheduler.waiting:
         return "preempted" if request.preemptions else "waiting"
     return "prefill" if request.streams[0].prefilling else "decode"
@@ -142,7 +142,7 @@ def test_who_is_paused_with_nobody_else_there_times_out_by_himself():
         world.go()
         next(one.reader)
         waits = threading.Event()
-        one.handle._channel.listen(waits.set, end=True)
+        one.handle.channel.listen(waits.set, end=True)
         assert waits.wait(timeout=10)  # no call wakes the engine, and no result is waited for
         with pytest.raises(RequestTimedOut):
             list(one.reader)
@@ -167,7 +167,7 @@ def test_a_reader_of_many_streams_may_be_behind_by_as_many_tokens_of_each():
     with world.engine:
         many = world.engine.submit(prompt_of(5), GREEDY.but(n=4))
         reader, ended = iter(many), threading.Event()
-        many._channel.listen(ended.set, end=True)
+        many.channel.listen(ended.set, end=True)
         world.go()
         next(reader)
         assert ended.wait(timeout=10)
@@ -180,7 +180,7 @@ def test_who_is_paused_gives_way_and_his_answer_is_the_same():
         one = world.ask(5, 1, 140)
         world.go()
         next(one.reader)
-        eventually(lambda: one.handle._channel.paused)
+        eventually(lambda: one.handle.channel.paused)
         for seed in range(3):
             assert world.ask(60, 10 + seed, 40).is_answered()
         assert world.engine.stats().preemptions >= 1
@@ -197,7 +197,7 @@ def test_draining_finishes_everybody_at_every_stage(stage):
     world, one, other = world_at(stage)
     closing = threading.Thread(target=lambda: world.engine.close(drain=True))
     closing.start()
-    eventually(lambda: world.engine._engine_thread._draining)
+    eventually(lambda: world.engine.client.thread._draining)
     with pytest.raises(EngineClosed):
         world.ask(3, 3)
     world.go()
@@ -211,7 +211,7 @@ def test_draining_ends_with_its_time():
     world, one, other = world_at("decode")
     closing = threading.Thread(target=lambda: world.engine.close(drain=True, timeout=0.01))
     closing.start()
-    eventually(lambda: world.engine._engine_thread._closed)
+    eventually(lambda: world.engine.client.thread._closed)
     world.go()
     closing.join(timeout=10)
     assert not closing.is_alive()
@@ -227,7 +227,7 @@ def test_closing_ends_everybody_at_every_stage(stage):
     world, one, other = world_at(stage)
     closing = threading.Thread(target=world.engine.close)
     closing.start()
-    eventually(lambda: world.engine._engine_thread._closed)
+    eventually(lambda: world.engine.client.thread._closed)
     world.go()
     closing.join(timeout=10)
     assert not closing.is_alive()
@@ -278,7 +278,7 @@ def test_interrupting_generate_cancels_all_of_it_and_passes_on():
         assert world.runner.began.acquire(timeout=10)
         interrupted(
             lambda: world.engine.generate([prompt_of(5), prompt_of(6)], GREEDY.but(max_tokens=500)),
-            when=lambda: world.engine._engine_thread._inbox.qsize() == 2,
+            when=lambda: world.engine.client.thread._inbox.qsize() == 2,
             then=lambda: None,
         )
         world.go()
@@ -293,7 +293,7 @@ def test_interrupting_a_draining_ends_it_at_once_and_passes_on():
     world = World(400)
     one = world.ask(5, 1, 500)
     assert world.runner.began.acquire(timeout=10)
-    engine_thread = world.engine._engine_thread
+    engine_thread = world.engine.client.thread
 
     def step() -> None:
         eventually(lambda: engine_thread._closed)

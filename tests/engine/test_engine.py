@@ -362,7 +362,7 @@ def test_closing_ends_what_runs():
 def test_a_forgotten_engine_ends_its_thread():
     engine, _ = make_engine()
     engine.generate([[1, 2]], GREEDY)
-    thread, gone = engine._engine_thread._thread, weakref.ref(engine)
+    thread, gone = engine.client.thread._thread, weakref.ref(engine)
     del engine
     gc.collect()
     assert gone() is None
@@ -415,7 +415,7 @@ def test_a_pin_never_takes_what_running_requests_were_promised():
         runner.gate.release(1)
         next(iter(running))
         outcome: list[Exception | None] = []
-        engine._engine_thread.post(lambda: outcome.append(_pin_error(engine, old)))  # answered before the request ends
+        engine.client.thread.post(lambda: outcome.append(_pin_error(engine, old)))  # answered before the request ends
         runner.gate.release(1000)
         assert list(running.result(timeout=10).token_ids) == greedy_reply(prompt_of(20, 1), 40)
         assert isinstance(outcome[0], PinBudgetExceeded)
@@ -425,7 +425,7 @@ def test_a_pin_never_takes_what_running_requests_were_promised():
 
 def _pin_error(engine, tokens) -> Exception | None:
     try:
-        engine._core.scheduler.pin(tokens)
+        engine.core.scheduler.pin(tokens)
     except PinBudgetExceeded as error:
         return error
     return None

@@ -245,7 +245,7 @@ engine.generate([[1, 2, 3]], params)
 held, done = threading.Event(), threading.Event()
 
 def hold():
-    with engine._engine_thread._gate:
+    with engine.client.thread._gate:
         held.set()
         done.wait()
 

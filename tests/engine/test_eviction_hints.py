@@ -58,7 +58,7 @@ def test_it_keeps_its_books_while_little_fits() -> None:
 
 def test_it_loads_by_name() -> None:
     with Engine.load("tiny", eviction="predictive", num_blocks=32, monitor=False) as engine:
-        assert engine._core.cache.eviction == "predictive"
+        assert engine.core.cache.eviction == "predictive"
         engine.generate("Hello", SamplingParams(max_tokens=3))
         check(engine)
     with pytest.raises(UnknownPolicy, match="predictive"):

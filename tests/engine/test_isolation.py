@@ -181,7 +181,7 @@ def test_what_a_cancelled_request_that_filled_the_pool_computed_stays_cached() -
 def test_closing_frees_the_pool() -> None:
     engine, runner = make_engine()
     pool = weakref.ref(runner)
-    cache = weakref.ref(engine._core.cache)
+    cache = weakref.ref(engine.core.cache)
     limit = engine.context_limit
     running = engine.submit([1, 2, 3], LONG)
     del runner
@@ -207,7 +207,7 @@ def test_a_fault_of_the_pool_itself_hangs_nobody() -> None:
     handles = [engine.submit([i, 2, 3], LONG) for i in range(3)]
     runner.gate.release(1)
     next(iter(handles[0]))
-    engine._core.scheduler.remove = broken  # type: ignore[method-assign]
+    engine.core.scheduler.remove = broken  # type: ignore[method-assign]
     runner.run = broken  # type: ignore[method-assign,assignment]
     runner.gate.release(100)
     for handle in handles:

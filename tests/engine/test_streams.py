@@ -189,7 +189,7 @@ def test_a_reader_who_drains_everything_just_as_the_engine_looks_is_seen(monkeyp
     drains: list[threading.Thread] = []
 
     def looks() -> bool:
-        seen = OutputChannel._keeps_up(channel)
+        seen = OutputChannel._may_resume(channel)
         if not drains:
             drains.append(threading.Thread(target=next, args=(reader,)))
             drains[0].start()
@@ -197,7 +197,7 @@ def test_a_reader_who_drains_everything_just_as_the_engine_looks_is_seen(monkeyp
                 assert drains[0].is_alive()
         return seen
 
-    monkeypatch.setattr(channel, "_keeps_up", looks)
+    monkeypatch.setattr(channel, "_may_resume", looks)
     fill(channel, 1, 1)
     drains[0].join(timeout=10)
     assert not channel.paused  # or both would wait for each other

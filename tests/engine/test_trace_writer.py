@@ -225,7 +225,7 @@ def test_a_full_disk_ends_the_recording_with_one_warning_and_no_request(
 ) -> None:
     path = tmp_path / "trace.jsonl"
     engine, _ = make_engine(64, 4, record=path)
-    recording = engine._core.recording
+    recording = engine.core.recording
     assert recording is not None
     recording._file._raw = SmallDisk(recording._file._raw, 700)  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING), engine:
@@ -247,7 +247,7 @@ def test_a_disk_that_hangs_costs_no_memory_without_end_and_no_engine(
     monkeypatch.setattr(trace_writer, "PATIENCE", 0.01)
     go_on = threading.Event()
     engine, _ = make_engine(64, 4, record=tmp_path / "trace.jsonl")
-    recording = engine._core.recording
+    recording = engine.core.recording
     assert recording is not None
     monkeypatch.setattr(recording._file, "write", lambda data: go_on.wait(60))
     try:

@@ -85,7 +85,7 @@ def served(settings: Settings | None = None, **options: Any) -> Iterator[Served]
     app = create_app(AsyncEngine(engine), settings)
     with engine, TestClient(app, LOCAL) as client:
         yield Served(client, engine, runner, app.state.service)
-        if runner.gate is None and engine._engine_thread._thread.is_alive():
+        if runner.gate is None and engine.client.thread._thread.is_alive():
             check(engine)
             assert app.state.service.limiter.streams == 0
 

@@ -85,7 +85,7 @@ def test_who_gives_way_and_comes_back_is_counted_as_it_first_came() -> None:
 
 def test_who_is_looked_up_twice_before_he_comes_in_counts_once(caplog: pytest.LogCaptureFixture) -> None:
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
-        scheduler = engine._engine._core.scheduler
+        scheduler = engine.client.core.scheduler
         hears = scheduler.on_opened
         assert hears is not None
         scheduler.on_opened = lambda *facts: (hears(*facts), hears(*facts))[0]
@@ -153,7 +153,7 @@ def test_each_gap_between_tokens_is_counted_as_it_was(monkeypatch: pytest.Monkey
         }
         assert gaps == {"0.025": 3, "0.4": 4, "5.0": 6}
         assert numbers["radixkv:token_gap_seconds_sum", ()] == pytest.approx(0.02 + 0.02 + 3 + 0.02 + 0.3 + 0.5)
-        assert "put" not in vars(handle._handle._channel)
+        assert "put" not in vars(handle._handle.channel)
         assert next(times, None) is None
 
     watched(test)

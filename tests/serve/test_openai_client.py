@@ -132,13 +132,13 @@ def test_a_conversation_that_is_sent_again_hits_all_but_the_last_token(served: S
 
 def test_the_monitor_sees_conversations_and_whose_they_are(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int | None, str | None]] = []
-    start = served.engine._start
+    start = served.engine.client.start
 
     def noted(request: Any) -> Any:
         seen.append((request.session, namespace_label(request.namespace)))
         return start(request)
 
-    monkeypatch.setattr(served.engine, "_start", noted)
+    monkeypatch.setattr(served.engine.client, "start", noted)
     for name in ("ada", "bob"):
         messages: list[Any] = list(HELLO)
         with served.client(name) as client:

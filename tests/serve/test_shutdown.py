@@ -31,14 +31,14 @@ def asking(host, body, answers):
 
 def given(host: Hosted) -> list[Any]:
     """Grows by each request that the engine is given: what it has not got when the end comes, it does not take."""
-    start, requests = host.engine._start, []
+    start, requests = host.engine.client.start, []
 
     def noted(request: Any) -> Any:
         handle = start(request)
         requests.append(request)
         return handle
 
-    host.engine._start = noted
+    host.engine.client.start = noted
     return requests
 
 
@@ -52,7 +52,7 @@ def test_streams_finish_and_nothing_new_begins():
         for _ in range(6):
             assert host.runner.began.acquire(timeout=20)
         host.stop()
-        until(lambda: host.engine._engine_thread._draining)
+        until(lambda: host.engine.client.thread._draining)
         with pytest.raises(httpx.TransportError):
             ask(host, CHAT)
         host.runner.gate.release(1000)
@@ -78,7 +78,7 @@ def test_what_does_not_finish_in_time_is_told_so():
         for _ in range(6):
             assert host.runner.began.acquire(timeout=20)
         host.stop()
-        until(lambda: host.engine._engine_thread._closed)
+        until(lambda: host.engine.client.thread._closed)
         host.runner.gate.release()  # the step that is under way
         for client in clients:
             client.join(20)
@@ -129,9 +129,9 @@ def test_an_impatient_end_waits_for_nobody(caplog):
         for _ in range(6):
             assert host.runner.began.acquire(timeout=20)
         host.server.handle_exit(signal.SIGINT, None)
-        until(lambda: host.engine._engine_thread._draining)
+        until(lambda: host.engine.client.thread._draining)
         host.server.handle_exit(signal.SIGINT, None)
-        until(lambda: host.engine._engine_thread._closed)
+        until(lambda: host.engine.client.thread._closed)
         host.runner.gate.release()
         host.thread.join(20)
         assert not host.thread.is_alive()

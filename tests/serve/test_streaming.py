@@ -48,7 +48,7 @@ def test_events_come_before_the_reply_is_complete():
             roles = json.loads(next(lines).removeprefix("data: "))["choices"][0]["delta"]
             assert roles == {"role": "assistant", "content": ""}
             assert "content" in json.loads(next(lines).removeprefix("data: "))["choices"][0]["delta"]
-            assert host.engine._core.scheduler.running  # nobody let it run to its end
+            assert host.engine.core.scheduler.running  # nobody let it run to its end
 
 
 @settings(max_examples=15, deadline=None)
@@ -114,7 +114,7 @@ def test_who_leaves_frees_his_request_within_a_step():
             leave(client)
             until(lambda host=host: host.service.limiter.streams == 0)  # the server knows, and has told the engine
             host.runner.gate.release()  # the step that was under way
-            until(lambda host=host: not host.engine._core.scheduler.running)
+            until(lambda host=host: not host.engine.core.scheduler.running)
             assert len(host.runner.steps) == steps + 1
             host.runner.gate.release(100)
             check(host.engine)
@@ -170,10 +170,10 @@ def test_a_slow_reader_slows_nobody_else():
     wordy = {**ENDLESS, "logprobs": True, "top_logprobs": 20}
     with hosted() as host:
         dawdlers = [send(host, {**wordy, "seed": at}, receive_buffer=4096) for at in range(3)]
-        until(lambda: len(host.engine._core.scheduler.running) == 3)
+        until(lambda: len(host.engine.core.scheduler.running) == 3)
         quick = ask(host, {**CHAT, "max_tokens": 200, "ignore_eos": True})
         assert quick.json()["usage"]["completion_tokens"] == 200
-        until(lambda: all(r.channel.paused for r in list(host.engine._core.scheduler.running)))
+        until(lambda: all(r.channel.paused for r in list(host.engine.core.scheduler.running)))
         assert host.engine.stats().running == 3
         body = b""
         while b"[DONE]" not in body:

@@ -239,10 +239,10 @@ def memory_engine(num_blocks: int = 60, faults: float = 0.0, **limits: object) -
 
 def leaked(engine: RequestEngine) -> int:
     """Blocks that somebody holds though nothing runs; checks the cache's books, and empties it."""
-    core = engine._core
-    engine._engine_thread.ask(core.cache.check)
+    core = engine.core
+    engine.client.thread.ask(core.cache.check)
     stats = engine.stats().cache
     held = stats.held_blocks + stats.sequences
     engine.clear_cache()
-    engine._engine_thread.ask(core.cache.check)
+    engine.client.thread.ask(core.cache.check)
     return held + stats.num_blocks - engine.stats().cache.free_blocks

@@ -84,7 +84,7 @@ def test_the_environment_switches_the_default_off(value: str, on: bool, monkeypa
     monkeypatch.setenv("RADIXKV_MONITOR", value)
     with Engine.load("tiny", num_blocks=16) as engine:
         assert len(engines()) == on
-        assert (engine._core.telemetry is not None) == on
+        assert (engine.monitoring is not None) == on
 
 
 def test_a_crash_leaves_the_last_minutes_behind(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,7 +92,7 @@ def test_a_crash_leaves_the_last_minutes_behind(folder: Path, caplog: pytest.Log
     for _ in range(2):
         engine, _ = make_engine(100, 4, monitor=True)
         engine.generate([[1, 2, 3]], FOUR)
-        engine._engine_thread._step = lambda: 1 // 0  # type: ignore[assignment, return-value]
+        engine.client.thread._step = lambda: 1 // 0  # type: ignore[assignment, return-value]
         with pytest.raises(EngineClosed):
             engine.submit([1], FOUR).result()
         engine.close()
@@ -113,7 +113,7 @@ def breaking() -> RequestEngine:
     """An engine that has done something, and whose thread then breaks."""
     engine, _ = make_engine(100, 4, monitor=True)
     engine.generate([[1, 2, 3]], FOUR)
-    engine._engine_thread._step = lambda: 1 // 0  # type: ignore[assignment, return-value]
+    engine.client.thread._step = lambda: 1 // 0  # type: ignore[assignment, return-value]
     return engine
 
 

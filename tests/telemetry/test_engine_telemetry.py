@@ -36,11 +36,11 @@ def look(engine: RequestEngine, mirror: Mirror) -> Mirror:
     """What a watcher knows now, and that it is the truth."""
 
     def collect() -> None:
-        mirror.apply(engine._core.telemetry.collect())  # type: ignore[union-attr]
-        offset = engine._core.telemetry._recorder._offset  # type: ignore[union-attr]
-        assert_tells_the_truth(mirror, engine._core.cache, offset)
+        mirror.apply(engine.monitoring.recorder.collect())  # type: ignore[union-attr]
+        offset = engine.monitoring.recorder.cache_recorder._offset  # type: ignore[union-attr]
+        assert_tells_the_truth(mirror, engine.core.cache, offset)
 
-    engine._engine_thread.ask(collect)
+    engine.client.thread.ask(collect)
     return mirror
 
 
@@ -48,9 +48,9 @@ def watched(num_blocks: int = 100, block_size: int = 4, **options: Any) -> tuple
     """An engine that nobody but the test watches: its publisher is closed before it asked for anything."""
     options = {"monitor": True, **options}
     engine, runner = make_engine(num_blocks, block_size, **options)
-    engine._monitoring.publisher.close()  # type: ignore[union-attr]
-    engine._core.telemetry._recorder._fresh = True  # type: ignore[union-attr]
-    engine._engine_thread.ask(lambda: engine._core.telemetry._recorder.attach(engine._core.cache))  # type: ignore[union-attr]
+    engine.monitoring.publisher.close()  # type: ignore[union-attr]
+    engine.monitoring.recorder.cache_recorder._fresh = True  # type: ignore[union-attr]
+    engine.client.thread.ask(lambda: engine.monitoring.recorder.cache_recorder.attach(engine.core.cache))  # type: ignore[union-attr]
     return engine, runner, Mirror()
 
 
@@ -118,7 +118,7 @@ def test_phases_are_told_while_they_last_and_sequences_say_whose_they_are() -> N
         phases = []
         for _ in range(4):
             runner.began.acquire()
-            asked = engine._engine_thread.call(lambda: mirror.apply(engine._core.telemetry.collect()))  # type: ignore[union-attr]
+            asked = engine.client.thread.call(lambda: mirror.apply(engine.monitoring.recorder.collect()))  # type: ignore[union-attr]
             runner.gate.release()
             asked.result()
             phases.append([record.phase for _, record in sorted(mirror.live.items())])
@@ -139,7 +139,7 @@ def test_who_gave_way_is_preempted_and_comes_back() -> None:
         handles = [engine.submit([token] * 6, long) for token in range(3)]
         told: set[tuple[int, str]] = set()
         while not all(handle.done for handle in handles):
-            asked = engine._engine_thread.call(lambda: mirror.apply(engine._core.telemetry.collect()))  # type: ignore[union-attr]
+            asked = engine.client.thread.call(lambda: mirror.apply(engine.monitoring.recorder.collect()))  # type: ignore[union-attr]
             while not asked.done():
                 runner.gate.release()
                 time.sleep(0.001)
@@ -194,8 +194,8 @@ def test_sessions_count_what_their_requests_found_and_forks_are_sessions_of_thei
     engine = chat_engine(monitor=True)
     mirror = Mirror()
     with engine:
-        engine._monitoring.publisher.close()  # type: ignore[union-attr]
-        engine._engine_thread.ask(lambda: engine._core.telemetry._recorder.attach(engine._core.cache))  # type: ignore[union-attr]
+        engine.monitoring.publisher.close()  # type: ignore[union-attr]
+        engine.client.thread.ask(lambda: engine.monitoring.recorder.cache_recorder.attach(engine.core.cache))  # type: ignore[union-attr]
         talk = engine.chat("Be brief.", namespace="a")
         usages = [talk.send(text).usage for text in ("one", "two")]
         (twin,) = talk.fork()
@@ -219,11 +219,11 @@ def test_a_fault_of_telemetry_costs_no_request(
 ) -> None:
     engine, _, _ = watched()
     with engine:
-        monkeypatch.setattr(engine._core.telemetry, "_sessions", None)
+        monkeypatch.setattr(engine.monitoring.recorder, "_sessions", None)
         done = engine.generate([[1, 2, 3], [1, 2, 4]], FOUR)
         assert [len(each.token_ids) for each in done] == [4, 4]
         assert [record.message for record in caplog.records] == ["telemetry failed: requests are told no more"]
-        engine._engine_thread.ask(engine._core.cache.check)
+        engine.client.thread.ask(engine.core.cache.check)
 
 
 def test_the_tree_is_the_same_from_both_engines_and_is_frozen() -> None:

@@ -1,91 +1,91 @@
-"""The engine's wire to the outside: whether there is one, how it begins, and what it leaves behind after a crash.
+"""Publish the records of an engine for radixkv-monitor, and write the last minutes to a file after a crash.
 
-Knows the publisher and where its folder is. Knows no request, and no engine that it could keep alive: only the thread
-that answers for it.
+Nothing here keeps the engine alive: only its thread is referenced.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
-import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from radixkv.engine.engine_thread import EngineThread
 from radixkv.engine.observers.recorder import RequestRecorder
 from radixkv.errors import RadixKVError
+from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import Changes, EngineFacts
 
 if TYPE_CHECKING:
+    from radixkv.engine.core import Core
     from radixkv.telemetry.publisher import Publisher
 
 _log = logging.getLogger(__name__)
 
 SWITCH = "RADIXKV_MONITOR"
-"""An environment variable; 0 switches off what nobody asked for by an address."""
+"""An environment variable; 0 switches monitoring off, except for engines with an address of their own."""
 
 CRASHES = 3
 """How many recordings of crashes are kept."""
 
 
-def wanted(monitor: bool | str) -> bool | str:
-    """Return the setting, or False if the environment switches monitoring without an address off."""
-    return os.environ.get(SWITCH, "1") != "0" if monitor is True else monitor
-
-
-def engine_facts(**facts: Any) -> EngineFacts:
-    """Facts with a name of the engine's own, this process and this version."""
-    version = sys.modules["radixkv"].__version__  # an import of the front door would reach through to all behind it
-    return EngineFacts(secrets.token_hex(8), os.getpid(), time.time(), version, **facts)
-
-
 class Monitoring:
-    """An engine's publisher, and its end."""
+    """The publisher of an engine, and the recorder that it collects from."""
 
-    def __init__(self, publisher: Publisher, engine_thread: EngineThread, telemetry: RequestRecorder) -> None:
-        """Be there when the worker breaks."""
-        self.publisher = publisher
-        engine_thread.on_broken = partial(_leave_behind, publisher, telemetry)
+    def __init__(self, publisher: Publisher, recorder: RequestRecorder, thread: EngineThread) -> None:
+        """Write a recording if `thread` breaks."""
+        self.publisher, self.recorder = publisher, recorder
+        thread.on_broken = partial(_record_crash, publisher, recorder)
 
     def flight(self, path: str | os.PathLike[str]) -> int:
         """Write the last minutes to a file; returns its bytes. Raises OSError."""
         return self.publisher.flight(path)
 
     def close(self) -> None:
-        """Say goodbye to whoever watches. May be called twice."""
+        """Say goodbye to the clients. May be called twice."""
         self.publisher.close()
 
 
-def begin(
-    monitor: bool | str, facts: EngineFacts, engine_thread: EngineThread, telemetry: RequestRecorder
+def start(
+    monitor: bool | str,
+    facts: EngineFacts,
+    core: Core,
+    thread: EngineThread,
+    decode: Callable[[list[int]], str] | None,
 ) -> Monitoring | None:
-    """Have `engine_thread` answer whoever asks; None if that is not wanted, or cannot be, which is logged.
+    """Record the requests and the cache of `core` from now on, and publish them.
 
-    Raises InvalidInput for an address that is none, or one that others could reach.
+    `monitor` is True or an address. Returns None if it is False, if the environment switches monitoring off, or if no
+    socket can be opened, which is logged. Raises InvalidInput for an address that is malformed, or that others could
+    reach.
     """
-    if monitor is False:
+    if monitor is False or (monitor is True and os.environ.get(SWITCH, "1") == "0"):
         return None
     from radixkv.telemetry.publisher import Publisher
 
-    def collect() -> Future[Changes]:
-        return engine_thread.call(telemetry.collect)
+    cache_recorder = Recorder(decode=decode)
+    cache_recorder.attach(core.cache)
+    constants = {"max_length": facts.max_length, "kv_bytes": facts.bytes_per_block * facts.num_blocks}
+    recorder = RequestRecorder(core, cache_recorder, constants)
 
-    publisher = Publisher(facts, collect, lambda: telemetry.pending, None if monitor is True else str(monitor))
+    def collect() -> Future[Changes]:
+        return thread.call(recorder.collect)
+
+    publisher = Publisher(facts, collect, lambda: recorder.pending, None if monitor is True else str(monitor))
     try:
         publisher.start()
     except (OSError, RadixKVError) as error:
         _log.warning("this engine cannot be watched by radixkv-monitor: %s", error)
         return None
-    return Monitoring(publisher, engine_thread, telemetry)
+    return Monitoring(publisher, recorder, thread)
 
 
-def _leave_behind(publisher: Publisher, telemetry: RequestRecorder, error: BaseException) -> None:
-    """The engine's thread breaks: write what the last minutes were like, and say where."""
+def _record_crash(publisher: Publisher, recorder: RequestRecorder, error: BaseException) -> None:
+    """Write the last minutes before the engine's thread broke, and log where."""
     from radixkv.telemetry.protocol import CRASHED
     from radixkv.telemetry.socket_paths import own_folder
 
@@ -93,8 +93,8 @@ def _leave_behind(publisher: Publisher, telemetry: RequestRecorder, error: BaseE
     try:
         folder = own_folder()
         path = folder / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.rec"
-        publisher.flight(path, _last(telemetry), why)
-        _forget_old_ones(folder)
+        publisher.flight(path, _last_changes(recorder), why)
+        _delete_old_ones(folder)
     except (OSError, RadixKVError) as trouble:
         _log.warning("the last minutes of this engine could not be written: %s", trouble)
     else:
@@ -103,15 +103,15 @@ def _leave_behind(publisher: Publisher, telemetry: RequestRecorder, error: BaseE
         publisher.close(why)
 
 
-def _last(telemetry: RequestRecorder) -> Changes:
-    """What there still is to tell, if it can be told: whatever broke may have been the cache's."""
+def _last_changes(recorder: RequestRecorder) -> Changes:
+    """Return the changes since the last frame; none if the cache is too damaged to collect them."""
     try:
-        return telemetry.collect()
+        return recorder.collect()
     except Exception:
         _log.exception("the last changes before the crash could not be collected")
         return Changes(time.time())
 
 
-def _forget_old_ones(folder: Path) -> None:
+def _delete_old_ones(folder: Path) -> None:
     for path in sorted(folder.glob("crash-*.rec"), key=os.path.getmtime)[:-CRASHES]:
         path.unlink(missing_ok=True)

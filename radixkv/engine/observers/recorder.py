@@ -55,7 +55,7 @@ class RequestRecorder:
         """Be told by `core` from now on. `constants` go with the counters."""
         self.failed = False
         self.cost_ns = 0  # of being told; the recorder counts its own
-        self._recorder = recorder
+        self.cache_recorder = recorder
         self._core = core
         self._constants = constants
         self._started = time.perf_counter()
@@ -88,7 +88,7 @@ class RequestRecorder:
         now = time.perf_counter()
         phase: Phase = "finished" if error is None else "cancelled" if _is_cancel(error) else "failed"
         finish = request.streams[0].finish_reason if error is None else type(error).__name__
-        self._recorder.request(self._record(request, phase, now, finish))
+        self.cache_recorder.request(self._record(request, phase, now, finish))
         self._tell_session(self._sessions.answered(request, now + self._offset))
 
     @_harmless
@@ -101,7 +101,7 @@ class RequestRecorder:
     @property
     def pending(self) -> bool:
         """Whether anything has changed since the last `collect`. Any thread may ask."""
-        return self._core.counters.steps != self._steps or bool(self._noted) or self._recorder.pending
+        return self._core.counters.steps != self._steps or bool(self._noted) or self.cache_recorder.pending
 
     def collect(self) -> Changes:
         """What changed since the last time. O(that, and what runs)."""
@@ -109,11 +109,11 @@ class RequestRecorder:
         running = list(self._core.scheduler.running)
         for request in dict.fromkeys((*self._noted, *self._ran, *running)):
             if not request.channel.ended:
-                self._recorder.request(self._record(request, _phase(request, running)))
+                self.cache_recorder.request(self._record(request, _phase(request, running)))
         self._noted, self._ran = {}, running
         stats, owners = self._stats(), dict(_owners(running))
         self.cost_ns += time.perf_counter_ns() - begun
-        return self._recorder.collect(stats, owners)
+        return self.cache_recorder.collect(stats, owners)
 
     # ---- inside
 
@@ -133,7 +133,7 @@ class RequestRecorder:
 
     def _tell_session(self, record: SessionRecord | None) -> None:
         if record is not None:
-            self._recorder.session(record)
+            self.cache_recorder.session(record)
 
     def _record(
         self, request: Request, phase: Phase, ended: float | None = None, finish: str | None = None

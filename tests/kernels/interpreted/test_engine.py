@@ -66,7 +66,7 @@ def lives(engine: Engine) -> list[tuple[int, ...]]:
     stats = engine.stats()
     assert stats.cached_tokens >= 21 + 14 + 14
     assert stats.cache.copied_blocks
-    engine._engine_thread.ask(engine._core.cache.check)
+    engine.client.thread.ask(engine.core.cache.check)
     return [tuple(stream.token_ids) for batch in answers for done in batch for stream in (done, *done.alternatives)]
 
 
