@@ -1,1 +1,1 @@
-"""Attention over block tables: the KV store, the work list and the backends. Knows no request and no tree."""
+"""Attention over block tables: the KV store, the work list and the backends."""

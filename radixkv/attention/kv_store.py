@@ -1,7 +1,4 @@
-"""The pool's tensors: one K and one V per layer, addressed by block and slot.
-
-Knows dims, dtypes, layouts and devices. Does not know sequences, the tree, or who owns a block.
-"""
+"""The pool's tensors: one K and one V per layer, addressed by block and slot."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from radixkv.errors import InvalidInput
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores per token: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
+    """The KV that one layer stores per token: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
 
     kv_heads: int
     key_dim: int
@@ -34,9 +31,9 @@ class LayerShape:
 class KVStore:
     """KV of `num_blocks` blocks of `block_size` tokens for every layer; allocated at once, zeroed lazily by the system.
 
-    Every tensor is seen as [kv_heads, blocks, block_size, dim]. In memory a CPU keeps just this order, so that adjacent
-    blocks are one run per head, and a GPU keeps blocks outermost, so that a block is one region. Slot `s` is token
-    `s % block_size` of block `s // block_size`. Whoever calls has validated block ids and slots: they are not checked.
+    Every tensor has the shape [kv_heads, blocks, block_size, dim]. On a CPU this is also the order in memory, so that
+    adjacent blocks are one run per head. On a GPU blocks are outermost, so that a block is one region. Slot `s` is
+    token `s % block_size` of block `s // block_size`. Callers validate block ids and slots; they are not checked here.
     """
 
     def __init__(
@@ -50,9 +47,10 @@ class KVStore:
         always_gather: bool = False,
         blocks_first: bool | None = None,
     ) -> None:
-        """Allocate; raises InvalidInput for no layers, no blocks, no slots, or a dtype that is no float.
+        """Allocate; raises InvalidInput for no layers, no blocks, no slots, or a dtype that is not floating point.
 
-        With `always_gather` no keys are read where they lie, so that where they lie changes no bit of a result.
+        With `always_gather`, keys are never read in place, so that block ids do not change the bits of a result.
+        `blocks_first` sets the order in memory, by default that of the device.
         """
         if not layers or num_blocks < 1 or block_size < 1:
             raise InvalidInput(
@@ -75,9 +73,9 @@ class KVStore:
         self._workspaces = [torch.empty(0, dtype=dtype, device=self.device) for _ in range(2)]
 
     def _allocate(self, kv_heads: int, dim: int) -> Tensor:
-        """Zeroes, seen as [kv_heads, blocks, block_size, dim]."""
+        """Return zeros of shape [kv_heads, blocks, block_size, dim]."""
         if self.runs_are_views:
-            # numpy's zeros are calloc's: a page is mapped when it is first written; torch's touch them all at once.
+            # numpy's zeros come from calloc: a page is mapped when first written. torch's zeros touch all pages.
             shape = (kv_heads, self.num_blocks, self.block_size, dim)
             flat = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8))
             return flat.view(self.dtype).view(shape)
@@ -108,7 +106,7 @@ class KVStore:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers; all sources are read before a destination is written.
 
-        Destinations are all different. Costs two launches per tensor, whatever the number of pairs.
+        Destinations are all different. Costs two launches per tensor, for any number of pairs.
         """
         if not pairs:
             return
@@ -117,7 +115,7 @@ class KVStore:
             pool.index_copy_(1, destinations, pool.index_select(1, sources))
 
     def gather(self, layer: int, block_table: Sequence[int] | NDArray[np.int32], length: int) -> tuple[Tensor, Tensor]:
-        """One sequence's (key [kv_heads, length, key_dim], value [kv_heads, length, value_dim]), as copies."""
+        """Copy one sequence's (key [kv_heads, length, key_dim], value [kv_heads, length, value_dim])."""
         used = np.array(block_table, dtype=np.int64)[: -(-length // self.block_size)]
         index = self.regions(used, self.layers[layer].kv_heads)
         pools = self.keys[layer], self.values[layer]
@@ -125,28 +123,28 @@ class KVStore:
         return key, value
 
     def slots(self, pool: Tensor) -> Tensor:
-        """A tensor of the pool seen as [kv_heads, slots, dim]; only where `runs_are_views`."""
+        """View a tensor of the pool as [kv_heads, slots, dim]; only if `runs_are_views`."""
         return pool.view(pool.shape[0], -1, pool.shape[3])
 
     def views(self, pool: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Keys where they lie, [kv_heads, dim, size] each: every second piece of `slots` cut into `sizes`.
+        """View keys in place, [kv_heads, dim, size] each: every second piece of `slots` cut into `sizes`.
 
-        One call for all: at a dozen a layer, narrowing one by one would cost as much as the products do.
+        One call returns all views: a dozen single ones per layer would cost as much as the products do.
         """
         pieces = self.slots(pool).transpose(1, 2).split_with_sizes(sizes, 2)[1::2]
         return [piece.to(self.compute_dtype) for piece in pieces] if self.dtype != self.compute_dtype else list(pieces)
 
     def regions(self, blocks: NDArray[np.int64], kv_heads: int) -> Tensor:
-        """Where block ids [..., n] lie, head by head, for `read`: [..., kv_heads, n]."""
+        """Return the regions of blocks [..., n] for `read`, head by head: [..., kv_heads, n]."""
         index = self.rows(blocks * self.block_size, kv_heads) // self.block_size
         return torch.from_numpy(index).to(self.device)
 
     def table(self, pool: Tensor) -> Tensor:
-        """A tensor of the pool as a plain table [rows, dim], in the order of memory."""
+        """View a tensor of the pool as a plain table [rows, dim], in the order of memory."""
         return (pool if self.runs_are_views else pool.transpose(0, 1)).view(-1, pool.shape[3])
 
     def rows(self, slots: NDArray[np.int64], kv_heads: int) -> NDArray[np.int64]:
-        """Where slots [..., n] stand in `table`, head by head: [..., kv_heads, n]."""
+        """Return the rows of slots [..., n] in `table`, head by head: [..., kv_heads, n]."""
         heads, slots = np.arange(kv_heads, dtype=np.int64)[:, None], slots[..., None, :]
         if self.runs_are_views:
             return heads * (self.num_blocks * self.block_size) + slots
@@ -156,7 +154,7 @@ class KVStore:
     def read(self, pool: Tensor, index: Tensor, workspace: int = 0) -> Tensor:
         """Gather regions [..., kv_heads, n] -> [all but the last, n * block_size, dim], in `compute_dtype`.
 
-        The result lies in one of two workspaces, and is overwritten by the next `read` into the same one.
+        The result lies in one of two workspaces, and the next `read` into the same one overwrites it.
         """
         dim = pool.shape[3]
         width = self.block_size * dim

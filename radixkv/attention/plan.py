@@ -1,16 +1,11 @@
-"""Block tables -> work list: finds the tree in the tables and lays out who reads which keys.
+"""Build the work list of a step from its block tables: which query rows read which keys.
 
-Knows block ids, lengths and windows. Does not know tensors, requests, or the radix tree that the tables come from:
-sequences that share a prefix share block *ids*, so sorting the tables shows the tree.
+Sequences that share a prefix share block *ids*, so sorting the tables shows the tree of prefixes (`group`). Keys of a
+shared run are listed once for all of its rows, keys of a private tail once for each sequence. Every visible (row, key)
+pair is listed exactly once.
 
-The tree in a batch of block tables: which sequences share which runs of blocks.
-
-Knows block ids and which blocks are full. Does not know query rows beyond "has some", windows, or tensors.
-
-Chunked attention as plain attention: a token sees those before it in its own chunk of absolute positions.
-
-Where chunks are whole blocks, what a step computes of one of them is a sequence that begins there: a shorter table, and
-lengths counted from it. No mask and no kernel has to know of chunks. Knows lengths and tables. Does not know layers.
+Layers that attend in chunks (a token sees only earlier tokens of its own chunk of absolute positions) need no mask of
+their own: `cut_chunks` turns each chunk into a sequence that starts where the chunk starts.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +24,13 @@ Int = NDArray[np.int64]
 Table = NDArray[np.int32]
 
 MIN_SAVING = 256
-"""Reads that a shared run must save to be an item of its own, in tokens: below, the item costs more than it saves."""
+"""Token reads that a shared run must save to become an item: below this, the item costs more than it saves."""
 
 NEVER_SHARE = 1 << 62
-"""`min_saving` of a run that is never shared: each sequence then reads alone, and the same, whoever else is there."""
+"""A `min_saving` with which no run is shared: each sequence is then read the same way in every batch."""
 
 BAND = 256
-"""Query rows of a chunk that are laid out together under a window: more wastes masks, fewer wastes calls."""
+"""Query rows of a prefill that form one band under a window: taller bands waste masks, lower ones waste calls."""
 
 
 def build(
@@ -50,13 +44,13 @@ def build(
     min_saving: int = MIN_SAVING,
     max_tokens: int | None = None,
 ) -> WorkList:
-    """The work list of a step: shared runs once for all their readers, then each sequence's tail.
+    """Return the work list of a step: each shared run once for all of its rows, then each sequence's private tail.
 
-    Sequence `s` reads `kv_lengths[s]` keys, this step's own included, for its last `query_lengths[s]` positions (0: it
-    sits this step out). `window` is the model's sliding window. `previous` (the last step's list) spares finding the
-    tree again while the batch keeps its members and only tails grow; any other list is noticed and ignored.
-    `max_tokens` cuts longer items, so that many processors find work. Raises InvalidInput for lengths that do not
-    fit. Costs one comparison of all tables (0.1 ms at 64 sequences), and a sort of them if the tree is new.
+    Sequence `s` reads `kv_lengths[s]` keys, this step's own included, for its last `query_lengths[s]` positions; with
+    0 it takes no part in the step. `window` is the model's sliding window. `previous` is the last step's list: its tree
+    is reused while the batch keeps its members and only tails grow, and any other list is ignored. `max_tokens` cuts
+    longer items, so that many processors share the work. Raises InvalidInput for lengths that do not fit. Costs one
+    comparison of all tables (0.1 ms at 64 sequences), and a sort of them if the tree is new.
     """
     tables = [np.asarray(table, dtype=np.int32) for table in block_tables]
     kv, queries = np.asarray(kv_lengths, dtype=np.int64), np.asarray(query_lengths, dtype=np.int64)
@@ -70,7 +64,7 @@ def build(
         grouping = previous.origin.grown(tables, kv, queries, min_saving)
     if grouping is None:
         grouping = group(tables, kv, queries, block_size, min_saving)
-    return _Layout(grouping, kv, queries, window, block_size, max_tokens).work_list()
+    return _ListBuilder(grouping, kv, queries, window, block_size, max_tokens).work_list()
 
 
 def _check(tables: list[NDArray[np.int32]], kv: Int, queries: Int, block_size: int) -> None:
@@ -87,7 +81,7 @@ def _check(tables: list[NDArray[np.int32]], kv: Int, queries: Int, block_size: i
 
 @dataclass(frozen=True)
 class _Piece:
-    """Keys [start, stop) of the sequence `owner`'s path, read by the query rows `rows`."""
+    """Keys [start, stop) of the path of sequence `owner`, read by the query rows `rows`."""
 
     owner: int
     start: int
@@ -95,15 +89,15 @@ class _Piece:
     rows: Int
 
 
-class _Layout:
-    """One step's items, from the grouping and the lengths."""
+class _ListBuilder:
+    """Lays out one step's items from the grouping and the lengths."""
 
     def __init__(
         self, grouping: Grouping, kv: Int, queries: Int, window: int | None, block_size: int, max_tokens: int | None
     ) -> None:
         self.grouping, self.kv, self.queries = grouping, kv, queries
         self.block_size, self.max_tokens = block_size, max_tokens
-        # A window that covers every context is none: saves masks.
+        # A window that covers every context is ignored, which saves masks.
         self.window = window if window is not None and len(kv) and int(kv.max()) > window else None
         self.first = kv - queries  # position of each sequence's first query row
         self.row_start = np.concatenate(([0], np.cumsum(queries)))
@@ -115,7 +109,7 @@ class _Layout:
         return self._finish(owner, start, stop, rows, row_ids)
 
     def _shared(self) -> tuple[Int, Int]:
-        """Shared runs, read by those rows of their members whose window still reaches them; as `_arrays`, stacked."""
+        """Return shared runs stacked as in `_arrays`, and the rows of their members whose window reaches them."""
         runs = self.grouping.runs
         members, counts, start, stop = runs.members, self.queries[runs.members], runs.start, runs.stop
         edges = np.cumsum(runs.counts) - runs.counts
@@ -135,8 +129,8 @@ class _Layout:
         return np.stack([members[edges], start, stop, rows]), row_ids + np.arange(len(row_ids))
 
     def _chunk(self, index: int) -> list[_Piece]:
-        """A sequence with several query rows: what all of them see, then the diagonal; in bands under a window."""
-        tail, first, length = int(self.grouping.tails[index]), int(self.first[index]), int(self.kv[index])
+        """Cut a sequence with several query rows into keys that all rows see and the diagonal; in bands if windowed."""
+        tail, first, length = int(self.grouping.private_start[index]), int(self.first[index]), int(self.kv[index])
         window, height = length + 1, length - first
         if self.window is not None and length > self.window:
             window, height = self.window, min(max(self.window, 64), BAND)
@@ -146,14 +140,14 @@ class _Layout:
             low = max(tail, top - window + 1)
             edges = low, max(low, min(top, bottom - window)), max(low, top), bottom
             rows = np.arange(row + top, row + bottom)
-            pieces += [_Piece(index, start, stop, rows) for start, stop in pairwise(edges) if start < stop]
+            pieces += [_Piece(index, start, stop, rows) for start, stop in itertools.pairwise(edges) if start < stop]
         return pieces
 
     def _arrays(self, pieces: list[_Piece]) -> tuple[Int, Int, Int, Int, Int]:
-        """Shared runs, pieces, tails with a single row: owner, start, stop, rows [items], row_ids."""
+        """Return owner, start, stop and rows [items], and row_ids, of shared runs, pieces and tails with one row."""
         shared, shared_rows = self._shared()
         single = np.flatnonzero(self.queries == 1)
-        start = self.grouping.tails[single]
+        start = self.grouping.private_start[single]
         if self.window is not None:
             start = np.maximum(start, self.first[single] - self.window + 1)
         single, start = single[start < self.kv[single]], start[start < self.kv[single]]
@@ -168,7 +162,7 @@ class _Layout:
     def _cut(
         self, owner: Int, start: Int, stop: Int, rows: Int, row_ids: Int, most: int
     ) -> tuple[Int, Int, Int, Int, Int]:
-        """The same items with at most `most` keys each."""
+        """Cut the items into items of at most `most` keys."""
         cuts = -(-(stop - start) // most)
         item = np.repeat(np.arange(len(cuts)), cuts)
         ordinal = np.arange(len(item)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
@@ -206,45 +200,45 @@ class _Layout:
 
 @dataclass(frozen=True, eq=False)
 class SharedRuns:
-    """Tokens [start, stop) of paths, on block boundaries, that several sequences have in common; parents first.
+    """Runs of tokens [start, stop), on block boundaries, that several sequences share; parents before children.
 
-    In arrays, as a step's list is laid out from them again and again while the tree stays as it is.
+    They are kept as arrays, because every step lays out its list from them until the tree changes.
     """
 
     start: Int  # [runs]
     stop: Int  # [runs]
     counts: Int  # [runs] members
-    members: Int  # sequence indices, ascending within a run, one run behind the other
+    members: Int  # sequence indices of all runs in turn, ascending within a run
 
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """The shared runs of a batch, parents before children, and where each sequence's own tail starts."""
+    """The shared runs of a batch, and where each sequence's private tail starts."""
 
     runs: SharedRuns
-    tails: Int  # [sequences] first token that a sequence reads alone
-    block_ids: Table  # all tables, one behind the other
+    private_start: Int  # [sequences] first token that only this sequence reads
+    block_ids: Table  # all tables, end to end
     table_offset: Int  # [sequences + 1] where each table starts in block_ids
     kv_lengths: Int
     active: NDArray[np.bool_]  # [sequences] has query rows
     min_saving: int
 
     def grown(self, tables: list[Table], kv_lengths: Int, query_lengths: Int, min_saving: int) -> Grouping | None:
-        """This grouping for tables that have only grown at their ends, or None if anything else has changed."""
+        """Return this grouping for tables that have only grown at their ends; None if anything else has changed."""
         if len(tables) != len(self.kv_lengths) or min_saving != self.min_saving or (kv_lengths < self.kv_lengths).any():
             return None
         block_ids, offset = _flat(tables)
         if not np.array_equal(query_lengths > 0, self.active) or not self._is_prefix(block_ids, offset):
             return None
-        return Grouping(self.runs, self.tails, block_ids, offset, kv_lengths, self.active, min_saving)
+        return Grouping(self.runs, self.private_start, block_ids, offset, kv_lengths, self.active, min_saving)
 
     def _is_prefix(self, block_ids: Table, offset: Int) -> bool:
-        """Does each of the new tables begin with the old one?"""
+        """Return whether each of the new tables begins with the old one."""
         more = np.diff(offset) - np.diff(self.table_offset)
         if (more < 0).any():
             return False
         new, old = 0, 0
-        for index in np.flatnonzero(more).tolist():  # few grow in one step: what lies between them is one run
+        for index in np.flatnonzero(more).tolist():  # few tables grow in a step: those between two are one comparison
             end = int(self.table_offset[index + 1])
             if not np.array_equal(block_ids[new : new + end - old], self.block_ids[old:end]):
                 return False
@@ -253,9 +247,9 @@ class Grouping:
 
 
 def group(tables: list[Table], kv_lengths: Int, query_lengths: Int, block_size: int, min_saving: int) -> Grouping:
-    """Find the tree in the tables: sort them, compare neighbours, split where they part.
+    """Find the tree in the tables: sort them, compare neighbours, split where they differ.
 
-    Only blocks that are full for every member are shared: behind the fill mark of a common block each sequence may
+    Only blocks that are full for every member are shared: after the fill mark of a common block, each sequence may
     have appended tokens of its own. A run that saves fewer than `min_saving` token reads is left to its children.
     """
     block_ids, offset = _flat(tables)
@@ -263,12 +257,12 @@ def group(tables: list[Table], kv_lengths: Int, query_lengths: Int, block_size: 
     full = [table[: length // block_size] for table, length in zip(tables, kv_lengths.tolist(), strict=True)]
     order = sorted(np.flatnonzero(active).tolist(), key=lambda index: full[index].tobytes())
     common = [_common(full[a], full[b]) for a, b in itertools.pairwise(order)]
-    runs, tails = _split(np.array(order, dtype=np.int64), common, len(tables), -(-min_saving // block_size))
-    return Grouping(_joined(runs, block_size), tails * block_size, block_ids, offset, kv_lengths, active, min_saving)
+    runs, private = _split(np.array(order, dtype=np.int64), common, len(tables), -(-min_saving // block_size))
+    return Grouping(_joined(runs, block_size), private * block_size, block_ids, offset, kv_lengths, active, min_saving)
 
 
 def _joined(runs: list[tuple[int, int, Int]], block_size: int) -> SharedRuns:
-    """Runs of blocks, each (start, stop, members), as arrays in tokens."""
+    """Turn runs of blocks, each (start, stop, members), into arrays in tokens."""
     start, stop = (np.array([run[i] for run in runs], dtype=np.int64) * block_size for i in range(2))
     counts = np.array([len(members) for *_, members in runs], dtype=np.int64)
     members = [members for *_, members in runs]
@@ -276,31 +270,31 @@ def _joined(runs: list[tuple[int, int, Int]], block_size: int) -> SharedRuns:
 
 
 def _flat(tables: list[Table]) -> tuple[Table, Int]:
-    """All tables, one behind the other, and where each starts."""
+    """Return all tables end to end, and where each starts."""
     lengths = np.fromiter(map(len, tables), dtype=np.int64, count=len(tables))
     block_ids = np.concatenate(tables) if tables else np.empty(0, dtype=np.int32)
     return block_ids, np.concatenate(([0], np.cumsum(lengths)))
 
 
 def _common(a: Table, b: Table) -> int:
-    """How many leading blocks two tables have in common."""
+    """Return the number of leading blocks that two tables have in common."""
     length = min(len(a), len(b))
     different = a[:length] != b[:length]
     return int(different.argmax()) if different.any() else length
 
 
 def _split(order: Int, common: list[int], sequences: int, min_saving: int) -> tuple[list[tuple[int, int, Int]], Int]:
-    """Runs in blocks, each (start, stop, members), and each sequence's tail; no recursion.
+    """Return runs in blocks, each (start, stop, members), and the first private block of each sequence.
 
-    From sequences in the order of their tables, and the overlap of neighbours.
+    `order` has the sequences in the order of their tables, `common` the overlap of neighbours. Not recursive.
     """
     runs: list[tuple[int, int, Int]] = []
-    tails = np.zeros(sequences, dtype=np.int64)
+    private = np.zeros(sequences, dtype=np.int64)
     waiting = [(0, len(order), 0)]
     while waiting:
         low, high, start = waiting.pop()
         if high - low < 2:
-            tails[order[low:high]] = start
+            private[order[low:high]] = start
             continue
         stop = min(common[low : high - 1])
         if stop > start and (stop - start) * (high - low - 1) >= min_saving:
@@ -308,11 +302,11 @@ def _split(order: Int, common: list[int], sequences: int, min_saving: int) -> tu
             start = stop
         edges = [low, *(i + 1 for i in range(low, high - 1) if common[i] == stop), high]
         waiting += [(a, b, start) for a, b in itertools.pairwise(edges)]
-    return runs, tails
+    return runs, private
 
 
 def check_chunk(chunk: int, block_size: int) -> None:
-    """Raise InvalidInput if a chunk is no whole number of blocks: it would begin inside one, behind others' keys."""
+    """Raise InvalidInput if chunks are not whole blocks: they would begin inside a block that holds other keys."""
     if chunk % block_size:
         raise InvalidInput(f"this model attends in chunks of {chunk} tokens, which block_size={block_size} must divide")
 
@@ -320,7 +314,7 @@ def check_chunk(chunk: int, block_size: int) -> None:
 def cut_chunks(
     tables: Sequence[Table], kv_lengths: Sequence[int], query_lengths: Sequence[int], chunk: int, block_size: int
 ) -> tuple[list[Table], list[int], list[int]]:
-    """Tables, kv lengths and query lengths of the same rows in the same order, a sequence for each chunk they lie in.
+    """Return tables, kv lengths and query lengths of the same rows in the same order, with a sequence for each chunk.
 
     Sequence `s` has rows for its last `query_lengths[s]` positions, at least one. Costs nothing per token.
     """

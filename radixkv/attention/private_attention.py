@@ -1,8 +1,7 @@
-"""Some of a step's query rows: read and written in place where they are adjacent.
+"""Attention of query rows over keys that each reads alone: the private tails of a decode step.
 
-Many query rows, each over keys that only it reads: the private tails of a decode step.
-
-Knows how the blocks of a tail lie in memory. Does not know the tree, nor rows that share keys (`spans`).
+Long runs of adjacent blocks are read in place, all other blocks are gathered. Tails of similar shape form a
+`PrivateAttention`, whose scores are one padded tensor.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from radixkv_kernels.work_list import WorkList
 
 
 class QueryRows:
-    """Row indices [n], all different, on a device."""
+    """Some of a step's query rows: indices [n], all different; adjacent rows are read and written in place."""
 
     def __init__(self, rows: NDArray[np.int64], device: torch.device) -> None:
-        """Notice whether the rows are one range, in order."""
+        """Find out whether the rows are one range, in order."""
         self.count = len(rows)
         adjacent = self.count > 0 and bool((rows == rows[0] + np.arange(self.count)).all())
         self.start = int(rows[0]) if adjacent else None
         self.index = torch.from_numpy(rows).to(device)
 
     def __len__(self) -> int:
-        """How many rows these are."""
+        """Return the number of rows."""
         return self.count
 
     def covers(self, total: int) -> bool:
-        """Whether these are all the rows of a step that has `total`, in order."""
+        """Return whether these are all rows of a step that has `total`, in order."""
         return self.start == 0 and self.count == total
 
     def pick(self, tensor: Tensor) -> Tensor:
-        """These rows of a tensor [T, ...]; a view if they are adjacent."""
+        """Return these rows of a tensor [T, ...]; a view if they are adjacent."""
         if self.covers(len(tensor)):
             return tensor
         return tensor.index_select(0, self.index) if self.start is None else tensor.narrow(0, self.start, self.count)
@@ -55,15 +54,15 @@ class QueryRows:
 Int = NDArray[np.int64]
 
 VIEW_BLOCKS = 8
-"""From this many adjacent blocks on, a product over a view is cheaper than gathering them."""
+"""From this number of adjacent blocks on, a product over a view is cheaper than gathering them."""
 
 SCORE_CELLS = 4096
-"""Padded keys of one batch, at most (but for a single tail): its scores stay in a core's own cache."""
+"""Padded keys of one batch, at most, unless it has a single tail: its scores stay in a core's own cache."""
 
 
 @dataclass(frozen=True)
 class _View:
-    """Adjacent slots of the pool that one tail reads where they are."""
+    """Adjacent slots of the pool that one tail reads in place."""
 
     tail: int
     slot: int
@@ -71,7 +70,7 @@ class _View:
 
 
 class PrivateLayout:
-    """How the tails of a work list lie in the pool: long runs of adjacent blocks as views, the rest to be gathered."""
+    """The blocks of a work list's tails: long runs of adjacent blocks are views, all others are gathered."""
 
     def __init__(self, work: WorkList, items: Int, reads_in_place: bool) -> None:
         self.block_size = work.block_size
@@ -89,7 +88,7 @@ class PrivateLayout:
         self.viewed = np.array([sum(view.tokens for view in views) for views in self.views], dtype=np.int64)
 
     def _find_views(self) -> NDArray[np.bool_]:
-        """Note the long runs in `views`; True for each block that is in none. Views never overlap."""
+        """Put the long runs into `views`; return True for each block outside of them. Views never overlap."""
         edge = np.ones(len(self.blocks) + 1, dtype=np.bool_)
         edge[1:-1] = (np.diff(self.blocks) != 1) | (np.diff(self.tail) != 0)
         starts = np.flatnonzero(edge)
@@ -104,7 +103,7 @@ class PrivateLayout:
         return np.repeat(~chosen, lengths)
 
     def _add_view(self, first: int, length: int) -> None:
-        """Note blocks[first : first + length] as a view of the slots that their tail reads."""
+        """Add blocks[first : first + length] as a view of the slots that their tail reads."""
         tail, origin = int(self.tail[first]), int(self.ordinal[first]) * self.block_size
         start = max(int(self.skip[tail]), origin)
         stop = min(int(self.end[tail]), origin + length * self.block_size)
@@ -112,7 +111,7 @@ class PrivateLayout:
         self.views[tail].append(_View(tail, slot, stop - start))
 
     def batches(self) -> Iterator[Int]:
-        """The tails in groups of similar shape, so that padding costs little, with few enough scores to stay close."""
+        """Yield the tails in groups of similar shape, for little padding, with few enough scores for a core's cache."""
         width = self.viewed + self.gathered * self.block_size
         batch: list[int] = []
         widest = 0
@@ -126,20 +125,20 @@ class PrivateLayout:
             yield np.sort(batch)
 
     def _similar(self, first: int, tail: int) -> bool:
-        """Whether `tail` fits into a batch that began with `first`, which gathers at least as much."""
+        """Return whether `tail` fits into a batch that began with `first`, which gathers at least as much."""
         low, high = sorted((int(self.viewed[first]), int(self.viewed[tail])))
         return bool(4 * (self.gathered[tail] + 4) >= 3 * self.gathered[first]) and high <= 2 * low + 128
 
 
 class PrivateAttention:
-    """Tails of similar shape, whose scores stand in one padded tensor [n, kv_heads, group, width].
+    """Attention of tails of similar shape, with scores in one padded tensor [n, kv_heads, group, width].
 
-    Its columns are the keys of the blocks that are gathered, then those of the views. Values stay where they lie: an
-    embedding bag sums rows of a table by index and weight, in less time than a product takes over contiguous values.
+    Its columns are the keys of the gathered blocks, then those of the views. Values are not gathered: an embedding bag
+    sums rows of a table by index and weight, in less time than a product takes over contiguous values.
     """
 
     def __init__(self, layout: PrivateLayout, tails: Int, rows: Int, kv_heads: int, group: int, store: KVStore) -> None:
-        """Lay out the scores; `rows` [n] are the query rows of `tails`. Everything here is done once per step."""
+        """Lay out the scores, once per step; `rows` [n] are the query rows of `tails`."""
         self.size, self.kv_heads, self.group = len(tails), kv_heads, group
         self.rows = QueryRows(rows, store.device)
         number = np.full(len(layout.views), -1)
@@ -154,7 +153,7 @@ class PrivateAttention:
         self.padding[:, : self.columns] = hidden
 
     def _blocks(self, layout: PrivateLayout, tails: Int, number: Int) -> tuple[Int, NDArray[np.bool_]]:
-        """Blocks to gather [n, most of a tail], padded with any; and which of their slots [n, columns] hold no key."""
+        """Return the blocks to gather [n, most of a tail], padded, and the slots [n, columns] without a key."""
         counts = layout.gathered[tails]
         chosen = np.flatnonzero(number[layout.tail] >= 0)
         row, origin = number[layout.tail[chosen]], layout.ordinal[chosen] * layout.block_size
@@ -169,14 +168,14 @@ class PrivateAttention:
         return blocks, hidden.reshape(self.size, blocks.shape[1] * layout.block_size)
 
     def _plan_gather(self, blocks: Int, hidden: NDArray[np.bool_], store: KVStore) -> None:
-        """Where the keys lie that are gathered, and from which column on some of them must be hidden."""
+        """Find the regions of the gathered keys, and the first column in which some keys must be hidden."""
         self.columns = hidden.shape[1]
         self.regions = store.regions(blocks, self.kv_heads)
         self.first_hidden = int(hidden.any(0).argmax()) if hidden.any() else self.columns
         self.hidden = torch.from_numpy(hidden[:, None, None, self.first_hidden :]).to(store.device)
 
     def _plan_scores(self, width: int, store: KVStore) -> None:
-        """Scores, minus infinity where no product will write, and weights."""
+        """Allocate the scores, minus infinity where no product will write, and the weights."""
         shape = (self.size, self.kv_heads, self.group, width)
         with torch.inference_mode(False):
             self.scores = torch.full(shape, -torch.inf, dtype=store.compute_dtype, device=store.device)
@@ -185,7 +184,7 @@ class PrivateAttention:
         self.hidden_scores = self.scores[..., self.first_hidden : self.columns]
 
     def _plan_views(self, views: list[_View], number: Int, store: KVStore) -> list[int]:
-        """Where to cut the pool so that each view is a piece, and where its scores stand; the columns used per row."""
+        """Cut the pool so that each view is a piece, and find its scores; return the columns used per row."""
         self.sizes: list[int] = []
         self.view_rows = [int(number[view.tail]) for view in views]
         self.view_places: list[slice] = []
@@ -203,7 +202,7 @@ class PrivateAttention:
     def _plan_values(
         self, first: Int, blocks: Int, hidden: NDArray[np.bool_], views: list[_View], store: KVStore
     ) -> None:
-        """Which row of the value table each weight belongs to; where it is 0, to one that surely holds numbers."""
+        """Find the row of the value table for each weight; a weight of 0 gets a row that surely holds numbers."""
         slots = np.repeat(first[:, None], self.scores.shape[-1], axis=1)
         gathered = (blocks[..., None] * store.block_size + np.arange(store.block_size)).reshape(hidden.shape)
         np.copyto(slots[:, : self.columns], gathered, where=~hidden)
@@ -232,7 +231,7 @@ class PrivateAttention:
         return output.view(*query.shape[:3], -1).to(store.compute_dtype), lse
 
     def _score(self, store: KVStore, pool: Tensor, query: Tensor) -> None:
-        """Fill `scores`: one product for all that is gathered, one for each view."""
+        """Fill `scores`: one product for all gathered keys, one for each view."""
         if self.columns:
             key = store.read(pool, self.regions)
             torch.bmm(query.flatten(0, 1), key.transpose(1, 2), out=self.gathered_scores)

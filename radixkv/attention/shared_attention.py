@@ -1,7 +1,4 @@
-"""One run of keys under many query rows: a shared prefix, or a chunk's own context.
-
-Knows masks and the fused kernel that torch has for CPUs. Does not know the tree, nor single rows (`tails`).
-"""
+"""Attention of many query rows over one run of keys: a shared prefix, or the context of a prefill."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ SCORE_CELLS = 1 << 20
 
 
 class SharedAttention:
-    """An item of a work list: its keys as a view if they are adjacent, else gathered; its mask, if it needs one."""
+    """One item of a work list: its keys as a view if they are adjacent, else gathered, and its mask if it needs one."""
 
     def __init__(self, work: WorkList, item: int, store: KVStore, kv_heads: int) -> None:
-        """Find keys, rows and mask; done once per step."""
+        """Find keys, rows and mask, once per step."""
         skip = int(work.kv_start[item]) % work.block_size
         self.tokens, self.skip = int(work.tokens[item]), skip
         offset, count = int(work.block_offset[item]), -(-(skip + self.tokens) // work.block_size)
@@ -37,7 +34,7 @@ class SharedAttention:
         self._plan_mask(work, item, rows, store)
 
     def _plan_mask(self, work: WorkList, item: int, rows: NDArray[np.int64], store: KVStore) -> None:
-        """`mask` [rows, tokens] or None; `causal` if it is the lower triangle, which the fused kernel knows."""
+        """Set `mask` [rows, tokens] or None, and `causal` if it is the lower triangle that the fused kernel applies."""
         self.causal, self.mask = False, None
         if work.fully_visible[item]:
             return
@@ -62,7 +59,7 @@ class SharedAttention:
         return self._unfused(query * scale, key, value, softcap)
 
     def _keys(self, store: KVStore, layer: int) -> tuple[Tensor, Tensor]:
-        """[kv_heads, tokens, dk] and [kv_heads, tokens, dv]."""
+        """Return keys [kv_heads, tokens, dk] and values [kv_heads, tokens, dv]."""
         pools = store.keys[layer], store.values[layer]
         if self.slot is not None:
             key, value = (store.slots(pool).narrow(1, self.slot, self.tokens).to(store.compute_dtype) for pool in pools)
@@ -73,7 +70,7 @@ class SharedAttention:
         return key, value
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-        """The arithmetic in the open, some rows at a time."""
+        """Attend by plain matrix products, some rows at a time."""
         rows, kv_heads, group, _ = query.shape
         height = max(1, SCORE_CELLS // (kv_heads * group * self.tokens))
         parts = []
@@ -85,7 +82,7 @@ class SharedAttention:
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """torch's own flash attention for CPUs, which also returns the log-sum-exp."""
+    """Attend by torch's flash attention for CPUs, which also returns the log-sum-exp."""
     rows, kv_heads, group, _ = query.shape
     if causal:
         query = query.flatten(1, 2).transpose(0, 1)

@@ -1,7 +1,6 @@
 """Attention along a work list in plain torch, on any device.
 
-Knows how to follow a list: what is planned once per step, and the few calls that each layer makes. Does not know
-models, requests or the tree.
+A `TorchPlan` is made once per step; each layer then runs its operations, and merges the partials of each row.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def attend(
 ) -> Tensor:
     """Attention of query [heads, T, dk], the rows of all sequences in turn, over one layer's KV -> [T, heads, dv].
 
-    `sinks` [heads] are logits that take weight and give nothing. The first layer to follow `work` plans the step
-    (0.5 ms at 8 sequences); all others of the same shape reuse that. Results have the dtype of `query`; they
-    carry no gradient.
+    `sinks` [heads] are logits that take weight and add no value. The first layer of a step makes the plan of `work`
+    (0.5 ms at 8 sequences), and all others of the same shape reuse it. Results have the dtype of `query` and no
+    gradient.
     """
     kv_heads = store.layers[layer].kv_heads
     rows = query.transpose(0, 1).to(store.compute_dtype)
@@ -46,7 +45,7 @@ def attend(
 
 
 def _plan(store: KVStore, work: WorkList, kv_heads: int, group: int) -> TorchPlan:
-    """The plan of `work` for layers of this shape, made when first asked for; it lives as long as the list."""
+    """Return the plan of `work` for layers of this shape, made at the first call; it lives as long as the list."""
     plans = _PLANS.setdefault(work, {})
     key = (store, kv_heads, group)
     if key not in plans:
@@ -55,7 +54,7 @@ def _plan(store: KVStore, work: WorkList, kv_heads: int, group: int) -> TorchPla
 
 
 class TorchPlan:
-    """What one step does in each of its layers: operations that yield partials, and the merge of these."""
+    """The operations of one step in each of its layers, which yield partials, and the merge of these."""
 
     def __init__(self, store: KVStore, work: WorkList, kv_heads: int, group: int) -> None:
         """Turn a work list into operations and index tensors."""
@@ -75,7 +74,7 @@ class TorchPlan:
         self._plan_merge(work, order, store)
 
     def _plan_merge(self, work: WorkList, order: list[NDArray[np.int64]], store: KVStore) -> None:
-        """Where each partial stands among those of its row [T, most of a row]."""
+        """Find the place of each partial among those of its row, in [T, most of a row]."""
         counts = np.diff(work.merge_offset)
         self.width = int(counts.max(initial=1))
         rank = np.empty(len(work.row_ids), dtype=np.int64)
@@ -103,7 +102,7 @@ class TorchPlan:
         return merged
 
     def _shares(self, query: Tensor, lses: list[Tensor], sinks: Tensor | None) -> Tensor:
-        """What each partial counts for in its row, by place [T * width, kv_heads, group]; sinks take theirs here."""
+        """Return the share of each partial in its row, next to sinks, by place [T * width, kv_heads, group]."""
         heads = query.shape[1:3]
         logits = query.new_full((len(query) * self.width, *heads), -torch.inf)
         for place, lse in zip(self.places, lses, strict=True):

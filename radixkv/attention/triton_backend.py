@@ -1,8 +1,6 @@
 """Attention, writes and copies by the Triton kernels, or by torch where they cannot run.
 
-Knows stores, and which of them the kernels serve. Does not know models, requests or the tree, nor how a kernel works
-(`radixkv_kernels`). Called as `torch_backend` and the store are, so that whoever chooses a backend changes nothing
-else.
+The functions have the signatures of `torch_backend` and of the store, so that a backend can be exchanged for another.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from radixkv_kernels.work_list import WorkList
 TRITON = find_spec("triton") is not None
 
 LARGEST = 256
-"""Numbers of a head that the tiles are made for: with more they spill, and outgrow a processor's shared memory."""
+"""Numbers per head that tiles are made for: with more, they spill and exceed a processor's shared memory."""
 
 INTERPRETED_PROCESSORS = 2
-"""Programs that the interpreter is given, as it runs them one after the other."""
+"""Processors that the interpreter is given: it runs programs one after the other."""
 
 _log = logging.getLogger("radixkv")
 _PLANS: WeakKeyDictionary[WorkList, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
@@ -36,7 +34,7 @@ _REGIONS: WeakKeyDictionary[KVStore, Any] = WeakKeyDictionary()
 
 
 def absent(device: torch.device) -> str | None:
-    """Why no kernel can run on this device; None if some can."""
+    """Return the reason why no kernel can run on this device; None if kernels can."""
     if not TRITON:
         return "Triton is not installed"
     if device.type != "cuda" and not _kernels().INTERPRETED:
@@ -45,12 +43,12 @@ def absent(device: torch.device) -> str | None:
 
 
 def unavailable(store: KVStore, heads: int, layer: int = 0) -> str | None:
-    """Why the kernels cannot serve this layer for so many query heads; None if they can. Costs nothing worth naming."""
+    """Return the reason why the kernels cannot serve this layer for `heads` query heads; None if they can."""
     return obstacle(store.layers[layer], heads, store.dtype, store.device)
 
 
 def obstacle(shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """As `unavailable`, of a layer that has no store yet."""
+    """Return the same as `unavailable` for a layer that has no store yet."""
     if reason := absent(device):
         return reason
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -76,11 +74,11 @@ def attend(
 ) -> Tensor:
     """Attention of query [heads, T, dk], the rows of all sequences in turn, over one layer's KV -> [T, heads, dv].
 
-    `sinks` [heads] are logits that take weight and give nothing. The first layer to follow `work` cuts it into tiles
-    and sends them to the device in one copy; all others of the same shape reuse that. Results have the dtype of
-    `query`. With `split`, keys are cut into parts of about so many, whatever else is in the step: if no run is shared
-    either, a row's bits depend on its own keys alone. Where the kernels cannot serve, torch does, with one warning for
-    each reason.
+    `sinks` [heads] are logits that take weight and add no value. The first layer of a step cuts `work` into tiles and
+    sends them to the device in one copy, and all others of the same shape reuse them. Results have the dtype of
+    `query`. With `split`, keys are cut into parts of about `split` keys in every step: if no run is shared either, a
+    row's bits depend on its own keys alone. If the kernels cannot serve the layer, torch does, with one warning per
+    reason.
     """
     if _falls_back(unavailable(store, len(query), layer)):
         return torch_backend.attend(store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
@@ -98,7 +96,7 @@ def follow(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `attend`, along a `radixkv_kernels.attention.TilePlan`; does nothing but launch, and reads no number back."""
+    """Attend along a `radixkv_kernels.attention.TilePlan`; only launches kernels, and reads no number back."""
     query = query if query.stride(2) == 1 else query.contiguous()
     pools = store.keys[layer], store.values[layer]
     output: Tensor = _kernels().attend(query, *pools, step, scale=scale, softcap=softcap, sinks=sinks)
@@ -108,7 +106,7 @@ def follow(
 def write(store: KVStore, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
     """Store key [kv_heads, T, key_dim] and value [kv_heads, T, value_dim] in slots int64 [T], all different.
 
-    A slot of -1 is a padded row, which is not stored (torch's write, where Triton cannot run, does not know it).
+    A slot of -1 is a padded row, which is not stored (torch's write, used if Triton cannot run, does not allow it).
     """
     if _falls_back(unavailable(store, 1, layer)):
         return store.write(layer, slots, key, value)
@@ -121,7 +119,7 @@ def write(store: KVStore, layer: int, slots: Tensor, key: Tensor, value: Tensor)
 def copy(store: KVStore, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy whole blocks (source, destination) in all layers, as `KVStore.copy`, in one launch for most models.
 
-    A block that is both a source and a destination, which a cache never asks for, is left to the store.
+    Pairs with a block that is both a source and a destination, which a cache never makes, are left to the store.
     """
     if not pairs:
         return
@@ -137,21 +135,21 @@ def copy(store: KVStore, pairs: Sequence[tuple[int, int]]) -> None:
 
 @cache
 def _kernels() -> ModuleType:
-    """`radixkv_kernels.attention`, imported when first needed: it needs Triton."""
+    """Return `radixkv_kernels.attention`, imported at the first call because it needs Triton."""
     from radixkv_kernels import attention
 
     return attention
 
 
 def _chosen(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    """The kinds of tile for a layer of this shape."""
+    """Return the kinds of tile for a layer of this shape."""
     kinds: tuple[Any, ...] = _kernels().kinds(shape.key_dim, shape.value_dim, dtype, generation=_device(device)[1])
     return kinds
 
 
 @cache
 def _device(device: torch.device) -> tuple[int, int]:
-    """How many processors a device has, and its generation as `attention.kinds` means it."""
+    """Return the number of a device's processors, and its generation as in `attention.kinds`."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS, 9
     properties = torch.cuda.get_device_properties(device)
@@ -159,7 +157,7 @@ def _device(device: torch.device) -> tuple[int, int]:
 
 
 def _plan(store: KVStore, layer: int, heads: int, work: WorkList, split: int | None) -> Any:
-    """The tiles of `work` for layers of this shape, made when first asked for; they live as long as the list."""
+    """Return the tiles of `work` for layers of this shape, made at the first call; they live as long as the list."""
     plans = _PLANS.setdefault(work, {})
     shape = store.layers[layer]
     key = (store, shape, heads, split)
@@ -169,7 +167,7 @@ def _plan(store: KVStore, layer: int, heads: int, work: WorkList, split: int | N
 
 
 def tiling(store: KVStore, shape: LayerShape, heads: int) -> dict[str, Any]:
-    """What decides how `radixkv_kernels.attention` cuts a work list for layers of this shape."""
+    """Return the arguments with which `radixkv_kernels.attention` cuts a work list for layers of this shape."""
     return {
         "heads": heads,
         "kv_heads": shape.kv_heads,
@@ -179,7 +177,7 @@ def tiling(store: KVStore, shape: LayerShape, heads: int) -> dict[str, Any]:
 
 
 def _falls_back(reason: str | None) -> bool:
-    """Whether there is a reason to let torch do it; the first time, it is said aloud."""
+    """Return whether there is a reason to use torch; log each reason once."""
     if reason is not None:
         _warn(reason)
     return reason is not None
@@ -187,5 +185,5 @@ def _falls_back(reason: str | None) -> bool:
 
 @cache
 def _warn(reason: str) -> None:
-    """Warn once for each reason."""
+    """Warn once per reason."""
     _log.warning("attention runs in torch, not in Triton: %s", reason)

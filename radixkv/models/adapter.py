@@ -1,8 +1,8 @@
-"""Take a decoder in: read it, put its attention over the paged pool, prove that nothing changed, or refuse it.
+"""Load a decoder: read it, replace its attention by attention over the paged pool, test that nothing changed.
 
-Knows the order of these steps and the limits of a model. The steps themselves have files of their own: source (files),
-refusals (what nothing can run), hook (attention), probe (one token), rope (frequencies), packed (linear layers),
-selftest (numbers), fallback (attention that stays the model's own).
+The steps are in files of their own: `loader` (files), `architecture` (unsupported models), `attention_interface`,
+`probe` (one token), `rope` (frequencies), `packed` (linear layers), `selftest` (numbers), and `fallback` (the model's
+own attention). A model that fails all ways to attend is refused with the reason.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def load(
     """Load `model`: "tiny" (bundled), a local folder, a hub name, or a transformers model that is already built.
 
     A built model is taken over: its attention is replaced, and from then on it runs through radixkv only. dtype "auto"
-    is float32 on a CPU, on other devices what the weights were saved in; a built model keeps its own. Large float32
-    layers are laid out for the CPU; a built model keeps its own weights beside that. `attention` is "torch", "triton",
-    or "auto": Triton on CUDA where it serves the model, with one warning where it does not, and torch elsewhere; with
-    "auto" a model whose attention cannot be replaced runs by the fallback, with one warning that says why. Raises
-    InvalidInput if there is nothing whole to load, or no such attention, UnsupportedModel with the reason if it cannot
-    be run exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
+    is float32 on a CPU, on other devices the dtype of the saved weights; a built model keeps its own. Large float32
+    layers are packed for the CPU; a built model also keeps its own weights. `attention` is "torch", "triton", or
+    "auto": Triton on CUDA if it serves the model (else one warning), torch elsewhere. With "auto", a model whose
+    attention cannot be replaced runs by the fallback, with one warning that gives the reason. Raises InvalidInput if
+    there is no whole model to load, or no such attention, and UnsupportedModel with the reason if the model cannot run
+    exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
     """
     place = _device(device)
     attention_interface.check_backend(attention, place)
@@ -66,7 +66,7 @@ def load(
 
 
 def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str = "auto") -> LoadedModel:
-    """Freeze, select our attention, look, test; raises UnsupportedModel, leaving the model with its own attention."""
+    """Freeze, replace attention, probe, test; raises UnsupportedModel and leaves the model with its own attention."""
     own = module.config._attn_implementation
     architecture.check_supported(module)
     try:
@@ -82,7 +82,7 @@ def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool, att
 def _paged_or_own(
     module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str
 ) -> tuple[LoadedModel, float]:
-    """The model over the pool, or else, if any attention will do, by its own; and the error of its self-test."""
+    """Return the model over the pool, or with attention "auto" by its own attention; and its self-test's error."""
     try:
         select(module, IMPLEMENTATION)
         return _proven(_inspect(module, tokenizer, name, probe), attention, keep=keep)
@@ -94,7 +94,7 @@ def _paged_or_own(
             own = replace(_inspect(module, tokenizer, name, fallback.probe), attention="fallback")
             proven = _packed(own, keep=keep)
         except UnsupportedModel as second:
-            if str(second) == str(reason):  # of the model itself, however it attends
+            if str(second) == str(reason):  # the model itself fails, with any attention
                 raise
             raise UnsupportedModel(f"{reason}; nor does its own attention over a cache do: {second}") from second
         _log.warning("%s: each sequence runs by itself, by the fallback: %s", name, reason)
@@ -102,14 +102,14 @@ def _paged_or_own(
 
 
 def _freeze(module: Any, name: str) -> None:
-    """Fix what would depend on the batch."""
+    """Fix rotary frequencies that would depend on the batch."""
     length = max_length(module)
     for frozen in rope.freeze(module, length):
         _log.warning("%s: the rotary frequencies of %s are fixed to those for %d tokens", name, frozen, length)
 
 
 def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedModel, float]:
-    """The model with the attention that was asked for, and the error of its self-test, which it has passed."""
+    """Return the model with the requested attention, and the error of its self-test, which it has passed."""
     loaded = replace(
         loaded, attention=attention_interface.choose_backend(attention, loaded.layers, loaded.dtype, loaded.device)
     )
@@ -125,7 +125,7 @@ def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedM
 def _inspect(
     module: Any, tokenizer: Any | None, name: str, look: Callable[[Any], tuple[tuple[LayerSpec, ...], int]]
 ) -> LoadedModel:
-    """Everything about the model that others need to know, found by a probe rather than believed."""
+    """Collect the properties of the model that running it needs, found by a probe."""
     length = max_length(module)
     layers, width = look(module)
     vocab_size = min(width, module.get_input_embeddings().num_embeddings)
@@ -133,7 +133,7 @@ def _inspect(
         model=module,
         config=module.config,
         tokenizer=tokenizer,
-        layers=tuple(_without_idle_reach(layer, length) for layer in layers),
+        layers=tuple(_without_unreached_limits(layer, length) for layer in layers),
         max_length=length,
         vocab_size=vocab_size,
         stop_token_ids=frozenset(i for i in _stop_token_ids(module, tokenizer) if 0 <= i < vocab_size),
@@ -144,7 +144,7 @@ def _inspect(
 
 
 def _packed(loaded: LoadedModel, *, keep: bool) -> tuple[LoadedModel, float]:
-    """The model with its linear layers packed where that works, and the error of its self-test, which it has passed."""
+    """Return the model with packed linear layers if they pass, and the error of its self-test, which it has passed."""
     model: Any = packed.pack(loaded.model, keep=keep)
     try:
         error = self_test(replace(loaded, model=model, config=model.config))
@@ -157,14 +157,14 @@ def _packed(loaded: LoadedModel, *, keep: bool) -> tuple[LoadedModel, float]:
     return replace(loaded, model=model, config=model.config), error
 
 
-def _without_idle_reach(layer: LayerSpec, max_length: int) -> LayerSpec:
-    """A window or a chunk that no sequence outgrows is none: one work list fewer per step."""
+def _without_unreached_limits(layer: LayerSpec, max_length: int) -> LayerSpec:
+    """Drop windows and chunks that no sequence exceeds, which saves a work list per step."""
     window, chunk = (limit if limit and limit < max_length else None for limit in layer.attention_window)
     return replace(layer, window=window, chunk=chunk)
 
 
 def _device(device: str | torch.device) -> torch.device:
-    """The device meant; "auto" is CUDA where there is some. Raises InvalidInput if it is not there."""
+    """Return the device; "auto" is CUDA if present, else the CPU. Raises InvalidInput for a missing device."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -177,7 +177,7 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _dtype(dtype: str | torch.dtype, auto: Any) -> Any:
-    """The torch dtype meant, or `auto`. Raises InvalidInput for what is no floating point dtype."""
+    """Return the torch dtype, or `auto`. Raises InvalidInput for anything except a floating point dtype."""
     if dtype == "auto":
         return auto
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -187,7 +187,7 @@ def _dtype(dtype: str | torch.dtype, auto: Any) -> Any:
 
 
 def _built(model: Any, device: torch.device, dtype: str | torch.dtype) -> Any:
-    """A model that the caller has built, moved to where it is wanted."""
+    """Return a model that the caller has built, moved to the device and dtype."""
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "get_input_embeddings"):
         raise InvalidInput(f"a model is a name, a folder or a transformers model, not a {type(model).__name__}")
     if model.get_output_embeddings() is None:
@@ -200,7 +200,7 @@ def _built(model: Any, device: torch.device, dtype: str | torch.dtype) -> Any:
 
 
 def _warn_of_another(model: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """A model that was taken over before, and perhaps runs, has one set of weights."""
+    """Warn if a model that was taken over before, and perhaps runs, is moved or cast: it has one set of weights."""
     before = _taken.get(model, lambda: None)()
     if before is not None and (before.dtype, before.device.type) != (dtype, device.type):
         said = "%s: what has loaded it as %s on %s runs with other weights from now on: load a copy for %s on %s"
@@ -208,7 +208,7 @@ def _warn_of_another(model: Any, dtype: torch.dtype, device: torch.device) -> No
 
 
 def _cast(model: Any, dtype: torch.dtype) -> Any:
-    """The model with its weights in `dtype`. Not its buffers: rotary frequencies must stay in float32 or better."""
+    """Cast the model's weights to `dtype`, but not its buffers: rotary frequencies must stay in float32 or better."""
     before = model.dtype
     for parameter in model.parameters():
         if parameter.dtype == before:
@@ -217,7 +217,7 @@ def _cast(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _give_own_config(model: Any) -> None:
-    """Copy the configuration, which names the attention to use: other models may have been built from this object."""
+    """Copy the configuration, which selects the attention: other models may have been built from this object."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
@@ -227,11 +227,11 @@ def _give_own_config(model: Any) -> None:
 
 
 def _name_of(model: Any) -> str:
-    """The name a built model came by, else its class."""
+    """Return the name from which a built model was loaded, else its class."""
     return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
 
 
 def _stop_token_ids(module: Any, tokenizer: Any | None) -> set[int]:
-    """Every end-of-sequence id that the generation settings, the configuration or the tokenizer names."""
+    """Return every end-of-sequence id that the generation settings, the configuration or the tokenizer names."""
     settings = (getattr(module, "generation_config", None), module.config.get_text_config(), tokenizer)
     return set().union(*(loader.stop_ids(each) for each in settings))

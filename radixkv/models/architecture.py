@@ -1,14 +1,8 @@
-"""Call a transformers model's forward on one row of tokens, with the arguments that this architecture takes.
+"""Read from a transformers model's class and configuration how to call it, and its limits.
 
-Knows signatures, and how an architecture learns where a token stands. Does not know pools or who answers attention.
-
-How long sequences may be, how far back their tokens see, and where they may go, as a configuration has it.
-
-Knows names that configurations use. Does not know whether a model keeps to them: the probe and the self-test do.
-
-What can run neither over the pool nor over a cache seeded from it, told by class and configuration alone.
-
-Knows what kinds of state transformers' models keep. Does not run a model.
+`ForwardSignature` calls a forward on one row of tokens with the arguments that the architecture takes. `max_length`,
+`window_limit` and `num_experts` read the configuration. `check_supported` refuses models that keep state other than
+keys and values. Nothing here runs a model to find out whether it keeps to its configuration: `probe` and `selftest` do.
 """
 
 from __future__ import annotations
@@ -26,10 +20,10 @@ from radixkv.errors import UnsupportedModel
 
 @dataclass(frozen=True)
 class ForwardSignature:
-    """What one architecture's forward takes.
+    """The arguments of one architecture's forward.
 
-    `positions`: it can be told where tokens stand, and calls the first place `first_position`. `counts`: it also looks
-    at how many tokens its cache holds. `keeps`: it can be told which rows need logits; else it computes those of all.
+    `positions`: it takes the tokens' positions, and numbers the first one `first_position`. `counts`: it also reads the
+    number of tokens in its cache. `keeps`: it takes the rows that need logits; else it computes logits of all rows.
     """
 
     positions: bool
@@ -39,16 +33,16 @@ class ForwardSignature:
 
     @classmethod
     def of(cls, model: Any) -> ForwardSignature:
-        """Look at signatures and embeddings, and for scores that grow with the position, as those of Llama 4 do."""
+        """Inspect signatures and embeddings, and look for scores that grow with the position, as in Llama 4."""
         takes = [signature(part.forward).parameters for part in (model, model.base_model)]
         positions = any("position_ids" in parameters for parameters in takes)
         counts = not positions or bool(getattr(model.config.get_text_config(), "attn_temperature_tuning", False))
         return cls(positions, counts, "logits_to_keep" in takes[0], _first_position(model) if positions else 0)
 
     def logits(self, model: Any, tokens: Tensor, rows: Tensor, *, positions: Tensor | None = None, **more: Any) -> Any:
-        """Logits [len(rows), vocab] of the rows `rows` of tokens [T]; `more` goes to the model as it is.
+        """Return logits [len(rows), vocab] of the rows `rows` of tokens [T]; `more` is passed on to the model.
 
-        `positions` [T] count from 0; without them the model counts by itself. Costs T * vocab where it keeps all rows.
+        `positions` [T] count from 0; without them the model counts by itself. Costs T * vocab if it keeps all rows.
         """
         if positions is not None and self.positions:
             more["position_ids"] = (positions + self.first_position if self.first_position else positions)[None]
@@ -59,37 +53,37 @@ class ForwardSignature:
         return model(input_ids=tokens[None], **more).logits[0].index_select(0, rows)
 
     def _counted(self, positions: Tensor, count: int) -> dict[str, Any]:
-        """What makes a model that counts by itself count from where the tokens stand."""
+        """Return arguments with which a model that counts positions by itself starts at the right one."""
         counted: dict[str, Any] = {"past_key_values": _Before(positions)}
-        if not self.positions:  # it would make as many ones as tokens stand before, which is another number for each
+        if not self.positions:  # its own mask would need one length, and each token has another
             counted["attention_mask"] = positions.new_ones(1, count)
         return counted
 
 
 class _Before(DynamicCache):  # type: ignore[misc]  # transformers shows no types
-    """A cache that holds nothing, and says of each token of a packed row how many stand before it in its sequence.
+    """An empty cache that reports, for each token of a packed row, the number of earlier tokens in its sequence.
 
-    Less those before it in the row, that is: a model adds its rows' numbers to this.
+    Earlier tokens of the row are subtracted, because a model adds the row's own numbers.
     """
 
     def __init__(self, positions: Tensor) -> None:
-        """For tokens at `positions` [T]."""
+        """Serve tokens at `positions` [T]."""
         super().__init__()
         self._before = positions - torch.arange(len(positions), device=positions.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """What the number of a row lacks to be a position [T]."""
+        """Return the difference [T] between a token's position and its number in the row."""
         return self._before
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep nothing: the attention behind this does."""
+        """Keep nothing: the attention that follows stores the KV."""
         return key_states, value_states
 
 
 def _first_position(model: Any) -> int:
-    """Encoders that were made into decoders number their tokens from behind the id that pads."""
+    """Return the number of the first position; decoders made from encoders start after their padding id."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids") and isinstance(module.padding_idx, int):
             return module.padding_idx + 1
@@ -103,10 +97,10 @@ _REACHES = ("sliding_window", "attention_chunk_size", "window_size")
 
 
 def max_length(model: Any) -> int:
-    """The longest sequence in tokens that the model's positions allow, and in which it attends to all keys.
+    """Return the longest sequence in tokens that the positions allow and in which the model attends to all keys.
 
-    Beyond `keep_window_size` keys Doge drops some by a score, which equal tokens share: which of them go depends on how
-    the prompt was cut. BigBird leaves out most of longer sequences, but only if it has seen no shorter one before.
+    Beyond `keep_window_size` keys, Doge drops keys by a score that equal tokens share, so the choice depends on how the
+    prompt was cut. BigBird skips most keys of longer sequences, but only if it has seen no shorter one before.
     """
     config = model.config.get_text_config()
     positions = min(int(found) for name in _POSITIONS if (found := getattr(config, name, None) or _UNLIMITED) > 0)
@@ -117,9 +111,9 @@ def max_length(model: Any) -> int:
 
 
 def window_limit(config: Any, kind: str | None = None) -> int | None:
-    """How many tokens a layer of this kind sees at most, itself included; None if all, or if nothing is said.
+    """Return the window of layers of this kind in tokens, their own included; None without a limit.
 
-    Without a kind: the layers that see least.
+    Without a kind, return the window of the layers that see least.
     """
     if kind == "full_attention" or getattr(config, "use_sliding_window", None) is False:
         return None
@@ -127,20 +121,20 @@ def window_limit(config: Any, kind: str | None = None) -> int | None:
     return max((limit for limit in found if isinstance(limit, int) and limit > 0), default=None)
 
 
-def unlisted_window(config: Any, told: set[int]) -> int | None:
-    """A reach that the configuration names, but for which no layer has a kind, and which is none of those `told`."""
+def unlisted_window(config: Any, listed: set[int]) -> int | None:
+    """Return a window that the configuration names although no layer kind has it; None if it is in `listed`."""
     kinds = set(getattr(config, "layer_types", None) or ())
     limit = None if kinds else window_limit(config)
-    return None if limit in told else limit
+    return None if limit in listed else limit
 
 
 def num_experts(config: Any) -> int:
-    """To how many experts a layer routes its tokens; 0 if it does not."""
+    """Return the number of experts to which a layer routes its tokens; 0 without routing."""
     parts = (config, getattr(config, "ffn_config", None))
     return max(getattr(part, name, None) or 0 for part in parts for name in _EXPERTS)
 
 
-# A layer of any other type keeps state or picks keys in a way that a pool of keys and values does not reproduce.
+# Layers of any other type keep state or select keys in a way that a pool of keys and values does not reproduce.
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -162,5 +156,5 @@ def check_supported(model: Any) -> None:
 
 
 def short_error(error: Exception) -> str:
-    """The kind of an error that a model raised, and the first line of its text."""
+    """Return the type of an error that a model raised, and the first line of its text."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

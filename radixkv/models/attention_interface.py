@@ -1,12 +1,8 @@
-"""Our place inside a transformers model: the attention function that its layers call.
+"""Replace the attention of a transformers model, and choose the backend that computes it.
 
-Knows how transformers hands over queries, keys and values. Does not know blocks, nor what is done with them: a handler,
-set for the current thread while a forward runs, does that. (Keyword arguments to the model would be the other way to
-hand it over, but some architectures drop them.)
-
-Which backend computes a model's attention: torch, on any device, or the Triton kernels.
-
-Knows what each of them serves, and how a step asks for it. Does not know work lists, batches or requests.
+transformers' layers call the registered attention function, which passes each call to the handler of the current
+thread; `handled_by` sets it while a forward runs. (Keyword arguments to the model could also carry the handler, but
+some architectures drop them.) The backends are torch, on any device, and the Triton kernels.
 """
 
 from __future__ import annotations
@@ -28,19 +24,19 @@ from radixkv.attention.kv_store import KVStore
 from radixkv.errors import InvalidInput
 from radixkv.models.loaded import LayerSpec, LoadedModel
 
-# transformers treats names with "flash", "sdpa", "flex_attention", "paged|" or a slash in them specially, and builds no
-# masks for a name that it has no mask function for: that is what we want.
+# transformers treats names with "flash", "sdpa", "flex_attention", "paged|" or a slash specially. It builds no mask for
+# a name without a mask function, as intended here.
 IMPLEMENTATION = "radixkv"
-# Knows softcaps and sinks, which others of transformers' own leave out.
+# Applies softcaps and sinks, which transformers' other implementations leave out.
 OWN = "eager"
 _transformers_log = logging.getLogger("transformers.modeling_utils")
 
 
 @dataclass(slots=True)
 class AttentionCall:
-    """What one layer asks for: query [1, heads, T, dk], key [1, kv_heads, T, dk], value [1, kv_heads, T, dv].
+    """One layer's call: query [1, heads, T, dk], key [1, kv_heads, T, dk], value [1, kv_heads, T, dv].
 
-    `extra` holds the arguments that have no field here, `scale` is what scores are multiplied by.
+    Scores are multiplied by `scale`; `extra` holds the arguments that have no field here.
     """
 
     module: nn.Module | None  # None: from inside a compiled model
@@ -67,7 +63,7 @@ _current = threading.local()
 
 @contextmanager
 def handled_by(handler: Handler) -> Iterator[None]:
-    """While this is open, the attention calls of forwards on this thread go to `handler`."""
+    """Pass the attention calls of forwards on this thread to `handler` while this is open."""
     _current.handler = handler
     try:
         yield
@@ -88,7 +84,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """The function that is registered with transformers; returns [1, T, heads, dv] and no weights."""
+    """Attend as transformers asks; returns [1, T, heads, dv] and no weights. This function is registered with it."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():
         return _attend(query, key, value, s_aux, scale).unsqueeze(0), None
@@ -97,7 +93,7 @@ def _attention(
 
 
 def _handler() -> Handler:
-    """Who answers calls on this thread."""
+    """Return the handler of calls on this thread."""
     handler: Handler | None = getattr(_current, "handler", None)
     if handler is None:
         raise RuntimeError(
@@ -108,9 +104,9 @@ def _handler() -> Handler:
 
 @torch.library.custom_op("radixkv::attend", mutates_args=())
 def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
-    """One layer's call inside a compiled model: the compiler sees shapes only, and the layers keep their order.
+    """Answer one layer's call inside a compiled model: the compiler sees only shapes, and the layers keep their order.
 
-    What a layer's window and softcap are is known to the handler, from the probe.
+    The handler takes a layer's window and softcap from the probe.
     """
     call = AttentionCall(None, query, key, value, None, scale, None, None, sinks, {})
     return _handler().attend(call)
@@ -118,7 +114,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, sca
 
 @_attend.register_fake
 def _shape(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
-    """[T, heads, dv], as a compiler may know it."""
+    """Return an empty [T, heads, dv] that shows a compiler the shape of `_attend`."""
     return query.new_empty(query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -127,7 +123,7 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 
 @contextmanager
 def own_attention(model: Any, implementation: str = OWN) -> Iterator[None]:
-    """While this is open, `model` computes attention as transformers does."""
+    """Let `model` compute attention as transformers does while this is open."""
     before = IMPLEMENTATION if _is_ours(model) else model.config._attn_implementation
     select(model, implementation)
     try:
@@ -137,13 +133,13 @@ def own_attention(model: Any, implementation: str = OWN) -> Iterator[None]:
 
 
 def _is_ours(model: Any) -> bool:
-    """Whether any part of `model` computes attention by our function; the whole need not know of it."""
+    """Return whether any part of `model` computes attention by our function; the whole model may say otherwise."""
     parts = (getattr(module, "config", None) for module in model.modules())
     return any(getattr(config, "_attn_implementation", None) == IMPLEMENTATION for config in parts)
 
 
 def select(model: Any, implementation: str) -> None:
-    """Let `model` compute attention by `implementation`; one that has no choice keeps its own, and does not say so."""
+    """Let `model` compute attention by `implementation`; a model without a choice keeps its own, without a warning."""
     level = _transformers_log.level
     _transformers_log.setLevel(logging.ERROR)
     try:
@@ -156,7 +152,7 @@ _log = logging.getLogger(__name__)
 BACKENDS = ("auto", "torch", "triton")
 
 SPLIT = 512
-"""Keys that a tile has, about, where bits must not depend on what else is in a step: several for a long context."""
+"""Keys per tile, about, if bits must not depend on the rest of a step; a long context then has several tiles."""
 
 
 @dataclass
@@ -191,7 +187,7 @@ def keys_per_tile(deterministic: bool) -> int | None:
 
 
 def check_backend(asked: str, device: torch.device) -> None:
-    """Raise InvalidInput for a backend that there is not, or that cannot run on this device whatever the model."""
+    """Raise InvalidInput for an unknown backend, or one that cannot run any model on this device."""
     if asked not in BACKENDS:
         raise InvalidInput(f"attention={asked!r}: allowed are {', '.join(map(repr, BACKENDS))}")
     if asked == "triton":
@@ -199,9 +195,9 @@ def check_backend(asked: str, device: torch.device) -> None:
 
 
 def choose_backend(asked: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> str:
-    """ "torch" or "triton", for all layers of a model: "auto" is Triton on CUDA, with a warning where it cannot be.
+    """Return "torch" or "triton", for all layers of a model; "auto" is Triton on CUDA, or torch with a warning.
 
-    Raises InvalidInput, with the reason, where "triton" was asked for and cannot serve a layer.
+    Raises InvalidInput with the reason if "triton" was asked for and cannot serve a layer.
     """
     if asked == "torch" or (asked == "auto" and device.type != "cuda"):
         return "torch"

@@ -1,7 +1,6 @@
-"""What lies in the folder of a checkpoint, looked at before any of it is loaded.
+"""Examine the files of a checkpoint's folder before any weight is loaded.
 
-Knows file names, JSON, and the headers of safetensors files: no weight is read and nothing is unpickled. Knows no model
-class, no device, and not what a weight is for.
+Reads JSON files and the headers of safetensors files. No weight is read and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.sa
 INDEX, ADAPTER = f"{WEIGHTS}.index.json", "adapter_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _CONVERT = "unpickling runs code; convert them with model.save_pretrained(folder), which writes safetensors"
-_LFS = b"version https://git-lfs"  # how the stand-in for a large file begins, in a clone made without git-lfs
+_LFS = b"version https://git-lfs"  # start of a placeholder for a large file, in a clone made without git-lfs
 _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 
 
@@ -34,13 +33,13 @@ class StoredTensor:
 
     @property
     def bits(self) -> int:
-        """Bits of one of its numbers."""
-        digits = "".join(letter for letter in self.dtype.split("_")[0] if letter.isdigit())  # of F8_E4M3, say
+        """Bits per number."""
+        digits = "".join(letter for letter in self.dtype.split("_")[0] if letter.isdigit())  # 8 of F8_E4M3
         return int(digits or 8)
 
     @property
     def floating(self) -> bool:
-        """Whether its numbers are floating point."""
+        """Whether the numbers are floating point."""
         return self.dtype not in _INTEGERS and self.dtype != "BOOL"
 
 
@@ -53,7 +52,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
 
     def bytes_in(self, itemsize: int | None) -> int:
-        """Bytes of the weights with `itemsize` bytes a number; as they are stored if None, or if quantized."""
+        """Return the bytes of the weights with `itemsize` bytes per number; as stored if None or quantized."""
         same = itemsize is None or "quantization_config" in self.config
         return sum(
             math.prod(each.shape) * (each.bits if same or not each.floating else 8 * (itemsize or 0)) // 8
@@ -62,10 +61,10 @@ class Checkpoint:
 
 
 def examine(folder: Path) -> Checkpoint:
-    """Look at everything that a model is loaded from. Costs the headers of the weight files.
+    """Examine all files from which a model is loaded. Costs the headers of the weight files.
 
-    Raises InvalidInput for what is missing or broken, UnsupportedModel for what is whole and not to be run; both name
-    the file.
+    Raises InvalidInput for missing or broken files, UnsupportedModel for whole files that radixkv does not run; both
+    name the file.
     """
     config = read_config(folder)
     if (folder / GENERATION).is_file():
@@ -76,7 +75,7 @@ def examine(folder: Path) -> Checkpoint:
 
 
 def _tensors(folder: Path, files: Sequence[str]) -> dict[str, StoredTensor]:
-    """Every tensor of these files. transformers would take one that two of them have from the last."""
+    """Return every tensor of these files. Raises InvalidInput if two files have one, which transformers would allow."""
     found: dict[str, StoredTensor] = {}
     where: dict[str, str] = {}
     for file in files:
@@ -88,7 +87,7 @@ def _tensors(folder: Path, files: Sequence[str]) -> dict[str, StoredTensor]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration; raises InvalidInput if there is none that says which model this is."""
+    """Return the configuration; raises InvalidInput if there is none, or if it names no model type."""
     path = folder / CONFIG
     if (folder / ADAPTER).is_file():
         raise UnsupportedModel(
@@ -97,17 +96,21 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if not path.is_file():
         _check_kind(path)
-        inside = sorted([*folder.glob(f"*/{CONFIG}"), *folder.glob(f"snapshots/*/{CONFIG}")])  # of a training, the hub
+        inside = sorted(
+            [*folder.glob(f"*/{CONFIG}"), *folder.glob(f"snapshots/*/{CONFIG}")]
+        )  # training runs, hub cache
         hint = f", but {inside[0].parent} does" if inside else ""
         raise InvalidInput(f"{folder} is no model folder: it has no {CONFIG}{hint}")
     config = read_object(path)
-    if not isinstance(config.get("model_type"), str) and "auto_map" not in config:  # code of its own says it, too
+    if (
+        not isinstance(config.get("model_type"), str) and "auto_map" not in config
+    ):  # "auto_map" names a model's own code
         raise InvalidInput(f"{path} names no model_type, so nobody knows which model this is")
     return config
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises InvalidInput for anything else, with the place of the fault."""
+    """Return the JSON object in a file; raises InvalidInput with the position of the error for anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -118,7 +121,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def weight_names(folder: Path, config: Mapping[str, Any]) -> Sequence[str]:
-    """What the file of all weights, or its index, may be called; raises UnsupportedModel for a pickle."""
+    """Return the possible names of the file of all weights or its index; raises UnsupportedModel for a pickle."""
     named = config.get("transformers_weights")
     if named is None:
         return WEIGHTS, INDEX
@@ -127,9 +130,9 @@ def weight_names(folder: Path, config: Mapping[str, Any]) -> Sequence[str]:
 
 
 def shards(folder: Path, name: str) -> list[str]:
-    """The files that an index names, there or not; the name itself if it is no index.
+    """Return the files that an index names, existing or not, or the name itself if it is not an index.
 
-    transformers would also follow an index to a pickle, or out of the folder: this refuses both.
+    transformers would also follow an index to a pickle, or out of the folder. Both are refused here.
     """
     if not name.endswith(".index.json"):
         return [name]
@@ -143,7 +146,7 @@ def shards(folder: Path, name: str) -> list[str]:
 
 
 def _weight_files(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """The safetensors files with the weights, all of them there."""
+    """Return the safetensors files with the weights, all of which exist."""
     names = weight_names(folder, config)
     name = next((each for each in names if (folder / each).is_file()), None)
     if name is None:
@@ -160,7 +163,7 @@ def _weight_files(folder: Path, config: Mapping[str, Any]) -> list[str]:
 
 
 def _no_weights(folder: Path, names: Sequence[str]) -> Exception:
-    """Why there are no weights: they are pickled, or called otherwise, or not there."""
+    """Return the error for a folder without weights: they are pickled, have another name, or are missing."""
     for name in names:
         _check_kind(folder / name)
     if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
@@ -176,7 +179,7 @@ def _no_weights(folder: Path, names: Sequence[str]) -> Exception:
 
 
 def _check_kind(path: Path) -> None:
-    """Raise InvalidInput if something of this name is there that is no file."""
+    """Raise InvalidInput if this name is that of a folder or a broken link."""
     if path.is_dir():
         raise InvalidInput(f"{path} is a folder, not a file")
     if path.is_symlink():
@@ -184,7 +187,7 @@ def _check_kind(path: Path) -> None:
 
 
 def _check_name(folder: Path, source: Path, name: object) -> None:
-    """Refuse what `source` names as weights if it is a pickle, or lies elsewhere."""
+    """Refuse a weight file named by `source` if it is a pickle or lies outside of the folder."""
     if not isinstance(name, str) or not name.endswith((".safetensors", ".safetensors.index.json")):
         raise UnsupportedModel(f"{source} names {name!r} for weights: these are no safetensors, and {_CONVERT}")
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
@@ -192,7 +195,7 @@ def _check_name(folder: Path, source: Path, name: object) -> None:
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a file by its name; raises InvalidInput for a file that is cut short or none of the kind."""
+    """Return the tensors of a file by name; raises InvalidInput for a truncated file or one of another format."""
     try:
         with path.open("rb") as file:
             if file.read(len(_LFS)) == _LFS:
@@ -207,7 +210,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_integers(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
-    """Integers without a word on what they stand for would be taken for weights as they are."""
+    """Refuse integer weights without a quantization_config, which would be used as plain numbers."""
     if "quantization_config" in config:
         return
     for name, stored in tensors.items():
@@ -219,7 +222,7 @@ def _check_integers(folder: Path, config: Mapping[str, Any], tensors: Mapping[st
 
 
 def _check_generation(path: Path) -> None:
-    """transformers drops a generation_config.json that it cannot read, and the stop tokens with it."""
+    """Refuse invalid stop tokens: transformers would drop the whole generation_config.json and its stop tokens."""
     ids = read_object(path).get("eos_token_id")
     if not all(type(each) is int for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])):
         raise InvalidInput(f"{path}: eos_token_id must be a token id or a list of them, not {ids!r}")

@@ -1,9 +1,7 @@
-"""Decode steps that are recorded once for each size of batch, and then replayed: no launch costs the host anything.
+"""Record decode steps as CUDA graphs, one for each size of batch, and replay them: launches then cost the host nothing.
 
-Knows buckets, recordings and when there are none. Does not know models, how a step is computed, or a GPU, which
-`CudaRecorder` does.
-
-Record what a step launches as a CUDA graph. Knows streams, graphs and their memory; does not know what a step is.
+`record_decodes` gives a runner a `ReplayedForward` if a recorded step computes the same as a launched one. A step that
+no graph serves is computed as without graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ Replay = Callable[[], Tensor]
 
 
 class Recorder(Protocol):
-    """Records what a step launches."""
+    """Records the launches of a step."""
 
     @property
     def full(self) -> bool:
@@ -39,18 +37,18 @@ class Recorder(Protocol):
         ...
 
     def record(self, step: Callable[[], Tensor]) -> Replay:
-        """Run `step`, and return what launches the same again, on the same memory; the result's is the same each time.
+        """Run `step`, and return a function that launches the same on the same memory, that of the result included.
 
-        Raises whatever `step` raises, or that it cannot be recorded.
+        Raises the errors of `step`, and an error if the step cannot be recorded.
         """
         ...
 
 
 def record_decodes(runner: Runner, most: int, recorder: Recorder | None = None) -> None:
-    """From now on replay steps that decode up to `most` sequences from CUDA graphs, if that is possible here.
+    """From now on replay steps that decode up to `most` sequences from CUDA graphs, if this device and model allow it.
 
-    Records one step at once and compares what its replay computes, so nothing may be cached yet. A model that cannot
-    be recorded runs as before, with one warning. Takes memory as `CudaRecorder` says.
+    Records one step now and compares its replay with a computed step, so nothing may be cached yet. A model that cannot
+    be recorded runs as before, with one warning. The graphs take up to `SHARE` of the device's memory.
     """
     loaded, store, forward = runner.loaded, runner.store, runner.forward
     if any(layer.chunk for layer in loaded.layers):
@@ -113,7 +111,7 @@ class ReplayedForward:
 
 
 def buckets(most: int) -> list[int]:
-    """Sizes of batches that are recorded: 1, 2, 4, multiples of 8, and `most`.
+    """Return the sizes of batches that are recorded: 1, 2, 4, multiples of 8, and `most`.
 
     >>> buckets(20)
     [1, 2, 4, 8, 16, 20]
@@ -122,9 +120,9 @@ def buckets(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Recordings by bucket and kinds of tile, made when first needed and as long as there is memory.
+    """Recordings by bucket and kinds of tile, made when first needed, as long as memory lasts.
 
-    A step whose own cannot be made is served by one of a larger bucket, or with more kinds of tile.
+    If a step's own recording cannot be made, one of a larger bucket or with more kinds of tile serves it.
     """
 
     def __init__(
@@ -137,10 +135,10 @@ class DecodeGraphs:
         padded: bool = True,
         failure: int = logging.WARNING,
     ) -> None:
-        """`forward(bucket, present)` computes logits [bucket, vocab] from `inputs`, for steps of `most` rows at most.
+        """Record `forward(bucket, present)`: logits [bucket, vocab] from `inputs`, for steps of at most `most` rows.
 
         Unless `padded`, only steps that fill their bucket are recorded: a padded product may round its rows otherwise.
-        That a recording failed is logged at the level `failure`.
+        A failed recording is logged at the level `failure`.
         """
         self._failure = failure
         self._inputs, self._forward, self._recorder, self._padded = inputs, forward, recorder, padded
@@ -148,39 +146,39 @@ class DecodeGraphs:
         self.replays: dict[tuple[int, Present], Replay] = {}
         self.failed = False
 
-    def run(self, chunks: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList]) -> Tensor | None:
-        """Logits [len(chunks), vocab] of a decode step; None, with nothing done, if it has to be computed otherwise.
+    def run(self, inputs: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList]) -> Tensor | None:
+        """Return logits [len(inputs), vocab] of a decode step, or None, with nothing done, if no recording serves it.
 
-        The result lies in memory that the next call overwrites.
+        The next call overwrites the result.
         """
-        own = self._bucket(chunks)
+        own = self._bucket(inputs)
         bucket = None if own is None else self._likely(own)
-        present = None if bucket is None else self._inputs.fill(chunks, work, bucket)
+        present = None if bucket is None else self._inputs.fill(inputs, work, bucket)
         key = None if own is None or present is None else self._serving(own, present)
-        if key is None or (key[0] != bucket and self._inputs.fill(chunks, work, key[0]) is None):
+        if key is None or (key[0] != bucket and self._inputs.fill(inputs, work, key[0]) is None):
             return None
         self._inputs.send()
         replay = self._replay(*key)
-        return None if replay is None else replay()[: len(chunks)]
+        return None if replay is None else replay()[: len(inputs)]
 
-    def _bucket(self, chunks: Sequence[SequenceInput]) -> int | None:
-        """The rows that a step is padded to."""
-        place = bisect_left(self._buckets, len(chunks))
-        if not chunks or place == len(self._buckets) or any(len(chunk.tokens) != 1 for chunk in chunks):
+    def _bucket(self, inputs: Sequence[SequenceInput]) -> int | None:
+        """Return the number of rows to which a step is padded; None for steps that are not recorded."""
+        place = bisect_left(self._buckets, len(inputs))
+        if not inputs or place == len(self._buckets) or any(len(sequence.tokens) != 1 for sequence in inputs):
             return None
         bucket = self._buckets[place]
-        return bucket if self._padded or bucket == len(chunks) else None
+        return bucket if self._padded or bucket == len(inputs) else None
 
     def _likely(self, own: int) -> int | None:
-        """The bucket that a step of bucket `own` probably runs in; None if it cannot run in any."""
+        """Return the bucket in which a step of bucket `own` probably runs; None if it cannot run in any."""
         if self._can_record:
             return own
         return min((bucket for bucket, _ in self.replays if self._serves(bucket, own)), default=None)
 
     def _serving(self, own: int, present: Present) -> tuple[int, Present] | None:
-        """The recording for such a step, made or to be made; where none can be made, the nearest that has all of it.
+        """Return the key of the recording for such a step, or if none can be made, of the nearest one that covers it.
 
-        Rows beyond the step's are padded; of a kind of tile that it lacks, a recording finds no tile and does nothing.
+        Rows beyond the step's are padded. A recording finds no tiles of the kinds that the step lacks.
         """
         if (own, present) in self.replays or self._can_record:
             return own, present
@@ -199,28 +197,28 @@ class DecodeGraphs:
         return not self.failed and not self._recorder.full
 
     def _replay(self, bucket: int, present: Present) -> Replay | None:
-        """The recording for such steps, made now if there is none; None if that fails, which is said once."""
+        """Return the recording for such steps, made now if there is none; None, with a warning, if that fails."""
         key = bucket, present
         if key not in self.replays:
             try:
                 self.replays[key] = self._recorder.record(lambda: self._forward(bucket, present))
             except Exception as error:
                 self.failed = True
-                told = "decode steps run without CUDA graphs from now on: %s: %s"
-                _log.log(self._failure, told, type(error).__name__, error)
+                message = "decode steps run without CUDA graphs from now on: %s: %s"
+                _log.log(self._failure, message, type(error).__name__, error)
                 return None
         return self.replays[key]
 
 
 SHARE = 0.03
-"""Of a GPU's memory, what all graphs may take together. The KV pool leaves a tenth of the card to everything else."""
+"""Share of a GPU's memory that all graphs may take. The KV pool leaves a tenth of the memory to everything else."""
 
 WARM_UPS = 2
-"""Runs before a recording, in which kernels are compiled and libraries allocate, neither of which can be recorded."""
+"""Runs before a recording: they compile kernels and let libraries allocate, which cannot be recorded."""
 
 
 class CudaRecorder:
-    """Graphs that share their memory: only one replays at a time, and its result is read before the next."""
+    """Records graphs that share their memory: only one replays at a time, and its result is read before the next."""
 
     def __init__(self, device: torch.device) -> None:
         """Record on `device`, and count the memory that it takes."""
@@ -232,11 +230,11 @@ class CudaRecorder:
 
     @property
     def full(self) -> bool:
-        """Whether the memory for graphs is used up, or the card has less left than would be."""
+        """Whether the graphs' share of memory is used up, or the device has less memory left than the rest of it."""
         return self._taken >= self._limit or torch.cuda.mem_get_info(self._device)[0] < self._limit - self._taken
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """As `decode_graphs.Recorder`: some runs on a stream of its own, then one that is recorded."""
+        """Run `step` some times on a stream of its own, then record it; see `Recorder.record`."""
         before = torch.cuda.mem_get_info(self._device)[0]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -244,7 +242,7 @@ class CudaRecorder:
                 step()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on using the device meanwhile; what they do is none of this graph's business.
+        # Other threads may use the device meanwhile; their launches must neither be recorded nor fail the recording.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = step()
         self._taken += max(0, before - torch.cuda.mem_get_info(self._device)[0])

@@ -1,10 +1,7 @@
-"""Many arrays of numbers that go to a device in one copy, each to a fixed place.
+"""The inputs of recorded decode steps, at fixed addresses of a device: every replay reads the same addresses.
 
-Knows places and one copy. Does not know what the numbers mean.
-
-What a decode step reads from the host, at places of a device that never change: a recorded step reads it anew.
-
-Knows batches of one token a sequence, and how much room their tiles take. Does not know recordings or models.
+`DecodeInputs` writes a step's tokens, positions, slots, block ids and tiles into a `HostStaging`, which sends all of
+them to the device in one copy.
 """
 
 from __future__ import annotations
@@ -30,17 +27,17 @@ Present = tuple[bool, ...]
 """Which kinds of tile a step has: the others are not launched."""
 
 ALIGNMENT = 16
-"""Numbers that each array is padded to: 64 bytes, so that kernels may load 16 of them at a time."""
+"""Each array is padded to multiples of this number, 64 bytes, so that kernels may load 16 numbers at a time."""
 
 
 class HostStaging:
-    """Arrays of at most `sizes` int32 numbers, on the host and on a device."""
+    """Arrays of at most `sizes` int32 numbers, each at a fixed place on the host and on a device, sent in one copy."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         """Allocate both, zeroed; on the host in pinned memory if the device is a GPU."""
         self._sizes = list(sizes)
         self._starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
-        with torch.inference_mode(False):  # they are written outside of inference mode, too
+        with torch.inference_mode(False):  # they are also written outside of inference mode
             self._here = torch.zeros(self._starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
             self._there = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
         self._numbers: NDArray[np.int32] = self._here.numpy()
@@ -48,42 +45,42 @@ class HostStaging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes on the device, and on the host."""
+        """Bytes of the arrays on the device, and again on the host."""
         return self._here.nbytes
 
     def wait(self) -> None:
-        """Until the last copy is through: what it reads must not change before."""
+        """Wait until the last copy is done: its source must not change before."""
         if self._sent is not None:
             self._sent.synchronize()
 
     def put(self, index: int, numbers: NDArray[np.int32]) -> None:
-        """Write an array on the host; behind `wait`, before `send`."""
+        """Write an array on the host; after `wait`, before `send`."""
         assert len(numbers) <= self._sizes[index]
         start = self._starts[index]
         self._numbers[start : start + len(numbers)] = numbers
 
     def send(self, last: int) -> None:
-        """Copy everything to the device, of the last array so many numbers; returns before that is through."""
+        """Start to copy all arrays to the device, but only the first `last` numbers of the last one."""
         used = self._starts[-2] + last
         self._there[:used].copy_(self._here[:used], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
 
     def there(self, index: int, count: int | None = None) -> Tensor:
-        """The first `count` numbers of an array on the device, or all."""
+        """Return the first `count` numbers of an array on the device, or all."""
         start = self._starts[index]
         return self._there[start : start + (self._sizes[index] if count is None else count)]
 
 
 MOST_BLOCKS = 1 << 20
-"""Entries of a step's block tables that there is room for: four megabytes, 16 million tokens in blocks of 16."""
+"""Entries of a step's block tables, at most: four megabytes, 16 million tokens in blocks of 16."""
 
 TOKENS, POSITIONS, SLOTS = range(3)
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """What layers have in common that follow the same tiles."""
+    """The properties that layers with the same tiles have in common."""
 
     attention_window: AttentionWindow
     shape: LayerShape
@@ -93,8 +90,8 @@ class LayerGroup:
 class DecodeInputs:
     """Tokens, positions, slots, block ids and tiles of up to `rows` decodes; filled on the host, sent in one copy.
 
-    A step of fewer sequences than its bucket is padded: padded rows have slot -1, which is not written, stand in no
-    tile, read nothing and get zeros for attention.
+    A step of fewer sequences than its bucket is padded. Padded rows have slot -1, which is not written, belong to no
+    tile, read no keys, and their attention is zero.
     """
 
     def __init__(
@@ -118,11 +115,11 @@ class DecodeInputs:
     # ---- on the host
 
     def fill(
-        self, chunks: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList], bucket: int
+        self, inputs: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList], bucket: int
     ) -> Present | None:
-        """Write a step of `bucket` rows, of which `chunks` are the first, and say which kinds of tile it has.
+        """Write a step of `bucket` rows, the first for `inputs`, and return the kinds of tile that it has.
 
-        None if there is not enough room: then nothing was written. Costs the cutting of each distinct list.
+        Returns None, with nothing written, if the step does not fit. Costs the cutting of each distinct list.
         """
         cut = [
             attention.cut(_padded(work[alike.attention_window], bucket), split=self._split, **tiling)
@@ -131,14 +128,14 @@ class DecodeInputs:
         if not all(self._room(index, bucket).holds(tiles) for index, tiles in enumerate(cut)):
             return None
         self._staging.wait()
-        self._put(TOKENS, [chunk.tokens[0] for chunk in chunks], bucket, 0)
-        self._put(POSITIONS, [chunk.start for chunk in chunks], bucket, 0)
-        self._put(SLOTS, [chunk.slots[0] for chunk in chunks], bucket, -1)
+        self._put(TOKENS, [sequence.tokens[0] for sequence in inputs], bucket, 0)
+        self._put(POSITIONS, [sequence.start for sequence in inputs], bucket, 0)
+        self._put(SLOTS, [sequence.slots[0] for sequence in inputs], bucket, -1)
         for first, tiles in zip(self._first, cut, strict=True):
             merges = tiles.merge_rows, tiles.merge_offset, tiles.merge_ids
             for place, numbers in enumerate((*tiles.kinds, tiles.row_ids, tiles.positions, *merges)):
                 self._staging.put(first + place, numbers)
-        self._staging.put(self._blocks, cut[0].block_ids)  # the same for all windows: all come from the same tables
+        self._staging.put(self._blocks, cut[0].block_ids)  # the same for all windows, as all have the same tables
         self._used = len(cut[0].block_ids)
         return tuple(map(any, zip(*(_present(tiles) for tiles in cut), strict=True)))
 
@@ -149,21 +146,21 @@ class DecodeInputs:
         self._staging.put(index, column.view(np.int32))
 
     def send(self) -> None:
-        """Copy what was filled to the device; returns before that is through."""
+        """Start to copy the filled step to the device."""
         self._staging.send(self._used)
 
     # ---- on the device
 
     def columns(self, bucket: int) -> list[Tensor]:
-        """Tokens, positions and slots of a bucket's rows, int64 [bucket] each."""
+        """Return tokens, positions and slots of a bucket's rows, int64 [bucket] each."""
         return [self._staging.there(index, 2 * bucket).view(torch.int64) for index in (TOKENS, POSITIONS, SLOTS)]
 
     def last_rows(self, bucket: int) -> Tensor:
-        """The row of each sequence's last token: its only one."""
+        """Return the row of each sequence's last token, which is its only one."""
         return self._rows[:bucket]
 
     def plans(self, bucket: int, present: Present) -> list[attention.TilePlan]:
-        """What each layer follows in steps of this bucket with these kinds of tile."""
+        """Return each layer's plan for steps of this bucket with these kinds of tile."""
         plans = {alike: self._plan(index, bucket, present) for index, alike in enumerate(self._alike)}
         return [plans[alike] for alike in self._of_layer]
 
@@ -187,7 +184,7 @@ class DecodeInputs:
         )
 
     def _room(self, index: int, bucket: int) -> GraphCapacity:
-        """Room for the tiles of one list."""
+        """Return the capacity for the tiles of one list."""
         tiling = self._tilings[index]
         return graph_capacity.decode_capacity(
             bucket,
@@ -201,12 +198,12 @@ class DecodeInputs:
 
 
 def _padded(work: WorkList, rows: int) -> WorkList:
-    """The same list for a step of more rows, which read nothing."""
+    """Return the same list for a step of more rows, which read nothing."""
     positions: NDArray[np.int32] = np.zeros(rows, dtype=np.int32)
     positions[: work.num_rows] = work.positions
     return replace(work, positions=positions)
 
 
 def _present(tiles: Tiles) -> list[bool]:
-    """Of three kinds, which there are."""
+    """Return, for each of three kinds of tile, whether the step has any."""
     return [kind < len(tiles.kinds) and tiles.num_tiles(kind) > 0 for kind in range(3)]

@@ -1,11 +1,10 @@
-"""Run a model by its own attention, one sequence at a time, with the pool in the place of its cache.
+"""Run a model by its own attention, one sequence at a time, with the pool in place of its cache.
 
-For architectures that go around transformers' attention interface, or bend attention in a way that it does not show:
-they find what is cached through transformers' cache, and build masks and biases by themselves. Knows that cache, and
-chunks. Does not know why a model needs this, nor whether its answers are right: the self-test does.
+This serves architectures that bypass transformers' attention interface, or change attention in a way that it does not
+show. They read cached KV through transformers' cache, and build masks and biases by themselves.
 
-It costs more than attention over the pool: each chunk gets a forward of its own, so that decodes share no product, and
-every layer of it copies the sequence's whole context out of the pool. Hits, shared prefixes and branches are the same.
+It costs more than attention over the pool: each input gets a forward of its own, so decodes share no product, and each
+layer copies the sequence's whole context out of the pool. Hits, shared prefixes and branches work the same.
 """
 
 from __future__ import annotations
@@ -28,26 +27,28 @@ from radixkv.models.rounding import agree
 
 
 class OwnAttention:
-    """One model over one pool, by its own attention."""
+    """Computes a step over one pool by the model's own attention."""
 
     def __init__(self, loaded: LoadedModel, store: KVStore) -> None:
         """Read and write `store`."""
         self._model, self._store = loaded.model, store
         self._forward = ForwardSignature.of(loaded.model)
 
-    def run(self, chunks: Sequence[SequenceInput]) -> Tensor:
-        """Logits [len(chunks), vocab] of each chunk's last token, in the model's dtype; a forward for each chunk.
+    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+        """Return logits [len(inputs), vocab] of each input's last token, in the model's dtype; a forward for each.
 
-        Costs, beside that, a copy of each chunk's context a layer, and scores [heads, chunk, context] of one layer.
+        Also costs a copy of each input's context per layer, and scores [heads, tokens, context] of one layer.
         """
-        return torch.cat([self._run(chunk) for chunk in chunks])
+        return torch.cat([self._run(sequence) for sequence in inputs])
 
-    def _run(self, chunk: SequenceInput) -> Tensor:
-        """Logits [1, vocab] of one chunk."""
-        device, count = self._store.device, len(chunk.tokens)
-        columns = np.stack([chunk.tokens, np.arange(chunk.start, chunk.start + count), chunk.slots]).astype(np.int64)
+    def _run(self, sequence: SequenceInput) -> Tensor:
+        """Return logits [1, vocab] of one input."""
+        device, count = self._store.device, len(sequence.tokens)
+        columns = np.stack([sequence.tokens, np.arange(sequence.start, sequence.start + count), sequence.slots]).astype(
+            np.int64
+        )
         tokens, positions, slots = torch.from_numpy(columns).to(device)
-        layers = [PoolLayer(self._store, layer, chunk, slots) for layer in range(len(self._store.layers))]
+        layers = [PoolLayer(self._store, layer, sequence, slots) for layer in range(len(self._store.layers))]
         logits = _logits(self._forward, self._model, tokens, positions, _cache(layers))
         unwritten = [index for index, layer in enumerate(layers) if not layer.written]
         if unwritten:
@@ -56,16 +57,16 @@ class OwnAttention:
 
 
 class PoolLayer(DynamicLayer):  # type: ignore[misc]  # transformers shows no types
-    """One layer's cache of one sequence during one forward: what is new goes to the pool, all is read from there.
+    """One layer's cache of one sequence during one forward: new KV goes to the pool, all KV is read from there.
 
-    Sliding windows are the model's masks' business: nothing is dropped, so that whoever shares a prefix finds it whole.
+    The model's masks apply sliding windows. Nothing is dropped from the pool, so a shared prefix stays whole.
     """
 
-    def __init__(self, store: KVStore, layer: int, chunk: SequenceInput, slots: Tensor) -> None:
-        """The layer `layer` of `store`, for `chunk`, whose KV goes to `slots`."""
+    def __init__(self, store: KVStore, layer: int, sequence: SequenceInput, slots: Tensor) -> None:
+        """Serve the layer `layer` of `store` for `sequence`, whose KV goes to `slots`."""
         super().__init__()
-        self._store, self._layer, self._chunk, self._slots = store, layer, chunk, slots
-        self.is_initialized = chunk.start > 0
+        self._store, self._layer, self._sequence, self._slots = store, layer, sequence, slots
+        self.is_initialized = sequence.start > 0
         self.written = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -76,20 +77,20 @@ class PoolLayer(DynamicLayer):  # type: ignore[misc]  # transformers shows no ty
             raise RuntimeError(f"{len(self._slots)} tokens put keys of {tuple(key_states.shape)} into the cache")
         self.written = self.is_initialized = True
         self._store.write(self._layer, self._slots, key_states[0], value_states[0])
-        found = self._store.gather(self._layer, self._chunk.block_table, self.get_seq_length())
+        found = self._store.gather(self._layer, self._sequence.block_table, self.get_seq_length())
         key, value = (part.to(new.dtype)[None] for part, new in zip(found, (key_states, value_states), strict=True))
         return key, value
 
     def get_seq_length(self) -> int:
-        """Tokens in the cache."""
-        return self._chunk.start + (len(self._slots) if self.written else 0)
+        """Return the number of tokens in the cache."""
+        return self._sequence.start + (len(self._slots) if self.written else 0)
 
 
 def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
-    """Return what each layer of the model's cache holds, in order, and the width of its logits.
+    """Return the contents of each layer of the model's cache, in order, and the width of its logits.
 
-    Raises UnsupportedModel, with the reason, if one token leaves something else than its keys and values there, or sees
-    those behind it. Costs five forwards of up to eight tokens.
+    Raises UnsupportedModel with the reason if one token leaves anything except its keys and values there, or sees later
+    tokens. Costs five forwards of up to eight tokens.
     """
     cache = DynamicCache()
     token = torch.zeros(1, dtype=torch.long, device=model.device)
@@ -107,9 +108,9 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
 
 
 def _is_causal(model: Any) -> bool:
-    """Whether the last token of a short prompt leaves alone all rows before it, also by torch's attention.
+    """Return whether the last token of a short prompt changes no earlier row, also by torch's attention.
 
-    transformers prefers that one, and some attentions of its own are causal where that one is not.
+    transformers prefers torch's attention, and some of its own implementations are causal while torch's is not.
     """
     tokens = torch.arange(2, 10, device=model.device) % model.get_input_embeddings().num_embeddings
     changed, rows, forward = tokens.clone(), torch.arange(7, device=model.device), ForwardSignature.of(model)
@@ -123,7 +124,7 @@ def _is_causal(model: Any) -> bool:
 
 
 def _logits(forward: ForwardSignature, model: Any, tokens: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-    """Logits [1, vocab] of the last of tokens [T], which stand at `positions` [T], behind what is in `cache`."""
+    """Return logits [1, vocab] of the last of tokens [T] at `positions` [T], which follow the tokens in `cache`."""
     last = torch.full((1,), len(tokens) - 1, dtype=torch.long, device=tokens.device)
     found: Tensor = forward.logits(
         model, tokens, last, positions=positions, past_key_values=cache, use_cache=True, return_dict=True
@@ -132,14 +133,14 @@ def _logits(forward: ForwardSignature, model: Any, tokens: Tensor, positions: Te
 
 
 def _cache(layers: Sequence[PoolLayer]) -> DynamicCache:
-    """transformers' cache over these layers: no other is ever added."""
+    """Return transformers' cache over these layers; no other layer is ever added."""
     cache = DynamicCache()
     cache.layers, cache.layer_class_to_replicate = list(layers), None
     return cache
 
 
 def _specs(config: Any, cache: DynamicCache) -> Iterator[LayerSpec]:
-    """What each layer holds after one token."""
+    """Yield the contents of each layer after one token."""
     kinds = getattr(config, "layer_types", None) or ()
     for index, layer in enumerate(cache.layers):
         key, value = layer.keys, layer.values

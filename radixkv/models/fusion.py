@@ -1,6 +1,6 @@
-"""Compile a model's layers around their attention, which stays opaque: norms, rotations, activations fuse.
+"""Compile a model's layers around their attention, which stays opaque: norms, rotations and activations fuse.
 
-Knows how to call a compiled model, and when not to. Does not know pools or batches.
+A compiled model that fails, or computes something else than the model as written, is dropped with one warning.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fuse(runner: Runner, backend: str = "inductor") -> None:
             return
         else:
             _log.warning("the model runs uncompiled: compiled, it does not compute the same")
-    except Exception as error:  # compilers raise what they like
+    except Exception as error:  # compilers raise exceptions of any type
         warn(error)
     forward.model, forward.uncompiled = runner.loaded.model, True
 
@@ -70,10 +70,10 @@ def _probe(runner: Runner) -> Tensor:
 
 
 class Fused:
-    """A model whose layers are compiled when they are first called, for any number of tokens; itself, where that fails.
+    """A model whose layers are compiled at their first call, for any number of tokens; as written, if that fails.
 
-    Layers are compiled one by one, and those that are alike share what was compiled: 32 of them cost what one costs.
-    What stands before and behind them (the embedding, the last norm and product) runs as it is written.
+    Layers are compiled one by one, and identical layers share the compiled code: 32 of them cost as much as one. The
+    modules around them (the embedding, the last norm and product) run as written.
     """
 
     def __init__(self, model: Any, backend: str = "inductor") -> None:
@@ -83,11 +83,11 @@ class Fused:
         self.layers = [_Layer(module, backend, self) for module in [*_repeated(model)] or [model]]
 
     def __call__(self, **inputs: Any) -> Any:
-        """As the model; where it does not compile, from then on as it was written, with one warning."""
+        """Call the model; after a failure to compile, as written from then on, with one warning."""
         if self.failed:
             return self._model(**inputs)
         for layer in self.layers:
-            layer.module._compiled_call_impl = layer  # what torch calls in place of the module
+            layer.module._compiled_call_impl = layer  # torch calls this in place of the module
         try:
             return self._model(**{name: _plain(value) for name, value in inputs.items()})
         finally:
@@ -95,7 +95,7 @@ class Fused:
                 layer.module._compiled_call_impl = None
 
     def fail(self, error: Exception) -> None:
-        """Compile nothing any more."""
+        """Compile nothing from now on."""
         if not self.failed:
             self.failed = True
             warn(error)
@@ -118,7 +118,7 @@ class _Layer:
 
 
 def _repeated(model: nn.Module) -> Iterator[nn.Module]:
-    """The members of a model's outermost lists of modules: its layers, if it has any."""
+    """Yield the members of a model's outermost lists of modules: its layers, if it has any."""
     if isinstance(model, nn.ModuleList):
         yield from model
         return
@@ -127,21 +127,21 @@ def _repeated(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def compilations() -> int:
-    """How often this process has compiled anything."""
+    """Return the number of compilations of this process."""
     return int(counters["stats"]["unique_graphs"])
 
 
 def _plain(value: Any) -> Any:
-    """A tensor at the start of memory of its own, made in the mode of this call: code compiled for one fits all.
+    """Copy a tensor to the start of memory of its own, in the mode of this call, so that one compilation fits all.
 
-    What is compiled depends on where in its memory an argument starts and on whether it was made in inference mode; a
-    recorded step's arguments lie elsewhere than a batch's.
+    Compiled code depends on an argument's offset in its memory and on whether it was made in inference mode, and the
+    arguments of a recorded step have other offsets than those of a batch.
     """
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def wanted(asked: bool | str, device: str, *, deterministic: bool) -> bool:
-    """Whether to compile: "auto" is on CUDA with Triton, but for deterministic engines; else raises InvalidInput."""
+    """Return whether to compile; "auto" compiles on CUDA with Triton unless `deterministic`. Raises InvalidInput."""
     if isinstance(asked, bool):
         return asked
     if asked != "auto":
@@ -150,6 +150,6 @@ def wanted(asked: bool | str, device: str, *, deterministic: bool) -> bool:
 
 
 def warn(error: Exception) -> None:
-    """Say that a model could not be compiled, and why."""
+    """Warn that a model could not be compiled, and why."""
     reason = str(error).strip().partition("\n")[0]
     _log.warning("the model runs uncompiled from now on: %s: %s", type(error).__name__, reason)

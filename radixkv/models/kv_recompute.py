@@ -1,7 +1,4 @@
-"""How far KV that was computed again may lie from what the pool holds, and where it lies farther.
-
-Knows rounding. Does not know who asks, nor what becomes of KV that differs.
-"""
+"""Compare recomputed KV with the cached KV in the pool, bit for bit or within rounding."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ from radixkv.attention.kv_store import KVStore
 from radixkv.models.architecture import num_experts
 from radixkv.models.loaded import LoadedModel
 
-# The same token computed in chunks of other lengths, or beside others, comes out up to 9e-6 (float32), 7e-3 (float16)
-# or 6e-2 (bfloat16) of its head's root mean square away (docs/results/determinism.md).
+# The KV of a token depends on the length of its chunk and on the rest of the batch. It differs by up to 9e-6 (float32),
+# 7e-3 (float16) or 6e-2 (bfloat16) of its head's root mean square (docs/results/determinism.md).
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True)
 class Recheck:
-    """What came of computing a cached run again; without a difference, `positions` is empty.
+    """The result of recomputing a cached run; `positions` is empty if nothing differs.
 
-    `positions` are those that differ, counted from the start of the run; `layer` and `part` ("key" or "value") tell
-    where the first of them does. `worst` is the largest deviation of all, in root mean squares of its head.
+    `positions` are the differing tokens, counted from the start of the run; `layer` and `part` ("key" or "value")
+    locate the first difference. `worst` is the largest deviation of all, in root mean squares of its head.
     """
 
     positions: tuple[int, ...]
@@ -36,7 +33,7 @@ class Recheck:
 
 
 def obstacle(loaded: LoadedModel, *, exact: bool) -> str | None:
-    """Why this model's KV cannot be compared within a tolerance; None if it can."""
+    """Return the reason why this model's KV cannot be compared within a tolerance; None if it can."""
     if row_dependent(loaded) and not exact:
         count = num_experts(loaded.config.get_text_config())
         return (
@@ -47,9 +44,9 @@ def obstacle(loaded: LoadedModel, *, exact: bool) -> str | None:
 
 
 def row_dependent(loaded: LoadedModel) -> bool:
-    """Whether the bits of a token's KV depend on the tokens behind it in its chunk.
+    """Return whether the bits of a token's KV depend on later tokens of its chunk.
 
-    An expert's matrix product is as high as many tokens of the chunk are routed to it, and its height rounds its rows.
+    The height of an expert's matrix product is the number of tokens routed to it, and affects the rounding of each row.
     """
     return num_experts(loaded.config.get_text_config()) > 1
 
@@ -83,7 +80,7 @@ def compare(
 
 
 def _deviation(mine: Tensor, true: Tensor) -> Tensor:
-    """Largest difference at each token [tokens] between [kv_heads, tokens, dim], in root mean squares of its head."""
+    """Return the largest difference at each token [tokens] of [kv_heads, tokens, dim], in root mean squares."""
     mine, true = mine.double(), true.double()
     scale = true.square().mean(dim=(1, 2), keepdim=True).sqrt()
     difference = (mine - true).abs()

@@ -1,9 +1,4 @@
-"""What the adapter hands to everybody else: a model that passed its tests, and what its layers need.
-
-Knows shapes, limits and names. Does not know how they were found, nor how a batch is run.
-
-A piece of one sequence that a step computes. Knows tokens, slots and blocks; does not know who plans or runs it.
-"""
+"""The records that connect loading and running: a tested model, its layers, and one sequence's input to a step."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from radixkv.attention.kv_store import LayerShape
 
 
 class AttentionWindow(NamedTuple):
-    """Which of the tokens before it a token sees: the last `window`, or those of its own `chunk`; None is no limit."""
+    """The earlier tokens that a token sees: the last `window`, or those of its own `chunk`; None is no limit."""
 
     window: int | None = None
     chunk: int | None = None
@@ -27,11 +22,11 @@ class AttentionWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One attention call of a forward pass: its heads, dims, and what changes its arithmetic.
+    """One attention call of a forward pass: its heads and dims, and the options of its arithmetic.
 
-    `window` is in tokens (None: sees everything before it), `softcap` bounds the scores, `sinks` says whether each
-    head has a learned score that takes part in the softmax. `chunk`: sees nothing before the multiple of so many tokens
-    behind which it stands.
+    `window` is in tokens (None: all earlier tokens are seen), `softcap` bounds the scores, `sinks` says whether each
+    head has a learned score that takes part in the softmax. With `chunk`, a token sees nothing before the last multiple
+    of `chunk` tokens.
     """
 
     heads: int
@@ -45,12 +40,12 @@ class LayerSpec:
 
     @property
     def attention_window(self) -> AttentionWindow:
-        """Which tokens it sees."""
+        """The tokens that a token of this layer sees."""
         return AttentionWindow(self.window, self.chunk)
 
     @property
     def shape(self) -> LayerShape:
-        """What the pool has to store per token."""
+        """The KV that the pool stores per token."""
         return LayerShape(self.kv_heads, self.key_dim, self.value_dim)
 
 
@@ -58,9 +53,9 @@ class LayerSpec:
 class LoadedModel:
     """A decoder whose attention goes through the paged pool; `layers` are in the order of a forward pass.
 
-    `max_length` is the longest sequence in tokens, `vocab_size` the number of token ids that can go in and come out,
-    `stop_token_ids` what ends a reply. `tokenizer` is None for a model that came without one. `attention` is the
-    backend that it was tested with, "torch" or "triton", or "fallback": each sequence by itself, by the model's own.
+    `max_length` is the longest sequence in tokens, `vocab_size` the number of token ids that can go in and come out.
+    The tokens `stop_token_ids` end a reply. `tokenizer` is None for a model that came without one. `attention` is the
+    backend that it was tested with: "torch", "triton", or "fallback", the model's own attention for each sequence.
     """
 
     model: nn.Module
@@ -78,10 +73,10 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """Tokens [start, start + n) of one sequence, which this step computes and stores; a decode is a chunk of one.
+    """Tokens [start, start + n) of one sequence, which a step computes and stores; a decode has one token.
 
-    `slots` says where the n tokens' KV goes, `block_table` covers everything from token 0 to the chunk's end. A chunk
-    that is `isolated` gets a forward of its own: a matrix product of other height may round its rows differently.
+    The KV of the n tokens goes to `slots`; `block_table` covers tokens [0, start + n). An `isolated` input gets a
+    forward of its own: a matrix product of another height may round its rows differently.
     """
 
     tokens: NDArray[np.int32]

@@ -1,7 +1,7 @@
-"""Find a model and bring it into memory: the bundled one, a local folder, or a name on the hub.
+"""Find a model and load it into memory: the bundled one, a local folder, or a name on the hub.
 
-Knows the order of the steps, and turns what transformers raises into what a user can act on. What the files must be is
-known by checkpoint, whether their weights fit the model by fit. Does not know attention or pools.
+`checkpoint` examines the files first, and `weight_check` compares the loaded weights with the model. Errors of
+transformers become errors that a user can act on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
-_SHOWN = 400  # letters of what others say
+_SHOWN = 400  # letters of an error of another library
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ def read(
 ) -> tuple[Any, Any | None]:
     """Return (model, tokenizer or None); weights come from safetensors only, and every one of them is in the files.
 
-    `dtype` "auto" is what the weights are saved in. Raises InvalidInput if nothing usable is found under this name or
-    its weights do not fit into memory, UnsupportedModel if what is found is not to be run.
+    `dtype` "auto" is the dtype of the saved weights. Raises InvalidInput if there is no usable model of this name or
+    its weights do not fit into memory, UnsupportedModel if radixkv cannot run the model.
     """
     folder, place = _folder(name), name
     if folder is None:
@@ -60,11 +60,11 @@ def read(
     return model, tokenizer
 
 
-# ---- where it is
+# ---- files
 
 
 def _folder(name: str) -> Path | None:
-    """The local folder that `name` means; None if it is a hub name. Raises InvalidInput for a path to nothing."""
+    """Return the local folder that `name` means; None for a hub name. Raises InvalidInput for a missing path."""
     if not name.strip():
         raise InvalidInput("the model's name is empty; give a folder, a hub name, or 'tiny' for the bundled model")
     if name in BUNDLED:
@@ -81,7 +81,7 @@ def _folder(name: str) -> Path | None:
 
 
 def _fetched(name: str, revision: str | None) -> Path:
-    """The folder into which the configuration and weights of a hub model are fetched, unless they lie there already."""
+    """Fetch the configuration and weights of a hub model, unless they are cached; return their folder."""
     maybe: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     bundled = "" if "/" in name else f"; the bundled model is {' or '.join(map(repr, BUNDLED))}"
     if not isinstance(try_to_load_from_cache(name, checkpoint.CONFIG, revision=revision), str):
@@ -108,7 +108,7 @@ def _fetched(name: str, revision: str | None) -> Path:
 
 
 def _check_memory(found: Checkpoint, name: str, dtype: torch.dtype | str, device: torch.device) -> None:
-    """Refuse weights that do not fit, before the machine starts to swap: they are read into memory, then moved."""
+    """Refuse weights that do not fit into memory, before the machine starts to swap: they are read, then moved."""
     itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else None
     needed = found.bytes_in(itemsize)
     places = {"cpu": free_memory()}
@@ -124,7 +124,7 @@ def _check_memory(found: Checkpoint, name: str, dtype: torch.dtype | str, device
 
 
 def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:
-    """Load the weights; what transformers raises becomes one of our errors, with its text."""
+    """Load the weights; errors of transformers become errors of ours, with their text."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             place,
@@ -132,7 +132,7 @@ def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | s
             use_safetensors=True,
             attn_implementation="eager",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that we hear which they are; fit refuses them
+            ignore_mismatched_sizes=True,  # they are reported, and weight_check refuses them
             **options,
         )
     except ImportError as error:
@@ -151,7 +151,7 @@ def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | s
 
 
 def _text(error: Exception) -> str:
-    """What an error of transformers says, in short; where a model brings its own code, what to do."""
+    """Return the text of an error of transformers, shortened; for models with their own code, the advice."""
     text = str(error)
     if "trust_remote_code" in text:
         return "it brings its own code; pass trust_remote_code=True if you have read and trust it"
@@ -161,7 +161,7 @@ def _text(error: Exception) -> str:
 
 @contextmanager
 def _room_for(name: str) -> Iterator[None]:
-    """Whatever says while this is open that there is no memory becomes InvalidInput."""
+    """Turn every out-of-memory error into InvalidInput while this is open."""
     try:
         yield
     except Exception as error:
@@ -173,7 +173,7 @@ def _room_for(name: str) -> Iterator[None]:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """A folder or file without the right to look at it is InvalidInput; Path.is_file raises for such."""
+    """Turn missing read permissions, for which Path.is_file raises, into InvalidInput."""
     try:
         yield
     except PermissionError as error:
@@ -181,7 +181,7 @@ def _readable() -> Iterator[None]:
 
 
 def _no_memory(error: Exception) -> bool:
-    """torch has a class for this on a GPU, on a CPU it raises a RuntimeError; reading a file may raise yet others."""
+    """Return whether memory ran out: torch raises its own class on a GPU, on a CPU a RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
@@ -189,7 +189,7 @@ def _no_memory(error: Exception) -> bool:
 
 
 def _read_tokenizer(place: str, folder: Path, options: dict[str, Any]) -> Any | None:
-    """The tokenizer that comes with the model; None if it comes without (token ids still work)."""
+    """Return the model's tokenizer; None if it has none (token ids still work)."""
     local = place == str(folder)
     if local and not _has_tokenizer(folder):
         return None
@@ -206,7 +206,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _check_tokens(model: Any, tokenizer: Any | None, name: str) -> None:
-    """Warn of tokens that the model has no embedding for: of a tokenizer that has more, of another model's settings."""
+    """Warn of tokens without an embedding: from a larger tokenizer, or from another model's settings."""
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if rows is None:
         return
@@ -225,9 +225,9 @@ def _check_tokens(model: Any, tokenizer: Any | None, name: str) -> None:
 
 
 def _keep_named_stops(model: Any, tokenizer: Any | None, found: Checkpoint) -> None:
-    """Take the stop token out of the configuration if it is the default of transformers' class, and others are named.
+    """Remove the configuration's stop token if it is the default of transformers' class and the files name others.
 
-    Where the files name none at all the default stays: it is what transformers would end a reply at.
+    If the files name none, the default stays, because transformers would also end a reply there.
     """
     parts = [found.config, *(part for part in found.config.values() if isinstance(part, dict))]
     config = model.config.get_text_config()
@@ -240,20 +240,17 @@ def _settings(model: Any) -> Any | None:
 
 
 def stop_ids(settings: Any) -> set[int]:
-    """The stop tokens that these settings, or this tokenizer, name."""
+    """Return the stop tokens that these settings, or this tokenizer, name."""
     ids = getattr(settings, "eos_token_id", None)
     return set(ids) if isinstance(ids, list | tuple) else set() if ids is None else {ids}
 
 
-# ---- what is printed meanwhile
+# ---- output of transformers
 
 
 @contextmanager
 def _own_reports(*, silent: bool) -> Iterator[None]:
-    """transformers prints no table of weights that do not fit: we say it ourselves. `silent`: no progress bar either.
-
-    Loading the bundled model takes less time than looking at a bar.
-    """
+    """Keep transformers from printing its table of weights that do not fit; `silent` also hides the progress bar."""
     with ExitStack() as after:
         log = logging.getLogger("transformers.modeling_utils")
         log.addFilter(_no_table)

@@ -1,9 +1,8 @@
-"""Linear layers on a CPU: weights laid out once for oneDNN, whose product of few rows takes half of torch's time.
+"""Pack the weights of linear layers on a CPU for oneDNN, whose product of few rows takes half of torch's time.
 
-A decode multiplies a row a sequence by every weight, and torch's own float32 product is slow for 2 to 16 rows. The
-operators used here are those that torch.compile emits for frozen weights; they are private, so that a torch without
-them, or one where they give other numbers, runs its layers as they are. Knows one kind of layer. Does not know
-attention, pools or requests.
+A decode multiplies one row per sequence by every weight, and torch's own float32 product is slow for 2 to 16 rows. The
+operators used here are those that torch.compile emits for frozen weights. They are private: if torch lacks them, or
+they give other numbers, layers run unpacked.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _log = logging.getLogger(__name__)
-# A call of oneDNN takes some 10 microseconds more than one of torch, which a product with fewer weights does not save.
+# A call of oneDNN takes about 10 microseconds more than one of torch; products with fewer weights do not save that.
 MIN_WEIGHTS = 1 << 18
-_EXPECTED_ROWS = 8  # of the layouts that oneDNN may choose from; all of them serve any number of rows
+_EXPECTED_ROWS = 8  # oneDNN chooses a layout for this number of rows; every layout serves any number
 _TESTED_ROWS = (1, 7)  # a matrix by a vector, and a product of few rows: different kernels
-_TOLERANCE = 1e-5  # of the lengths of row and weights; sums of float32 in another order differ by 1e-7 of that
+_TOLERANCE = 1e-5  # relative to the norms of row and weights; another order of float32 sums differs by 1e-7
 
 
 class PackedLinear(nn.Module):
@@ -30,7 +29,7 @@ class PackedLinear(nn.Module):
     bias: Tensor | None
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Lay out the weight of `linear`, which may go after this: one copy, at the speed of memory."""
+        """Pack the weight of `linear`, which may be freed afterwards: one copy, at the speed of memory."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
@@ -40,23 +39,23 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as torch lays it out, bit for bit; each reading copies it: `unpack` what a forward reads."""
+        """The weight in torch's layout, bit for bit; each read copies it, so `unpack` layers whose weight is read."""
         self.was_asked = True
         weight: Tensor = self._packed.to_dense()
         return weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Multiply [..., in_features] to [..., out_features]."""
         product: Tensor = self._multiply(input, self._packed, self.bias, "none", [], "")
         return product
 
 
 def pack(model: nn.Module, *, keep: bool) -> nn.Module:
-    """Return `model` with its large linear layers packed; `model` itself if none is, or no faster way is known.
+    """Return `model` with its large linear layers packed; `model` itself if none can be packed.
 
-    If `keep`, `model` and its layers stay as they are, and what is returned has modules of its own around the same
-    tensors: packed weights are there twice. If not, each weight goes when its layer is packed, one layer at a time; the
-    embedding that a head shares its weight with needs that weight still. Costs a copy and two small products a layer.
+    If `keep`, `model` and its layers stay as they are, and the returned model has modules of its own around the same
+    tensors: packed weights then exist twice. If not, each weight is freed when its layer is packed, one layer at a
+    time, unless an embedding shares it. Costs a copy and two small products per layer.
     """
     names = [name for name, module in model.named_modules() if _is_worth_packing(module)]
     if not names or not _is_possible():
@@ -73,7 +72,7 @@ def pack(model: nn.Module, *, keep: bool) -> nn.Module:
 
 
 def unpack(model: nn.Module, *, asked_only: bool = False) -> int:
-    """Give packed layers of `model` plain weights again, all or those whose weight was read; returns how many."""
+    """Turn packed layers of `model` into plain ones, all or those whose weight was read; return their number."""
     packed = [(name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear)]
     chosen = [(name, module) for name, module in packed if module.was_asked or not asked_only]
     for name, module in chosen:
@@ -82,7 +81,7 @@ def unpack(model: nn.Module, *, asked_only: bool = False) -> int:
 
 
 def _is_possible() -> bool:
-    """Whether this torch has oneDNN, switched on, and the two operators."""
+    """Return whether this torch has oneDNN, switched on, and the two operators."""
     mkldnn: Any = torch.backends.mkldnn
     switched_on = mkldnn.is_available() and getattr(mkldnn, "enabled", True)
     needed = ("_reorder_linear_weight", "_linear_pointwise")
@@ -93,7 +92,7 @@ def _is_possible() -> bool:
 
 
 def _is_worth_packing(module: nn.Module) -> bool:
-    """A large float32 layer on a CPU that does what `nn.Linear` does: no subclass, no hooks, no forward of its own."""
+    """Return whether this is a large float32 layer on a CPU that computes as `nn.Linear`: no subclass, no hooks."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     if module._forward_hooks or module._forward_pre_hooks:
@@ -103,14 +102,14 @@ def _is_worth_packing(module: nn.Module) -> bool:
 
 
 def _with_own_modules(model: nn.Module) -> nn.Module:
-    """A copy of the modules and the configuration of `model` around the same parameters and buffers."""
+    """Copy the modules and the configuration of `model` around the same parameters and buffers."""
     tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, tensors)
 
 
 @torch.no_grad()
 def _pack_one(model: nn.Module, name: str) -> bool:
-    """Pack the layer called `name`; False, with nothing changed, if it would compute something else."""
+    """Pack the layer called `name`; return False, with nothing changed, if it would compute something else."""
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear)
     packed = PackedLinear(linear)
@@ -121,7 +120,7 @@ def _pack_one(model: nn.Module, name: str) -> bool:
 
 
 def _agree(linear: nn.Linear, packed: PackedLinear, rows: int) -> bool:
-    """Whether both give the same for random input, as far as float32 can tell."""
+    """Return whether both give the same for random input, within float32 rounding."""
     draw = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows))
     expected = functional.linear(draw, linear.weight, linear.bias)
     scale = draw.norm(dim=1)[:, None] * linear.weight.norm(dim=1)
@@ -132,7 +131,7 @@ def _agree(linear: nn.Linear, packed: PackedLinear, rows: int) -> bool:
 
 @torch.no_grad()
 def _unpacked(packed: PackedLinear) -> nn.Linear:
-    """The plain layer that `packed` was."""
+    """Return the plain layer from which `packed` was made."""
     linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
     linear.weight = nn.Parameter(packed.weight, requires_grad=False)
     linear.bias = packed.bias  # type: ignore[assignment]  # a parameter, or None

@@ -1,6 +1,6 @@
-"""Look at a model before it is trusted: one token through it shows every attention call; refuse what we cannot do.
+"""Probe a model with one token: record every attention call, and refuse calls that radixkv's attention cannot express.
 
-Knows what radixkv's attention can express. Does not know whether the numbers come out right: the self-test does.
+The self-test checks the numbers afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from radixkv.models.architecture import ForwardSignature, short_error
 from radixkv.models.attention_interface import AttentionCall, handled_by
 from radixkv.models.loaded import LayerSpec
 
-# Tensors that many architectures pass along although plain attention has no use for them.
+# Tensors that many architectures pass although plain attention does not need them.
 _HARMLESS = frozenset(
     {"position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "logits_to_keep"}
 )
@@ -25,11 +25,11 @@ _HARMLESS = frozenset(
 def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
     """Return the layers of one forward pass, in order, and the width of its logits.
 
-    Raises UnsupportedModel, with the reason, for what cannot run over a paged pool. Costs one forward of one token.
+    Raises UnsupportedModel with the reason if the model cannot run over a paged pool. Costs one forward of one token.
     """
     forward = ForwardSignature.of(model)
     recorder = _Recorder()
-    first = torch.zeros(1, dtype=torch.long, device=model.device)  # the token, where it stands, and its row
+    first = torch.zeros(1, dtype=torch.long, device=model.device)  # the token, its position, and its row
     try:
         with torch.inference_mode(), handled_by(recorder):
             logits = forward.logits(model, first, first, positions=first, use_cache=False)
@@ -43,13 +43,13 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
 
 
 class _Recorder:
-    """Answers the calls of a one-token forward (attention over one key is its value) and writes them down."""
+    """Answers the calls of a one-token forward (attention over one key is its value) and records them."""
 
     def __init__(self) -> None:
         self.layers: list[LayerSpec] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Record the call; raises UnsupportedModel if it asks for more than plain causal attention."""
+        """Record the call; raises UnsupportedModel if it is not plain causal attention."""
         _check_call(call)
         heads, kv_heads = call.query.shape[1], call.key.shape[1]
         self.layers.append(
@@ -67,34 +67,35 @@ class _Recorder:
 
 
 def _check_call(call: AttentionCall) -> None:
-    """Refuse masks, biases, bidirectional and cross attention, and tensors and numbers whose meaning we do not know."""
-    who = type(call.module).__name__
+    """Refuse masks, biases, bidirectional and cross attention, and tensors and numbers of unknown meaning."""
+    module = type(call.module).__name__
     if call.mask is not None:
-        raise UnsupportedModel(f"{who} passes its own attention mask, which a shared pool cannot honour")
+        raise UnsupportedModel(f"{module} passes its own attention mask, which a shared pool cannot honour")
     if call.extra.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
-        raise UnsupportedModel(f"{who} attends to later tokens too; radixkv runs causal decoders")
-    unknown = sorted(k for k, v in call.extra.items() if _tells_something(v) and k not in _HARMLESS)
+        raise UnsupportedModel(f"{module} attends to later tokens too; radixkv runs causal decoders")
+    unknown = sorted(k for k, v in call.extra.items() if _may_change_scores(v) and k not in _HARMLESS)
     if unknown:
-        raise UnsupportedModel(f"{who} passes {', '.join(unknown)} to attention, which radixkv does not know")
+        raise UnsupportedModel(f"{module} passes {', '.join(unknown)} to attention, which radixkv does not know")
     queries, keys = call.query.shape, call.key.shape
     if queries[0] != 1 or queries[2] != 1 or keys[2] != 1 or queries[1] % keys[1]:
         raise UnsupportedModel(
-            f"{who} asks for attention of {tuple(queries)} over {tuple(keys)}, not of one token over itself"
+            f"{module} asks for attention of {tuple(queries)} over {tuple(keys)}, not of one token over itself"
         )
 
 
-def _tells_something(value: Any) -> bool:
-    """Whether an argument could be a window, a scale or a bias; flags are about outputs."""
+def _may_change_scores(value: Any) -> bool:
+    """Return whether an argument could be a window, a scale or a bias; flags concern outputs."""
     return isinstance(value, Tensor | int | float) and not isinstance(value, bool)
 
 
 def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:
-    """Refuse a model that went around our attention, or whose calls contradict its configuration.
+    """Refuse a model that bypassed our attention, or whose calls contradict its configuration.
 
-    The self-test may be shorter than a long window and too tame for a softcap, so that these must agree on paper.
+    The self-test may be too short for a long window and have too small scores for a softcap, so the calls must agree
+    with the configuration.
     """
     config = model.config.get_text_config()
-    named = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")  # of an encoder and a decoder, the latter's
+    named = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")  # the decoder's number comes first
     expected = next(count for name in named if (count := getattr(config, name, None)))
     if len(layers) < expected:
         raise UnsupportedModel(
@@ -107,7 +108,7 @@ def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:
 
 
 def _check_windows(model: Any, layers: tuple[LayerSpec, ...]) -> None:
-    """Refuse windows that are not those of the configuration."""
+    """Refuse windows that differ from the configuration."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds and getattr(config, "sliding_window", None) and len(kinds) == len(layers):
@@ -117,7 +118,7 @@ def _check_windows(model: Any, layers: tuple[LayerSpec, ...]) -> None:
 
 
 def _with_chunks(model: Any, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """The same layers; those that attend in chunks, which only the configuration tells, know that now."""
+    """Return the same layers with the chunks in which they attend, which only the configuration has."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
     if "chunked_attention" not in kinds:
@@ -132,5 +133,5 @@ def _with_chunks(model: Any, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, 
 
 
 def _kind(model: Any) -> str:
-    """The architecture's name, for messages."""
+    """Return the architecture's name, for messages."""
     return type(model).__name__

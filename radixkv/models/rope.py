@@ -1,8 +1,7 @@
-"""Freeze rotary frequencies that transformers would choose anew for each batch.
+"""Freeze rotary frequencies that transformers would choose again for each batch.
 
-longrope and dynamic NTK pick their frequencies from the largest position of the whole batch, so that a short sequence
-would change its answer when it runs beside a long one, and cached keys would be wrong for whoever reads them. Knows
-transformers' rotary modules; does not know layers or pools.
+longrope and dynamic NTK choose their frequencies from the largest position of the whole batch. A short sequence in one
+batch with a long one would then change its answer, and cached keys would be wrong for other sequences.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from radixkv.errors import UnsupportedModel
 def freeze(model: Any, max_length: int) -> list[str]:
     """Fix the frequencies of every rotary module of `model` to those for sequences of up to `max_length` tokens.
 
-    Returns the names of the modules that were changed: their answers for short sequences may differ from what
-    transformers computes for a short sequence alone. Raises UnsupportedModel for a module that cannot be frozen.
+    Returns the names of the modules that were changed: their answers for short sequences may differ from
+    those of transformers for a short sequence alone. Raises UnsupportedModel for a module that cannot be frozen.
     """
     frozen = []
     for name, module in model.named_modules():
@@ -38,7 +37,7 @@ def freeze(model: Any, max_length: int) -> list[str]:
 
 
 def _is_moving(kind: str) -> bool:
-    """Whether transformers recomputes frequencies of this type in each forward."""
+    """Return whether transformers recomputes frequencies of this type in each forward."""
     return "dynamic" in kind or kind == "longrope"
 
 
@@ -51,7 +50,7 @@ def _freeze_one(module: Any, name: str, kind: str, max_length: int) -> None:
         parameters = module.config.rope_parameters
         if max_length > parameters["original_max_position_embeddings"]:
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, seq_len=max_length)
-            if "long_mscale" in parameters:  # Phimoe's chooses between two scales by itself
+            if "long_mscale" in parameters:  # Phimoe chooses between two scales by itself
                 parameters["short_mscale"] = parameters["long_mscale"]
     elif max_length > module.original_max_seq_len:
         frequencies, module.attention_scaling = ROPE_INIT_FUNCTIONS[kind](
@@ -63,13 +62,13 @@ def _freeze_one(module: Any, name: str, kind: str, max_length: int) -> None:
 
 
 def _is_of_text(module: Any, model: Any) -> bool:
-    """Whether `module` rotates tokens, and not pieces of images, whose positions have two numbers."""
+    """Return whether `module` rotates tokens, and not pieces of images, whose positions have two numbers."""
     return type(getattr(module, "config", None)) is type(model.config.get_text_config())
 
 
 @torch.no_grad()
 def _stands_still(module: Any, kinds: Any, max_length: int) -> bool:
-    """Whether tokens are rotated as they are beside one at the end of the context; True if that cannot be tried."""
+    """Return whether rotations do not depend on a token at the end of the context; True if that cannot be tried."""
     if "position_ids" not in signature(module.forward).parameters:
         return True
     near = (
@@ -79,12 +78,12 @@ def _stands_still(module: Any, kinds: Any, max_length: int) -> bool:
     x = torch.zeros(1, 1, 1, device=near.device)
     for kind in kinds if isinstance(kinds, dict) else [None]:
         options = {} if kind is None else {"layer_type": kind}
-        alone, beside = (module(x, position_ids=positions, **options) for positions in (near, far))
-        if not all(torch.equal(a, b[:, :4]) for a, b in zip(_parts(alone), _parts(beside), strict=True)):
+        single, batched = (module(x, position_ids=positions, **options) for positions in (near, far))
+        if not all(torch.equal(a, b[:, :4]) for a, b in zip(_parts(single), _parts(batched), strict=True)):
             return False
     return True
 
 
 def _parts(rotation: Any) -> list[torch.Tensor]:
-    """Cosines and sines [1, tokens, dim], or complex numbers that are both."""
+    """Return cosines and sines [1, tokens, dim], or complex numbers that are both."""
     return [rotation] if isinstance(rotation, torch.Tensor) else list(rotation)

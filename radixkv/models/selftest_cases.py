@@ -1,7 +1,4 @@
-"""What the self-test has a model compute, over a pool and alone.
-
-Knows how an engine cuts, shares and copies. Does not know how far apart both may be.
-"""
+"""The cases of the self-test: prompts in the pieces of an engine, over a pool and by the model alone."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ SHORTEST = 8
 
 @dataclass
 class _Prompt:
-    """One sequence of the scenario: its tokens, its blocks, and what came out after which of its tokens."""
+    """One sequence: its tokens, its blocks, and the name and logits of the step that computed each token."""
 
     tokens: NDArray[np.int32]
     table: NDArray[np.int32]
@@ -39,8 +36,8 @@ class _Prompt:
 class SelfTestCases:
     """Three prompts over one scattered pool: a whole one, one that branches off inside a block, a short late one.
 
-    What an architecture keeps elsewhere than in its keys and values shows in one of these: the prompts take turns, each
-    is cut where the others are not, and one starts behind what another has computed.
+    The prompts take turns, each is cut at different positions, and one starts after tokens that another has computed.
+    State that an architecture keeps outside of its keys and values therefore changes some of their logits.
     """
 
     def __init__(self, loaded: LoadedModel, length: int) -> None:
@@ -58,9 +55,10 @@ class SelfTestCases:
         self._runner = Runner(loaded, 3 * blocks, BLOCK)
 
     def _tokens(self, random: np.random.Generator, length: int) -> NDArray[np.int32]:
-        """Three prompts. A model that counts positions by itself may leave out what pads: then it shows here.
+        """Draw three prompts, with a padding token in each if the model counts positions by itself.
 
-        One that is told positions is told those of all tokens, also of those that its own forward would not count.
+        Such a model may not count padding, which would change its logits. A model that takes positions gets those of
+        all tokens, so its prompts have no padding token.
         """
         tokens = random.integers(0, self._loaded.vocab_size, (3, length), dtype=np.int32)
         padding = getattr(self._loaded.config.get_text_config(), "pad_token_id", None)
@@ -71,7 +69,7 @@ class SelfTestCases:
         return tokens
 
     def results(self) -> list[tuple[str, Tensor, Tensor]]:
-        """Run it; return (what was done, our logits, the model's own logits) of every chunk."""
+        """Run all cases; return (name of the step, our logits, the model's own logits) of every input."""
         end, branch = len(self._whole.tokens), self._branch
         self._step("a first chunk", [(self._whole, 0, branch)])
         self._step("a second chunk", [(self._whole, branch, end - 2)])
@@ -96,7 +94,7 @@ class SelfTestCases:
 
     @torch.inference_mode()
     def _compared(self, prompt: _Prompt) -> list[tuple[str, Tensor, Tensor]]:
-        """Beside each of our logits, those of one forward of the whole prompt by the model alone."""
+        """Pair each of our logits with those of one forward of the whole prompt by the model alone."""
         rows = torch.tensor(sorted(prompt.computed), device=self._loaded.device)
         tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(self._loaded.device)
         with own_attention(self._loaded.model):

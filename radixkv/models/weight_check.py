@@ -1,7 +1,4 @@
-"""Do the weights in a checkpoint fit the model that its configuration describes, each to each?
-
-Knows names and shapes of weights, and what transformers says of them after loading. Knows no files.
-"""
+"""Check that the weights of a checkpoint and the model that its configuration describes match one to one."""
 
 from __future__ import annotations
 
@@ -14,22 +11,22 @@ from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models.checkpoint import StoredTensor
 
 _log = logging.getLogger(__name__)
-_COMPUTED = {"inv_freq", "masked_bias"}  # older files have these, and a model makes them itself
+_COMPUTED = {"inv_freq", "masked_bias"}  # in older files; models now compute them
 _OF_KV = {"k_scale", "v_scale"}  # of a KV cache in 8 bits, which is not kept
-_AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # layers behind the last, for tokens after the next
-# In the names of what stands beside a decoder's layers and gives it other things than text, or reads it for other ends.
-_BESIDE = {
+_AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # layers after the last, for tokens after the next
+# Words in the names of parts outside of a decoder's layers: inputs other than text, and outputs other than tokens.
+_OUTSIDE = {
     "vision", "visual", "vit", "image", "images", "img", "video", "audio", "speech", "mm", "multi", "modal",
     "multimodal", "connector", "resampler", "projector", "pooler", "mtp", "nextn",
 }  # fmt: skip
 
 
 def check(model: Any, found: Mapping[str, Any], name: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse a model some of whose weights would be random, or whose files have more layers, biases or norms than it.
+    """Refuse missing weights, which would be random, and unused weights of layers, biases or norms.
 
-    `found` is transformers' loading info. Raises InvalidInput for shapes and for experts that are missing,
-    UnsupportedModel for names, and for a way to quantize that nothing has followed. Weights of parts that the model has
-    nothing of (an image tower, say) get one warning.
+    `found` is transformers' loading info. Raises InvalidInput for wrong shapes and missing experts, UnsupportedModel
+    for wrong names and for an unknown quantization method. Unused weights of parts that the model does not have (an
+    image tower, for example) cause one warning.
     """
     _check_quantized(model, name)
     _check_experts(name, tensors)
@@ -47,7 +44,7 @@ def check(model: Any, found: Mapping[str, Any], name: str, tensors: Mapping[str,
 
 
 def _check_quantized(model: Any, name: str) -> None:
-    """transformers skips a method that it does not know, and takes what is stored for the weights themselves."""
+    """Refuse an unknown quantization method: transformers would skip it and use the stored numbers as weights."""
     stated = getattr(model.config, "quantization_config", None)  # removed again where weights were widened at load
     if stated and getattr(model, "hf_quantizer", None) is None:
         method = stated.get("quant_method") if isinstance(stated, Mapping) else getattr(stated, "quant_method", None)
@@ -58,12 +55,12 @@ def _check_quantized(model: Any, name: str) -> None:
 
 
 def _check_experts(name: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """transformers stacks the experts of a layer in the order of their numbers, and would close a gap."""
+    """Refuse gaps in the experts' numbers: transformers stacks experts in their order, and would close a gap."""
     numbers: dict[str, set[int]] = defaultdict(set)
     for key in tensors:
-        before, found, behind = key.partition(".experts.")
-        if found and behind.partition(".")[0].isdecimal():
-            numbers[before + found].add(int(behind.partition(".")[0]))
+        prefix, found, rest = key.partition(".experts.")
+        if found and rest.partition(".")[0].isdecimal():
+            numbers[prefix + found].add(int(rest.partition(".")[0]))
     for experts, here in numbers.items():
         missing = next(number for number in range(len(here) + 1) if number not in here)
         if missing < len(here):
@@ -85,20 +82,21 @@ def _check_unused(model: Any, keys: Sequence[str], name: str, tensors: Mapping[s
 
 
 def _headless(model: Any, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether the files are those of the model without a head, which leave the first word out."""
+    """Return whether the files are those of the model without a head, whose names lack the first word."""
     weights = {key for key, _ in model.named_parameters()}
     return any(key not in weights and f"{model.base_model_prefix}.{key}" in weights for key in tensors)
 
 
 def _computed(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether a tensor is one that models make themselves now, or do without: frequencies, masks, scales of KV."""
+    """Return whether models now compute this tensor themselves or do not need it: frequencies, masks, KV scales."""
     return key.rpartition(".")[2] in _COMPUTED | _OF_KV or (key in tensors and not tensors[key].floating)
 
 
 def _belongs(key: str, parts: Collection[str], config: Any) -> bool:
-    """Whether a weight is of a part that the model has, of one of its layers, beside them, or of one behind the last.
+    """Return whether a weight belongs to a part that the model has or should have.
 
-    What lies beside the layers is a norm, a projection or a table of positions, unless its name says otherwise.
+    That is a part of a layer, one more layer, or a norm, projection or position table next to the layers. Names that
+    contain one of `_OUTSIDE`, and layers that predict later tokens, do not count.
     """
     words = key.split(".")
     depth = next(at for at in range(len(words), -1, -1) if ".".join(words[:at]) in parts)
@@ -107,17 +105,17 @@ def _belongs(key: str, parts: Collection[str], config: Any) -> bool:
         return True
     if rest[0].isdigit():
         return not _guesses_ahead(int(rest[0]), config)
-    return _holds_layers(inside, parts) and not any(_BESIDE & set(word.split("_")) for word in (*inside, rest[0]))
+    return _holds_layers(inside, parts) and not any(_OUTSIDE & set(word.split("_")) for word in (*inside, rest[0]))
 
 
 def _holds_layers(inside: Sequence[str], parts: Collection[str]) -> bool:
-    """Whether the outermost part of these has numbered parts in it."""
+    """Return whether the outermost part of these contains numbered parts."""
     split = (part.split(".") for part in parts)
     return any(words[:1] == inside[:1] and any(map(str.isdigit, words)) for words in split)
 
 
 def _guesses_ahead(layer: int, config: Any) -> bool:
-    """Whether a layer of this number is one behind the last that predicts more tokens at once: decoding needs none."""
+    """Return whether this layer follows the last one and predicts later tokens, which decoding does not need."""
     last = int(getattr(config, "num_hidden_layers", 0))
     return any(last <= layer < last + int(getattr(config, name, None) or 0) for name in _AHEAD)
 
