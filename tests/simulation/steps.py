@@ -73,7 +73,7 @@ class Steps:
         self.count += 1
         if self.world.model.broken is not None:
             raise self.world.model.broken
-        self.world.books.check()
+        self.world.accounting.check()
         self._budget(self.world.work)
         self._who_is_in(before, self.world.work)
         self._nothing_is_computed_twice(self.world.work)
@@ -165,7 +165,7 @@ class Steps:
             stream, request = each.stream, each.stream.request
             if stream.active and not request.preemptions:
                 length = min(stream.sequence.length, len(request.prompt))
-                own = self.world.books.is_common(stream.sequence.block_table, length, len(request.prompt))
+                own = self.world.accounting.is_common(stream.sequence.block_table, length, len(request.prompt))
                 assert own, f"{self.world.name_of(request)} reads KV of other chunks than its own"
 
     def _deadlines(self) -> None:

@@ -1,4 +1,7 @@
-"""Hundreds of simulated lives of the engine; `RADIXKV_LONG=1` lives thousands. See `tests/simulation/__main__.py`."""
+"""Simulated lives of the engine: 60 in `make test`, 250 and fresh ones in `make test-all`, 6,000 with `RADIXKV_LONG=1`.
+
+`python -m tests.simulation --seed N --verbose` replays one.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,17 @@ import torch
 from radixkv.config import EngineConfig
 from radixkv.errors import PromptTooLong
 from radixkv.sampling.params import SamplingParams
-from tests.simulation import books
+from tests.simulation import accounting
 from tests.simulation.draw import answers_of, draw
 from tests.simulation.scenario import Ask, Fault, Forgetting, Pinning, Scenario
 from tests.simulation.shrink import shrink
 from tests.simulation.world import Stuck, World
 
+KEPT: tuple[int, ...] = ()
+"""Seeds of fresh lives that failed once."""
+
 LIVES = 6000 if os.environ.get("RADIXKV_LONG") == "1" else 250
+FRESH = int(os.environ.get("RADIXKV_SEED") or 0) * 1000  # the first seed of a run with fresh examples
 SIGHTS = (  # what must have been met, or the lives are too easy
     "cancelled: waiting",
     "cancelled: prefill",
@@ -60,20 +67,31 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_every_request_of_every_life_ends_as_it_must() -> None:
+def live(seeds: list[int]) -> Counter[str]:
     failures, seen = [], Counter[str]()
-    for seed in range(LIVES):
+    for seed in seeds:
         try:
             seen += World(draw(seed)).run().sights()
         except (Exception, Stuck) as error:
             failures.append(f"seed {seed}: {type(error).__name__}: {error}")
     assert not failures, "\n".join(
         [
-            f"{len(failures)} of {LIVES} lives failed",
+            f"{len(failures)} of {len(seeds)} lives failed",
             *failures[:5],
             "replay: python -m tests.simulation --seed N --verbose",
         ]
     )
+    return seen
+
+
+def test_every_request_of_sixty_lives_ends_as_it_must() -> None:
+    seen = live([*range(60), *KEPT])
+    assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
+
+
+@pytest.mark.long
+def test_every_request_of_every_life_ends_as_it_must() -> None:
+    seen = live([*range(60, LIVES), *(range(FRESH, FRESH + 100) if FRESH else ())])
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
@@ -146,7 +164,7 @@ def test_what_a_stream_that_gives_way_was_to_compute_others_may() -> None:
 
 def test_streams_that_come_back_begin_inside_a_chunk_and_publish_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic: the first stream comes back to a hit beyond its prompt; the other begins where the prompt ends."""
-    monkeypatch.setattr(books, "READ_ALL", 1.0)
+    monkeypatch.setattr(accounting, "READ_ALL", 1.0)
     sampled = SamplingParams(max_tokens=16, temperature=1, n=2)
     ask = Ask(0, 0, tuple(range(6)), sampled, 16, lags=((8, 14),))
     turn = (*ask.prompt, *answers_of(ask)[0].tokens[:3])

@@ -1,7 +1,7 @@
 """One life of an engine's core, below the thread: a scenario, a virtual clock, a model that is nothing but memory.
 
 Knows: how a scenario's events reach `Core`, and what a step looked like from outside. What must hold is for
-`books`, `steps`, `turns` and `ends` to say.
+`accounting`, `steps`, `turns` and `final_checks` to say.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from radixkv.errors import EngineClosed, InvalidInput, PinBudgetExceeded, Prefix
 from radixkv.models.loaded import SequenceInput
 from radixkv.sampling import sampler
 from radixkv.sampling.params import SampleRow
-from tests.simulation.books import Books
+from tests.simulation.accounting import Accounting
 from tests.simulation.channel import ScriptedChannel
-from tests.simulation.ends import Ends
 from tests.simulation.faults import Faults, Listener
+from tests.simulation.final_checks import FinalChecks
 from tests.simulation.model import SlotModel
 from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
 from tests.simulation.steps import Steps
@@ -114,7 +114,8 @@ class World:
         self.model.garbles = lambda: self.faults.garbles(self.work_of())
         self.core = Core(self.cache, self.model, replace(scenario.limits, prefix_cache=scenario.reuse))
         self._listen_to_the_schedule()
-        self.books, self.steps, self.turns, self.ends = Books(self), Steps(self), Turns(self), Ends(self)
+        self.accounting, self.final_checks = Accounting(self), FinalChecks(self)
+        self.steps, self.turns = Steps(self), Turns(self)
 
     # ---- the whole life
 
@@ -130,7 +131,7 @@ class World:
                 self._perhaps_step()
                 self.step += 1
                 self.clock.now += 1
-            self.ends.check()
+            self.final_checks.check()
         return self
 
     def _is_over(self) -> bool:
@@ -195,7 +196,7 @@ class World:
         if now == scenario.disable_backpressure:
             self.core.disable_backpressure()
         if doomed or pinned or forgettings:
-            self.books.check()
+            self.accounting.check()
 
     def _submit(self, ask: Ask) -> None:
         channel = ScriptedChannel(ask, lambda: self.step)

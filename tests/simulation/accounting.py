@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 READ_ALL = 0.1  # of the times, everything that is cached is read back
 
 
-class Books:
+class Accounting:
     """Of one world; each method raises AssertionError if what it looks at is broken."""
 
     def __init__(self, world: World) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import Customer, World
 
 
-class Ends:
+class FinalChecks:
     """Of one world; raises AssertionError if anything is not as it must be."""
 
     def __init__(self, world: World) -> None:
@@ -25,8 +25,8 @@ class Ends:
 
     def check(self) -> None:
         """Everybody has exactly its answer or exactly what befell it; nothing is held; counters add up."""
-        self.world.books.check()
-        self.world.books.contents()
+        self.world.accounting.check()
+        self.world.accounting.contents()
         for customer in self.world.customers.values():
             self._outcome(customer)
         self._counters()
