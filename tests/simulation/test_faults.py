@@ -27,6 +27,9 @@ from tests.simulation.scenario import Ask, Fault, Flaw, Scenario
 from tests.simulation.world import World
 
 LONG = os.environ.get("RADIXKV_LONG") == "1"
+EVERY_THIRD = pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
+"""Steps, or requests, from `first` on in steps of three."""
+
 SHARED = tuple(range(9))
 
 
@@ -88,41 +91,46 @@ def test_the_life_has_all_that_can_break(whole: World) -> None:
     assert {len(in_step(whole, step)) for step in range(whole.step)} >= {1, 2, 3, 4}
 
 
-def test_a_forward_that_raises_once_at_any_step(whole: World) -> None:
-    for step in range(whole.step):
+@EVERY_THIRD
+def test_a_forward_that_raises_once_at_any_step(whole: World, first: int) -> None:
+    for step in range(first, whole.step, 3):
         for part in (0, 1, 2) if LONG else (step % 3,):
             world = World(replace(LIFE, faults=(Fault(step, "forward", part),))).run()
             chunks = in_step(whole, step)
             assert failed(world) == (chunks if len(chunks) == 1 else []), f"step {step}, part {part}"
 
 
-def test_memory_that_runs_out_at_any_step(whole: World) -> None:
+@EVERY_THIRD
+def test_memory_that_runs_out_at_any_step(whole: World, first: int) -> None:
     """`size` tokens at once are all that fits, for three steps. Who had a chunk of more fails, nobody else."""
-    for step in range(whole.step):
+    for step in range(first, whole.step, 3):
         for size in (1, 4) if LONG else ((1, 4)[step % 2],):
             world = World(replace(LIFE, faults=(Fault(step, "memory", size=size),))).run()
             too_large = {number for at, number, _, _, count in world.trace if step <= at < step + 3 and count > size}
             assert set(failed(world)) == too_large, f"step {step}, {size} tokens"
 
 
-def test_a_sampler_that_raises_once_at_any_step(whole: World) -> None:
-    for step in range(whole.step):
+@EVERY_THIRD
+def test_a_sampler_that_raises_once_at_any_step(whole: World, first: int) -> None:
+    for step in range(first, whole.step, 3):
         world = World(replace(LIFE, faults=(Fault(step, "sampler"),))).run()
         assert len(failed(world)) <= 1, f"step {step}"
         assert bool(failed(world)) == any(len(asks) == 1 for _, asks in world.faults.blamed.values()), f"step {step}"
 
 
+@EVERY_THIRD
 @pytest.mark.parametrize("kind", ["schedule", "garbled"])
-def test_what_nobody_in_particular_caused_at_any_step(whole: World, kind: str) -> None:
-    for step in range(whole.step):
+def test_what_nobody_in_particular_caused_at_any_step(whole: World, kind: str, first: int) -> None:
+    for step in range(first, whole.step, 3):
         world = World(replace(LIFE, faults=(Fault(step, kind, part=step % 2),))).run()
         (swept,) = world.faults.swept.values()
         assert swept and set(failed(world)) == swept, f"step {step}"
 
 
+@EVERY_THIRD
 @pytest.mark.parametrize("kind", ["forward", "memory", "nan", "put", "finish"])
-def test_a_request_that_breaks_at_any_of_its_tokens_breaks_alone(kind: str) -> None:
-    for broken in LIFE.asks:
+def test_a_request_that_breaks_at_any_of_its_tokens_breaks_alone(kind: str, first: int) -> None:
+    for broken in LIFE.asks[first::3]:
         for at in tokens_of(broken, kind):
             asks = tuple(replace(each, flaw=Flaw(kind, at)) if each is broken else each for each in LIFE.asks)
             world = World(replace(LIFE, asks=asks)).run()
