@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_every_part_runs_and_checks_what_it_times(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "gpu"), "--smoke", "--here"]
     command += ["--stretch", "20", "--peers", str(tmp_path / "none"), "--out", str(tmp_path)]

@@ -1,6 +1,7 @@
 """Long runs with fixed seeds under pressure, and one short story told in pools of every size.
 
-100,000 operations by default, over block sizes, policies and pools; `RADIXKV_LONG=1` runs ten times as many.
+20,000 operations over block sizes, policies and pools in `make test`, 100,000 in `make test-all`, and ten times as many
+with `RADIXKV_LONG=1`.
 """
 
 import os
@@ -12,6 +13,7 @@ import pytest
 from radixkv.cache import Hint
 from radixkv.cache.types import Purpose
 from tests.cache.world import Tracked, World
+from tests.selection import mostly_long
 
 OPERATIONS = 1_000_000 if os.environ.get("RADIXKV_LONG") == "1" else 100_000
 STRIDE = 50  # operations from one full check to the next; tables are compared whenever an operation reads them
@@ -155,10 +157,13 @@ class Story:
             self.world.release(self.rng.choice(self.world.pins))
 
 
+@pytest.mark.parametrize("operations", mostly_long([20_000, OPERATIONS], 20_000))
 @pytest.mark.parametrize(("block_size", "blocks", "policy", "suffix", "most_open"), POOLS)
-def test_long_runs_under_pressure(block_size: int, blocks: int, policy: str, suffix: int, most_open: int) -> None:
+def test_long_runs_under_pressure(
+    block_size: int, blocks: int, policy: str, suffix: int, most_open: int, operations: int
+) -> None:
     world = World(blocks, block_size, policy, seed=blocks, proofs=PROOFS)
-    Story(world, suffix, most_open, seed=block_size * 1000 + blocks).run(OPERATIONS // len(POOLS))
+    Story(world, suffix, most_open, seed=block_size * 1000 + blocks).run(operations // len(POOLS))
     assert world.cache.stats().evicted_blocks > 0
     assert world.cache.stats().hit_tokens > 0
     world.wind_down()

@@ -75,6 +75,7 @@ def test_a_deep_chain_can_be_done_with_and_trimmed() -> None:
     cache.check()
 
 
+@pytest.mark.long
 def test_a_million_blocks_and_a_hundred_thousand_leaves() -> None:
     blocks, leaves, length = 1_000_000, 100_000, 9 * 16
     cache = PrefixCache(blocks, 16)

@@ -7,6 +7,7 @@ thirty times as many histories.
 import os
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -186,7 +187,19 @@ def how_long(examples: int) -> settings:
     )
 
 
+class MoreVerbs(Verbs):
+    """The same, for `make test-all`."""
+
+
+class MoreRoomyVerbs(RoomyVerbs):
+    """The same, for `make test-all`."""
+
+
 TestUnderPressure = Verbs.TestCase
-TestUnderPressure.settings = how_long(250)
+TestUnderPressure.settings = how_long(60)
 TestExact = RoomyVerbs.TestCase
-TestExact.settings = how_long(100)
+TestExact.settings = how_long(30)
+TestMoreUnderPressure = pytest.mark.long(MoreVerbs.TestCase)
+TestMoreUnderPressure.settings = how_long(250)
+TestMoreExact = pytest.mark.long(MoreRoomyVerbs.TestCase)
+TestMoreExact.settings = how_long(100)

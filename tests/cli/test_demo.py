@@ -73,6 +73,7 @@ def test_replies_differ_by_any_token_or_by_their_number():
     assert demo.differences([said(1)], [said(1), said(2)]) == [1]
 
 
+@pytest.mark.long
 def test_different_answers_are_a_loud_failure(monkeypatch, capsys):
     """The uncached run is made to end one of its replies a token early."""
     honest = demo_script.play

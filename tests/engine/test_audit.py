@@ -26,6 +26,7 @@ from radixkv.models.loaded import LoadedModel, SequenceInput
 from tests.cache.freeze import freeze
 from tests.engine.fakes import FakeModel, FakeRunner, chain, check, greedy_reply, logits_of, sized
 from tests.models.conftest import FAMILIES, make
+from tests.selection import mostly_long
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -142,7 +143,7 @@ def is_right(request: Request) -> bool:
 # ---- healthy
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_long(range(5), 1))
 def test_thousands_of_audits_of_a_healthy_cache_find_nothing_and_change_nothing(seed: int) -> None:
     """While requests run, fork, branch inside blocks, are evicted and preempted, in several namespaces."""
     rng = random.Random(seed)
@@ -199,7 +200,7 @@ def test_nothing_cached_is_nothing_audited() -> None:
 # ---- planted
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", mostly_long(range(14), 0, 1, 2, 3))
 def test_what_was_changed_is_found_named_and_dropped_and_all_else_stays(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.choice([1, 3, 4, 8])
@@ -636,8 +637,8 @@ def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
     return [[3 + token for token in prompt] for prompt in branching(rng, count, 90)]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("deterministic", mostly_long([False, True], False))
+@pytest.mark.parametrize("dtype", mostly_long(["float32", "bfloat16"], "float32"))
 def test_a_healthy_pool_raises_no_alarm(loaded: Callable[..., Engine], dtype: str, deterministic: bool) -> None:
     """A thousand blocks, behind decodes, forks, copies, evictions and preemptions, whatever ran together."""
     rng = random.Random(7)

@@ -281,6 +281,7 @@ sys.exit(status)
 """
 
 
+@pytest.mark.long
 def test_in_a_forked_child_an_engine_says_whose_it_is_and_the_parents_goes_on():
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

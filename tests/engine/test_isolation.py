@@ -17,6 +17,7 @@ from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, Request
 from radixkv.models.loaded import SequenceInput
 from tests.chat.worlds import chat_engine
 from tests.engine.fakes import VOCAB, FakeModel, check, greedy_reply, make_engine
+from tests.selection import mostly_long
 
 LONG = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
 
@@ -242,8 +243,9 @@ def test_text_that_is_no_unicode_is_refused_by_name() -> None:
                 verb([{"role": "user", "content": "\udcff"}])
 
 
-def test_one_user_of_a_small_pool_is_never_refused_what_fits_it() -> None:
-    for seed in range(60):
+@pytest.mark.parametrize("seeds", mostly_long([range(15), range(15, 60)], range(15)), ids=str)
+def test_one_user_of_a_small_pool_is_never_refused_what_fits_it(seeds: range) -> None:
+    for seed in seeds:
         rng = random.Random(seed)
         size, blocks = rng.choice([2, 3, 4, 16]), rng.choice([4, 5, 7])
         base = rng.choices(range(48), k=size * blocks)

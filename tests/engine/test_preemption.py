@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixkv import Engine, SamplingParams
+from tests.selection import mostly_long
 
 MESSAGES = [[{"role": "user", "content": f"Number {i}: hello, what do you sell?"}] for i in range(6)]
 GREEDY = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
@@ -17,7 +18,7 @@ def answers(params: SamplingParams, **load: object) -> tuple[list[tuple[int, ...
         return [each.token_ids for first in done for each in (first, *first.alternatives)], engine.stats().preemptions
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "two samples"])
+@pytest.mark.parametrize("params", mostly_long([GREEDY, DRAWN], GREEDY), ids=["greedy", "two samples"])
 def test_preempted_answers_are_those_of_a_roomy_pool(params: SamplingParams) -> None:
     expected, none = answers(params, num_blocks=400)
     assert not none

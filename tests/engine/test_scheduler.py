@@ -19,6 +19,7 @@ from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestFailed, RequestTimedOut
 from tests.engine.fakes import FakeRunner, greedy_reply, sized
+from tests.selection import mostly_long
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -314,7 +315,7 @@ def test_unknown_orders_and_victims_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("victim", ["cheapest", "last"])
-@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("reuse", mostly_long([True, False], True))
 @pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
 def test_answers_are_unchanged_by_preemption_in_pools_too_small(victim: str, reuse: bool, order: str) -> None:
     preemptions = 0

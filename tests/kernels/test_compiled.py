@@ -31,9 +31,15 @@ RESTS = {
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    """The pinned kernels, compiled in processes of their own: this one may have another driver, or none."""
+    """All pinned kernels."""
+    return compiled()
+
+
+def compiled(*options: str) -> list[dict[str, Any]]:
+    """Pinned kernels, compiled in processes of their own: this one may have another driver, or none."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "compile_kernels.py"), "--pinned", "--json"]
+    script = str(ROOT / "scripts" / "compile_kernels.py")
+    command = [sys.executable, "-W", "ignore", script, "--pinned", "--json", *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout, done.stderr[-4000:]
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -53,18 +59,26 @@ def widths(row: dict[str, Any], name: str) -> set[int]:
     return {int(bits) for bits in row["code"]["loads"].get(name, ())}
 
 
+def test_a_kernel_compiles_without_a_fault() -> None:
+    (row,) = compiled("--target", "sm_90", "--case", "192/128", "--processes", "1")
+    assert row["code"]["tensor_cores"] and not row["faults"]
+
+
+@pytest.mark.long
 def test_every_pinned_kernel_compiles(rows: list[dict[str, Any]]) -> None:
     assert len(rows) == 24
     assert {row["target"] for row in rows} == {"sm_80", "sm_90"}
     assert all(row["code"] for row in rows)
 
 
+@pytest.mark.long
 def test_none_spills_or_takes_more_shared_memory_than_there_is(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert not row["code"]["spilled"], row
         assert row["code"]["shared"] <= (163 if row["target"] == "sm_80" else 227) << 10, row
 
 
+@pytest.mark.long
 def test_queries_keys_and_values_are_loaded_in_128_bits(named: list[dict[str, Any]]) -> None:
     for row in named:
         if row["launch"] in ATTENTION:
@@ -76,6 +90,7 @@ def test_queries_keys_and_values_are_loaded_in_128_bits(named: list[dict[str, An
             ), row
 
 
+@pytest.mark.long
 def test_whatever_else_is_moved_is_loaded_in_128_bits(rows: list[dict[str, Any]]) -> None:
     others = [row for row in rows if row["launch"] in MOVED]
     assert len(others) == 6
@@ -83,6 +98,7 @@ def test_whatever_else_is_moved_is_loaded_in_128_bits(rows: list[dict[str, Any]]
         assert all(widths(row, name) == {128} for name in MOVED[row["launch"]]), row
 
 
+@pytest.mark.long
 def test_keys_and_values_are_copied_ahead(named: list[dict[str, Any]]) -> None:
     """With block ids at hand one iteration earlier, n stages hold n - 1 tiles at least, which nothing waits for."""
     for row in named:
@@ -92,6 +108,7 @@ def test_keys_and_values_are_copied_ahead(named: list[dict[str, Any]]) -> None:
                 assert row["code"]["buffers"][name] >= row["kind"]["stages"] - 1, row
 
 
+@pytest.mark.long
 def test_products_run_on_tensor_cores(rows: list[dict[str, Any]]) -> None:
     """Tiles of 64 rows and more use Hopper's products, which read shared memory."""
     attention = [row for row in rows if row["launch"] in ATTENTION]
@@ -101,5 +118,6 @@ def test_products_run_on_tensor_cores(rows: list[dict[str, Any]]) -> None:
         assert list(row["code"]["tensor_cores"]) == ["HGMMA" if hopper else "HMMA"], row
 
 
+@pytest.mark.long
 def test_nothing_else_is_at_fault(rows: list[dict[str, Any]]) -> None:
     assert not [row for row in rows if row["faults"]]

@@ -16,6 +16,7 @@ from radixkv import Engine, SamplingParams
 from radixkv.models import adapter
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
+from tests.selection import mostly_long
 
 BLOCKS, SIZE = 160, 4
 DTYPES = [torch.float32, torch.bfloat16]
@@ -71,7 +72,7 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, 97) for _ in range(count)]
 
 
-@pytest.mark.parametrize("grid", [24, 30])  # block boundaries, and not
+@pytest.mark.parametrize("grid", mostly_long([24, 30], 30))  # block boundaries, and not
 def test_a_hit_on_the_grid_changes_no_bit(loaded: LoadedModel, grid: int) -> None:
     rng = random.Random(grid)
     for _ in range(2):

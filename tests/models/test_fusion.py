@@ -16,6 +16,7 @@ from radixkv.models import adapter, fusion
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from tests.models.conftest import FAMILIES, make
+from tests.selection import mostly_long
 
 CPU, CUDA = "cpu", "cuda:1"
 
@@ -41,7 +42,9 @@ def _fresh_compiler() -> None:
     counters.clear()
 
 
-@pytest.mark.parametrize(("family", "layers"), [("llama", 5), ("gemma2", 4), ("gpt_neox", 2)])
+@pytest.mark.parametrize(
+    ("family", "layers"), mostly_long([("llama", 5), ("gemma2", 4), ("gpt_neox", 2)], ("gemma2", 4))
+)
 def test_layers_that_are_alike_are_compiled_once_and_compute_the_same(
     family: str, layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +73,7 @@ def test_a_model_without_lists_of_layers_is_compiled_whole() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.long
 def test_while_others_run_a_model_it_is_as_it_was_written(build: Callable[..., Any]) -> None:
     model = build("llama")
     fused = fusion.Fused(model, "eager")
@@ -79,6 +83,7 @@ def test_while_others_run_a_model_it_is_as_it_was_written(build: Callable[..., A
     assert all(layer._compiled_call_impl is None for layer in model.model.layers)
 
 
+@pytest.mark.long
 def test_what_would_be_compiled_in_each_step_runs_as_it_is_with_one_warning(
     build: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,6 +122,7 @@ def test_what_does_not_compile_runs_as_it_is_with_one_warning(
     assert caplog.messages[0].startswith("the model runs uncompiled from now on: ")
 
 
+@pytest.mark.long
 def test_what_stops_compiling_later_runs_as_it_is_with_one_warning(
     build: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,6 +140,7 @@ def test_what_stops_compiling_later_runs_as_it_is_with_one_warning(
     assert caplog.messages == ["the model runs uncompiled from now on: FailOnRecompileLimitHit: too many shapes"]
 
 
+@pytest.mark.long
 def test_what_computes_something_else_runs_as_it_is_with_one_warning(
     build: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:

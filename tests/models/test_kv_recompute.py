@@ -15,6 +15,7 @@ from radixkv.models import adapter
 from radixkv.models.kv_recompute import TOLERANCE, Recheck
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
+from tests.selection import mostly_long
 
 BLOCKS, SIZE = 40, 4
 _LOADED: dict[tuple[str, torch.dtype], LoadedModel] = {}
@@ -76,7 +77,7 @@ class Path:
         pool[place] = before
 
 
-@pytest.mark.parametrize("grid", [24, 30])
+@pytest.mark.parametrize("grid", mostly_long([24, 30], 30))
 def test_healthy_kv_passes_however_it_was_computed(
     load: Callable[..., LoadedModel], family: str, dtype: torch.dtype, grid: int
 ) -> None:
@@ -86,7 +87,7 @@ def test_healthy_kv_passes_however_it_was_computed(
         assert max(result.worst for result in results) < TOLERANCE[dtype] / 4
 
 
-@pytest.mark.parametrize("grid", [24, 30])
+@pytest.mark.parametrize("grid", mostly_long([24, 30], 30))
 def test_a_deterministic_runner_computes_the_same_bits_again(
     load: Callable[..., LoadedModel], family: str, dtype: torch.dtype, grid: int
 ) -> None:

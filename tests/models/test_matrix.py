@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.selection import mostly_long
+
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))
 command = importlib.import_module("scripts.models")
@@ -53,10 +55,11 @@ REFUSED = {
     "DeepseekV32ForCausalLM": "index",
 }
 SAMPLE = [*PAGED, *FALLBACK, *REFUSED]
+QUICK = ("LlamaForCausalLM", "Gemma2ForCausalLM", "BloomForCausalLM", "DogeForCausalLM", "MambaForCausalLM")
 CLASSES = recipes.classes()
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", mostly_long(SAMPLE, *QUICK))
 def test_an_architecture_says_what_it_says_alone_or_is_refused(name: str) -> None:
     if name not in CLASSES:
         pytest.skip(f"this transformers has no {name}")

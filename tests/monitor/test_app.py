@@ -27,7 +27,9 @@ from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS, BlockSelected, NodeSelected, RequestSelected
 from tests.monitor.fake_feed import FACTS
 
-SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=["80x24", "160x48"])
+SIZES = pytest.mark.parametrize(
+    "size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)], ids=["80x24", "160x48"]
+)
 
 
 def delta(time: float, *nodes: int) -> Delta:

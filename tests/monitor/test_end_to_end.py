@@ -64,6 +64,7 @@ async def until(what: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 def test_the_screen_says_what_the_engine_says(engine: subprocess.Popen[str]) -> None:
     async def watch() -> None:
         feed = SocketFeed("test", lambda: discovery.connect(engine.pid, hz=10.0))

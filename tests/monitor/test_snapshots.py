@@ -39,7 +39,9 @@ from scripts.record_demo import BEGAN, SECONDS, frames
 DREW = {"textual": "8.2.8", "rich": "15.0.0"}
 HERE = {name: version(name) for name in DREW}
 pictured = pytest.mark.skipif(HERE != DREW, reason=f"the pictures were drawn by {DREW}, here are {HERE}")
-SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=["80x24", "160x48"])
+SIZES = pytest.mark.parametrize(
+    "size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)], ids=["80x24", "160x48"]
+)
 NAMES = [view.name for view in VIEWS]
 
 Looks = Callable[..., None]
@@ -116,6 +118,7 @@ def test_a_view(looks: Looks, name: str, size: tuple[int, int]) -> None:
     looks(watching(name), size)
 
 
+@pytest.mark.long
 @pictured
 @pytest.mark.parametrize("name", NAMES)
 def test_a_view_on_a_light_screen(looks: Looks, name: str) -> None:
@@ -124,6 +127,7 @@ def test_a_view_on_a_light_screen(looks: Looks, name: str) -> None:
     looks(app, (160, 48))
 
 
+@pytest.mark.long
 @pictured
 @pytest.mark.parametrize("mode", ["age", "references", "session"])
 def test_the_pool_by_something_else(looks: Looks, mode: str) -> None:
@@ -139,6 +143,7 @@ def test_a_node_is_lit_in_the_pool(looks: Looks, size: tuple[int, int]) -> None:
     looks(watching("tree"), size, *["down"] * 9, "enter")
 
 
+@pytest.mark.long
 @pictured
 @SIZES
 def test_a_filter(looks: Looks, size: tuple[int, int]) -> None:
@@ -160,6 +165,7 @@ def test_the_help(looks: Looks, size: tuple[int, int]) -> None:
     looks(watching("tree"), size, "question_mark")
 
 
+@pytest.mark.long
 @pictured
 @SIZES
 def test_the_palette(looks: Looks, size: tuple[int, int]) -> None:
@@ -170,12 +176,14 @@ def test_the_palette(looks: Looks, size: tuple[int, int]) -> None:
     looks(watching("overview"), size, "ctrl+p", more=listed)
 
 
+@pytest.mark.long
 @pictured
 @SIZES
 def test_what_to_export(looks: Looks, size: tuple[int, int]) -> None:
     looks(watching("evictions"), size, "e")
 
 
+@pytest.mark.long
 @pictured
 @SIZES
 def test_an_engine_that_is_gone(looks: Looks, size: tuple[int, int]) -> None:
@@ -189,6 +197,7 @@ def test_a_frozen_past(looks: Looks) -> None:
     looks(watching("requests"), (80, 24), *["left_square_bracket"] * 4)
 
 
+@pytest.mark.long
 @pictured
 @SIZES
 def test_a_replay(looks: Looks, size: tuple[int, int]) -> None:
@@ -214,6 +223,7 @@ def test_the_picker(looks: Looks, size: tuple[int, int]) -> None:
     looks(PickerApp([describe(each, BEGAN) for each in running]), size, "down")
 
 
+@pytest.mark.long
 @pictured
 @pytest.mark.parametrize("name", list(PICTURES))
 def test_the_pictures_in_the_docs_are_what_the_script_draws(name: str) -> None:

@@ -14,6 +14,7 @@ from schemathesis import checks
 from radixkv.serve import Settings, schemas
 from radixkv.serve.errors import ApiError
 from radixkv.serve.openapi import document
+from tests.selection import mostly_long
 from tests.serve.served import CHAT, LOCAL, fake_model, says, served
 
 DOCUMENT = document("fake", Settings())
@@ -35,7 +36,8 @@ def server():
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["as documented", "against it"])
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-def test_answers_are_as_documented(server, path: str, method: str, wrong: bool) -> None:
+@pytest.mark.parametrize("count", mostly_long([5, 20], 5))
+def test_answers_are_as_documented(server, path: str, method: str, wrong: bool, count: int) -> None:
     app = server.client.app
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
     operation = schema[path][method]
@@ -44,7 +46,7 @@ def test_answers_are_as_documented(server, path: str, method: str, wrong: bool) 
         return  # there is nothing to get wrong
 
     @settings(
-        max_examples=20,
+        max_examples=count,
         deadline=None,
         database=None,
         phases=[Phase.generate],

@@ -181,6 +181,7 @@ def streaming(url: str, tokens: int) -> Iterator[Iterator[str]]:
         yield lines
 
 
+@pytest.mark.long
 def test_the_command_serves_until_it_is_told_to_stop():
     """By a real signal: the stream that runs comes to its end, and so does the process, with 0."""
     with command() as (process, url):

@@ -69,8 +69,14 @@ class Told(Verbs):
         assert not (again.nodes or again.gone_nodes or again.sequences or again.gone_sequences or again.evictions)
 
 
+class MoreTold(Told):
+    """The same, for `make test-all`."""
+
+
 TestAddsUp = Told.TestCase
-TestAddsUp.settings = how_long(60)
+TestAddsUp.settings = how_long(20)
+TestMoreAddsUp = pytest.mark.long(MoreTold.TestCase)
+TestMoreAddsUp.settings = how_long(60)
 
 
 def test_the_first_time_tells_everything_and_says_so() -> None:

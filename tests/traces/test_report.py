@@ -104,6 +104,7 @@ def test_a_runs_pictures_leave_out_warm_up_and_failures(run):
     assert axis.get_lines()[0].get_ydata()[0] == 50.0
 
 
+@pytest.mark.long
 def test_every_file_is_there_and_the_same_each_time(simulation, run, tmp_path, capsys):
     outs = [tmp_path / "one", tmp_path / "two"]
     for out in outs:

@@ -1,0 +1,23 @@
+"""Which parameters of a test run in `make test`; the others are marked `long` and run in `make test-all`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def mostly_long(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """All values for `pytest.mark.parametrize`, marked long unless they are named as quick.
+
+    >>> [each if isinstance(each, str) else each.values for each in mostly_long(["lru", "fifo"], "lru")]
+    ['lru', ('fifo',)]
+    """
+    every = list(values)
+    assert all(value in every for value in quick), f"{quick} must be among {every}"
+    return [value if value in quick else pytest.param(*_each(value), marks=pytest.mark.long) for value in every]
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
