@@ -1,1 +1,1 @@
-"""Sampling: a request's parameters (params.py), logits processors, and the sampler. Importing params needs no torch."""
+"""Sampling: parameters (params.py, which imports no torch), logits_processors.py, and sampler.py."""

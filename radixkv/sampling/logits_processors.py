@@ -1,6 +1,6 @@
-"""Logits processors: change a row's logits before anything is drawn, each for some sampling parameters.
+"""Logits processors: functions that change a row's logits before sampling, for penalties, bias and minimum length.
 
-A parameter whose declaration says `adjusts_logits` needs a processor here. `PROCESSORS` are applied in their order.
+`PROCESSORS` are applied in order. A parameter that is declared with `adjusts_logits` needs a processor in this list.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import SampleRow
 
-# Changes the logits [vocab] of one row in place; does nothing where its parameters have their defaults.
+# Changes the logits [vocab] of one row in place; does nothing if its parameters have their defaults.
 LogitsProcessor: TypeAlias = Callable[[Tensor, SampleRow], None]
 
 
 def adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Apply each row's processors to a copy of logits [rows, vocab]; return `logits` itself if no row needs one.
 
-    Raises InvalidInput for a bias of a token that the model does not have.
+    Raises InvalidInput for a bias of a token id beyond the vocabulary.
     """
     if not any(row.params.adjusts_logits for row in rows):
         return logits

@@ -1,6 +1,7 @@
-"""Sampling parameters: ranges and defaults, checked when they are made; also those that a checkpoint suggests.
+"""Sampling parameters: one declaration each, from which validation, HTTP bodies and the OpenAPI document follow.
 
-Needs no torch.
+A parameter's default, its range and the narrower range of HTTP clients stand in its dataclass field only. Importing
+this module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from radixkv.errors import InvalidInput
 INT64 = (-(2**63), 2**63 - 1)  # the integers that HTTP clients may send
 
 
-# ---- kinds of parameters: each has the ranges of one parameter, and checks a value against them
+# ---- kinds of parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """The declaration of one sampling parameter, kept in the metadata of its dataclass field.
+    """Declare one sampling parameter, in the metadata of its dataclass field.
 
     adjusts_logits   whether a value other than the default needs a logits processor
-    on_wire          whether HTTP endpoints take the parameter under its own name, in the range `wire`
-    description      the parameter's description in the OpenAPI document, if it needs one
+    on_wire          whether HTTP endpoints accept the parameter under its own name
+    description      the parameter's description in the OpenAPI document, if it has one
     """
 
     adjusts_logits: bool = False
@@ -33,18 +34,18 @@ class Parameter:
     description: str = ""
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return the value in its stored form; raises InvalidInput if it is out of range."""
+        """Return the value as it is stored; raise InvalidInput if it is out of range."""
         return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag(Parameter):
-    """True or false."""
+    """Declare a parameter that is true or false."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Integer(Parameter):
-    """An int of at least `low` and at most `high`; `optional` allows None."""
+    """Declare an int from `low` to `high`; `optional` allows None."""
 
     low: int | None = None
     high: int | None = None
@@ -53,7 +54,7 @@ class Integer(Parameter):
 
     @property
     def wire(self) -> tuple[int, int]:
-        """The range that HTTP clients may use."""
+        """Return the range of HTTP clients."""
         low, high = INT64
         return low if self.low is None else self.low, self.wire_high or self.high or high
 
@@ -79,7 +80,7 @@ class Integer(Parameter):
 
 @dataclass(frozen=True, kw_only=True)
 class Number(Parameter):
-    """A finite number from `low` to `high`; `above` excludes `low` itself."""
+    """Declare a finite number from `low` to `high`; `above` excludes `low` itself."""
 
     low: float
     high: float = math.inf
@@ -88,7 +89,7 @@ class Number(Parameter):
 
     @property
     def wire(self) -> tuple[float, float]:
-        """The range that HTTP clients may use."""
+        """Return the range of HTTP clients."""
         return self.low, self.high if self.wire_high is None else self.wire_high
 
     def checked(self, name: str, value: Any) -> Any:
@@ -102,7 +103,7 @@ class Number(Parameter):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBias(Parameter):
-    """A mapping of token ids to numbers from `low` to `high`; None is empty."""
+    """Declare a mapping of token ids to numbers from `low` to `high`; None is empty."""
 
     low: float
     high: float
@@ -122,7 +123,7 @@ class TokenBias(Parameter):
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(Parameter):
-    """Non-empty strings; a single string is one of them, None is empty.
+    """Declare a list of non-empty strings; a single string is a list of one, None is empty.
 
     HTTP clients may send `wire_most` strings of at most `wire_longest` characters.
     """
@@ -140,7 +141,7 @@ class Texts(Parameter):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenIds(Parameter):
-    """Token ids; None is empty."""
+    """Declare a list of token ids; None is empty."""
 
     def checked(self, name: str, value: Any) -> tuple[int, ...]:
         """Return a tuple."""
@@ -154,7 +155,7 @@ class TokenIds(Parameter):
 
 
 def parameter(default: Any, declaration: Parameter) -> Any:
-    """Return a dataclass field that has this default and this declaration."""
+    """Return a dataclass field with this default and this declaration."""
     return field(default=default, metadata={"parameter": declaration})
 
 
@@ -163,29 +164,30 @@ def parameter(default: Any, declaration: Parameter) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a reply is drawn and when it ends; raises InvalidInput, with what is allowed, for a value out of range.
+    """Say how a reply is sampled and when it ends; raises InvalidInput, with the allowed range, for a wrong value.
 
-    The defaults draw from the model's own distribution (temperature 1, nothing cut off); temperature 0 is greedy, and
-    then top_k, top_p, min_p and seed have no effect. They apply in this order: penalties, logit_bias, min_tokens,
+    The defaults sample from the model's own distribution: temperature 1, no filter. Temperature 0 is greedy, and then
+    top_k, top_p, min_p and seed have no effect. The parameters apply in this order: penalties, logit_bias, min_tokens,
     temperature, top_k, top_p, min_p.
 
-    max_tokens           most tokens of the reply, >= 1
-    min_tokens           no stop token before this many, 0 <= min_tokens <= max_tokens
-    temperature          >= 0; below 0.01 it is nearly greedy
-    top_k                keep the k most likely tokens (and what ties with the last); 0 or -1: all, 1: greedy
-    top_p                of these, keep the fewest that hold this much probability, 0 < top_p <= 1
-    min_p                drop what is less likely than min_p times the likeliest, 0 <= min_p <= 1
-    repetition_penalty   divides positive and multiplies negative logits of all tokens seen, prompt included, 0.01..100
-    presence_penalty     subtracted once from the logits of tokens that the reply has, -2..2
-    frequency_penalty    subtracted for each time that the reply has them, -2..2
-    logit_bias           token id -> what is added to its logit, -100..100
-    seed                 any int: the same seed draws the same reply, whatever else is in the batch; None: the engine's
+    max_tokens           maximum length of the reply, >= 1
+    min_tokens           minimum length: no stop token is sampled before, 0 <= min_tokens <= max_tokens
+    temperature          divides the logits, >= 0; below 0.01 sampling is nearly greedy
+    top_k                keep the k most likely tokens, and tokens that tie with the last; 0 or -1: all, 1: greedy
+    top_p                of these, keep the smallest set with this total probability, 0 < top_p <= 1
+    min_p                drop tokens less likely than min_p times the most likely one, 0 <= min_p <= 1
+    repetition_penalty   divides positive and multiplies negative logits of the tokens of prompt and reply, 0.01..100
+    presence_penalty     subtracted once from the logit of each token that occurs in the reply, -2..2
+    frequency_penalty    subtracted for each occurrence of a token in the reply, -2..2
+    logit_bias           token id -> number added to its logit, -100..100
+    seed                 an int: the same seed gives the same reply, in any batch; None: the engine's seed
     stop                 strings that end the reply, and are not part of it
-    stop_token_ids       more token ids that end the reply
-    ignore_eos           do not end at the model's own stop tokens
-    n                    replies to one prompt, >= 1
-    logprobs             log probabilities of this many likeliest tokens, and of the chosen one (0: only that), at each
-                         position, of the model's distribution before anything above changed it; None: none
+    stop_token_ids       additional token ids that end the reply
+    ignore_eos           continue after the model's own stop tokens
+    n                    number of replies to one prompt, >= 1
+    logprobs             number of most likely tokens whose log probabilities are returned at each position, in addition
+                         to the sampled token's; 0..100, None: no log probabilities. They are those of the model's
+                         distribution, before any parameter above changes it
     """
 
     max_tokens: int = parameter(256, Integer(low=1, on_wire=False))
@@ -219,18 +221,18 @@ class SamplingParams:
 
     @cached_property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken each time."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0 or self.top_k == 1
 
     @cached_property
     def adjusts_logits(self) -> bool:
-        """Whether a logits processor changes the logits before anything is drawn."""
+        """Whether a logits processor must change the logits before sampling."""
         default = type(self)()
         names = [name for name, declared in parameters(type(self)).items() if declared.adjusts_logits]
         return any(getattr(self, name) != getattr(default, name) for name in names)
 
     def but(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed, checked anew."""
+        """Return a copy with some fields changed and checked."""
         return replace(self, **changes)
 
 
@@ -245,7 +247,7 @@ _PARAMETERS: dict[type[SamplingParams], Mapping[str, Parameter]] = {}
 
 
 def checked_params(params: object, default: SamplingParams | None = None) -> SamplingParams:
-    """`params` themselves, `default` for None; raises InvalidInput for anything else."""
+    """Return `params`, or `default` for None; raise InvalidInput for another type."""
     if params is None:
         return default or SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -254,7 +256,7 @@ def checked_params(params: object, default: SamplingParams | None = None) -> Sam
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether this is an int, and no bool."""
+    """Whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -265,20 +267,16 @@ def _is_number(value: object) -> bool:
         return False
 
 
-_DRAWN = ("temperature", "top_k", "top_p", "min_p")
-_ALWAYS = ("repetition_penalty",)
-
-
 # ---- rows of a batch
 
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One row of a batch of logits: what to draw with, and what was drawn before.
+    """Describe one row of a batch of logits: its parameters and the tokens sampled before.
 
-    `history` is the prompt and the reply so far (read only by penalties), of which the first `prompt_length` are the
-    prompt. (`seed`, `position`) name the draw: one of each for every token. `stop_token_ids` are what would end the
-    reply, masked while it is shorter than `min_tokens`.
+    `history` is the prompt, `prompt_length` tokens, and the reply so far; only logits processors read it. The pair
+    (`seed`, `position`) identifies a draw: each token has its own. `stop_token_ids` end the reply; they are masked
+    while it is shorter than `min_tokens`.
     """
 
     params: SamplingParams
@@ -291,7 +289,7 @@ class SampleRow:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probability of the chosen token, and of the likeliest (id, log probability), the likeliest first."""
+    """Log probability of the chosen token, and (id, log probability) of the most likely tokens, in that order."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]
@@ -299,15 +297,19 @@ class TokenLogprobs:
 
 # ---- suggestions of checkpoints
 
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+_ALWAYS = ("repetition_penalty",)
+
 
 def suggested(model: Any) -> SamplingParams:
-    """The defaults, with the model's own temperature, top_k, top_p, min_p and repetition_penalty where it has some.
+    """Return the parameters that a checkpoint's generation_config.json suggests, else the defaults.
 
-    `do_sample: false` is what transformers writes where nobody chose, so it does not suggest greedy decoding; of what
-    stands beside it only the penalty counts. A value out of our range is left out.
+    It may suggest temperature, top_k, top_p, min_p and repetition_penalty. transformers writes `do_sample: false` by
+    default, so that does not suggest greedy decoding; it disables all suggestions except the penalty. Values out of
+    range are ignored.
     """
     settings = getattr(model, "generation_config", None)
-    names = _ALWAYS if getattr(settings, "do_sample", None) is False else (*_DRAWN, *_ALWAYS)
+    names = _ALWAYS if getattr(settings, "do_sample", None) is False else (*_SAMPLED, *_ALWAYS)
     params = SamplingParams()
     for name in names:
         value = getattr(settings, name, None)

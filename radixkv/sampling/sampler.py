@@ -1,10 +1,9 @@
-"""Logits to tokens: every row with its own settings, all rows at once.
+"""Sample tokens from a batch of logits, each row with its own parameters.
 
-Knows logits, parameters and token histories. Does not know models, sequences or text. A row's draw depends on its own
-logits, parameters, seed and position alone: not on the batch, the cache or the device.
+A row's token depends on its own logits, parameters, seed and position only: not on the batch, the cache or the device.
 
-Every filter is a threshold: top-k, top-p and min-p each name the smallest logit that they keep, and equal logits share
-one fate. So the kept set needs no tie-breaking, and a draw walks it in the order of token ids.
+Every filter is a threshold: top-k, top-p and min-p each give the smallest logit that they keep, and equal logits are
+kept or dropped together. So the kept set needs no tie-breaking, and is sampled in the order of token ids.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from radixkv.errors import InvalidInput
 from radixkv.sampling.logits_processors import adjusted
 from radixkv.sampling.params import SampleRow, SamplingParams, TokenLogprobs
 
-_FIRST_CANDIDATES = 64  # how many of the likeliest tokens are looked at first when only top_p or min_p cuts
-_WIDEN = 8
-_PAGE = 256  # tokens that are weighed together when nothing is cut off
+_FIRST_CANDIDATES = 64  # most likely tokens that are sorted first if only top_p or min_p filters
+_WIDEN = 8  # factor for the rows whose kept set may reach beyond the candidates
+_PAGE = 256  # tokens whose weights are summed together if no filter applies
 _BELOW_ONE = 1 - 2**-50
 _FLOAT = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The tokens drawn, one per row; log probabilities for the rows that asked, None if no row did.
+    """The sampled tokens, one per row, and log probabilities for the rows with `logprobs`; None if no row has it.
 
-    Rows in `broken` had no finite maximum (NaN, or nothing allowed): their tokens mean nothing.
+    Rows in `broken` had no finite maximum, by a NaN or because every token was masked: their tokens are meaningless.
     """
 
     tokens: list[int]
@@ -42,11 +41,11 @@ class Sampled:
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
-    """Draw one token from each row of logits [len(rows), vocab]; `logits` is left as it is.
+    """Sample one token from each row of logits [len(rows), vocab], which are not changed.
 
-    A row that cannot be drawn from is named in `broken` and changes nothing for the others. Raises InvalidInput if the
-    numbers of rows differ. A batch of greedy rows costs one argmax; top-k costs one partial sort; penalties cost the
-    length of the row's history.
+    A row that cannot be sampled is listed in `broken` and does not affect the others. Raises InvalidInput if the
+    numbers of rows differ. A batch of greedy rows costs one argmax, top-k one partial sort, penalties the length of the
+    row's history.
     """
     if logits.ndim != 2 or logits.shape[0] != len(rows):
         raise InvalidInput(f"logits of shape {tuple(logits.shape)} do not fit {len(rows)} rows")
@@ -56,65 +55,68 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
     best, tokens = processed.max(dim=-1)
     broken = frozenset((~torch.isfinite(best)).nonzero()[:, 0].tolist())
     drawn: list[int] = tokens.tolist()
-    for plan, members in _plans(rows, logits.shape[1], broken).items():
-        for index, token in zip(members, _draw(processed, best, rows, members, plan), strict=True):
+    for candidates, members in _by_candidates(rows, logits.shape[1], broken).items():
+        for index, token in zip(members, _draw(processed, best, rows, members, candidates), strict=True):
             drawn[index] = token
     return Sampled(drawn, _logprobs(logits, rows, drawn), broken)
 
 
-def _plans(rows: Sequence[SampleRow], vocab: int, broken: frozenset[int]) -> dict[int, list[int]]:
-    """Random rows by how many candidates each looks at first, which depends on the row alone; 0: all, unsorted."""
-    plans: dict[int, list[int]] = defaultdict(list)
+def _by_candidates(rows: Sequence[SampleRow], vocab: int, broken: frozenset[int]) -> dict[int, list[int]]:
+    """Group the random rows by the number of candidates that each sorts first; 0: the whole vocabulary, unsorted.
+
+    The number depends on the row's own parameters only.
+    """
+    groups: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         params = row.params
         if params.greedy or index in broken:
             continue
         if params.top_k > 0:
-            # One more than k shows whether the k-th has equals; powers of two put similar rows into one sort.
-            plans[min(1 << max(params.top_k, 15).bit_length(), vocab)].append(index)
+            # More than k candidates show ties with the k-th; powers of two put similar rows into one sort.
+            groups[min(1 << max(params.top_k, 15).bit_length(), vocab)].append(index)
         elif params.top_p < 1 or params.min_p > 0:
-            plans[min(_FIRST_CANDIDATES, vocab)].append(index)
+            groups[min(_FIRST_CANDIDATES, vocab)].append(index)
         else:
-            plans[0].append(index)
-    return plans
+            groups[0].append(index)
+    return groups
 
 
-def _draw(adjusted: Tensor, best: Tensor, rows: Sequence[SampleRow], members: list[int], candidates: int) -> list[int]:
-    """Draw for the rows `members`, which share a plan."""
+def _draw(logits: Tensor, best: Tensor, rows: Sequence[SampleRow], members: list[int], candidates: int) -> list[int]:
+    """Sample the rows `members`, which sort the same number of candidates."""
     chosen = [rows[index] for index in members]
-    everybody = len(members) == len(rows)
-    dice = _Dice(
-        adjusted if everybody else adjusted[members],
-        (best if everybody else best[members])[:, None],
+    all_rows = len(members) == len(rows)
+    draw = _RandomDraw(
+        logits if all_rows else logits[members],
+        (best if all_rows else best[members])[:, None],
         [row.params for row in chosen],
         torch.tensor([[_uniform(row.seed, row.position)] for row in chosen], dtype=torch.float64, device=best.device),
     )
-    return dice.roll_all() if candidates == 0 else dice.roll(candidates)
+    return draw.from_all() if candidates == 0 else draw.from_candidates(candidates)
 
 
 def _uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that only (seed, position) decide; 48 bits, so that no product rounds up to the total."""
+    """Return the number in [0, 1) of (seed, position). It has 48 bits, so that no product rounds up to the total."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed % 2**64, position % 2**64), digest_size=6).digest()
     return int.from_bytes(digest, "little") / 2**48
 
 
-class _Dice:
-    """Rows on their way to a draw: logits [rows, vocab], their maximum [rows, 1], parameters, uniforms [rows, 1]."""
+class _RandomDraw:
+    """Sample rows of logits [rows, vocab], given their maximum [rows, 1], parameters and uniform numbers [rows, 1]."""
 
     def __init__(self, logits: Tensor, best: Tensor, params: list[SamplingParams], uniform: Tensor) -> None:
         self.logits, self.best, self.params, self.uniform = logits, best, params, uniform
-        # What float32 has no number for would make 0/0 or inf/inf.
+        # Clamped to float32: a temperature that underflows or overflows would give 0/0 or inf/inf.
         self.temperature = self._column([p.temperature for p in params]).clamp(_FLOAT.tiny, _FLOAT.max).float()
 
     def _column(self, numbers: Sequence[float]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=self.logits.device)[:, None]
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        """Logits over temperature, the likeliest being 0: so no temperature can overflow."""
+        """Return logits over temperature, shifted so that the maximum is 0: no temperature can overflow."""
         return (logits - self.best).float().div_(self.temperature)
 
-    def roll_all(self) -> list[int]:
-        """Draw from the entire distribution: a page of tokens by the pages' weights, then a token of the page."""
+    def from_all(self) -> list[int]:
+        """Sample the whole distribution: first a page of tokens by the sums of the pages, then a token of the page."""
         weights = self._scaled(self.logits).exp_()
         pages = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _PAGE)).view(len(weights), -1, _PAGE)
         cumulative = pages.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
@@ -122,15 +124,15 @@ class _Dice:
         page = torch.searchsorted(cumulative, target, right=True)
         rest = target - torch.where(page > 0, cumulative.gather(1, (page - 1).clamp_min(0)), 0.0)
         within = pages.take_along_dim(page[:, :, None], dim=1)[:, 0].cumsum(dim=1, dtype=torch.float64)
-        # Two sums of a page may differ in the last bit: stay below the one that is searched.
+        # Two sums of a page may differ in the last bit: stay below the sum that is searched.
         place = torch.searchsorted(within, torch.minimum(rest, within[:, -1:] * _BELOW_ONE), right=True)
         tokens: list[int] = (page * _PAGE + place)[:, 0].tolist()
         return tokens
 
-    def roll(self, candidates: int) -> list[int]:
-        """Draw from what top-k, top-p and min-p keep, looking at the likeliest `candidates` only.
+    def from_candidates(self, candidates: int) -> list[int]:
+        """Sample the tokens that top-k, top-p and min-p keep, sorting only the most likely `candidates`.
 
-        Rows whose kept set may reach beyond the candidates are drawn again from more of them.
+        Rows whose kept set may reach beyond the candidates are sampled again with more candidates.
         """
         best_logits, ids = self.logits.topk(candidates, dim=1)
         values = self._scaled(best_logits)
@@ -145,16 +147,15 @@ class _Dice:
         unfinished = (values[:, -1:] >= threshold)[:, 0].nonzero()[:, 0].tolist()
         if unfinished:
             wider = min(candidates * _WIDEN, self.logits.shape[1])
-            for index, token in zip(unfinished, self._only(unfinished).roll(wider), strict=True):
+            for index, token in zip(unfinished, self._select(unfinished).from_candidates(wider), strict=True):
                 tokens[index] = token
         return tokens
 
-    def _only(self, rows: list[int]) -> _Dice:
-        """Some of these rows."""
-        return _Dice(self.logits[rows], self.best[rows], [self.params[row] for row in rows], self.uniform[rows])
+    def _select(self, rows: list[int]) -> _RandomDraw:
+        return _RandomDraw(self.logits[rows], self.best[rows], [self.params[row] for row in rows], self.uniform[rows])
 
     def _threshold(self, values: Tensor, weights: Tensor) -> Tensor:
-        """The smallest value [rows, 1] that all three filters keep, among candidates sorted from the likeliest."""
+        """Return the smallest value [rows, 1] that all three filters keep. `values` are sorted in descending order."""
         last = values.shape[1] - 1
         top_k = self._column([min(max(p.top_k, 0), self.logits.shape[1]) for p in self.params])
         top_p = self._column([p.top_p for p in self.params])
@@ -163,15 +164,15 @@ class _Dice:
         within = weights * (values >= kth)
         total = within.sum(dim=1, keepdim=True)
         if any(p.top_k <= 0 and p.top_p < 1 for p in self.params):
-            everything = self._scaled(self.logits).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
-            total = torch.where(top_k > 0, total, everything)
+            whole = self._scaled(self.logits).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
+            total = torch.where(top_k > 0, total, whole)
         nucleus = (within.cumsum(dim=1) - within < top_p * total).sum(dim=1, keepdim=True)
         mass = values.gather(1, (nucleus - 1).clamp(0, last)).masked_fill(top_p >= 1, -torch.inf)
         return torch.maximum(torch.maximum(kth, mass), min_p.log().to(values.dtype))
 
 
 def _logprobs(logits: Tensor, rows: Sequence[SampleRow], tokens: list[int]) -> list[TokenLogprobs | None] | None:
-    """Log probabilities under the model's own distribution, for the rows that want them."""
+    """Return log probabilities of the model's own distribution, for the rows with `logprobs`."""
     wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     if not wanted:
         return None

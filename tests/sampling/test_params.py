@@ -1,4 +1,4 @@
-"""Sampling parameters are checked when they are made, and say what is allowed."""
+"""Sampling parameters are checked when they are created, and errors give the allowed range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vectorised sampler against one row at a time in plain Python, and against transformers where they agree."""
+"""The vectorised sampler equals a sampler of one row in plain Python, and transformers where the two agree."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def by_hand(logits: list[float], row: SampleRow) -> tuple[list[float], int, floa
     return probabilities, int(np.searchsorted(edges, uniform, side="right")), float(np.abs(edges - uniform).min())
 
 
-# Penalties and biases that float32 holds exactly: what ties by hand ties in the sampler too.
+# Penalties and biases that float32 represents exactly, so that ties are ties in both samplers.
 PARAMS = st.builds(
     SamplingParams,
     min_tokens=st.integers(0, 4),
@@ -110,7 +110,7 @@ def test_every_row_is_what_it_is_by_hand(rows: list[SampleRow], seed: int) -> No
     assert torch.equal(logits, untouched)
     for token, row, values in zip(found, rows, logits, strict=True):
         probabilities, expected, distance = by_hand(values.tolist(), row)
-        if distance > 1e-5:  # nearer to an edge than float32 can tell
+        if distance > 1e-5:  # else the draw is too close to an edge for float32
             assert token == expected
         assert not probabilities or probabilities[token] > 0
 
