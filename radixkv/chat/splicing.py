@@ -142,10 +142,10 @@ class Splicing:
                 "the chat template dropped an assistant's message: it cannot be used with history='template'"
             )
         before = text[: min(text.find(mark) for mark in marks)]
-        behind = text[max(text.rfind(mark) + len(mark) for mark in marks) :]
+        after = text[max(text.rfind(mark) + len(mark) for mark in marks) :]
         if reply.calls:
-            return before, from_stop_text(behind, self._stops, self._form.after_calls)
-        return before, without_closing(self._rendering, behind, reply.ids, self._stops)
+            return before, from_stop_text(after, self._stops, self._form.after_calls)
+        return before, without_closing(self._rendering, after, reply.ids, self._stops)
 
     def _with_lead(self, reply: _Sampled, before: str, *, thinks: bool) -> Piece:
         """Return the text to encode before a reply, and the ids of the reply that remain.

@@ -80,8 +80,8 @@ def sampled_text(template: ChatTemplate, messages: Sequence[Message], at: int) -
     if reply.get("tool_calls"):
         return _with_calls(template, reply, list(takewhile(_is_result, messages[at + 1 :])), opened=opened)
     answer = str(reply["content"]).rpartition(THINK_END)[2].lstrip()
-    in_history, found, behind = _after_prompt(template, [_LAST, reply, _LAST]).partition(answer)
-    said = answer + _closing(behind, template.stop_texts)
+    in_history, found, after = _after_prompt(template, [_LAST, reply, _LAST]).partition(answer)
+    said = answer + _closing(after, template.stop_texts)
     if THINK_END in reply["content"] or "reasoning_content" in reply:
         shown = _after_prompt(template, [_LAST, reply], is_last=True).partition(answer)[0]
         if _THOUGHT in shown:
@@ -92,9 +92,9 @@ def sampled_text(template: ChatTemplate, messages: Sequence[Message], at: int) -
     return (f"{THINK_END}\n\n" if opened and THINK_END not in in_history else "") + in_history + said
 
 
-def _closing(behind: str, stops: Sequence[str]) -> str:
+def _closing(after: str, stops: Sequence[str]) -> str:
     """Return the text that a model samples between its answer and the stop token; empty without a stop token."""
-    turn = behind.partition(_LAST["content"])[0]
+    turn = after.partition(_LAST["content"])[0]
     return turn[: min((at for at in map(turn.find, stops) if at >= 0), default=0)]
 
 
@@ -107,10 +107,10 @@ def _thought(template: ChatTemplate, *, opened: bool) -> str:
 def _with_calls(template: ChatTemplate, reply: Message, results: Sequence[Message], *, opened: bool) -> str:
     text = _after_prompt(template, [_LAST, reply, *results])
     last = str(_CALLS[len(reply["tool_calls"]) - 1].arguments["to"])
-    _, found, behind = text.partition(last)
+    _, found, after = text.partition(last)
     if not found:
         raise ChatError("the chat template does not show tool calls")
-    said = text.removesuffix(from_stop_text(behind, template.stop_texts, template.form.after_calls))
+    said = text.removesuffix(from_stop_text(after, template.stop_texts, template.form.after_calls))
     if _THOUGHT in said:
         return said
     if "reasoning_content" in reply:

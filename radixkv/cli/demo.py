@@ -166,7 +166,7 @@ def _verdict(played: Played, different: list[int]) -> Panel:
 
 def savings(cached: Run, uncached: Run) -> Table:
     """Format the savings of the cache, one row per quantity."""
-    table = Table(title="What sharing saved", title_justify="left", title_style="bold")
+    table = Table(title="Savings by sharing", title_justify="left", title_style="bold")
     for name in ("", "with the cache", "without"):
         table.add_column(name, justify="left" if not name else "right")
     hit, miss = cached.stats, uncached.stats

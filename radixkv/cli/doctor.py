@@ -231,7 +231,7 @@ def _self_test(loaded: LoadedModel) -> Finding:
     except RadixKVError as failed:
         return problem("self-test", str(failed))
     allowed = f"{TOLERANCE.get(loaded.dtype, 1e-1):.0e} is allowed"
-    return ok("self-test", f"paged, chunked and shared logits are the model's own, but for {error:.1e} ({allowed})")
+    return ok("self-test", f"paged, chunked and shared logits equal the model's own within {error:.1e} ({allowed})")
 
 
 # ---- faster settings

@@ -97,7 +97,7 @@ def _judged(requirement: Requirement) -> Finding:
         return ok(name, f"{here} ({wanted})")
     oldest = SpecifierSet(",".join(str(each) for each in range_ if each.operator in (">=", ">", "==", "~=")))
     if oldest.contains(here, prereleases=True):
-        return note(name, f"{here} is newer than what was tested ({wanted})")
+        return note(name, f"{here} is newer than the tested versions ({wanted})")
     return problem(name, f"{here} is too old ({wanted})")
 
 
@@ -162,21 +162,21 @@ def _chat(loaded: LoadedModel) -> Iterator[Finding]:
     if found.appends and not found.appends_with_tools:
         lost = found.tried.loss(tools=True)
         yield note(
-            "chat template", f"with tools, chat() renders histories anew: appending would lose something: {lost}"
+            "chat template", f"with tools, chat() renders histories again: appending would lose something: {lost}"
         )
     yield from _untaken(found)
 
 
 def _growing(found: Histories) -> Finding:
     """Explain how a conversation grows, and the reason."""
-    anew = "chat() renders histories anew (history='template')"
+    anew = "chat() renders histories again (history='template')"
     if found.strips_thinking:
         drops = f"it drops the thinking of earlier turns, so {anew}"
         return note("chat template", f"{drops}: a turn's prefix is cached up to the last reply that thought")
     if not found.appends:
         return note("chat template", f"{anew}: appending would lose something: {found.tried.loss(tools=False)}")
     if found.inexact is not None:
-        nearly = "an appended history is not quite what it renders, and lacks nothing"
+        nearly = "an appended history differs from the rendered one, but loses no text"
         return note("chat template", f"{nearly}: {found.inexact}")
     return ok("chat template", "appended histories read exactly as the template renders them")
 

@@ -144,7 +144,7 @@ def test_ctrl_c_while_typing_does_not_leave(engine, monkeypatch):
     monkeypatch.setattr("builtins.input", typing)
     out = io.StringIO()
     Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=120)).loop()
-    assert "/quit leaves" in out.getvalue()
+    assert "/quit quits" in out.getvalue()
     assert "Hello! How can I help you today?" in out.getvalue()
 
 

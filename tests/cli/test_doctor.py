@@ -80,7 +80,7 @@ def test_the_bundled_model_is_well(examine: Any, tiny: LoadedModel) -> None:
     assert found["chat template"] == [("ok", "appended histories read exactly as the template renders them")]
     (status, said), *_ = found["self-test"]
     assert status == "ok"
-    assert 0 < float(said.partition("but for ")[2].partition(" ")[0]) < 1e-4
+    assert 0 < float(said.partition("within ")[2].partition(" ")[0]) < 1e-4
 
 
 def test_a_line_for_each_finding(capsys: pytest.CaptureFixture[str]) -> None:

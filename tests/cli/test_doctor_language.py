@@ -99,11 +99,14 @@ def conversations(tiny: LoadedModel, template: str | None) -> list[str]:
         (THINKING, ["note: it drops the thinking of earlier turns, so chat() renders", "note: tools do not reach"]),
         (
             MISTRAL,
-            ["note: an appended history is not quite what it renders, and lacks nothing: system: token 7 is 'A'"],
+            ["note: an appended history differs from the rendered one, but loses no text: system: token 7 is 'A'"],
         ),
-        (COUNTS, ["note: chat() renders histories anew (history='template'): appending would lose something: plain: "]),
-        (OPENS, ["note: an appended history is not quite what it renders, and lacks nothing: plain: "]),
-        (COUNTS_WITH_TOOLS, ["ok: ", "note: with tools, chat() renders histories anew: appending would lose"]),
+        (
+            COUNTS,
+            ["note: chat() renders histories again (history='template'): appending would lose something: plain: "],
+        ),
+        (OPENS, ["note: an appended history differs from the rendered one, but loses no text: plain: "]),
+        (COUNTS_WITH_TOOLS, ["ok: ", "note: with tools, chat() renders histories again: appending would lose"]),
         (PLAIN, ["ok: ", "note: tools do not reach the model: it has no place for them"]),
         (NO_SYSTEM, ["ok: ", "note: system prompts and tools do not reach the model: it has no place for them"]),
         (NO_CALLS, ["ok: ", "note: it takes no tools: the chat template does not show tool calls"]),
