@@ -1,7 +1,7 @@
-"""The engine's heart: schedule, run, commit.
+"""Run the engine's steps: schedule, run, commit.
 
-Knows: the cache, the scheduler and a runner, and what an exception inside a step costs. Knows no thread and no queue:
-one caller at a time, in practice the engine's thread.
+Only the engine's thread calls a core. An exception inside a step ends the requests that caused it, and no other if that
+can be found out. Only KV of forwards that returned finite logits is published.
 """
 
 from __future__ import annotations
@@ -9,95 +9,97 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.kv_scrub import Auditor
-from radixkv.engine.request import Request, Stream, TokenIds, failure
-from radixkv.engine.reuse_policy import ReusePolicy
+from radixkv.engine.fault_isolation import failure, in_halves
+from radixkv.engine.observers import EngineObserver
+from radixkv.engine.request import Request, Stream, TokenIds
+from radixkv.engine.reuse_policy import reuse_policy
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import SequenceInput
-from radixkv.sampling.params import SampleRow, TokenLogprobs
+from radixkv.sampling.params import SampleRow
 from radixkv.sampling.sampler import Sampled, sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from radixkv.engine.observers.recorder import RequestRecorder
-    from radixkv.engine.observers.trace_writer import TraceWriter
-
 _log = logging.getLogger(__name__)
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 Row = tuple[int, Stream]
 
 
 class Forward(Protocol):
-    """What computes a step; `radixkv.models.runner.Runner` does."""
+    """Computes a step; `radixkv.models.runner.Runner` does."""
 
     def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> Tensor:
-        """Run all copies, then all chunks; logits [len(chunks), vocab] behind each chunk's last token."""
+        """Run all copies, then all chunks; returns logits [len(chunks), vocab] of each chunk's last token."""
+        ...
+
+
+class BackgroundTask(Protocol):
+    """Work that is done in pieces, one after each step; `kv_scrub.Auditor` is one."""
+
+    def due_in(self, *, busy: bool) -> float | None:
+        """Return the seconds until a piece is due; None for never. `busy` says whether there are requests."""
+        ...
+
+    def step(self, *, busy: bool) -> None:
+        """Do one piece if it is due. Raises nothing."""
+        ...
+
+    def close(self, error: EngineClosed) -> None:
+        """End: the engine was closed."""
         ...
 
 
 class Core:
-    """Requests in, chunks and completions out, one step at a time."""
+    """Runs requests over one cache and one runner, one step at a time."""
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        runner: Forward,
-        config: EngineConfig,
-    ) -> None:
+    def __init__(self, cache: PrefixCache, runner: Forward, config: EngineConfig) -> None:
         """Own `cache` and `runner` from now on."""
         self.cache = cache
         self.runner = runner
+        self.config = config
         self.counters = Counters()
-        self._reuse_policy = ReusePolicy(cache, config, row_dependent=getattr(runner, "row_dependent", False))
-        self.scheduler = Scheduler(cache, config, self.counters, self._end, self._reuse_policy)
-        self.auditor = Auditor(
-            cache, runner, self.scheduler, self.counters, self._end, reuse=config.prefix_cache, scrub=config.scrub_rate
-        )
-        self.telemetry: RequestRecorder | None = None  # is told of requests, if anybody wants to know
-        self.recording: TraceWriter | None = None  # is told how requests ended
+        self.observers: list[EngineObserver] = []
+        self.background: list[BackgroundTask] = []
         self.step_seconds, self.step_tokens = 0.0, 0  # of all steps that ran something
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; those that ended are passed over
+        self._reuse = reuse_policy(cache, config, row_dependent=getattr(runner, "row_dependent", False))
+        self.scheduler = Scheduler(cache, config, self.counters, self._reuse, self.observers, self.end)
+        self.admission = self.scheduler.admission
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; requests that ended are skipped
 
     @property
     def busy(self) -> bool:
         """Whether there is a request that has not ended."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    @property
-    def reuses(self) -> bool:
-        """Whether requests look for cached prefixes at all."""
-        return self._reuse_policy.on
-
     def idle_for(self) -> float | None:
-        """Seconds for which a step would have nothing to do: 0.0 for none, None until somebody calls.
+        """Return the seconds for which a step would have nothing to do: 0.0 for none, None until the next call.
 
-        Only requests that nobody reads, and deadlines, let the engine rest while it is busy.
+        While there are requests, only paused ones and deadlines let the engine rest.
         """
         if any(not each.channel.paused for each in chain(self.scheduler.running, self.scheduler.waiting)):
             return 0.0
-        rests = [self.auditor.rest(busy=self.busy)]
+        waits = [task.due_in(busy=self.busy) for task in self.background]
         if self.busy and self._deadlines:
-            rests.append(max(self._deadlines[0][0] - time.perf_counter(), 0.0))
-        return min((rest for rest in rests if rest is not None), default=None)
+            waits.append(max(self._deadlines[0][0] - time.perf_counter(), 0.0))
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def add(self, request: Request) -> None:
-        """Queue a request that fits the pool: see `Scheduler.check_fits`."""
+        """Queue a request that fits the pool: see `Admission.check_fits`."""
         self.scheduler.add(request)
-        if self.telemetry is not None:
-            self.telemetry.added(request)
+        for observer in self.observers:
+            observer.added(request)
         if request.deadline is not None:
             if len(self._deadlines) > 2 * (len(self.scheduler.running) + len(self.scheduler.waiting)):
                 self._deadlines = [each for each in self._deadlines if not each[2].channel.ended]
@@ -105,46 +107,43 @@ class Core:
             heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
     def cancel(self, request: Request) -> None:
-        """End a request that has not ended; what it computed stays cached. Between two steps only."""
+        """End a request that has not ended; its computed tokens stay cached. Between two steps only."""
         if not request.channel.ended:
             self._publish_all(request)
-        self._end(request, RequestCancelled("the request was cancelled"))
+        self.end(request, RequestCancelled("the request was cancelled"))
 
     def disable_backpressure(self) -> None:
-        """Pause nobody from now on: the engine drains, and a reader who has left would hold up its end."""
+        """Pause no request from now on: a draining engine would wait for readers that have left."""
         for request in chain(self.scheduler.running, self.scheduler.waiting):
             request.channel.disable_backpressure()
 
-    def end_all(self, error: EngineError) -> None:
-        """End every request, waiting or running. Raises nothing: nobody is to wait for ever."""
+    def close(self, error: EngineError) -> None:
+        """End every request, and release the pool and the cache; no other method may be called afterwards."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             try:
-                self._end(request, error)
+                self.end(request, error)
             except Exception:
                 _log.exception("what a request held could not be freed")
-
-    def close(self, error: EngineError) -> None:
-        """End every request and let go of the pool and the cache; nothing may be called behind it."""
-        self.end_all(error)
-        self.auditor.close(EngineClosed("the engine was closed during the audit"))
+        for task in self.background:
+            task.close(EngineClosed("the engine was closed during the audit"))
         self.scheduler.close()
-        self._reuse_policy.close()
+        self._reuse.close()
         del self.runner, self.cache
 
     def demote(self, tokens: TokenIds, keep: int, namespace: Hashable) -> None:
-        """Put what is cached of `tokens` from position `keep` on, and shared with nothing else, first in line to go."""
+        """Evict the cached part of `tokens` from position `keep` on first, as far as no other prefix shares it."""
         cached = self.cache.match(tokens, namespace).length  # a reply's last token never is
         self.cache.demote(tokens[:cached], namespace, start=keep)
 
     # ---- one step
 
     def step(self) -> None:
-        """Schedule, run, commit. An exception ends the requests that caused it, if that can be told, and no other."""
+        """Schedule, run, commit."""
         work: list[Work] = []
         begun = time.perf_counter()
         try:
-            self._expire()
-            work = self._schedule()
+            self._end_overdue()
+            work = self.scheduler.schedule()
             for part, logits in self._run(work):
                 self._commit(part, logits)
         except Exception as error:
@@ -152,75 +151,80 @@ class Core:
         if work:
             self.step_seconds += time.perf_counter() - begun
             self.step_tokens += sum(len(each.tokens) for each in work)
-        self.auditor.step(busy=self.busy)
+        for task in self.background:
+            task.step(busy=self.busy)
 
-    def _expire(self) -> None:
-        """End the requests whose time is over."""
+    def _end_overdue(self) -> None:
+        """End the requests whose deadline has passed."""
         while self._deadlines and (self._deadlines[0][0] <= time.perf_counter() or self._deadlines[0][2].channel.ended):
             request = heapq.heappop(self._deadlines)[2]
             if not request.channel.ended:
                 waited = time.perf_counter() - request.submitted
                 self._publish_all(request)
-                self._end(request, RequestTimedOut(f"the request did not finish in time: {waited:.3g} s have passed"))
+                self.end(request, RequestTimedOut(f"the request did not finish in time: {waited:.3g} s have passed"))
 
-    def _schedule(self) -> list[Work]:
-        return self.scheduler.schedule()
+    # ---- run
 
     def _run(self, work: list[Work]) -> list[tuple[list[Work], Tensor]]:
-        """The logits of all work, as a rule in one piece.
-
-        If the forward raises, each half is tried alone, and so on: what ran writes the same again, so only a request
-        that fails by itself fails, and what was too much for the memory at once gets through in parts.
-        """
+        """Return the logits of all work; in several parts only if a forward raised."""
         if not work:
             return []
         self.counters.steps += 1
-        chunks = [(each, _chunk(each)) for each in work]
-        parts = _halving(chunks, self._forward, _of_chunk, self._end)
-        return [([each for each, _ in part], logits) for part, logits in parts]
+        try:
+            return [(work, self._forward(work))]
+        except Exception as raised:
+            error = raised
+        return in_halves(work, self._forward, lambda each: each.stream.request, self._fail_alone, error)
 
-    def _forward(self, items: list[tuple[Work, SequenceInput]]) -> Tensor:
-        copies = list(chain.from_iterable(each.plan.copies for each, _ in items))
-        return self.runner.run([chunk for _, chunk in items], copies)
+    def _forward(self, work: list[Work]) -> Tensor:
+        chunks = [
+            SequenceInput(
+                np.frombuffer(each.tokens, dtype=np.int32),
+                each.start,
+                each.plan.slots,
+                each.stream.sequence.block_table,
+                each.isolated,
+            )
+            for each in work
+        ]
+        return self.runner.run(chunks, list(chain.from_iterable(each.plan.copies for each in work)))
 
     # ---- commit
 
     def _commit(self, work: list[Work], logits: Tensor) -> None:
-        sound = torch.isfinite(logits.amax(dim=1)).tolist()
-        for each, is_sound in zip(work, sound, strict=True):
+        """Publish the computed chunks, sample the next tokens, and close the streams that ended."""
+        finite = torch.isfinite(logits.amax(dim=1)).tolist()
+        for each, is_finite in zip(work, finite, strict=True):
             request = each.stream.request
             try:
                 if not request.channel.ended:  # another stream of it failed
-                    self._commit_one(each, is_sound)
+                    self._commit_chunk(each, is_finite)
             except Exception as error:
                 self._fail_alone(request, error)
-        self._sample(self._rows(work), logits)
+        for rows, sampled in self._draw(self._rows_to_sample(work), logits):
+            self._accept(rows, sampled)
         for request in {each.stream.request: None for each in work}:
             try:
-                self._settle(request)
+                self._close_finished(request)
             except Exception as error:
                 self._fail_alone(request, error)
 
-    def _commit_one(self, work: Work, is_sound: bool) -> None:
-        """Keep what a chunk computed, and publish it; never the KV of a forward that gave no numbers."""
-        if not is_sound:
+    def _commit_chunk(self, work: Work, is_finite: bool) -> None:
+        """Count and publish a computed chunk; never the KV of a forward that gave no numbers."""
+        if not is_finite:
             raise InvalidInput("the model's logits have no finite maximum: it computed NaN or infinity")
-        self._count(work)
-        publish = self._reuse_policy.publishes(work.stream, len(work.tokens), isolated=work.isolated)
-        work.stream.sequence.commit(publish)
-
-    def _count(self, work: Work) -> None:
-        counters, stream = self.counters, work.stream
-        new = stream.computed(work.start, len(work.tokens))
+        counters, stream, count = self.counters, work.stream, len(work.tokens)
+        new, hits = stream.count_computed(work.start, count)
         counters.computed_tokens += new
-        counters.recomputed_tokens += len(work.tokens) - new
-        counters.cached_tokens += stream.take_hits()
+        counters.recomputed_tokens += count - new
+        counters.cached_tokens += hits
         if not stream.request.counted:
             stream.request.counted = True
             counters.prompt_tokens += len(stream.request.prompt)
+        stream.sequence.commit(self._reuse.publishes(stream, count, isolated=work.isolated))
 
-    def _rows(self, work: list[Work]) -> list[Row]:
-        """Row of the logits and stream, for all that sample; forks requests that have just computed their prompt."""
+    def _rows_to_sample(self, work: list[Work]) -> list[Row]:
+        """Return (row of the logits, stream) for each stream that samples; forks requests whose prompt is computed."""
         rows: list[Row] = []
         for row, each in enumerate(work):
             request = each.stream.request
@@ -236,30 +240,35 @@ class Core:
                 self._fail_alone(request, error)
         return rows
 
-    def _sample(self, rows: list[Row], logits: Tensor) -> None:
-        """Draw a token for each row, all at once; if that raises, in halves."""
-
-        def draw(part: list[Row]) -> Sampled:
-            return sample(_rows_of(logits, [row for row, _ in part]), [_sample_row(stream) for _, stream in part])
-
+    def _draw(self, rows: list[Row], logits: Tensor) -> list[tuple[list[Row], Sampled]]:
+        """Sample a token for each row; in several parts only if that raised."""
         if not rows:
-            return
-        for part, sampled in _halving(rows, draw, _of_row, self._end):
-            logprobs = sampled.logprobs or [None] * len(part)
-            for place, (_, stream) in enumerate(part):
-                try:
-                    if not stream.request.channel.ended:  # another stream of it failed
-                        self._accept(stream, sampled.tokens[place], logprobs[place], place in sampled.broken)
-                except Exception as error:
-                    self._fail_alone(stream.request, error)
+            return []
+        draw = partial(_sample_rows, logits)
+        try:
+            return [(rows, draw(rows))]
+        except Exception as raised:
+            error = raised
+        return in_halves(rows, draw, lambda row: row[1].request, self._fail_alone, error)
 
-    def _accept(self, stream: Stream, token: int, logprobs: TokenLogprobs | None, broken: bool) -> None:
-        if broken:
-            raise InvalidInput("the logits have no finite maximum: the sampling parameters leave nothing to draw")
-        self.counters.output_tokens += 1
-        stream.request.channel.put(stream.accept(token, logprobs))
+    def _accept(self, rows: list[Row], sampled: Sampled) -> None:
+        """Append the sampled tokens to their streams, and hand the text that they release to the callers."""
+        logprobs = sampled.logprobs or [None] * len(rows)
+        for index, (_, stream) in enumerate(rows):
+            request = stream.request
+            if request.channel.ended:  # another stream of it failed
+                continue
+            try:
+                if index in sampled.broken:
+                    raise InvalidInput(
+                        "the logits have no finite maximum: the sampling parameters leave nothing to draw"
+                    )
+                self.counters.output_tokens += 1
+                request.channel.put(stream.accept(sampled.tokens[index], logprobs[index]))
+            except Exception as error:
+                self._fail_alone(request, error)
 
-    def _settle(self, request: Request) -> None:
+    def _close_finished(self, request: Request) -> None:
         """Close the streams that ended, and the request with its last one."""
         if request.channel.ended:
             return
@@ -267,34 +276,19 @@ class Core:
             request.streams[0].finish_reason = "length"  # only the prompt was asked for
         finished = [stream for stream in request.streams if stream.finish_reason is not None]
         for stream in finished:
-            self._reuse_policy.leave(stream)
+            self._reuse.publish_rest(stream)
             stream.close()
         if len(finished) == request.width:
             self.scheduler.remove(request)
             request.channel.finish(request.completion())
             self.counters.finished += 1
-            self._tell_end(request, None)
+            for observer in self.observers:
+                observer.ended(request, None)
 
-    def _publish_all(self, request: Request) -> None:
-        for stream in request.streams:
-            self._reuse_policy.leave(stream)
+    # ---- end a request
 
-    # ---- ends
-
-    def _fail_alone(self, request: Request, error: Exception) -> None:
-        """What raised was this request's own: it ends, and no other."""
-        _log.error("a request failed", exc_info=error)
-        self._end(request, failure(error))
-
-    def _fail(self, work: list[Work], error: Exception) -> None:
-        """End the requests of a step that raised; all that run if it raised before there was a plan for all."""
-        _log.exception("a step of %d chunks failed", len(work))
-        # Never none: a step must not raise for ever.
-        running = self.scheduler.running or list(self.scheduler.waiting)[:1]
-        for request in [each.stream.request for each in work] or list(running):
-            self._end(request, failure(error))
-
-    def _end(self, request: Request, error: Exception) -> None:
+    def end(self, request: Request, error: Exception) -> None:
+        """End a request with an error, unless it has ended."""
         if request.channel.ended:
             return
         try:
@@ -304,68 +298,42 @@ class Core:
             self.counters.failed += not isinstance(error, RequestCancelled)
             self.counters.timed_out += isinstance(error, RequestTimedOut)
             request.channel.fail(error)
-            self._tell_end(request, error)
+            for observer in self.observers:
+                observer.ended(request, error)
 
-    def _tell_end(self, request: Request, error: Exception | None) -> None:
-        for listener in (self.telemetry, self.recording):
-            if listener is not None:
-                listener.ended(request, error)
+    def _publish_all(self, request: Request) -> None:
+        for stream in request.streams:
+            self._reuse.publish_rest(stream)
 
+    def _fail_alone(self, request: Request, error: Exception) -> None:
+        """End the one request that raised."""
+        _log.error("a request failed", exc_info=error)
+        self.end(request, failure(error))
 
-def _halving(
-    items: list[Item],
-    call: Callable[[list[Item]], Result],
-    owner: Callable[[Item], Request],
-    end: Callable[[Request, Exception], None],
-) -> list[tuple[list[Item], Result]]:
-    """`call` on all items; if it raises, on each half alone, and so on; `end` ends the owner of one that raises alone.
-
-    Items of a request that has ended meanwhile are left out. Costs 2 log n calls of falling size for each that fails.
-    """
-    items = [item for item in items if not owner(item).channel.ended]
-    if not items:
-        return []
-    try:
-        return [(items, call(items))]
-    except Exception as error:
-        problem = error
-    if len(items) == 1:
-        _log.error("a request failed", exc_info=problem)
-        end(owner(items[0]), failure(problem))
-        return []
-    _log.warning("a step of %d parts raised %r: trying its halves", len(items), problem)
-    del problem  # with its frames go the tensors that they hold: out-of-memory may be why we are here
-    middle = len(items) // 2
-    return _halving(items[:middle], call, owner, end) + _halving(items[middle:], call, owner, end)
+    def _fail(self, work: list[Work], error: Exception) -> None:
+        """End the requests of a step that raised; all running ones if it raised before all chunks were planned."""
+        _log.exception("a step of %d chunks failed", len(work))
+        # At least one request, so that the same step does not raise for ever.
+        running = self.scheduler.running or list(self.scheduler.waiting)[:1]
+        for request in [each.stream.request for each in work] or list(running):
+            self.end(request, failure(error))
 
 
-def _of_chunk(item: tuple[Work, SequenceInput]) -> Request:
-    return item[0].stream.request
-
-
-def _of_row(row: Row) -> Request:
-    return row[1].request
-
-
-def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
-    """Those rows; without a copy if it is all of them, as it is while everybody decodes."""
-    if rows == list(range(len(logits))):
-        return logits
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
-
-
-def _chunk(work: Work) -> SequenceInput:
-    tokens = np.frombuffer(work.tokens, dtype=np.int32)
-    return SequenceInput(tokens, work.start, work.plan.slots, work.stream.sequence.block_table, work.isolated)
-
-
-def _sample_row(stream: Stream) -> SampleRow:
-    request = stream.request
-    return SampleRow(
-        params=request.params,
-        seed=stream.seed,
-        position=len(stream.tokens),
-        history=stream.tokens,
-        prompt_length=len(request.prompt),
-        stop_token_ids=request.stop_ids,
+def _sample_rows(logits: Tensor, rows: list[Row]) -> Sampled:
+    indices = [row for row, _ in rows]
+    if indices != list(range(len(logits))):  # while every stream decodes, all rows are sampled, without a copy
+        logits = logits.index_select(0, torch.tensor(indices, device=logits.device))
+    return sample(
+        logits,
+        [
+            SampleRow(
+                params=stream.request.params,
+                seed=stream.seed,
+                position=len(stream.tokens),
+                history=stream.tokens,
+                prompt_length=len(stream.request.prompt),
+                stop_token_ids=stream.request.stop_ids,
+            )
+            for _, stream in rows
+        ],
     )

@@ -23,7 +23,7 @@ from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
 from radixkv.engine.input_processor import InputProcessor, Params, Prompt, check_seconds
-from radixkv.engine.kv_scrub import piece_tokens
+from radixkv.engine.kv_scrub import Auditor, piece_tokens
 from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Warmed
@@ -60,16 +60,18 @@ class RequestEngine:
         self.config = config
         self._model = model
         core = Core(cache, runner, config)
+        auditor = Auditor(core, scrub=config.scrub_rate)
         thread = EngineThread(core.step, core.idle_for, lambda: core.busy, core.close)
-        inputs = InputProcessor(model, cache.num_blocks * cache.block_size, config.seed, core.scheduler.check_fits)
+        inputs = InputProcessor(model, cache.num_blocks * cache.block_size, config.seed, core.admission.check_fits)
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
-        self.client = CoreClient(core, thread, inputs, facts, decode)
+        self.client = CoreClient(core, auditor, thread, inputs, facts, decode)
         self._outputs: list[TraceWriter | monitoring.Monitoring] = []
         # Runs when neither the engine nor a handle is left, and at interpreter exit.
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self.client, _shut, thread, self._outputs)
         if file is not None:
-            core.recording = trace = TraceWriter(file, cache.block_size)
+            trace = TraceWriter(file, cache.block_size)
+            core.observers.append(trace)
             self._outputs.append(trace)
         try:
             self.monitoring = monitoring.start(config.monitor, facts, core, thread, decode)

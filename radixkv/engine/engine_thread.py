@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from radixkv.cache import Explanation
 from radixkv.engine.core import Core
 from radixkv.engine.input_processor import InputProcessor, Prompt, check_namespace
-from radixkv.engine.kv_scrub import check_blocks
+from radixkv.engine.kv_scrub import Auditor, check_blocks
 from radixkv.engine.output import Handle, Usage, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.stats import AuditReport, EngineStats
@@ -191,6 +191,7 @@ class CoreClient:
     def __init__(
         self,
         core: Core,
+        auditor: Auditor,
         thread: EngineThread,
         inputs: InputProcessor,
         facts: EngineFacts,
@@ -198,7 +199,7 @@ class CoreClient:
     ) -> None:
         """`decode` shows the tokens of a node in tree views; None shows none."""
         self.core, self.thread, self.inputs = core, thread, inputs
-        self._facts, self._decode = facts, decode
+        self._auditor, self._facts, self._decode = auditor, facts, decode
         self._loaded_at = time.perf_counter()
         self._session_numbers = itertools.count(1)
 
@@ -237,7 +238,7 @@ class CoreClient:
         """Pin the prompt of a request that has computed it."""
 
         def pinned() -> Warmed:
-            return Warmed(usage, self.core.scheduler.pin(request.prompt, request.namespace, ttl), self.thread.post)
+            return Warmed(usage, self.core.admission.pin(request.prompt, request.namespace, ttl), self.thread.post)
 
         return self.thread.call(pinned)
 
@@ -261,7 +262,7 @@ class CoreClient:
         """Begin an audit of at least `blocks` cached blocks."""
         check_blocks(blocks)
         report: Future[AuditReport] = Future()
-        self.thread.post(lambda: self.core.auditor.begin(blocks, report), begins=True)
+        self.thread.post(lambda: self._auditor.begin(blocks, report), begins=True)
         return report
 
     def clear_cache(self) -> Future[None]:
@@ -300,11 +301,13 @@ class CoreClient:
 
     def session_closed(self, number: int) -> None:
         """Notify the observers that a conversation is over."""
-        telemetry = self.core.telemetry
-        if telemetry is None:
-            return
+
+        def notify() -> None:
+            for observer in self.core.observers:
+                observer.session_closed(number)
+
         try:
-            self.thread.post(lambda: telemetry.session_closed(number))
+            self.thread.post(notify)
         except EngineClosed:
             return
 

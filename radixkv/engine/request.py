@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from radixkv.cache import Explanation, Hint, Sequence
 from radixkv.engine.output import Chunk, Completion, FinishReason, OutputChannel, Usage
-from radixkv.errors import RequestFailed
 
 if TYPE_CHECKING:
     from radixkv.sampling.params import SamplingParams, TokenLogprobs
@@ -71,21 +70,17 @@ class Request:
     started_at: float | None = None
     coalesced: bool = False
     miss: Explanation | None = None
+    width: int = field(init=False)
+    computed_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.width = self.params.n if self.max_tokens else 1
+        self.computed_length = len(self.prompt) + max(self.max_tokens - 1, 0)
 
     @property
     def rank(self) -> tuple[int, bool, int]:
         """Who goes first: a higher priority, then who ran before, then who came first."""
         return -self.priority, not self.preemptions, self.number
-
-    @property
-    def computed_length(self) -> int:
-        """Tokens that one stream computes at most: the last sampled token is never run through the model."""
-        return len(self.prompt) + max(self.max_tokens - 1, 0)
-
-    @property
-    def width(self) -> int:
-        """How many streams this request has, or will have once its prompt is computed."""
-        return self.params.n if self.max_tokens else 1
 
     @property
     def live(self) -> list[Stream]:
@@ -192,30 +187,25 @@ class Stream:
         return len(self.tokens) - len(self.request.prompt)
 
     def accept(self, token: int, logprobs: TokenLogprobs | None) -> Chunk:
-        """Append a sampled token; returns what it released, and sets `finish_reason` if it ended the stream."""
+        """Append a sampled token, and set `finish_reason` if it ends the stream; returns the text that it releases."""
         self.tokens.append(token)
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        text = self._advance(token, self.output_length)
-        return Chunk(text, (token,), self.index, logprobs, self.finish_reason, self.text.held)
-
-    def _advance(self, token: int, length: int) -> str:
-        request = self.request
+        request, length = self.request, self.output_length
         may_stop = length >= request.params.min_tokens
         if may_stop and token in request.stop_ids:
-            return self._finish("stop")
-        text = self.text.push(token, watch=may_stop)
-        if self.text.stopped:
             self.finish_reason = "stop"
-        elif length >= request.max_tokens:
-            text += self._finish("length")
-        return text
-
-    def _finish(self, reason: FinishReason) -> str:
-        self.finish_reason = reason
-        return self.text.flush()
+            text = self.text.flush()
+        else:
+            text = self.text.push(token, watch=may_stop)
+            if self.text.stopped:
+                self.finish_reason = "stop"
+            elif length >= request.max_tokens:
+                self.finish_reason = "length"
+                text += self.text.flush()
+        return Chunk(text, (token,), self.index, logprobs, self.finish_reason, len(self.text.held))
 
     def resume(self, sequence: Sequence, common_length: int | None = None) -> None:
         """Go on, after a preemption, on a sequence that holds what is still cached, or what another stream has."""
@@ -228,53 +218,41 @@ class Stream:
         self.common_length = sequence.length if common_length is None else common_length
         self.diverged = False
 
-    def computed(self, start: int, count: int) -> int:
-        """Note that [start, start + count) were computed; returns how many of them for the first time."""
+    def count_computed(self, start: int, count: int) -> tuple[int, int]:
+        """Record that [start, start + count) were computed; returns how many for the first time, and uncounted hits.
+
+        The hits are the cached tokens that no earlier call returned.
+        """
         new = min(max(start + count - self.reached, 0), count)
         self.reached += new
         self.recomputed_tokens += count - new
-        return new
-
-    def take_hits(self) -> int:
-        """Cached tokens that the engine has not counted yet."""
         hits, self._uncounted_hits = self._uncounted_hits, 0
-        return hits
+        return new, hits
 
     def close(self) -> None:
         """Let go of the blocks, and say how it ended; what is published stays cached. May be called twice."""
         if self.finished_at is None:
             self.finished_at = time.perf_counter()
-        produced = len(self.tokens) - len(self.request.prompt)
-        self.sequence.close(Hint(kind=self.finish_reason, output_length=produced))
+        self.sequence.close(Hint(kind=self.finish_reason, output_length=self.output_length))
 
     def completion(self) -> Completion:
-        """What this stream produced; it has finished and is closed."""
-        assert self.finish_reason is not None
-        output = tuple(self.tokens[len(self.request.prompt) :])
-        logprobs = tuple(self.logprobs) if self.logprobs else None
-        return Completion(self.text.text, output, self.finish_reason, self._usage(len(output)), logprobs, self.index)
-
-    def _usage(self, output_tokens: int) -> Usage:
-        assert self.finished_at is not None
-        start = self.request.submitted
+        """Return the result of this stream, which has finished and is closed."""
+        assert self.finish_reason is not None and self.finished_at is not None
+        request = self.request
+        output = tuple(self.tokens[len(request.prompt) :])
         first = self.finished_at if self.first_token_at is None else self.first_token_at
-        return Usage(
-            prompt_tokens=len(self.request.prompt),
+        usage = Usage(
+            prompt_tokens=len(request.prompt),
             cached_tokens=self.cached_tokens,
             computed_tokens=self.reached - self.cached_tokens,
-            output_tokens=output_tokens,
-            ttft_s=first - start,
-            total_s=self.finished_at - start,
-            preemptions=self.request.preemptions,
+            output_tokens=len(output),
+            ttft_s=first - request.submitted,
+            total_s=self.finished_at - request.submitted,
+            preemptions=request.preemptions,
             recomputed_tokens=self.recomputed_tokens,
         )
-
-
-def failure(error: Exception) -> RequestFailed:
-    """What a caller gets whose request raised `error` on the engine's thread."""
-    failed = RequestFailed(f"a step of this request raised {type(error).__name__}: {error}")
-    failed.__cause__ = error
-    return failed
+        logprobs = tuple(self.logprobs) if self.logprobs else None
+        return Completion(self.text.text, output, self.finish_reason, usage, logprobs, self.index)
 
 
 def derive_seed(seed: int, number: int) -> int:
@@ -354,7 +332,7 @@ class TextStream:
         """Decode behind `context` and watch for the strings of `stop`."""
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, context)
         self._stop = tuple(stop)
-        self._held = ""
+        self.held = ""  # characters that a stop string may begin with
         self._released: list[str] = []
         self.stopped = False
 
@@ -363,38 +341,33 @@ class TextStream:
         """All text released so far."""
         return "".join(self._released)
 
-    @property
-    def held(self) -> int:
-        """How many characters are held back, because a stop string may begin with them."""
-        return len(self._held)
-
     def push(self, token: int, *, watch: bool = True) -> str:
         """Add a token; returns the text that it releases. Stop strings count only if `watch`. Sets `stopped`."""
         if self._detokenizer is None:
             return ""
-        self._held += self._detokenizer.push(token)
+        self.held += self._detokenizer.push(token)
         if not self._stop:
-            return self._release(len(self._held))
-        at = min((i for i in map(self._held.find, self._stop) if i >= 0), default=-1) if watch else -1
+            return self._release(len(self.held))
+        at = min((i for i in map(self.held.find, self._stop) if i >= 0), default=-1) if watch else -1
         self.stopped = at >= 0
-        return self._release(at if self.stopped else len(self._held) - (self._undecided() if watch else 0))
+        return self._release(at if self.stopped else len(self.held) - (self._undecided() if watch else 0))
 
     def flush(self) -> str:
         """Release what was held back; for a stream that ended without a stop string."""
         if self._detokenizer is None:
             return ""
-        self._held += self._detokenizer.flush()
-        return self._release(len(self._held))
+        self.held += self._detokenizer.flush()
+        return self._release(len(self.held))
 
     def _release(self, length: int) -> str:
-        text = self._held[:length]
-        self._held = "" if self.stopped else self._held[length:]
+        text = self.held[:length]
+        self.held = "" if self.stopped else self.held[length:]
         self._released.append(text)
         return text
 
     def _undecided(self) -> int:
         """Characters at the end that could be the beginning of a stop string."""
-        for length in range(min(len(self._held), max(map(len, self._stop), default=0)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+        for length in range(min(len(self.held), max(map(len, self._stop), default=0)), 0, -1):
+            if any(stop.startswith(self.held[-length:]) for stop in self._stop):
                 return length
         return 0

@@ -1,15 +1,15 @@
-"""What a request takes from the cache and leaves there, and where its chunks end: freely, or so that bits repeat.
+"""Which cached tokens a request uses, where its chunks end, and which of its tokens it leaves in the cache.
 
-Knows lengths, the grid and what is cached. Knows no queue and no tensor.
+`ReusePolicy` lets hits and chunks end anywhere. `AlignedReuse` is the policy of a deterministic engine. `NoReuse` looks
+nothing up and publishes nothing.
 
-KV that was computed in a chunk of other length differs in its last bits, and so does what is computed behind it. If the
-engine is to be deterministic, everything that could tell a hit from a miss is therefore tied to an absolute grid of
-`prefill_chunk` tokens: a hit ends on it, a chunk goes from line to line (but for the rest of a prompt) in a forward of
-its own, and only the KV of full chunks is published, never that of a decode. What is cached is then what anybody would
-compute who has the same tokens.
+KV that was computed in a chunk of another length differs in its last bits, and so does all KV after it. A deterministic
+engine therefore ties hits, chunks and publishing to absolute multiples of `prefill_chunk`. A hit ends on one. A chunk
+goes from one to the next (except for the rest of a prompt) in a forward of its own. Only the KV of full chunks is
+published, never that of a decode. Cached KV is then the KV that any request with the same tokens would compute.
 
-A row's bits may depend on the rows behind it as well: an expert multiplies as many rows at once as are routed to it.
-For such a model a chunk is never put together of two that began alike and parted.
+A row's bits may depend on the rows after it as well: an expert multiplies as many rows at once as are routed to it. For
+such a model a cached chunk is never joined from two chunks that began with the same tokens and then differed.
 """
 
 from __future__ import annotations
@@ -27,110 +27,188 @@ _log = logging.getLogger(__name__)
 _NOTHING = Match(0, np.empty(0, np.int32), 0)
 
 
+def reuse_policy(cache: PrefixCache, config: EngineConfig, *, row_dependent: bool = False) -> ReusePolicy:
+    """Return an engine's policy; `row_dependent` means that a row's bits depend on the other rows of its forward."""
+    aligned = AlignedReuse(cache, config, row_dependent) if config.deterministic else None
+    policy = aligned or ReusePolicy(cache, config)
+    return policy if config.prefix_cache else NoReuse(cache, config, policy)
+
+
 class ReusePolicy:
-    """The rules for one cache; `chunk_alignment` is None where chunks and hits may end anywhere."""
+    """Hits, chunks and published prefixes may end at any token."""
 
-    def __init__(self, cache: PrefixCache, config: EngineConfig, *, row_dependent: bool = False) -> None:
-        """Without `prefix_cache` no request looks for a cached prefix, and none leaves one.
+    reopens_branches = True
+    """Whether a preempted request's streams look for their own cached tokens again, instead of forking its prompt."""
 
-        `row_dependent` says of the model that a row's bits depend on the other rows of its forward.
-        """
-        self.on = config.prefix_cache
-        self._row_dependent = row_dependent
-        self.chunk_alignment = config.prefill_chunk if config.deterministic else None
+    def __init__(self, cache: PrefixCache, config: EngineConfig) -> None:
+        """Apply to the requests of one cache."""
         self._cache = cache
         self._chunk = config.prefill_chunk
 
     def close(self) -> None:
-        """Let go of the cache."""
+        """Release the cache; no other method may be called afterwards."""
         del self._cache
 
-    # ---- taking
+    # ---- hits
 
     def match(self, request: Request) -> Match:
-        """What a request would hit if it came in now; changes nothing."""
-        if not self.on:
-            return _NOTHING
+        """Return the cached prefix that a request would hit if it were admitted now; changes nothing."""
         tokens = request.known
         return self._cache.match(tokens[: self.limit(tokens, request.namespace)], request.namespace)
 
     def limit(self, tokens: TokenIds, namespace: Hashable) -> int:
-        """How many of these tokens a sequence may open with, if they are cached."""
-        # A full repeat computes one token again: its logits are needed, and a step has no empty chunks.
-        most = self.aligned(len(tokens) - 1) if self.on else 0
-        if self.chunk_alignment is None or not most:
-            return most
-        found = self._cache.match(tokens[:most], namespace).length
-        return most if found == self.aligned(found) else self.aligned(found)  # eviction trims block by block
+        """Return how many of these tokens may be a hit.
+
+        A full repeat computes one token again: its logits are needed, and a step has no empty chunks.
+        """
+        return len(tokens) - 1
 
     def aligned(self, length: int) -> int:
-        """The largest length up to this one at which a hit may end."""
-        return length if self.chunk_alignment is None else length // self.chunk_alignment * self.chunk_alignment
+        """Return the largest length up to this one at which a hit may end."""
+        return length
 
-    def sure(self, pinned: int) -> int:
-        """Of so many pinned tokens, how many can be counted on whichever pin of them is released, in whole blocks.
+    def sure_hit(self, pinned: int) -> int:
+        """Return how many of `pinned` tokens remain a hit after any one pin on them is released, in whole blocks.
 
-        A shorter pin may be left. It may end inside a block, which it holds and whose tokens must be computed into a
-        copy, or next to a line of the grid, so that what lies before that line is all that can be hit.
+        The last block does not count: a shorter pin may be left that ends inside it, and a request writes into a copy.
         """
         size = self._cache.block_size
-        lost = (
-            1 if self.chunk_alignment is None else -(-self.chunk_alignment // size) + (self.chunk_alignment % size > 0)
-        )
-        return max(-(-pinned // size) - lost, 0) * size
+        return max(-(-pinned // size) - 1, 0) * size
 
-    # ---- computing
+    # ---- chunks
 
     def chunk(self, pending: int, budget: int) -> int:
-        """Tokens of the next chunk, of those that are pending; 0 if it would have to be cut to fit the budget."""
-        count = min(pending, self._chunk)
-        return count if count <= budget else budget if self.chunk_alignment is None else 0
+        """Return the length of the next chunk; 0 if it does not fit this step's budget."""
+        return min(pending, self._chunk, budget)
 
-    def runs_alone(self, stream: Stream) -> bool:
-        """Whether a stream's chunk must not share its forward with others."""
-        return self.chunk_alignment is not None and stream.prefilling
+    def isolated(self, stream: Stream) -> bool:
+        """Return whether a stream's chunk must not share its forward with others."""
+        return False
 
-    # ---- leaving
+    # ---- publishing
 
     def publishes(self, stream: Stream, count: int, *, isolated: bool) -> bool:
-        """Whether the next `count` tokens, which were computed, can be matched by others from now on."""
-        may = self.chunk_alignment is None or self._is_common(stream, count, isolated=isolated)
-        return may and self.on and not stream.request.publish_late
+        """Return whether the next `count` tokens, which were computed, become matchable by other requests now."""
+        return not stream.request.publish_late
 
-    def leave(self, stream: Stream) -> None:
-        """Publish what a stream kept to itself, if it may: it ends, or gives way. No plan may be under way.
+    def publish_rest(self, stream: Stream) -> None:
+        """Publish the tokens that a stream has not published when it ends or is preempted; it must have no open plan.
 
-        A fault here is logged: the stream loses nothing but what others could have hit.
+        An error in here is logged and costs other requests a hit, nothing else.
         """
-        sequence = stream.sequence
-        if not self.on or sequence.closed:
+        if stream.sequence.closed:
             return
         try:
-            if self.chunk_alignment is not None:
-                sequence.truncate(self._unmixed(stream))
-            sequence.commit()
+            stream.sequence.commit()
         except Exception:
             _log.exception("what a request computed could not be published")
 
-    def _unmixed(self, stream: Stream) -> int:
-        """How much of a stream may be published: in the tree, its chunks must not begin as somebody else's."""
-        length = stream.common_length
-        if not self._row_dependent:
-            return length
-        tokens = np.array(stream.tokens[:length], np.int32)
-        found = self._cache.match(tokens, stream.request.namespace).length
-        return length if found == self.aligned(found) else self.aligned(found)
 
-    def _is_common(self, stream: Stream, count: int, *, isolated: bool) -> bool:
-        """Whether anybody would compute these tokens like this; notes how far that holds for the stream.
+class AlignedReuse(ReusePolicy):
+    """Hits, chunks and published prefixes end at multiples of the chunk length, so that a hit repeats a miss's bits."""
 
-        If the tree has them by now, the stream keeps its own: it does not change horses in mid-stream.
+    reopens_branches = False
+
+    def __init__(self, cache: PrefixCache, config: EngineConfig, row_dependent: bool) -> None:
+        """Apply to the requests of one cache; see `reuse_policy` for `row_dependent`."""
+        super().__init__(cache, config)
+        self._row_dependent = row_dependent
+
+    def limit(self, tokens: TokenIds, namespace: Hashable) -> int:
+        """Return the last multiple before the end, or before the point where eviction has cut the cached prefix."""
+        most = self.aligned(len(tokens) - 1)
+        return self._uncut(tokens[:most], namespace) if most else 0
+
+    def aligned(self, length: int) -> int:
+        """Return the largest multiple of the chunk length up to `length`."""
+        return length // self._chunk * self._chunk
+
+    def sure_hit(self, pinned: int) -> int:
+        """Return whole blocks without the last chunk: a shorter pin may end just before the chunk does."""
+        size = self._cache.block_size
+        lost = -(-self._chunk // size) + (self._chunk % size > 0)
+        return max(-(-pinned // size) - lost, 0) * size
+
+    def chunk(self, pending: int, budget: int) -> int:
+        """Return a whole chunk or the rest of a prompt, never a chunk that was cut to fit the budget."""
+        count = min(pending, self._chunk)
+        return count if count <= budget else 0
+
+    def isolated(self, stream: Stream) -> bool:
+        """Return whether this is a chunk of a prompt."""
+        return stream.prefilling
+
+    def publishes(self, stream: Stream, count: int, *, isolated: bool) -> bool:
+        """Return whether any request with these tokens would have computed the same bits, and records how far.
+
+        From the first chunk that the tree has by now, the stream uses its own KV and publishes none.
         """
-        assert self.chunk_alignment is not None
-        start = stream.sequence.length  # what was computed now is not committed yet
-        if not isolated or count != self.chunk_alignment or start != stream.common_length:
+        start = stream.sequence.length  # the new tokens are not committed yet
+        if not isolated or count != self._chunk or start != stream.common_length:
             return False
         stream.common_length += count
         tokens = np.array(stream.tokens[: start + count], np.int32)
         stream.diverged |= self._cache.match(tokens, stream.request.namespace).length > start
-        return not stream.diverged
+        return not stream.diverged and super().publishes(stream, count, isolated=isolated)
+
+    def publish_rest(self, stream: Stream) -> None:
+        """Drop the tokens that other requests would compute differently, and publish the others."""
+        if stream.sequence.closed:
+            return
+        try:
+            length = stream.common_length
+            if self._row_dependent:
+                length = self._uncut(np.array(stream.tokens[:length], np.int32), stream.request.namespace)
+            stream.sequence.truncate(length)
+        except Exception:
+            _log.exception("what a request computed could not be published")
+        else:
+            super().publish_rest(stream)
+
+    def _uncut(self, tokens: TokenIds, namespace: Hashable) -> int:
+        """Return the length of `tokens`, or the last multiple up to their cached part if that ends inside a chunk."""
+        cached = self._cache.match(tokens, namespace).length
+        return len(tokens) if cached == self.aligned(cached) else self.aligned(cached)
+
+
+class NoReuse(ReusePolicy):
+    """Every prompt is computed in full, and nothing is published; chunks are those of another policy."""
+
+    reopens_branches = False
+
+    def __init__(self, cache: PrefixCache, config: EngineConfig, chunks: ReusePolicy) -> None:
+        """Cut prompts into chunks as `chunks` does."""
+        super().__init__(cache, config)
+        self._chunks = chunks
+
+    def close(self) -> None:
+        """Release the cache of both policies."""
+        super().close()
+        self._chunks.close()
+
+    def match(self, request: Request) -> Match:
+        """Return an empty match."""
+        return _NOTHING
+
+    def limit(self, tokens: TokenIds, namespace: Hashable) -> int:
+        """Return 0."""
+        return 0
+
+    def aligned(self, length: int) -> int:
+        """Return 0: there are no hits."""
+        return 0
+
+    def chunk(self, pending: int, budget: int) -> int:
+        """Return the other policy's length."""
+        return self._chunks.chunk(pending, budget)
+
+    def isolated(self, stream: Stream) -> bool:
+        """Return the other policy's answer."""
+        return self._chunks.isolated(stream)
+
+    def publishes(self, stream: Stream, count: int, *, isolated: bool) -> bool:
+        """Return False."""
+        return False
+
+    def publish_rest(self, stream: Stream) -> None:
+        """Publish nothing."""

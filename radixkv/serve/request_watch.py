@@ -17,6 +17,7 @@ from time import perf_counter
 
 from radixkv.cache import Sequence
 from radixkv.engine.core import Core
+from radixkv.engine.observers import EngineObserver
 from radixkv.engine.output import Chunk, Completion
 from radixkv.engine.request import Request, TokenIds
 from radixkv.errors import RadixKVError
@@ -105,8 +106,8 @@ class RequestCounts:
         return RequestCounts(Counter(self.lookups), Counter(self.missed_tokens), Counter(self.streams), histograms)
 
 
-class RequestWatch:
-    """Hears of every request that a core's scheduler opens, beside whoever heard of them before."""
+class RequestWatch(EngineObserver):
+    """Counts the requests of a core."""
 
     def __init__(self, core: Core) -> None:
         """Listen from now on."""
@@ -114,13 +115,10 @@ class RequestWatch:
         self._core = core
         self._failed = False
         self._live: dict[Request, tuple[str, int]] = {}  # to why they missed, and how many tokens
-        self._before = core.scheduler.on_opened
-        core.scheduler.on_opened = self.opened
+        core.observers.append(self)
 
     def opened(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
         """A request came in, or came back. Costs a match if something is missing and nobody else has asked why."""
-        if self._before is not None:
-            self._before(request, tokens, limit, sequence)
         if self._failed or request.streams:  # then it comes back: it was counted when it came in
             return
         try:
@@ -133,7 +131,7 @@ class RequestWatch:
         missed = len(tokens) - sequence.length
         if missed <= 1:  # the last token is always computed: its logits are wanted
             reason = "full"
-        elif request.miss is not None and self._core.telemetry is not None:  # it has just explained
+        elif request.miss is not None:  # the monitor's recorder has just looked it up
             reason = request.miss.reason
         else:
             reason = self._core.cache.explain(tokens, request.namespace, limit).reason
@@ -162,7 +160,7 @@ class RequestWatch:
         reason, missed = self._live.pop(request)
         if not request.streams:
             return  # it never came in
-        if self._core.reuses:
+        if self._core.config.prefix_cache:
             self.counts.lookups[reason] += 1
             self.counts.missed_tokens[reason] += missed
         try:

@@ -315,7 +315,7 @@ def test_a_cancelled_handle_just_ends_its_loop():
 def test_a_pin_that_nobody_waits_for_any_more_is_released(monkeypatch):
     async def main() -> None:
         engine, _ = make_async()
-        pins, go_on, pinned = threading.Event(), threading.Event(), engine.client.core.scheduler.pin
+        pins, go_on, pinned = threading.Event(), threading.Event(), engine.client.core.admission.pin
 
         def slowly(*args: Any) -> Any:
             pins.set()

@@ -77,6 +77,7 @@ class World:
         self.cache = PrefixCache(num_blocks, block_size)
         self.runner = AuditedRunner(num_blocks, block_size, recheck_tokens)
         self.core = Core(self.cache, self.runner, replace(SETTINGS, **options))
+        self.auditor = Auditor(self.core, scrub=self.core.config.scrub_rate)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
         request = Request(np.array(prompt, np.int32), params, params.max_tokens, frozenset(), params.seed or 0, **more)
@@ -98,14 +99,14 @@ class World:
 
     def begin(self, blocks: int) -> Future[AuditReport]:
         future: Future[AuditReport] = Future()
-        self.core.auditor.begin(blocks, future)
+        self.auditor.begin(blocks, future)
         return future
 
     def audit(self, blocks: int) -> AuditReport:
         """Between two steps of the requests: only what the auditor does in its own."""
         future = self.begin(blocks)
         while not future.done():
-            self.core.auditor.step(busy=self.core.busy)
+            self.auditor.step(busy=self.core.busy)
             self.cache.check()
         return future.result()
 
@@ -369,7 +370,7 @@ def test_pins_on_it_are_released_and_others_kept() -> None:
     world.answer(wrong)
     world.answer(right)
     world.answer(wrong, namespace="a")
-    pin = world.core.scheduler.pin
+    pin = world.core.admission.pin
     short = pin(np.array([*right[:8], 1, 2, 3, 4, 5, 6], np.int32))  # of which only the first tokens are cached yet
     pins = [pin(np.array(each, np.int32)) for each in (wrong, wrong[:8], wrong[:12], right)]
     pins += [pin(np.array(wrong, np.int32), "a"), short]
@@ -388,11 +389,11 @@ def test_what_is_evicted_before_the_first_wrong_piece_is_found_is_forgotten() ->
     world.answer(list(range(60)))
     world.spoil(list(range(60)), 30)
     future = world.begin(500)
-    while world.core.auditor._walk is None:
-        world.core.auditor.step(busy=False)
+    while world.auditor._walk is None:
+        world.auditor.step(busy=False)
     world.cache.clear()
     while not future.done():
-        world.core.auditor.step(busy=False)
+        world.auditor.step(busy=False)
     assert future.result().differences == ()
 
 
@@ -419,7 +420,7 @@ def test_several_audits_take_turns_and_a_cancelled_one_ends() -> None:
     futures = [world.begin(10) for _ in range(3)]
     futures[1].cancel()
     while not futures[2].done():
-        world.core.auditor.step(busy=False)
+        world.auditor.step(busy=False)
     assert [future.cancelled() or future.result().blocks >= 10 for future in futures] == [True] * 3
     assert world.core.counters.audited_blocks < 30
 
@@ -452,7 +453,7 @@ def test_the_scrubber_works_while_nothing_else_is_to_be_done(monkeypatch: pytest
         assert world.core.idle_for() == 0.0
         assert world.runner.rechecked == 0
         world.step()
-    world.core.auditor._next = 0.0
+    world.auditor._next = 0.0
     for count in range(2, 12):
         assert world.core.idle_for() == 0.0
         world.step()
@@ -585,12 +586,12 @@ def test_where_there_is_nothing_to_audit_it_is_said() -> None:
                 engine.audit(blocks)  # type: ignore[arg-type]
     core = Core(PrefixCache(10, 4), FakeRunner(10, 4), EngineConfig())
     future: Future[AuditReport] = Future()
-    core.auditor.begin(1, future)
+    Auditor(core).begin(1, future)
     with pytest.raises(InvalidInput, match=r"Engine\.load"):
         future.result(0)
     runner.recheck_obstacle = "experts"
     with pytest.raises(InvalidInput, match="scrub: experts"):
-        Auditor(core.cache, runner, core.scheduler, core.counters, core._end, scrub=1.0)
+        Auditor(Core(PrefixCache(10, 4), runner, EngineConfig()), scrub=1.0)
 
 
 def test_where_rows_meet_only_whole_pieces_are_computed_again() -> None:

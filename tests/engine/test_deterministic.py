@@ -70,7 +70,7 @@ class World:
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
         request = Request(np.array(prompt, np.int32), params, params.max_tokens, frozenset(), params.seed or 0, **more)
-        self.core.scheduler.check_fits(request)
+        self.core.admission.check_fits(request)
         self.core.add(request)
         return request
 

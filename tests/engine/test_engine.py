@@ -425,7 +425,7 @@ def test_a_pin_never_takes_what_running_requests_were_promised():
 
 def _pin_error(engine, tokens) -> Exception | None:
     try:
-        engine.core.scheduler.pin(tokens)
+        engine.core.admission.pin(tokens)
     except PinBudgetExceeded as error:
         return error
     return None

@@ -46,7 +46,7 @@ class World:
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
         ids = np.array(prompt, np.int32)
         request = Request(ids, params, params.max_tokens, frozenset(params.stop_token_ids), params.seed or 0, **more)
-        self.core.scheduler.check_fits(request)
+        self.core.admission.check_fits(request)
         self.core.add(request)
         return request
 
@@ -195,9 +195,9 @@ def test_the_wait_for_a_neighbour_is_bounded() -> None:
     leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
     world.step()
     assert follower.prefix_wait is not None and follower.prefix_wait.leader is leader
-    coalescing, waited = world.core.scheduler._coalescer, 0
-    while not coalescing.over([follower]):  # a leader that stands still
-        coalescing.next_step()
+    queue, waited = world.core.scheduler.waiting, 0
+    while follower not in queue.in_order():  # a leader that stands still
+        queue.begin_step()
         waited += 1
     assert 92 // 8 < waited <= 2 * -(-100 // 8) + 8 + 1
     world.step()
@@ -396,7 +396,7 @@ def test_pins_never_take_what_a_request_under_way_may_need() -> None:
     running = world.submit(tokens(40, 2), GREEDY.but(max_tokens=40))
     world.step()
     with pytest.raises(PinBudgetExceeded, match="under way"):
-        world.core.scheduler.pin(np.array(pinned, np.int32))
+        world.core.admission.pin(np.array(pinned, np.int32))
     world.finish()
     assert is_right(running)
 
@@ -421,7 +421,7 @@ def test_pins_never_take_what_a_preempted_request_may_need() -> None:
 
 def _pin_all(world: World, prompts: Sequence[Sequence[int]]) -> None:
     for prompt in prompts:
-        world.core.scheduler.pin(np.array(prompt, np.int32))
+        world.core.admission.pin(np.array(prompt, np.int32))
 
 
 def test_timeouts_of_requests_that_have_ended_are_forgotten() -> None:
@@ -440,7 +440,7 @@ def test_who_cannot_fit_because_of_pins_is_refused_not_kept_waiting() -> None:
     pinned = tokens(32, 1)
     world.submit(pinned, GREEDY.but(max_tokens=1))
     world.finish()
-    pin = world.core.scheduler.pin(np.array(pinned, np.int32))
+    pin = world.core.admission.pin(np.array(pinned, np.int32))
     request = world.submit(tokens(40, 2))
     world.finish()
     with pytest.raises(PromptTooLong, match="8 are pinned"):
@@ -567,7 +567,7 @@ def test_a_pin_whose_time_is_over_is_in_nobodys_way() -> None:
     world = World(10, clock=lambda: now)
     world.submit(tokens(8), GREEDY.but(max_tokens=1))
     world.finish()
-    pin = world.core.scheduler.pin(np.array(tokens(8), np.int32), ttl=5.0)
+    pin = world.core.admission.pin(np.array(tokens(8), np.int32), ttl=5.0)
     assert pin.blocks == 2
     now = 6.0
     whole = world.submit(tokens(36, 1), GREEDY.but(max_tokens=5))
@@ -581,7 +581,7 @@ def test_who_had_begun_and_cannot_come_back_is_told_that_pins_have_changed() -> 
     text = tokens(8)
     world.submit(text, GREEDY.but(max_tokens=1))
     world.finish()
-    longer, shorter = (world.core.scheduler.pin(np.array(text[:length], np.int32)) for length in (8, 6))
+    longer, shorter = (world.core.admission.pin(np.array(text[:length], np.int32)) for length in (8, 6))
     big = world.submit([*text, 1], GREEDY.but(max_tokens=32))
     for _ in range(4):
         world.step()

@@ -131,7 +131,8 @@ def test_ids_are_equal_exactly_as_long_as_all_tokens_so_far_are(one: list[int], 
 
 def test_how_requests_ended_and_what_never_came_in(tmp_path: Path) -> None:
     world = World(64)
-    world.core.recording = TraceWriter(tmp_path / "t", 4)
+    recording = TraceWriter(tmp_path / "t", 4)
+    world.core.observers.append(recording)
     stopped = world.submit(tokens(5), ONE.but(stop_token_ids=range(50), ignore_eos=False, max_tokens=9))
     many = world.submit(tokens(6, 1), ONE.but(max_tokens=3, n=2, temperature=1.0))
     cancelled = world.submit(tokens(7, 2), ONE.but(max_tokens=30), session=4)
@@ -143,7 +144,7 @@ def test_how_requests_ended_and_what_never_came_in(tmp_path: Path) -> None:
     world.core.cancel(late)
     world.core.cancel(cancelled)
     world.finish()
-    world.core.recording.close()
+    recording.close()
     assert stopped.number == 1
     recorded = sorted((r.input_length, r.output_length, r.stop, r.session) for r in read(tmp_path / "t"))
     expected = [(5, 1, "stop", None), (6, 6, "length", None), (7, 2, "cancelled", "4"), (8, 0, "length", "12")]
@@ -158,7 +159,8 @@ def test_how_requests_ended_and_what_never_came_in(tmp_path: Path) -> None:
 def test_a_request_is_written_when_it_ends_whoever_still_runs(tmp_path: Path) -> None:
     """What a killed process leaves: nothing is closed, and the first request has not ended."""
     path, world = tmp_path / "t", World(64)
-    world.core.recording = recording = TraceWriter(path, 4)
+    recording = TraceWriter(path, 4)
+    world.core.observers.append(recording)
     story = world.submit(tokens(20), ONE.but(max_tokens=60))
     for seed in range(1, 4):
         world.submit(tokens(10 + seed, seed), ONE)
@@ -174,13 +176,14 @@ def test_a_request_is_written_when_it_ends_whoever_still_runs(tmp_path: Path) ->
 
 def test_what_came_first_is_replayed_first_though_its_line_is_last(tmp_path: Path) -> None:
     path, world = tmp_path / "t", World(64)
-    world.core.recording = TraceWriter(path, 4)
+    recording = TraceWriter(path, 4)
+    world.core.observers.append(recording)
     world.submit(tokens(20), ONE.but(max_tokens=12), session=1)
     begun = time.perf_counter()
     until(lambda: time.perf_counter() > begun + 0.002)
     world.submit(tokens(20), ONE, session=2)
     world.finish()
-    world.core.recording.close()
+    recording.close()
     assert [request.session for request in read(path)] == ["2", "1"]
     arguments = argparse.ArgumentParser()
     add_trace(arguments)
@@ -225,8 +228,7 @@ def test_a_full_disk_ends_the_recording_with_one_warning_and_no_request(
 ) -> None:
     path = tmp_path / "trace.jsonl"
     engine, _ = make_engine(64, 4, record=path)
-    recording = engine.core.recording
-    assert recording is not None
+    recording = next(each for each in engine.core.observers if isinstance(each, TraceWriter))
     recording._file._raw = SmallDisk(recording._file._raw, 700)  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING), engine:
         for seed in range(40):
@@ -247,8 +249,7 @@ def test_a_disk_that_hangs_costs_no_memory_without_end_and_no_engine(
     monkeypatch.setattr(trace_writer, "PATIENCE", 0.01)
     go_on = threading.Event()
     engine, _ = make_engine(64, 4, record=tmp_path / "trace.jsonl")
-    recording = engine.core.recording
-    assert recording is not None
+    recording = next(each for each in engine.core.observers if isinstance(each, TraceWriter))
     monkeypatch.setattr(recording._file, "write", lambda data: go_on.wait(60))
     try:
         with caplog.at_level(logging.WARNING), engine:

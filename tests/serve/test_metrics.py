@@ -85,10 +85,8 @@ def test_who_gives_way_and_comes_back_is_counted_as_it_first_came() -> None:
 
 def test_who_is_looked_up_twice_before_he_comes_in_counts_once(caplog: pytest.LogCaptureFixture) -> None:
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
-        scheduler = engine.client.core.scheduler
-        hears = scheduler.on_opened
-        assert hears is not None
-        scheduler.on_opened = lambda *facts: (hears(*facts), hears(*facts))[0]
+        observers = engine.client.core.observers
+        observers.extend(list(observers))
         await engine.generate([[1, 2, 3, 4]], greedy(3))
         numbers = read(await metrics.scrape())
         assert numbers["radixkv:lookups_total", (("reason", "never_seen"),)] == 1

@@ -65,7 +65,7 @@ class Steps:
     def _progress(self) -> tuple[int, ...]:
         ended = sum(customer.channel.ended for customer in self.world.customers.values())
         counters = self.core.counters
-        audited = counters.audited_blocks, len(self.core.auditor._jobs)
+        audited = counters.audited_blocks, self.world.auditor.pending
         return (ended, counters.computed_tokens, counters.recomputed_tokens, *audited)
 
     def after(self, before: Before) -> None:
@@ -180,7 +180,7 @@ class Steps:
         if idle == 0:
             resting = left and all(customer.channel.is_away for customer in left)
             due = any(c.ask.timeout is not None for c in self.world.customers.values())
-            assert not resting or due or self.core.auditor._jobs, "a step is wanted, though nobody reads"
+            assert not resting or due or self.world.auditor.pending, "a step is wanted, though nobody reads"
             return
         assert all(customer.channel.in_span for customer in left), "idle, though somebody could run"
         deadlines = [c.request.deadline for c in left if c.request.deadline is not None]

@@ -21,6 +21,7 @@ import numpy as np
 from radixkv.cache import Pin, PrefixCache
 from radixkv.cache.events import Observer
 from radixkv.engine.core import Core
+from radixkv.engine.kv_scrub import Auditor
 from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
 from radixkv.engine.stats import AuditReport
@@ -113,6 +114,7 @@ class World:
         self.model.fault, self.model.sick = self.faults.in_forward, self.faults.is_sick
         self.model.garbles = lambda: self.faults.garbles(self.work_of())
         self.core = Core(self.cache, self.model, replace(scenario.limits, prefix_cache=scenario.reuse))
+        self.auditor = Auditor(self.core)
         self._listen_to_the_schedule()
         self.accounting, self.final_checks = Accounting(self), FinalChecks(self)
         self.steps, self.turns = Steps(self), Turns(self)
@@ -192,7 +194,7 @@ class World:
         for auditing in scenario.audits:
             if auditing.at == now:
                 self.audits.append(Future())
-                self.core.auditor.begin(auditing.blocks, self.audits[-1])
+                self.auditor.begin(auditing.blocks, self.audits[-1])
         if now == scenario.disable_backpressure:
             self.core.disable_backpressure()
         if doomed or pinned or forgettings:
@@ -213,7 +215,7 @@ class World:
             submitted=self.clock.now,
         )
         try:
-            self.core.scheduler.check_fits(request)
+            self.core.admission.check_fits(request)
         except InvalidInput:
             self.refused.append(ask.number)
             return
@@ -231,7 +233,7 @@ class World:
         for pinning in self.scenario.pinnings:
             if pinning.at == self.step:
                 try:
-                    pin = self.core.scheduler.pin(np.array(pinning.tokens, np.int32), pinning.namespace, pinning.ttl)
+                    pin = self.core.admission.pin(np.array(pinning.tokens, np.int32), pinning.namespace, pinning.ttl)
                     self.pins.append((pinning, pin))
                 except PinBudgetExceeded:
                     self._say("a pin was refused")

@@ -15,6 +15,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from radixkv.cache import Sequence
+from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, TokenIds
 from radixkv.errors import RequestCancelled
 from radixkv.telemetry.mirror import SESSIONS
@@ -48,7 +49,7 @@ def _harmless(
     return told
 
 
-class RequestRecorder:
+class RequestRecorder(EngineObserver):
     """One engine's requests, sessions and counters for a recorder, which must watch the engine's cache."""
 
     def __init__(self, core: Core, recorder: Recorder, constants: Mapping[str, float]) -> None:
@@ -64,8 +65,8 @@ class RequestRecorder:
         self._noted: dict[Request, None] = {}  # new since the last look
         self._ran: list[Request] = []  # at the last look
         self._steps = -1  # at the last look
-        core.telemetry = self
-        core.scheduler.on_opened = self.opened
+        self._reuses = core.config.prefix_cache
+        core.observers.append(self)
 
     # ---- being told
 
@@ -160,7 +161,11 @@ class RequestRecorder:
             first_token=self._dated(min(first_tokens, default=None)),
             ended=self._dated(ended),
             finish=finish,
-            miss_reason=miss.reason if miss is not None else "full" if streams and self._core.reuses else None,
+            miss_reason=miss.reason
+            if miss is not None
+            else "full"
+            if streams and self._core.config.prefix_cache
+            else None,
             miss_at=None if miss is None else miss.length,
             miss_evicted_tokens=0 if miss is None else miss.evicted_tokens,
             miss_evicted_ago=None if miss is None else miss.evicted_ago,

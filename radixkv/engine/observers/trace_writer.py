@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from radixkv.engine.observers import EngineObserver
 from radixkv.errors import InvalidInput, RequestCancelled
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class _Ended:
     stop: str
 
 
-class TraceWriter:
+class TraceWriter(EngineObserver):
     """One engine's requests, in one new file that only its owner may read."""
 
     def __init__(self, path: Path, block_size: int) -> None:
