@@ -120,30 +120,37 @@ def test_wrong_sizes_and_policies_are_refused() -> None:
             replay([], capacity, policy, block_tokens)
 
 
-class Listening(PrefixCache):
-    """The real cache, which notes what it was told and checks itself after every request."""
+@pytest.fixture
+def hints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Hashable, Hint | None]]:
+    """Time, namespace and hint of each sequence that is closed; the cache checks itself after each of them."""
+    given: list[tuple[float, Hashable, Hint | None]] = []
+    caches: list[PrefixCache] = []
+    close = Sequence.close
 
-    heard: list[tuple[float, Hashable, Hint | None]]
+    class Checked(PrefixCache):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            caches.append(self)
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        Listening.heard = []
+    def note(sequence: Sequence, hint: Hint | None = None) -> None:
+        if not sequence.closed:
+            close(sequence, hint)
+            given.append((caches[-1].clock(), sequence.namespace, hint))
+            caches[-1].check()
 
-    def _closed(self, sequence: Sequence, node: Any, hint: Hint | None) -> None:
-        super()._closed(sequence, node, hint)
-        self.heard.append((self.clock(), sequence.namespace, hint))
-        self.check()
+    monkeypatch.setattr(Sequence, "close", note)
+    monkeypatch.setattr(simulate, "PrefixCache", Checked)
+    return given
 
 
-def test_the_cache_hears_what_a_live_engine_would_tell_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate, "PrefixCache", Listening)
+def test_the_cache_gets_the_hints_of_a_live_engine(hints: list[tuple[float, Hashable, Hint | None]]) -> None:
     told = [
         TraceRequest(500.0, 20, 7, array("q", [1, 2]), stop="tool_use", namespace="a"),
         TraceRequest(2000.0, 20, 9, array("q", [1, 2]), stop=""),
         TraceRequest(1000.0, 20, 0, array("q", [1, 3])),
     ]
     replay(told, 3, "lru", 10)
-    assert Listening.heard == [
+    assert hints == [
         (0.5, "a", Hint(kind="tool_use", output_length=7)),
         (2.0, None, Hint(output_length=9)),
         (2.0, None, Hint(output_length=0)),  # a clock never goes back
@@ -151,11 +158,10 @@ def test_the_cache_hears_what_a_live_engine_would_tell_it(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_every_policy_of_the_cache_keeps_its_books(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate, "PrefixCache", Listening)
+def test_every_policy_of_the_cache_keeps_its_books(policy: str, hints: list[Any]) -> None:
     requests = list(islice(read(sample("conversation")), 60))
     result = replay(requests, unique_blocks(requests) // 10, policy)
-    assert len(Listening.heard) == 60 and result.evicted_blocks > 0
+    assert len(hints) == 60 and result.evicted_blocks > 0
     assert result.regret_tokens == replay(requests, 1, "infinite").hit_tokens - result.hit_tokens > 0
 
 
