@@ -10,6 +10,7 @@ Nodes share a block where they meet inside it. They lie on one path, and the ent
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -17,15 +18,13 @@ import numpy as np
 from radixkv.cache.types import ChangeLog, Node
 
 
+@dataclass(slots=True)
 class SharedBlock:
     """A block with two or more owners."""
 
-    __slots__ = ("deepest_owner", "idle", "owners")
-
-    def __init__(self, owners: int, idle: int, deepest_owner: Node | None) -> None:
-        self.owners = owners
-        self.idle = idle  # how many of the owners are unlocked nodes
-        self.deepest_owner = deepest_owner  # among nodes; None if no node owns the block
+    owners: int
+    idle: int  # how many of the owners are unlocked nodes
+    deepest_owner: Node | None  # among nodes; None if no node owns the block
 
 
 class BlockPool:

@@ -63,7 +63,7 @@ class ChangeTracker:
 
         O(n log n) in the number of changes.
         """
-        nodes, gone = sorted(self._changed, key=_id), sorted(self._gone)
+        nodes, gone = sorted(self._changed, key=lambda node: node.id), sorted(self._gone)
         self._changed.clear()
         self._gone.clear()
         for node in nodes:
@@ -90,7 +90,3 @@ class ChangeTracker:
         """Whether a locked node owns the block, so that the node's own record shows it."""
         entry = self._state.pool.shared.get(block)
         return entry is not None and entry.deepest_owner is not None and entry.deepest_owner.locks > 0
-
-
-def _id(node: Node) -> int:
-    return node.id

@@ -6,6 +6,7 @@ Each function raises AssertionError with the invariant's name and the numbers th
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 from typing import cast
 
 from radixkv.cache.block_pool import BlockPool
@@ -135,14 +136,10 @@ def _check_redundancy(pool: BlockPool, nodes: list[Node]) -> None:
             owning.setdefault(block, []).append(node)
     for block, owners in owning.items():
         entry = pool.shared.get(block)
-        low, top = max(owners, key=_start), min(owners, key=_start)
+        low, top = max(owners, key=attrgetter("start")), min(owners, key=attrgetter("start"))
         if (1 if entry is None else entry.owners) == len(owners) and low.end % size and low.blocks[-1] == block:
             for child in low.children.values():
                 assert top.locks and not child.locks, f"node {low.id} keeps a block that node {child.id} has a copy of"
-
-
-def _start(node: Node) -> int:
-    return node.start
 
 
 def _check_fill(pool: BlockPool, nodes: list[Node], sequences: list[Sequence]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import asdict
 from random import Random
 from typing import cast
 
@@ -17,7 +18,7 @@ from radixkv.cache.ghosts import root_owner
 from radixkv.cache.pins import Pin
 from radixkv.cache.policies import new_index
 from radixkv.cache.sequence import Sequence
-from radixkv.cache.state import CacheState, Counters
+from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.cache.types import PURPOSES, CachedRun, CacheStats, Explanation, Match, Node, Purpose
 from radixkv.errors import InvalidInput, PrefixHeld
@@ -131,10 +132,9 @@ class PrefixCache:
         """
         state = self.state
         state.pins.expire()
-        counters = {name: getattr(state.counters, name) for name in Counters.__slots__}
         free, cached = len(state.pool.free), state.pool.evictable
         return CacheStats(
-            **counters,
+            **asdict(state.counters),
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             free_blocks=free,

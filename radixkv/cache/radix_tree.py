@@ -107,7 +107,7 @@ class RadixTree:
         if not path or path[-1].locks:
             return 0
         size = self.pool.block_size
-        idle = path[bisect_left(path, True, key=_is_unlocked) :] if path[0].locks else path
+        idle = path[bisect_left(path, True, key=lambda node: not node.locks) :] if path[0].locks else path
         first, last = idle[0].start // size, -(-end // size)
         seams = [node for node in idle if node.start % size or node.may_share_any_block]
         if not seams:
@@ -151,7 +151,7 @@ class RadixTree:
             return None
         end = ends[choice] if choice < len(ends) else self.index.at(choice - len(ends))
         path = self.path(end)
-        run = bisect_right(path, rng.randrange(end.end), key=_end)
+        run = bisect_right(path, rng.randrange(end.end), key=lambda node: node.end)
         path = path[: run + 1]
         tokens = np.frombuffer(bytearray().join([node.key for node in path]), np.int32)
         blocks = np.frombuffer(self.joined(path), np.int32)
@@ -163,8 +163,8 @@ class RadixTree:
         """The namespace's root, made if need be. Hold it at once: `unhold` and `remove` remove an empty root."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Node(next(self._ids), None, 0, bytearray(), array("i"))
-            root.ghost_owner = root_owner(namespace)
+            number, owner = next(self._ids), root_owner(namespace)
+            root = self.roots[namespace] = Node(number, None, 0, bytearray(), array("i"), owner, NO_CHILDREN)
             self.index.date(root)
             root.born_at = root.used_at
             if self.observer is not None:
@@ -246,15 +246,14 @@ class RadixTree:
         parent = cast(Node, node.parent)
         cut = node.start + tokens
         first = node.start // size
-        upper = Node(
-            next(self._ids), parent, node.start, node.key[: tokens * WIDTH], node.blocks[: -(-cut // size) - first]
-        )
-        upper.children = {bytes(node.key[tokens * WIDTH : tokens * WIDTH + WIDTH]): node}
+        number, key, blocks = next(self._ids), node.key[: tokens * WIDTH], node.blocks[: -(-cut // size) - first]
+        children = {bytes(node.key[tokens * WIDTH : tokens * WIDTH + WIDTH]): node}
+        upper = Node(number, parent, node.start, key, blocks, number, children)
         upper.tick, upper.born = node.tick, node.born  # but no hits: they ended at the lower half, and stay there
         upper.used_at, upper.born_at, upper.policy_data = node.used_at, node.born_at, node.policy_data
         upper.priority, upper.demoted, upper.may_share_any_block = node.priority, node.demoted, node.may_share_any_block
         upper.locks = 1 if node.locks else 0
-        parent.children[bytes(upper.key[:WIDTH])] = upper
+        parent.children[bytes(key[:WIDTH])] = upper
         node.parent, node.start = upper, cut
         del node.key[: tokens * WIDTH]
         del node.blocks[: cut // size - first]
@@ -271,8 +270,9 @@ class RadixTree:
 
     def append(self, parent: Node, raw: bytes | bytearray, blocks: array[int]) -> Node:
         """Add a leaf below `parent`, whose holder moves down to it. The caller records the owners of `blocks`."""
-        node = Node(next(self._ids), parent, parent.end, bytearray(raw), blocks)
-        node.ghost_owner = self.ghosts.adopt(parent.ghost_owner, node.start, bytes(raw), node.ghost_owner)
+        number, start = next(self._ids), parent.end
+        owner = self.ghosts.adopt(parent.ghost_owner, start, bytes(raw), number)
+        node = Node(number, parent, start, bytearray(raw), blocks, owner, NO_CHILDREN)
         if not parent.children:
             parent.children = {}
         parent.children[bytes(raw[:WIDTH])] = node
@@ -285,7 +285,7 @@ class RadixTree:
             self.changed.mark(node)
             self.changed.mark(parent)
         if self.observer is not None:
-            self.observer.inserted(node.id, parent.id, node.start, len(raw) // WIDTH)
+            self.observer.inserted(number, parent.id, start, len(raw) // WIDTH)
         return node
 
     def lengthen(self, node: Node, raw: bytes | bytearray) -> None:
@@ -432,11 +432,3 @@ def _joined(head: Run, tail: Run) -> Run:
         return head
     tail[:0] = head
     return tail
-
-
-def _is_unlocked(node: Node) -> bool:
-    return not node.locks
-
-
-def _end(node: Node) -> int:
-    return node.end

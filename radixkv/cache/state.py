@@ -7,6 +7,7 @@ Sequences add themselves to `open` and remove themselves when they are closed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.events import Observer, guarded
@@ -18,25 +19,19 @@ from radixkv.cache.types import OpenSequence
 from radixkv.errors import OutOfBlocks
 
 
+@dataclass(slots=True)
 class Counters:
     """Running totals; see CacheStats for their meanings."""
 
-    __slots__ = (
-        "closed_sequences",
-        "committed_tokens",
-        "copied_blocks",
-        "evicted_blocks",
-        "evicted_tokens",
-        "hit_tokens",
-        "opened_sequences",
-        "query_tokens",
-        "regret_tokens",
-    )
-
-    def __init__(self) -> None:
-        self.query_tokens = self.hit_tokens = self.committed_tokens = self.regret_tokens = 0
-        self.evicted_blocks = self.evicted_tokens = self.copied_blocks = 0
-        self.opened_sequences = self.closed_sequences = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    committed_tokens: int = 0
+    evicted_blocks: int = 0
+    evicted_tokens: int = 0
+    copied_blocks: int = 0
+    regret_tokens: int = 0
+    opened_sequences: int = 0
+    closed_sequences: int = 0
 
 
 class CacheState:

@@ -129,52 +129,30 @@ EvictionKey: TypeAlias = "tuple[int, bool, int, int, Node]"  # priority, not dem
 NO_CHILDREN: dict[bytes, Node] = {}
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A run of tokens and its blocks."""
 
-    __slots__ = (
-        "blocks",
-        "born",
-        "born_at",
-        "children",
-        "demoted",
-        "direct_holders",
-        "eviction_key",
-        "ghost_owner",
-        "hits",
-        "id",
-        "key",
-        "locks",
-        "may_share_any_block",
-        "parent",
-        "policy_data",
-        "priority",
-        "shown",
-        "start",
-        "tick",
-        "used_at",
-    )
-
-    def __init__(self, id: int, parent: Node | None, start: int, key: bytearray, blocks: array[int]) -> None:
-        self.id = id
-        self.ghost_owner: GhostOwner = id  # names one text: while it stays the same, the node only grows
-        self.parent = parent
-        self.start = start
-        self.key = key
-        self.blocks = blocks
-        self.children = NO_CHILDREN  # first token -> child; made on demand
-        self.locks = 0
-        self.direct_holders = 0
-        self.tick = 0  # of the last use, counted by the eviction index
-        self.born = 0  # the tick of its insertion
-        self.used_at = self.born_at = 0.0  # `tick` and `born` in seconds: kept only while a change tracker is attached
-        self.hits = 0  # requests that were opened at its end
-        self.priority = 0  # higher stays longer
-        self.demoted = False  # evicted before other nodes of its priority
-        self.may_share_any_block = False  # with a fork; otherwise only its first and last block can be shared
-        self.shown = False  # to the change tracker
-        self.eviction_key: EvictionKey | None = None  # its place in the eviction index while it is an unlocked leaf
-        self.policy_data: Any = None  # the eviction policy's own
+    id: int
+    parent: Node | None
+    start: int  # the position of its first token
+    key: bytearray  # its tokens
+    blocks: array[int]
+    ghost_owner: GhostOwner  # names one text: while it stays the same, the node only grows
+    children: dict[bytes, Node]  # first token -> child; `NO_CHILDREN` if there are none
+    locks: int = 0
+    direct_holders: int = 0
+    tick: int = 0  # of the last use, counted by the eviction index
+    born: int = 0  # the tick of its insertion
+    used_at: float = 0.0  # as `tick`, in seconds: kept only while a change tracker is attached
+    born_at: float = 0.0
+    hits: int = 0  # requests that were opened at its end
+    priority: int = 0  # higher stays longer
+    demoted: bool = False  # evicted before other nodes of its priority
+    may_share_any_block: bool = False  # with a fork; otherwise only its first and last block can be shared
+    shown: bool = False  # to the change tracker
+    eviction_key: EvictionKey | None = None  # its place in the eviction index while it is an unlocked leaf
+    policy_data: Any = None  # the eviction policy's own
 
     @property
     def end(self) -> int:
