@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from radixkv.cache import POLICIES, Hint, Observer, PrefixCache
+from radixkv.cache import POLICIES, Hint, PrefixCache
 from tests.cache.verbs import cached, held, prompt, publish
 
 ALL = tuple(POLICIES)
@@ -557,33 +557,3 @@ def test_releasing_a_pin_is_a_use() -> None:
     with cache.open([], "flood") as flood:
         flood.extend([0] * 2)
     assert [cache.match(text).length for text in ([1, 1], [2, 2])] == [2, 0]
-
-
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("seed", range(3))
-def test_next_victims_are_evicted_in_that_order(policy, seed):
-    rng = random.Random(seed)
-    time = [0.0]
-    gone = []
-
-    class Evictions(Observer):
-        def evicted(self, number, node, *facts):
-            gone.append(node)
-
-    cache = PrefixCache(64, 4, policy, clock=lambda: time[0], observer=Evictions())
-    for _ in range(200):
-        time[0] += rng.choice((0.1, 5.0))
-        text = [rng.randrange(8), *range(rng.randrange(1, 12))]
-        with cache.open(text, priority=rng.randrange(2)) as sequence:
-            sequence.extend(text[sequence.length :])
-            sequence.commit()
-            sequence.close(Hint(done=rng.random() < 0.2, returns_in=rng.choice((None, 20.0))))
-    before = cache.stats()
-    order = cache.next_victims(1000)
-    assert cache.stats() == before and len(order) == len(set(order)) == before.leaves
-    assert cache.next_victims(3) == order[:3] and cache.next_victims(0) == []
-    cache.check()
-    gone.clear()
-    with cache.open([9], "another") as sequence:
-        sequence.extend(range(4 * (cache.free_blocks + cache.evictable_blocks)))
-    assert [node for node in dict.fromkeys(gone) if node in order] == order
