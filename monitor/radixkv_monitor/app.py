@@ -1,6 +1,6 @@
-"""The monitor's app: views behind the keys 1 to 6, a line above and a line below them, and what is common to all.
+"""Run the monitor's app: six views on the keys 1 to 6, status lines around them, and the keys that all views share.
 
-Knows a feed, the table of views and the person's keys. Does not know what a view draws or where a state comes from.
+The app draws the state that Playback selects, and never waits for a feed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from radixkv_monitor.views import VIEWS, Selected, Selection, View
 from radixkv_monitor.widgets.status_lines import Banner, BottomLine, TopLine
 
 SCRUB_STEP, SCRUB_LEAP = 5.0, 60.0
-"""Seconds that the keys for the past go."""
+"""The seconds that the keys for the past move."""
 
 KEYS: tuple[Binding, ...] = (
     *(
@@ -61,9 +61,10 @@ KEYS: tuple[Binding, ...] = (
 
 
 class MonitorApp(App[None]):
-    """Shows what `feed` tells, beginning with the view `start_screen`.
+    """Show the states of `feed`, beginning with the view `start_screen`.
 
-    With a `usage_meter` also what that costs; with a `frame_limiter` no picture before that says so, but for keys.
+    A `usage_meter` adds the monitor's own cost to the bottom line. A `frame_limiter` limits how often the app draws
+    without a key press.
     """
 
     CSS_PATH = "app.tcss"
@@ -99,16 +100,18 @@ class MonitorApp(App[None]):
         self.theme = theme.name
 
     def compose(self) -> ComposeResult:
-        """The parts from top to bottom."""
+        """Lay out the parts from top to bottom."""
         yield self._top
         yield self._banner
         yield ContentSwitcher(id="views")
         yield self._bottom
 
     async def on_mount(self) -> None:
-        """Start to read and to draw."""
+        """Start reading and drawing."""
         exit_on_signals(self, self.feed.close)
-        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # the shell has drawn over it
+        self.app_resume_signal.subscribe(
+            self, lambda _: self.refresh(layout=True)
+        )  # the shell has drawn over the screen
         self.feed.start()
         await self.action_show(self.start_screen)
         self.set_interval(0.5 / FRAMES_PER_SECOND, self._tick_if_due)
@@ -116,12 +119,12 @@ class MonitorApp(App[None]):
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.update_bottom_line())
 
     def on_unmount(self) -> None:
-        """Let the feed go."""
+        """Close the feed."""
         self.feed.close()
 
     @property
     def view(self) -> View | None:
-        """The view in front."""
+        """Return the view that is shown."""
         found = self.screen_stack[0].query(ContentSwitcher) if self.screen_stack else ()
         current = found[0].visible_content if found else None
         return current if isinstance(current, View) else None
@@ -129,13 +132,13 @@ class MonitorApp(App[None]):
     # ---- drawing
 
     def _tick_if_due(self) -> None:
-        """Draw, unless that would be too often."""
+        """Draw, unless the frame limiter refuses."""
         if self._frame_limiter is None or self._frame_limiter.ready():
             self.tick()
 
     def tick(self) -> None:
-        """Draw, if anything differs from what is shown, or a second has passed."""
-        if not self.is_running:  # the views are being taken down
+        """Draw if anything differs from the screen, or if a second has passed."""
+        if not self.is_running:  # the views are being removed
             return
         state = self.playback.state_to_draw()
         self._update_frame()
@@ -153,7 +156,7 @@ class MonitorApp(App[None]):
                 self.view.update(state)
 
     def _update_frame(self) -> None:
-        """The lines around the view, and its look."""
+        """Update the status lines around the view, and their style."""
         facts = self.shown.facts if self.shown is not None else None
         source = f"{facts.model} · pid {self._process_name(facts.pid)}" if facts is not None else self.feed.title
         self._top.set_text(source, self.playback.link)
@@ -161,11 +164,11 @@ class MonitorApp(App[None]):
         self.screen_stack[0].set_class(self.feed.status.link == "stale", "-stale")
 
     def _process_name(self, pid: int) -> str:
-        """The process, and which of several engines of that: as in the picker."""
+        """Name the process, and the engine in the process if there are several, as the picker does."""
         return self.feed.peer if self.feed.peer.startswith(f"{pid}-") else str(pid)
 
     def update_bottom_line(self) -> None:
-        """Keys, the view's own first, and the cost."""
+        """Show the keys, those of the view first, and the monitor's cost."""
         first = self.screen_stack[0]
         if self.screen is not first:
             return
@@ -173,7 +176,7 @@ class MonitorApp(App[None]):
         shown.sort(key=lambda each: each.node is self)
         once = {
             each.binding.action: each.binding for each in reversed(shown)
-        }  # of several keys for one thing, the first
+        }  # if several keys do the same, keep the first
         keys = [(each.key_display or key_name(each.key), each) for each in reversed(once.values())]
         cost = str(self._usage_meter.read(self.feed.traffic)) if self._usage_meter is not None else ""
         self._bottom.set_text(keys, cost if self.size.width >= 120 else cost.partition(", ")[0])
@@ -181,7 +184,7 @@ class MonitorApp(App[None]):
     # ---- views
 
     async def action_show(self, name: str) -> None:
-        """Bring a view to the front; it is made when it is first shown."""
+        """Show a view; create it when it is shown first."""
         entry = next(each for each in VIEWS if each.name == name)
         switcher = self.screen_stack[0].query_one("#views", ContentSwitcher)
         if all(child.id != name for child in switcher.children):
@@ -199,7 +202,7 @@ class MonitorApp(App[None]):
 
     @on(Selected)
     async def remember(self, message: Selected) -> None:
-        """Remember what was selected, and bring its home to the front if it asks for that."""
+        """Remember the selection, and show the view that the message names if it asks for that."""
         self.selection = replace(self.selection, **{message.kind: message.number})
         if message.show:
             await self.action_show(message.home)
@@ -207,17 +210,17 @@ class MonitorApp(App[None]):
     # ---- keys
 
     def action_freeze(self) -> None:
-        """Stop the picture, or let it go on; reading goes on in either case."""
+        """Freeze the screen or resume it; the feed is read in either case."""
         self.playback.freeze()
         self.tick()
 
     def action_scrub(self, seconds: float) -> None:
-        """Go through what is remembered."""
+        """Move through the recorded past."""
         self.playback.scrub(seconds)
         self.tick()
 
     def action_speed(self, steps: int) -> None:
-        """Play a recording faster or more slowly."""
+        """Play a recording faster or slower."""
         if self.playback.replay is None:
             self.notify("Only a recording has a speed: radixkv-monitor --replay FILE", severity="warning")
         else:
@@ -225,13 +228,13 @@ class MonitorApp(App[None]):
             self.tick()
 
     def action_baseline(self) -> None:
-        """Count deltas from here on."""
+        """Count "run" from now on."""
         began = self.playback.set_baseline()
         self.notify("Counting from now on; b: from the beginning" if began else "Counting from the beginning")
         self.tick()
 
     def action_record(self) -> None:
-        """Begin to record, or stop."""
+        """Start a recording, or stop it."""
         recording = self.feed.recording
         if recording is not None and recording.running:
             self.feed.stop_recording()
@@ -245,27 +248,27 @@ class MonitorApp(App[None]):
         self._write(_new_path("past", "rec"), self.feed.save)
 
     def action_export(self) -> None:
-        """Ask for a format, and write a file."""
+        """Ask for a format and write a file."""
         if self.view is not None:
             self.push_screen(ExportScreen(), self._export)
 
     def action_suspend_process(self) -> None:
-        """Stop until the shell has it go on; where no shell could, say so."""
+        """Stop the process until the shell resumes it; warn if no shell can."""
         if has_shell():
             super().action_suspend_process()
         else:
             self.notify("There is no shell to go back to: q quits", severity="warning")
 
     def action_maximise(self) -> None:
-        """Hide the lines around the view, or show them again."""
+        """Hide the status lines around the view, or show them again."""
         self.screen_stack[0].toggle_class("-bare")
 
     def action_theme(self) -> None:
-        """The dark theme, or the light one."""
+        """Switch between the dark and the light theme."""
         self.theme = LIGHT.name if self.current_theme.dark else DARK.name
 
     def action_help(self) -> None:
-        """All keys of this view and of all views."""
+        """Show the keys of this view and those of all views."""
         view = self.view
         own = [*_shown_bindings(view)] if view is not None else []
         title = next((entry.title for entry in VIEWS if view is not None and entry.name == view.id), "")
@@ -275,12 +278,12 @@ class MonitorApp(App[None]):
         self.push_screen(HelpScreen(sections))
 
     def action_command_palette(self) -> None:
-        """Open the palette, unless it is open."""
+        """Open the command palette, unless it is open."""
         if not isinstance(self.screen, SafeCommandPalette):
             self.push_screen(SafeCommandPalette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """The palette: Textual's own, every view, and every key that does something at once."""
+        """List the commands of the palette: Textual's, every view, and every key with an immediate effect."""
         yield from super().get_system_commands(screen)
         for entry in VIEWS:
             show = partial(self.call_later, self.action_show, entry.name)
@@ -300,7 +303,7 @@ class MonitorApp(App[None]):
         if kind is None or view is None:
             return
         if kind == "svg":
-            # The dialog, and what was said of the file before, are still on screen: the picture is taken without them.
+            # The dialog and older notifications are still on screen; take the picture after they are gone.
             await self.screen_stack[0].query(Toast).remove()
             self.call_after_refresh(lambda: self._write(_new_path(str(view.id), "svg"), self._write_svg))
         else:
@@ -312,7 +315,7 @@ class MonitorApp(App[None]):
         path.write_text(screenshot(self), encoding="utf-8")
 
     def _write(self, path: Path, write: Callable[[Path], object]) -> None:
-        """Write a new file, and say so; or say why not."""
+        """Write a new file, and report the path or the error."""
         try:
             write(path)
         except (OSError, ValueError) as error:
@@ -322,14 +325,14 @@ class MonitorApp(App[None]):
 
 
 def _new_path(name: str, kind: str) -> Path:
-    """A path in the current folder at which nothing is yet."""
+    """Return a path in the current folder that does not exist yet."""
     stem = f"radixkv-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (f"{stem}{f'-{number}' if number else ''}.{kind}" for number in range(1_000_000))
     return next(path for path in (Path.cwd() / name for name in names) if not path.exists())
 
 
 def _shown_bindings(view: View) -> Iterable[Binding]:
-    """The bindings of a view and of what it is made of, each key once; how to edit a line of text is known."""
+    """List the bindings of a view and its widgets, each key once, except the keys that edit text."""
     known: set[str] = set()
     for widget in (view, *view.query("*").exclude("Input")):
         for binding in Binding.make_bindings(type(widget).BINDINGS):

@@ -1,9 +1,8 @@
-"""Which block of the pool is whose: the owners of every block, kept up to date record by record.
+"""Map each block of the pool to its owners, and keep the map up to date record by record.
 
-Knows node and sequence records, and numpy. Knows no cache, no screen and no colour. A block is free, or it has owners:
-nodes that name it, and sequences that alone hold it. Its *tip* is the owner to show: a sequence, else the deepest node.
-
-The blocks of a record: runs (first, count, first, count, ...) of block ids, in logical order. Knows numbers only.
+A block is free, or it has owners: the nodes that name it, and the sequences that hold it privately. Its *tip* is the
+owner to show: a sequence, else the deepest node. A record names its blocks as runs (first, count, first, count, ...) of
+block ids, in logical order.
 """
 
 from __future__ import annotations
@@ -18,42 +17,42 @@ import numpy.typing as npt
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
 
 FREE, CACHED, ACTIVE, PRIVATE, PINNED = range(5)
-"""States of a block. Cached: in the tree, held by nobody. Private: of a sequence, not in the tree (yet)."""
+"""The states of a block. Cached: in the tree and not held. Private: held by a sequence and not (yet) in the tree."""
 
 NO_OWNER = 0
-"""The slot of no owner."""
+"""The slot that stands for no owner."""
 
 
 Owner = int
-"""The id of a node, or a sequence's id with a minus before it."""
+"""The id of a node, or the negated id of a sequence."""
 
 
 class Claim(NamedTuple):
-    """What of a record decides who owns which block: all else may change without a change here."""
+    """The part of a record that decides which blocks it owns; other fields do not change the map."""
 
     blocks: Runs
     holds: bool
-    depth: tuple[int, int]  # which of a block's owners is its tip: the greatest
+    depth: tuple[int, int]  # the owner of the greatest depth is the block's tip
 
 
 class BlockMap:
-    """The owners of `num_blocks` blocks of `block_size` tokens."""
+    """Map `num_blocks` blocks of `block_size` tokens to their owners."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.tip = np.zeros(num_blocks, np.int32)  # block -> slot of its tip, NOBODY if it is free
+        self.tip = np.zeros(num_blocks, np.int32)  # block -> slot of its tip, NO_OWNER if it is free
         self.owners = np.zeros(num_blocks, np.int32)
-        self.holding = np.zeros(num_blocks, np.int32)  # owners that hold it: sequences, locked nodes
+        self.holding = np.zeros(num_blocks, np.int32)  # owners that hold the block: sequences and locked nodes
         self.pinned = np.zeros(num_blocks, np.bool_)
         self.slots: dict[Owner, int] = {}
-        self._owner: list[Owner] = [0]  # slot -> owner; 0 is nobody
+        self._owner: list[Owner] = [0]  # slot -> owner; slot 0 has none
         self._free_slots: list[int] = []
         self._claims: dict[Owner, Claim] = {}
         self._private: set[int] = set()  # slots of sequences
-        self._shared: dict[int, list[int]] = {}  # block -> slots of its owners, where there are two or more
+        self._shared: dict[int, list[int]] = {}  # block -> slots of its owners, if it has two or more
         self.pin_ends: set[int] = set()  # nodes at which a pin ends
 
-    # ---- telling it what changed
+    # ---- updates
 
     def update(
         self,
@@ -62,9 +61,9 @@ class BlockMap:
         touched_nodes: Iterable[int] | None = None,
         touched_sequences: Iterable[int] | None = None,
     ) -> None:
-        """Be the map of these records; only touched ids may differ from last time (None: any may).
+        """Update the map to these records; only touched ids may differ from the last call (None: any may).
 
-        O(touched + blocks of those whose blocks or locks changed + blocks of pinned prefixes).
+        O(touched + blocks of records whose blocks or locks changed + blocks of pinned prefixes).
         """
         before = self._claims
         some_nodes = {*nodes, *filter(is_node, before)} if touched_nodes is None else touched_nodes
@@ -89,7 +88,7 @@ class BlockMap:
             self.pin_ends.discard(number)
 
     def _remove_owners(self, owners: list[Owner]) -> None:
-        """These owners let go of all their blocks, and lose their slots."""
+        """Take all blocks and the slots from these owners."""
         if not owners:
             return
         claims = [self._claims[owner] for owner in owners]
@@ -117,7 +116,7 @@ class BlockMap:
         self.tip[block] = self._deepest(others)
 
     def _add_owners(self, claims: dict[Owner, Claim]) -> None:
-        """These owners take their blocks, and slots."""
+        """Give these owners their blocks and a slot each."""
         if not claims:
             return
         self._claims |= claims
@@ -155,7 +154,7 @@ class BlockMap:
         return slot
 
     def _expand(self, claims: list[Claim], slots: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """All blocks of these claims, and the slot of each; what lies outside of the pool is left out."""
+        """Return all blocks of these claims and the slot of each, without ids outside of the pool."""
         runs = [claim.blocks for claim in claims]
         flat = np.fromiter(chain.from_iterable(runs), np.int64)
         first = flat[0::2].clip(0, self.num_blocks)
@@ -165,7 +164,7 @@ class BlockMap:
         return blocks, np.repeat(of_run, count)
 
     def _mark_pinned(self, nodes: Mapping[int, NodeRecord]) -> None:
-        """Pinned are the block tables of the paths to nodes with pins: of each logical block the deepest node's."""
+        """Mark the block tables of pinned prefixes: for each logical block, the block of the deepest node."""
         if not self.pin_ends and not self.pinned.any():
             return
         self.pinned[:] = False
@@ -178,21 +177,21 @@ class BlockMap:
                     self.pinned[max(first, 0) : max(first + count, 0)] = True
                 below, node = (node if node.tokens else below), nodes.get(node.parent)
 
-    # ---- asking it
+    # ---- queries
 
     @property
     def capacity(self) -> int:
-        """Slots are below it."""
+        """The number of slots."""
         return len(self._owner)
 
     def private(self) -> npt.NDArray[np.bool_]:
-        """Of every slot, whether it is a sequence's. O(owners), in numpy."""
+        """Return for every slot whether it belongs to a sequence. O(owners), in numpy."""
         private = np.zeros(self.capacity, np.bool_)
         private[list(self._private)] = True
         return private
 
     def states(self, first: int = 0, end: int | None = None) -> npt.NDArray[np.uint8]:
-        """The state of every block, or of part. O(blocks asked for)."""
+        """Return the states of all blocks, or of those from `first` to before `end`. O(blocks)."""
         part = slice(first, end)
         owners, holding = self.owners[part], self.holding[part]
         states = np.full(len(owners), CACHED, np.uint8)
@@ -203,11 +202,11 @@ class BlockMap:
         return states
 
     def owner(self, block: int) -> Owner | None:
-        """Whose block it is; None if it is free."""
+        """Return the tip of a block; None if it is free."""
         return self._owner[int(self.tip[block])] or None
 
     def all_owners(self, block: int) -> list[Owner]:
-        """Everyone whose block it is, the tip first."""
+        """Return all owners of a block, the tip first."""
         slots = self._shared.get(block)
         if slots is None:
             owner = self.owner(block)
@@ -216,13 +215,13 @@ class BlockMap:
         return [self._owner[slot] for slot in order]
 
     def blocks_of(self, owner: Owner) -> npt.NDArray[np.int64]:
-        """Its blocks, in logical order."""
+        """Return the owner's blocks, in logical order."""
         claim = self._claims.get(owner)
         return np.empty(0, np.int64) if claim is None else self._expand([claim], [0])[0]
 
 
 def is_node(owner: Owner) -> bool:
-    """Whether the owner is a node of the tree."""
+    """Return whether the owner is a node of the tree."""
     return owner > 0
 
 
@@ -247,24 +246,24 @@ Runs = tuple[int, ...]
 
 
 def runs(blocks: Runs) -> Iterable[tuple[int, int]]:
-    """The runs (first, count) of a record's blocks."""
+    """Yield the runs (first, count) of a record's blocks."""
     return zip(blocks[0::2], blocks[1::2], strict=False)
 
 
 def count_blocks(blocks: Runs) -> int:
-    """How many blocks these runs have."""
+    """Return the number of blocks in these runs."""
     return sum(blocks[1::2])
 
 
 def without_last(blocks: Runs) -> Runs:
-    """The runs but for their last block."""
+    """Return the runs without their last block."""
     if not blocks:
         return ()
     return (*blocks[:-1], blocks[-1] - 1) if blocks[-1] > 1 else blocks[:-2]
 
 
 def block_at(blocks: Runs, place: int) -> int | None:
-    """The block that stands at this place in logical order; None behind the end."""
+    """Return the block at this place in logical order; None after the end."""
     for first, count in runs(blocks):
         if place < count:
             return first + place
@@ -273,7 +272,7 @@ def block_at(blocks: Runs, place: int) -> int | None:
 
 
 def place_of(blocks: Runs, block: int) -> int | None:
-    """The place of a block in logical order; None if it is not there."""
+    """Return the place of a block in logical order; None if it is not there."""
     before = 0
     for first, count in runs(blocks):
         if first <= block < first + count:

@@ -1,7 +1,6 @@
-"""What a block map shows of a block: its state, its age, who refers to it, or whose it is; as levels with a legend.
+"""Colour the blocks of the pool by state, age, references or session.
 
-Knows states of an engine, the owners of blocks, who was seen to hold them, and shades. Knows no widget. A level is a
-small number, the index of a meaning in the legend of its mode.
+A mode gives each block a level, which is an index into the legend of the mode.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ Levels = npt.NDArray[np.uint8]
 AGE_LIMITS = (10.0, 60.0, 600.0, 3600.0)
 REFERENCE_LIMITS = (2, 3, 5, 9)
 MOST_PINS = 2**31
-"""Of a node; more are no engine's, and their sum would not fit."""
+"""The most pins that are counted on a node, so that sums fit; no engine has as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class LegendEntry:
-    """What a level stands for."""
+    """A level's name and shade."""
 
     name: str
     shade: Shade
@@ -37,7 +36,7 @@ class LegendEntry:
 
 @dataclass(frozen=True, slots=True)
 class ColourMode:
-    """One way to look at blocks: a level for each, and then what these levels mean."""
+    """One way to colour blocks: a level for each, and the legend of the levels."""
 
     name: str
     levels: Callable[[Blocks], Levels]
@@ -45,16 +44,16 @@ class ColourMode:
 
 
 class Blocks:
-    """The blocks of the engine that is shown: their owners, and the sessions that were seen to hold them."""
+    """The blocks of the engine that is shown: their owners, and the sessions that held them."""
 
     def __init__(self) -> None:
         self.map = BlockMap(0, 1)
         self.state: State | None = None
         self.sessions = SessionTracker()
-        self.session_shades: list[int | None] = [None] * len(theme.SESSIONS)  # which session has which shade
+        self.session_shades: list[int | None] = [None] * len(theme.SESSIONS)  # the session of each shade
 
     def update(self, state: State) -> None:
-        """Look at this state. O(touched since the last one + depth of open sequences), or O(all) behind a gap."""
+        """Update to this state. O(touched since the last one + depth of open sequences), or O(all) after a gap."""
         last = self.state
         if last is None or last.line != state.line or last.facts.engine != state.facts.engine:
             self.map = BlockMap(state.facts.num_blocks, state.facts.block_size)
@@ -67,16 +66,17 @@ class Blocks:
         self.sessions.update(state)
 
     def per_slot(self, values: Callable[[Owner], float], default: float) -> npt.NDArray[np.float64]:
-        """A value for each slot of the map. O(owners)."""
+        """Return a value for each slot of the map. O(owners)."""
         array = np.full(self.map.capacity, default)
         slots = self.map.slots
         array[np.fromiter(slots.values(), np.intp, len(slots))] = [values(owner) for owner in slots]
         return array
 
     def references(self) -> npt.NDArray[np.int64]:
-        """How many sequences and pins read each block. O(blocks + depth of what is held).
+        """Count the sequences and pins that read each block. O(blocks + depth of held nodes).
 
-        A node's part-filled last block is read by those who end there: below it, others have copies, or own it, too.
+        A node's part-filled last block is read by the sequences and pins that end there. Below it, others have copies
+        of the block, or own it too.
         """
         state, shown = self.state, self.map
         if state is None:
@@ -103,7 +103,7 @@ class Blocks:
         return counts
 
     def _partial_block(self, state: State, number: int) -> int | None:
-        """The last block of a node that ends inside it."""
+        """Return the last block of a node that ends inside it."""
         node = state.nodes[number]
         if not node.blocks or (node.start + node.tokens) % self.map.block_size == 0:
             return None
@@ -112,7 +112,7 @@ class Blocks:
 
 
 def _ends(state: State, pin_ends: set[int], block_size: int = 0) -> list[tuple[int, int]]:
-    """The nodes at which sequences and pins end, and how many; with a block size, those that read its last block."""
+    """Count the sequences and pins that end at each node; with a block size, only those that read its last block."""
     ends = [(number, min(state.nodes[number].pins, MOST_PINS)) for number in pin_ends if number in state.nodes]
     for sequence in state.sequences.values():
         node = state.nodes.get(sequence.node)
@@ -122,7 +122,7 @@ def _ends(state: State, pin_ends: set[int], block_size: int = 0) -> list[tuple[i
 
 
 def _copied_last(node: NodeRecord, sequence: SequenceRecord, block_size: int) -> bool:
-    """Whether the sequence has a block of its own in the place of its node's last one."""
+    """Return whether the sequence has a block of its own in place of its node's last one."""
     first = -(-sequence.length // block_size) - count_blocks(sequence.blocks)
     return bool(sequence.blocks) and first * block_size < node.start + node.tokens
 
@@ -131,7 +131,7 @@ def _copied_last(node: NodeRecord, sequence: SequenceRecord, block_size: int) ->
 
 
 STATE_NAMES = ("free", "cached", "active", "private", "pinned")
-"""By the numbers of block_map's states."""
+"""Indexed by the states of block_map."""
 
 
 def _state_levels(blocks: Blocks) -> Levels:
@@ -149,7 +149,7 @@ _STATES = tuple(
 
 
 def _age_levels(blocks: Blocks) -> Levels:
-    """0 free, 1 held, 2 and more: how long nobody used its tip."""
+    """0 free, 1 held, 2 and more: by the time since the tip was used."""
     state = blocks.state
     assert state is not None
     used = blocks.per_slot(lambda owner: state.nodes[owner].used if is_node(owner) else state.now, state.now)
@@ -170,7 +170,7 @@ _AGES = (
 
 
 def _reference_levels(blocks: Blocks) -> Levels:
-    """0 free, 1 cached and read by nobody, 2 and more: how many read it."""
+    """0 free, 1 cached without readers, 2 and more: by the number of readers."""
     counts = blocks.references()
     levels = np.where(counts > 0, 2 + np.digitize(counts, REFERENCE_LIMITS), 1).astype(np.uint8)
     levels[blocks.map.owners == 0] = 0
@@ -188,7 +188,7 @@ _REFERENCES = (
 
 
 def _session_levels(blocks: Blocks) -> Levels:
-    """0 free, 1 nobody's, 2 several sessions', 3 of a session without a shade, 4 and more: the sessions with one."""
+    """0 free, 1 no session, 2 several sessions, 3 a session without a shade, 4 and more: sessions with a shade."""
     slots = blocks.map.slots
     sessions = blocks.per_slot(blocks.sessions.of, UNKNOWN).astype(np.int64)
     size = np.bincount(blocks.map.tip, minlength=blocks.map.capacity)
@@ -205,7 +205,7 @@ def _session_levels(blocks: Blocks) -> Levels:
 
 
 def assign_shades(session_shades: list[int | None], sizes: dict[int, int]) -> None:
-    """The largest sessions get the shades that are free; a session keeps its own as long as it has blocks."""
+    """Give free shades to the largest sessions; a session keeps its shade while it has blocks."""
     for place, session in enumerate(session_shades):
         if session is not None and not sizes.get(session):
             session_shades[place] = None
@@ -240,7 +240,7 @@ MODES = (
 
 
 def reduce(levels: Levels, per: int, meanings: int) -> Levels:
-    """One level for each `per` blocks: the commonest, of equals the highest. O(blocks x meanings)."""
+    """Return one level for each `per` blocks: the most frequent one, the highest of equals. O(blocks x meanings)."""
     if per == 1:
         return levels
     full = len(levels) // per * per

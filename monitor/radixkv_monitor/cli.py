@@ -1,6 +1,6 @@
-"""`radixkv-monitor`: options to a feed and a screen, errors to one line and an exit status.
+"""Run `radixkv-monitor`: turn options into a feed and a screen, and errors into one line and an exit status.
 
-Knows every option. Does not know what the screens show. Textual is imported only when there is something to draw on.
+Textual is imported only if there is a terminal to draw on.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from radixkv.errors import EngineNotFound, RadixKVError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 GARBAGE = 50_000
-"""New objects between two searches for cycles. Records come and go by the thousand, and are in none: Python's usual 700
-make such searches a third of what a large tree's rows cost, and a tenth of what it takes to import Textual."""
+"""New objects between two garbage collections. Records are in no reference cycles. With Python's default of 700,
+collections take a third of the time to build a large tree's rows, and a tenth of the time to import Textual.
+"""
 PATIENCE = 5.0
-"""Seconds that --once waits for an engine to tell its state."""
+"""The seconds that --once waits for an engine's state."""
 
 VIEW_NAMES = ("overview", "tree", "pool", "sessions", "evictions", "requests")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0 success, 1 a failure that was told, 2 wrong usage, 130 Ctrl-C."""
+    """Run the command and return its exit status: 0 success, 1 a reported failure, 2 wrong usage, 130 Ctrl-C."""
     gc.set_threshold(GARBAGE)
     arguments = _parser().parse_args(argv)
     _log_to(arguments.log)
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read what is printed has read enough
+    except BrokenPipeError:  # the reader of the output closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (RadixKVError, OSError) as error:
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _log_to(path: Path | None) -> None:
-    """Never to the terminal, which is being drawn on."""
+    """Log to a file, or nowhere: the terminal is being drawn on."""
     if path is not None:
         form = "%(asctime)s %(name)s %(levelname)s %(message)s"
         logging.basicConfig(filename=path, level=logging.INFO, format=form)
@@ -103,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _no_order(name: str) -> str:
-    """What is wrong with the name of an order; nothing, if a view has it."""
+    """Return an error message if no view can be sorted by `name`, else an empty text."""
     from radixkv_monitor.views import sorts
 
     known = sorts()
@@ -114,7 +115,7 @@ def _no_order(name: str) -> str:
 
 
 def _feed(arguments: argparse.Namespace) -> Any:
-    """What to watch; None if the person chose nothing."""
+    """Return the feed to watch; None if no engine was chosen."""
     from radixkv.telemetry.discovery import engines
     from radixkv_monitor import feed_factory
 

@@ -1,8 +1,7 @@
-"""A show that needs no engine: a made-up workload over the real prefix cache, told as an engine tells of itself.
+"""A demo without an engine: a made-up workload over the real prefix cache, reported as an engine reports.
 
-Knows the cache, telemetry's recorder and the life of a request. Knows no model, no tensor and no screen: tokens are
-made up, and nothing is computed. What is cached, shared, evicted and missed is as real as the cache is; how long it
-takes follows from a rate that is stated below, so that who finds less in the cache waits longer.
+Tokens are made up and nothing is computed. Hits, sharing, evictions and misses are those of the real cache. A step
+takes a fixed time and more for each token, so requests that find less in the cache take longer.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from radixkv.telemetry.records import Changes, EngineFacts, Phase, RequestRecord
 from radixkv_monitor.demo_workload import AGENT, Conversation, Workload
 
 STEP_SECONDS, TOKENS_PER_SECOND = 0.025, 4000.0
-"""A step takes so long, and longer by what its tokens take at this rate."""
+"""The seconds of a step, and the rate at which its tokens add to them."""
 MAX_SEQUENCES, MAX_BATCH_TOKENS, CHUNK = 32, 1024, 512
 PIN_SECONDS = 300.0
-"""How long an agent's system prompt stays pinned, once somebody has computed it."""
+"""The seconds that an agent's system prompt stays pinned after it was computed."""
 LEAP = 60.0
-"""The most seconds that one call lives through."""
+"""The most seconds that one call simulates."""
 
 
 @dataclass(eq=False)
@@ -39,39 +38,39 @@ class _Request:
     answers: list[array[int]]
     stop_after: int | None
     sequences: list[Sequence] = field(default_factory=list)
-    computed: int = 0  # tokens of the prompt that are committed
-    reached: int = 0  # how far it was ever, so that what is computed again is told apart
-    sampled: int = 0  # tokens of each answer that are sampled; the last one has no KV yet
+    computed: int = 0  # committed tokens of the prompt
+    reached: int = 0  # the most tokens that were ever committed; tokens below it are computed again after a preemption
+    sampled: int = 0  # sampled tokens of each answer; the last one has no KV yet
 
     @property
     def prefills(self) -> bool:
-        """Whether some of its prompt is not computed yet."""
+        """Return whether a part of the prompt is not computed yet."""
         return self.computed < len(self.prompt)
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody has heard enough of it."""
+        """Return whether the user stops the answer here."""
         return self.stop_after is not None and self.sampled >= self.stop_after
 
     def missing(self, index: int) -> array[int]:
-        """The tokens of an answer that are sampled and have no KV."""
+        """Return the tokens of an answer that are sampled and have no KV."""
         if self.sampled >= len(self.answers[index]):
             return array("i")
         return self.answers[index][self.sequences[index].length - len(self.prompt) : self.sampled]
 
     def sampled_tokens(self) -> int:
-        """Tokens of all answers that are sampled."""
+        """Return the number of sampled tokens of all answers."""
         return sum(min(self.sampled, len(answer)) for answer in self.answers)
 
 
 class DemoSource:
-    """An engine that is none: `step(now)` lets it live until `now` and returns what changed.
+    """A simulated engine: `step(now)` advances it to `now` and returns the changes.
 
-    The same seed tells the same story, however often one looks. A minute of it costs some 0.4 s of one core.
+    The same seed gives the same changes, however often `step` is called. A minute takes about 0.4 s of one core.
     """
 
     def __init__(self, seed: int = 7, *, num_blocks: int = 2304, sessions: int = 40, started: float = 0.0) -> None:
-        """Begin at `started` (seconds since 1970) with an empty cache."""
+        """Start at `started` (seconds since 1970) with an empty cache."""
         self.facts = EngineFacts(
             engine=f"demo-{seed}",
             pid=os.getpid(),
@@ -109,7 +108,7 @@ class DemoSource:
         self._sessions: dict[int, SessionRecord] = {}
 
     def step(self, now: float) -> Changes:
-        """Live until `now`; a leap of more than a minute is cut to one."""
+        """Advance to `now`, by at most a minute."""
         self._now = max(self._now, now - LEAP)
         while self._now < now:
             self._advance(now)
@@ -117,11 +116,11 @@ class DemoSource:
             if request.record.output_tokens < (sampled_tokens := request.sampled_tokens()):
                 self._publish(request, output_tokens=sampled_tokens)
         changes = self._recorder.collect(self._stats(), self._owners())
-        # What telling has cost is nothing of the story: there is no thread of an engine that it could be a share of.
+        # There is no engine thread, so the cost of telemetry has no share to be shown as.
         return replace(changes, stats={name: each for name, each in changes.stats.items() if name != "monitor_ns"})
 
     def _owners(self) -> dict[int, tuple[int, int]]:
-        """Whose each open sequence is."""
+        """Return the request and the answer of each open sequence."""
         return {
             sequence.id: (request.record.number, index)
             for request in self._running
@@ -138,10 +137,10 @@ class DemoSource:
         }
         return {name: float(value) for name, value in (self._counts | gauges).items()}
 
-    # ---- the made-up engine's step
+    # ---- the simulated step
 
     def _advance(self, until: float) -> None:
-        """Until a step ends, or somebody comes to an idle engine, or `until`."""
+        """Advance to the end of a step, to the next request of an idle engine, or to `until`."""
         for when, conversation in self._workload.due(self._now):
             self._submit(conversation, when)
         if not self._batch:
@@ -154,7 +153,7 @@ class DemoSource:
             self._run(batch)
 
     def _schedule(self) -> None:
-        """Begin a step: who answers first, then prompts as far as there is room."""
+        """Start a step: decoding requests first, then prompts while there is room."""
         room = MAX_BATCH_TOKENS
         for request in sorted(self._running, key=lambda each: each.prefills):
             wanted = len(request.prompt) - request.computed if request.prefills else len(request.answers)
@@ -166,12 +165,12 @@ class DemoSource:
         self._ends = self._now + self._takes
 
     def _run(self, batch: list[tuple[_Request, int]]) -> None:
-        """The end of a step: what it computed is there."""
+        """End a step: commit its tokens."""
         self._counts["steps"] += 1
         self._step_seconds += self._takes
         for request, tokens in batch:
             if request not in self._running:
-                continue  # it gave way to one before it
+                continue  # an earlier request of the batch preempted it
             if request.prefills:
                 self._prefill(request, tokens)
             else:
@@ -215,7 +214,7 @@ class DemoSource:
             self._open(request)
 
     def _open(self, request: _Request) -> None:
-        limit = len(request.prompt) - 1  # the last token is always computed: its logits are what is asked for
+        limit = len(request.prompt) - 1  # the last token is always computed, for its logits
         why = self._cache.explain(request.prompt, request.conversation.namespace, limit)
         again = request.record.preemptions > 0
         sequence = self._cache.open(
@@ -225,7 +224,7 @@ class DemoSource:
         self._running.append(request)
         gained, request.reached = max(0, sequence.length - request.reached), max(sequence.length, request.reached)
         if again:
-            self._counts["cached_tokens"] += gained  # somebody else computed what it would have
+            self._counts["cached_tokens"] += gained  # another request has computed them meanwhile
             self._publish(request, phase="prefill", cached_tokens=request.record.cached_tokens + gained)
             return
         self._counts["prompt_tokens"] += len(request.prompt)
@@ -261,7 +260,7 @@ class DemoSource:
             self._sample(request)
 
     def _decode(self, request: _Request) -> None:
-        """Compute what is sampled; behind a preemption that is all that was said before."""
+        """Commit sampled tokens; after a preemption these are all that were sampled before."""
         for index, sequence in enumerate(list(request.sequences)):
             tokens = request.missing(index)
             if tokens and not self._extend(request, sequence, tokens):
@@ -270,7 +269,7 @@ class DemoSource:
         self._sample(request)
 
     def _sample(self, request: _Request) -> None:
-        """Sample a token of each answer, unless it has not been said again yet what was said before a preemption."""
+        """Sample a token of each answer, unless tokens sampled before a preemption still lack KV."""
         if all(len(request.missing(index)) == 0 for index in range(len(request.answers))):
             before, request.sampled = request.sampled_tokens(), request.sampled + 1
             self._counts["output_tokens"] += request.sampled_tokens() - before
@@ -278,7 +277,7 @@ class DemoSource:
             self._finish(request)
 
     def _extend(self, request: _Request, sequence: Sequence, tokens: array[int]) -> bool:
-        """Commit tokens; while blocks run out the newest turn gives way, be it this one."""
+        """Commit tokens; while blocks run out, preempt the newest request. Returns False if that is this one."""
         while True:
             try:
                 sequence.extend(tokens)
@@ -324,7 +323,7 @@ class DemoSource:
         self._count_session(request, live=-1, output_tokens=request.record.output_tokens)
 
     def _pin(self, conversation: Conversation) -> None:
-        """Agents without a namespace have their system prompt pinned: they come back often, and wait for nothing."""
+        """Pin the system prompt of agents without a namespace, because they return often and soon."""
         key = conversation.system.tobytes()
         if (
             conversation.kind is AGENT
@@ -333,7 +332,7 @@ class DemoSource:
         ):
             self._pins[key] = self._cache.pin(conversation.system, ttl=PIN_SECONDS)
 
-    # ---- what is told
+    # ---- records
 
     def _count_recomputed(self, request: _Request, tokens: int, **new: Any) -> None:
         self._counts["recomputed_tokens"] += tokens

@@ -1,7 +1,7 @@
-"""Who talks to the demo's engine: chats and agents that share system prompts, by turns, made up from a seed.
+"""The demo's conversations: chats and agents that share system prompts and take turns, made up from a seed.
 
-Knows token ids and when a turn comes. Knows no cache, no engine and no screen; there is no text, only numbers. What a
-conversation does is drawn from its own numbers, so that it does not depend on when others are heard.
+Texts are token ids only. Each conversation draws from a random generator of its own, so it does not depend on the order
+in which others are served.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TENANTS = (None, None, None, "team-red", "team-blue")
 
 @dataclass(frozen=True)
 class Kind:
-    """What one kind of conversation is like; pairs are the least and the most, tokens or seconds or turns."""
+    """The properties of a kind of conversation. Pairs are the least and the most: tokens, seconds or turns."""
 
     name: str
     system: int
@@ -26,9 +26,9 @@ class Kind:
     answers: tuple[int, int]
     pauses: tuple[float, float]
     forks: float  # how often a turn is tried several times, from the same history
-    retries: float  # how often a turn asks the same again, because the answer was not liked
-    cancels: float  # how often somebody stops an answer
-    systems: int  # how many different system prompts there are
+    retries: float  # how often a turn repeats the last question
+    cancels: float  # how often the user stops an answer
+    systems: int  # the number of different system prompts
 
 
 CHAT = Kind("chat", 180, (2, 9), (15, 160), (40, 260), (3.0, 25.0), forks=0.0, retries=0.12, cancels=0.08, systems=4)
@@ -39,7 +39,7 @@ KINDS = (CHAT, CHAT, CHAT, AGENT, AGENT, SEARCH)
 
 @dataclass
 class Conversation:
-    """One session: its history so far; it is `over` when no turn will follow."""
+    """One session and its history so far; `over` after its last turn."""
 
     number: int
     kind: Kind
@@ -55,11 +55,11 @@ class Conversation:
 
     @property
     def over(self) -> bool:
-        """Whether this was its last turn."""
+        """Return whether this was its last turn."""
         return self.turns_left <= 0
 
     def ask(self) -> array[int]:
-        """The prompt of its next turn: the history and something new, or what was asked last."""
+        """Return the next prompt: the history and new tokens, or the last prompt again."""
         self.turns_left -= 1
         if self._asked is not None and self.random.random() < self.kind.retries:
             self.history = self._asked[:]
@@ -69,22 +69,22 @@ class Conversation:
         return self.history[:]
 
     def answers(self) -> list[array[int]]:
-        """What the turn will be answered: one text, or several that are tried from the same history."""
+        """Return the coming answers: one, or several to the same history."""
         tries = self.random.randint(2, 4) if self.random.random() < self.kind.forks else 1
         return [_tokens(self.random, self.random.randint(*self.kind.answers)) for _ in range(tries)]
 
     def stop_after(self) -> int | None:
-        """After how many tokens somebody stops the answer; None: nobody does."""
+        """Return after how many tokens the user stops the answer; None if never."""
         stopped = self.random.random() < self.kind.cancels
         return self.random.randint(5, self.kind.answers[0]) if stopped else None
 
     def pause(self) -> float:
-        """Seconds until its next turn."""
+        """Return the seconds until the next turn."""
         return self.random.uniform(*self.kind.pauses)
 
 
 class Workload:
-    """Turns in the order of time, from `began` on; about `sessions` conversations are under way at once."""
+    """Turns in order of time, from `began` on; about `sessions` conversations are open at once."""
 
     def __init__(self, seed: int, sessions: int, began: float = 0.0) -> None:
         self._random = Random(seed)
@@ -100,11 +100,11 @@ class Workload:
 
     @property
     def next_due(self) -> float:
-        """When the next turn comes; infinity if none does before another one is answered."""
+        """Return the time of the next turn; infinity if all conversations wait for an answer."""
         return self._due[0][0] if self._due else float("inf")
 
     def due(self, now: float) -> list[tuple[float, Conversation]]:
-        """The conversations whose next turn has come by `now`, and when."""
+        """Return the conversations whose next turn is due by `now`, and since when."""
         ready = []
         while self.next_due <= now:
             when, _, conversation = heapq.heappop(self._due)
@@ -112,7 +112,7 @@ class Workload:
         return ready
 
     def answered(self, conversation: Conversation, answer: array[int], now: float) -> None:
-        """A turn ended: the next one follows after a pause, or another conversation begins."""
+        """End a turn: the next one follows after a pause, or another conversation starts."""
         conversation.history.extend(answer)
         if conversation.over:
             self._begin(now + self._random.uniform(0.5, 6))

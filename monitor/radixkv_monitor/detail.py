@@ -1,11 +1,4 @@
-"""What there is to tell of one thing: a title, facts beside their names, sentences. Knows text only.
-
-What there is to say of a node: its facts, who holds it, and when eviction would come to it.
-
-Knows records and rows. Knows no screen; every function is pure.
-
-What there is to say of a block: whose it is, where in a text, who reads it. Knows records and block owners.
-"""
+"""Describe one node or one block: its facts, its holders, and its place in the eviction order."""
 
 from __future__ import annotations
 
@@ -23,7 +16,7 @@ from radixkv_monitor.tree_rows import Branch
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """What there is to tell of one thing."""
+    """A description: a title, named facts, and sentences."""
 
     title: str
     facts: Sequence[tuple[str, str]] = ()
@@ -35,7 +28,7 @@ MOST_NAMED = 3
 
 
 def next_to_go(state: State) -> str:
-    """Name the node that eviction would take first, in a few words."""
+    """Name the node that eviction takes first, in a few words."""
     victims = state.next_victims
     if victims is None:
         return "eviction order unknown"
@@ -49,7 +42,7 @@ def next_to_go(state: State) -> str:
 
 
 def _place_in_order(state: State, branch: Branch) -> list[str]:
-    """State how many nodes eviction takes before this one, if that is known and the node is a leaf without holders."""
+    """Say how many nodes eviction takes before this one, if it is a leaf that nothing holds and the order is known."""
     victims = state.next_victims
     if branch.children or branch.node.locks:
         return []
@@ -64,7 +57,7 @@ def _place_in_order(state: State, branch: Branch) -> list[str]:
 
 
 def holder_name(state: State, sequence: SequenceRecord) -> str:
-    """Who a sequence is, for a person."""
+    """Name a sequence by its request and stream."""
     if sequence.request is None:
         return f"sequence {sequence.id}, which no request opened"
     request = state.live.get(sequence.request)
@@ -73,7 +66,7 @@ def holder_name(state: State, sequence: SequenceRecord) -> str:
 
 
 def why_held(state: State, branch: Branch) -> list[str]:
-    """Who keeps a node from being evicted, one sentence each; one that says so if nobody does."""
+    """Say why a node is not evicted, a sentence for each holder; or that it is evictable."""
     node = branch.node
     here = [sequence for sequence in state.sequences.values() if sequence.node == node.id]
     reasons = [f"Held by {holder_name(state, sequence)}." for sequence in here[:MOST_NAMED]]
@@ -113,7 +106,7 @@ def _not_held(branch: Branch) -> str:
 
 
 def node_detail(state: State, branch: Branch) -> Detail:
-    """All that there is to say of a node."""
+    """Describe a node."""
     node = branch.node
     if branch.is_root:
         return _account_of_root(state, branch)
@@ -164,13 +157,13 @@ def _account_of_root(state: State, branch: Branch) -> Detail:
 
 
 def block_ids(node: NodeRecord, most: int = 4) -> str:
-    """Its blocks as ranges, the first few of them."""
+    """Write a node's blocks as ranges, the first few of them."""
     named = [f"{first}-{first + count - 1}" if count > 1 else str(first) for first, count in runs(node.blocks)]
     return ", ".join(named[:most]) + (f", … ({len(named)} runs)" if len(named) > most else "")
 
 
 def block_detail(blocks: Blocks, block: int, per: int) -> Detail:
-    """All that there is to say of a block, the first of `per` that its cell shows."""
+    """Describe a block, the first of `per` that its cell shows."""
     state = blocks.state
     if state is None or not 0 <= block < blocks.map.num_blocks:
         return Detail("No block")
@@ -201,9 +194,9 @@ def _facts_of_owner(state: State, blocks: Blocks, block: int, owners: list[Owner
 
 
 def token_span(state: State, owner: Owner, block: int) -> tuple[int, int] | None:
-    """The tokens [first, end) of the owner's text that lie in this block; None if it is not its block.
+    """Return the tokens [first, end) of the owner's text that lie in this block; None if the owner lacks the block.
 
-    A node's block also holds what its parents have before its start; that is part of the span.
+    A node's first block also holds the last tokens of its parents; they are part of the span.
     """
     size = state.facts.block_size
     record: NodeRecord | SequenceRecord | None
@@ -213,7 +206,7 @@ def token_span(state: State, owner: Owner, block: int) -> tuple[int, int] | None
         return None
     if isinstance(record, NodeRecord):
         first, end = record.start // size + place, record.start + record.tokens
-    else:  # the last blocks of its table are its own
+    else:  # the last blocks of the sequence's table are its own
         first, end = -(-record.length // size) - count_blocks(record.blocks) + place, record.length
     return first * size, min((first + 1) * size, end)
 
@@ -223,7 +216,7 @@ def _name(owner: Owner) -> str:
 
 
 def _readers(state: State, blocks: Blocks, owners: list[Owner]) -> str:
-    """Who reads the tip of a block."""
+    """Name the readers of a block's tip."""
     tip = owners[0]
     if not is_node(tip):
         named = [holder_name(state, state.sequences[-each]) for each in owners if -each in state.sequences]

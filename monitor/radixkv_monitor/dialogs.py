@@ -1,10 +1,6 @@
-"""The screens on top of a view: help, and what to export. Knows bindings and text.
+"""Dialogs over a view: help, export, the command palette, and the list of engines to choose from.
 
-The command palette, for hasty hands: keys that come before its list is drawn, or after it has answered, do nothing.
-
-Knows Textual's palette and where that trips over its own feet (8.2). Does not know the commands.
-
-A list of running engines to choose from. Knows what was found; does not know how to attach.
+Textual's palette (8.2) fails on keys that arrive before its list is drawn or after it has answered; ours ignores them.
 """
 
 from __future__ import annotations
@@ -38,11 +34,11 @@ WORDS = (
     ("audit", "cached blocks that were computed again, to see that they are what they should be"),
     ("stale", "the engine cannot be reached: what you see is the last that it told"),
 )
-"""What the words on the screens mean."""
+"""The meaning of the words on the screens."""
 
 
 class HelpScreen(ModalScreen[None]):
-    """All keys, and the words that the screens use."""
+    """Show all keys, and the words that the screens use."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark,escape,q,enter", "close", "Close"),
@@ -55,16 +51,16 @@ class HelpScreen(ModalScreen[None]):
         self._sections = sections
 
     def compose(self) -> ComposeResult:
-        """One long text in a box that scrolls."""
+        """Lay out one long text in a box that scrolls."""
         with VerticalScroll(id="dialog"):
             yield Static(self._text(), markup=False)
 
     def action_close(self) -> None:
-        """Back to the view."""
+        """Return to the view."""
         self.dismiss()
 
     def action_scroll(self, lines: int) -> None:
-        """One line up or down."""
+        """Scroll by `lines`."""
         self.query_one("#dialog").scroll_relative(y=lines, animate=False)
 
     def _text(self) -> Content:
@@ -81,7 +77,7 @@ class HelpScreen(ModalScreen[None]):
 
 
 class ExportScreen(ModalScreen[str | None]):
-    """Asks for a format; its answer is "json", "csv", "svg" or None."""
+    """Ask for a format; the result is "json", "csv", "svg" or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "choose('json')", "JSON"),
@@ -91,12 +87,12 @@ class ExportScreen(ModalScreen[str | None]):
     ]
 
     def compose(self) -> ComposeResult:
-        """The question."""
+        """Lay out the question."""
         with VerticalScroll(id="dialog"):
             yield Static(self._text(), markup=False)
 
     def action_choose(self, kind: str) -> None:
-        """Answer."""
+        """Close with this answer."""
         self.dismiss(kind or None)
 
     def _text(self) -> Content:
@@ -128,16 +124,16 @@ NAMES = {
     "plus": "+",
     "equals_sign": "=",
 }
-"""How keys are written, where that is not their name."""
+"""How keys are written, where that differs from their name."""
 
 
 def key_name(key: str) -> str:
-    """A key as it is written: `question_mark` is `?`."""
+    """Return a key as it is written: `question_mark` is `?`."""
     return NAMES.get(key, key)
 
 
 def _grouped(bindings: Iterable[Binding]) -> list[tuple[str, str]]:
-    """What keys do, and all keys that do it, in the order of the first of them."""
+    """Group keys by their meaning, in the order of the first key of each."""
     keys: dict[str, list[str]] = {}
     for binding in bindings:
         meaning = binding.tooltip or binding.description
@@ -154,19 +150,19 @@ def _line(left: str, right: str) -> Content:
 
 
 class SafeCommandPalette(CommandPalette):
-    """Answers once."""
+    """A command palette that answers once."""
 
     _answered = False
 
     def dismiss(self, result: None = None) -> AwaitComplete:
-        """Close it; from then on it is deaf."""
+        """Close the palette; ignore later keys."""
         if self._answered:
             return AwaitComplete()
         self._answered = True
         return super().dismiss(result)
 
     async def _dispatch_message(self, message: Message) -> None:
-        # A second enter may be queued already when the first one closes the palette.
+        # A second Enter may be queued already when the first one closes the palette.
         if not (self._answered and isinstance(message, Input.Submitted | Button.Pressed | OptionList.OptionSelected)):
             await super()._dispatch_message(message)
 
@@ -178,7 +174,7 @@ class SafeCommandPalette(CommandPalette):
 
 
 class PickerApp(App[int]):
-    """Returns the index of the line that was chosen, or None."""
+    """Return the index of the chosen line, or None."""
 
     CSS = """
     Label { padding: 1 2; text-style: bold; }
@@ -198,14 +194,14 @@ class PickerApp(App[int]):
         self.theme = DARK.name
 
     def compose(self) -> ComposeResult:
-        """A question and the lines."""
+        """Lay out the question and the lines."""
         yield Label(f"{len(self._lines)} engines run here. Which one? (enter: watch it, q: quit)")
         yield OptionList(*(Option(line) for line in self._lines), markup=False)
 
     def on_mount(self) -> None:
-        """Be ready to leave."""
+        """End on signals."""
         exit_on_signals(self)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """That one."""
+        """Return the chosen line."""
         self.exit(event.option_index)

@@ -1,7 +1,6 @@
-"""Where states come from: what the app sees of a source, and the thread that reads it.
+"""Sources of states: the interface that the app reads, and the thread that reads a source.
 
-Knows frames, states and how a source is doing. Knows no screen. A feed reads on a thread of its own; what it hands out
-is frozen, so that the app may take it at any time.
+A feed reads on a thread of its own. The states that it returns are frozen, so the app may take them at any time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ Link = Literal["connecting", "live", "stale", "replay", "ended"]
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How the source is doing; `sentence` is for the person, empty while all is well. `since` is seconds since 1970."""
+    """The condition of the source. `sentence` is for the reader, and empty while all is well. `since` is seconds since
+    1970.
+    """
 
     link: Link
     since: float
@@ -35,27 +36,29 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What has come in so far."""
+    """The frames and bytes received so far."""
 
     frames: int = 0
     bytes: int = 0
 
 
 class Feed(ABC):
-    """A source of states. Start it once, close it once; everything else may be asked at any time, from any thread."""
+    """A source of states. Start it once and close it once; all other methods may be called at any time, from any
+    thread.
+    """
 
     title: str = ""
-    """What it reads, for the top line."""
+    """The name of the source, for the top line."""
     peer: str = ""
-    """The name of the socket that answers, without its ending: the process id, and which engine of that process."""
+    """The name of the connected socket without its suffix: the process id, and which engine of that process."""
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to read. Returns at once."""
+        """Start reading. Returns at once."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop reading and let go of everything. May be called twice."""
+        """Stop reading and release everything. May be called twice."""
 
     @property
     @abstractmethod
@@ -65,16 +68,16 @@ class Feed(ABC):
     @property
     @abstractmethod
     def status(self) -> Status:
-        """How the source is doing."""
+        """The condition of the source."""
 
     @property
     @abstractmethod
     def now(self) -> float:
-        """What ages are counted to: the present, or where a source that is not live has stopped."""
+        """The time that ages are counted to: the present, or the last time of a source that is not live."""
 
     @property
     def traffic(self) -> Traffic:
-        """What has come in so far."""
+        """The frames and bytes received so far."""
         return Traffic()
 
     @property
@@ -83,7 +86,7 @@ class Feed(ABC):
         return None
 
     def at(self, when: float) -> State | None:
-        """The state at a time in the span, or the nearest one."""
+        """Return the state at a time in the span, or the nearest one."""
         return self.latest
 
     @property
@@ -92,19 +95,19 @@ class Feed(ABC):
         return None
 
     def record(self, path: Path) -> None:
-        """Write everything from now on to a file. Raises OSError, and ValueError if there is nothing to record."""
+        """Write all frames from now on to a file. Raises OSError, and ValueError if there is nothing to record."""
         raise ValueError(f"{self.title} cannot be recorded")
 
     def stop_recording(self) -> None:  # noqa: B027  (most feeds of tests cannot record, and need not stop it)
         """Close the recording, if there is one."""
 
     def save(self, path: Path) -> int:
-        """Write all that is remembered to a file; the number of frames. Raises OSError and ValueError likewise."""
+        """Write the whole history to a file; return the number of frames. Raises OSError and ValueError likewise."""
         raise ValueError(f"{self.title} remembers nothing")
 
 
 class ThreadFeed(Feed):
-    """A feed whose `_run` takes frames into `builder` on a thread of its own until `_closing` is set."""
+    """A feed whose `_run` passes frames to `builder` on a thread of its own until `_closing` is set."""
 
     def __init__(self, title: str, builder: StateBuilder | None = None, clock: Callable[[], float] = time.time) -> None:
         self.title = title
@@ -127,11 +130,11 @@ class ThreadFeed(Feed):
             self._status = Status("ended", self._status.since, f"reading stopped: {type(error).__name__}: {error}")
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start reading."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop reading; waits for the thread, which is daemonic, at most a second."""
+        """Stop reading. Waits at most a second for the thread, which is a daemon."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(1.0)
@@ -144,7 +147,7 @@ class ThreadFeed(Feed):
 
     @property
     def status(self) -> Status:
-        """How the source is doing."""
+        """The condition of the source."""
         return self._status
 
     @property
@@ -156,11 +159,11 @@ class ThreadFeed(Feed):
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """What is remembered."""
+        """The oldest and the newest time of the history."""
         return self.builder.timeline.span
 
     def at(self, when: float) -> State | None:
-        """A state of the past. For one thread, the app's."""
+        """Return a past state. For one thread only, the app's."""
         return self._past.at(when)
 
     @property
@@ -169,7 +172,7 @@ class ThreadFeed(Feed):
         return self.builder.recording
 
     def record(self, path: Path) -> None:
-        """Write everything from now on to a file."""
+        """Write all frames from now on to a file."""
         self.builder.record(path)
 
     def stop_recording(self) -> None:
@@ -177,7 +180,7 @@ class ThreadFeed(Feed):
         self.builder.stop_recording()
 
     def save(self, path: Path) -> int:
-        """Write all that is remembered to a file."""
+        """Write the whole history to a file."""
         if self.span is None:
             raise ValueError("nothing to save yet: no engine has told its state")
         return save(path, self.builder.timeline.all_frames())

@@ -1,7 +1,4 @@
-"""From what the person typed to a feed: a process, a socket, an address, a recording, or the demo.
-
-Knows discovery and feeds. Knows no option of the command and no screen.
-"""
+"""Make a feed from the command's target: a process, a socket, an address, a recording, or the demo."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from radixkv_monitor.live import HZ, DemoFeed, SocketFeed
 from radixkv_monitor.replay import FileFeed
 
 DEMO_PAST = 60.0
-"""Seconds that the demo has lived when it is first seen."""
+"""The age of the demo's engine when it is first shown, in seconds."""
 
 NO_ENGINE = (
     "no engine of yours runs on this machine. Every radixkv engine tells of itself unless it was loaded with "
@@ -28,7 +25,7 @@ NO_ENGINE = (
 
 
 def feed_of(target: str, token: str = "") -> ThreadFeed:
-    """The feed of a process id, a socket's path, tcp://host:port, or a recording. Raises InvalidInput."""
+    """Return the feed of a process id, a socket's path, tcp://host:port, or a recording. Raises InvalidInput."""
     if target.startswith("tcp://"):
         tcp_address(target)
     if target.startswith("tcp://") or target.isdecimal():
@@ -49,12 +46,12 @@ def feed_of(target: str, token: str = "") -> ThreadFeed:
 
 
 def feed_of_found(found: FoundEngine) -> SocketFeed:
-    """The feed of an engine that was found; if that one is gone, of a younger one that runs the same model."""
+    """Return the feed of an engine that was found; if it is gone, of a younger one that runs the same model."""
     return SocketFeed(f"{found.model}, pid {found.pid}", _reconnecting(found))
 
 
 def demo() -> DemoFeed:
-    """The feed of a made-up engine. The workload is imported when it starts."""
+    """Return the feed of the demo's engine. The workload is imported here, since only the demo needs it."""
 
     def source() -> DemoSource:
         return DemoSource(started=time.time() - DEMO_PAST)
@@ -65,19 +62,19 @@ def demo() -> DemoFeed:
 
 
 def describe(found: FoundEngine, now: float) -> str:
-    """One line, to choose by."""
+    """Describe an engine in one line, to choose by."""
     up = duration(now - found.started)
     return f"pid {_name(found)}  {found.model}  {found.device}  up {up}  radixkv {found.version}"
 
 
 def _name(found: FoundEngine) -> str:
-    """Its process, and which of several engines of that."""
+    """Name the process, and the engine in the process if there are several."""
     stem = Path(found.socket).stem
     return stem if stem.startswith(f"{found.pid}-") else str(found.pid)
 
 
 def _reconnecting(first: FoundEngine) -> Callable[[], socket.socket]:
-    """Connects to `first`, or to whoever took its place."""
+    """Return a function that connects to `first`, or to its successor."""
     current = first
 
     def attempt() -> socket.socket:

@@ -1,10 +1,10 @@
-"""Numbers as people read them: durations, counts, shares, bytes. Knows numbers only."""
+"""Format numbers for people: durations, counts, shares and sizes."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float | None) -> str:
-    """A length of time, in two or three digits; a dash for None.
+    """Format a length of time in two or three digits; None as a dash.
 
     >>> [duration(each) for each in (0.0123, 0.25, 3.21, 42, 200, 7300, 200000, 1e300, None)]
     ['12 ms', '250 ms', '3.2 s', '42 s', '3.3 min', '2.0 h', '2.3 d', 'ages', '-']
@@ -22,7 +22,7 @@ def duration(seconds: float | None) -> str:
 
 
 def count(number: float) -> str:
-    """A whole number with separators.
+    """Format a whole number with separators.
 
     >>> count(1234567)
     '1,234,567'
@@ -31,7 +31,7 @@ def count(number: float) -> str:
 
 
 def short(number: float | None) -> str:
-    """A whole number in at most five characters; a dash for None.
+    """Format a whole number in at most five characters; None as a dash.
 
     >>> [short(each) for each in (999, 1234, 45_600, 1_234_000, 56_000_000, 7_000_000_000)]
     ['999', '1.2k', '46k', '1.2M', '56M', '7.0G']
@@ -46,7 +46,7 @@ def short(number: float | None) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A part in percent; a dash of nothing. Less than all is never said to be 100%, nor more than none 0%.
+    """Format a part in percent; a dash if the whole is 0. Only all of it is 100%, and only nothing is 0%.
 
     >>> share(2, 3), share(0, 0), share(9999, 10000), share(1, 10000)
     ('67%', '-', '99%', '1%')
@@ -60,7 +60,7 @@ def share(part: float, whole: float) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes in binary units.
+    """Format bytes in binary units.
 
     >>> size(0), size(2048), size(3 * 2**20), size(5.5 * 2**30)
     ('0 B', '2.0 KiB', '3.0 MiB', '5.5 GiB')
@@ -73,7 +73,7 @@ def size(number: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """How many of a noun, which takes an s.
+    """Format a number with its noun, which takes an s.
 
     >>> plural(1, "token"), plural(1500, "token")
     ('1 token', '1,500 tokens')

@@ -1,12 +1,7 @@
-"""Counters over time: samples of the last ten minutes, and how much a counter grew between two times.
+"""Counters over time: samples of the last ten minutes, growth between two times, and sums over the last minute.
 
-Knows samples. Knows no records, no feed and no screen; the functions are pure. A counter is read between two samples by
-a straight line, and holds its last value behind the newest.
-
-What happened in the last minute: by the counters, and by what records remember of a time before anybody watched.
-
-Knows states; every function is pure. Counters are exact for as long as somebody watched, from an engine's birth on if
-it is that young. Records are there from the first look on, but only the newest few hundred.
+A counter between two samples lies on a straight line, and keeps its last value after the newest. Sums combine counters,
+which are exact while the monitor is attached, with the newest few hundred records, which reach further back.
 """
 
 from __future__ import annotations
@@ -21,13 +16,13 @@ from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor.state import Sample, State
 
 SECONDS = 600.0
-"""How far back samples go."""
+"""How many seconds samples go back."""
 
 _time = attrgetter("time")
 
 
 class Sampler:
-    """Keeps about one sample a second of what it is told, for `seconds`."""
+    """Keep about one sample a second for `seconds`."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
@@ -36,25 +31,25 @@ class Sampler:
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """What is kept, oldest first, and what was told last. O(samples)."""
+        """The kept samples, oldest first, and the newest. O(samples)."""
         return (*self._kept, self._newest) if self._newest is not None else ()
 
     def note(self, time: float, engine: str, stats: Mapping[str, float], *, unseen: bool = False) -> None:
-        """Be told of `stats`; they are copied. O(stats).
+        """Add a copy of `stats`. O(stats).
 
-        What they grew by since the last time they grew just now, as silence says that nothing changes; or, if that
-        time went `unseen`, steadily.
+        Growth since the previous call happened just now, because an engine sends nothing while nothing changes. If that
+        time was `unseen`, the growth is spread evenly over it.
         """
         newest, self._newest = self._newest, Sample(time, engine, dict(stats))
         if newest is not None and time < newest.time:
-            self._kept.clear()  # a clock that was set back, or another recording: no line leads through both
+            self._kept.clear()  # the clock was set back, or this is another recording: no line joins both
         elif newest is not None:
             self._keep(newest, time, held=not unseen)
         oldest = bisect_right(self._kept, time - self._seconds, key=_time)
-        del self._kept[: max(0, oldest - 1)]  # one from before, so that the line reaches the edge
+        del self._kept[: max(0, oldest - 1)]  # keep one older sample, so that the line reaches the edge
 
     def _keep(self, newest: Sample, time: float, *, held: bool) -> None:
-        """Keep what was newest until now if a second has passed, and that it held while nobody said otherwise."""
+        """Keep the newest sample if a second has passed, and repeat it before `time` if it `held` until then."""
         if not self._kept or newest.time - self._kept[-1].time >= 1:
             self._kept.append(newest)
         if held and time - newest.time > 2:
@@ -64,7 +59,7 @@ class Sampler:
 
 
 def value(history: Sequence[Sample], name: str, time: float) -> float:
-    """What a counter was at `time`; before the first sample it is the first one's, unknown names are 0. O(log n)."""
+    """Return a counter's value at `time`: the first sample's before it, 0 for unknown names. O(log n)."""
     if not history:
         return 0.0
     behind = bisect_right(history, time, key=_time)
@@ -80,7 +75,7 @@ def value(history: Sequence[Sample], name: str, time: float) -> float:
 
 
 def of_one_engine(history: Sequence[Sample]) -> Sequence[Sample]:
-    """The newest samples that are of one engine: counters begin anew in another. O(log n)."""
+    """Return the newest samples of one engine, because another engine's counters start at 0. O(log n)."""
     if not history:
         return history
     first = next(
@@ -91,18 +86,18 @@ def of_one_engine(history: Sequence[Sample]) -> Sequence[Sample]:
 
 
 def grown(history: Sequence[Sample], name: str, now: float, seconds: float) -> float:
-    """How much a counter grew in the last `seconds` before `now`, never less than 0. `history` is of one engine."""
+    """Return a counter's growth in the `seconds` before `now`, at least 0. `history` is of one engine."""
     return max(0.0, value(history, name, now) - value(history, name, now - seconds))
 
 
 def rate(history: Sequence[Sample], name: str, now: float, seconds: float) -> float:
-    """Growth a second over the last `seconds`, or over as much of them as was seen; 0 where nothing was."""
+    """Return growth per second over the last `seconds`, or over the part that was sampled; 0 without samples."""
     seen = min(seconds, now - history[0].time) if history else 0.0
     return grown(history, name, now, seconds) / seen if seen > 0 else 0.0
 
 
 def series(history: Sequence[Sample], name: str, now: float, seconds: float, points: int) -> list[float]:
-    """How much a counter grew in each of `points` equal parts of the last `seconds`, oldest first."""
+    """Return a counter's growth in each of `points` equal parts of the last `seconds`, oldest first."""
     if points <= 0:
         return []
     edges = [value(history, name, now - seconds * (points - at) / points) for at in range(points + 1)]
@@ -110,7 +105,7 @@ def series(history: Sequence[Sample], name: str, now: float, seconds: float, poi
 
 
 def gauges(history: Sequence[Sample], name: str, now: float, seconds: float, points: int) -> list[float | None]:
-    """What a gauge was at the end of each part; None before the first sample."""
+    """Return a gauge's value at the end of each part; None before the first sample."""
     if not history:
         return [None] * points
     times = [now - seconds * (points - at - 1) / points for at in range(points)]
@@ -118,13 +113,13 @@ def gauges(history: Sequence[Sample], name: str, now: float, seconds: float, poi
 
 
 MINUTE, MOMENT = 60.0, 10.0
-"""Seconds that sums are of, and that rates are."""
-_LEAST = 1.0  # seconds of watching, below which there is no rate
+"""The seconds that sums cover, and those that rates cover."""
+_LEAST = 1.0  # the least seconds of samples for a rate
 
 
 @dataclass(frozen=True, slots=True)
 class LastMinute:
-    """Sums over the last minute; `watched` of its seconds the counters know."""
+    """Sums over the last minute; counters cover `watched` of its seconds."""
 
     watched: float
     prompt_tokens: float
@@ -137,7 +132,7 @@ class LastMinute:
 
 
 def samples_since_start(state: State) -> Sequence[Sample]:
-    """The samples of this engine; from its birth on, with nothing counted, if it was born not long before the first."""
+    """Return the samples of this engine, with zeros at its start if it started shortly before the first."""
     history = of_one_engine(state.history)
     born = state.facts.started
     if history and 0 < history[0].time - born < MINUTE:
@@ -146,7 +141,7 @@ def samples_since_start(state: State) -> Sequence[Sample]:
 
 
 def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
-    """Of what the counters saw and what the records remember, whichever is more: neither invents. O(records)."""
+    """Sum over the counters and over the records, and take the larger one: neither overstates. O(records)."""
     since = state.now - MINUTE
 
     def growth(name: str) -> float:
@@ -172,26 +167,26 @@ def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
 
 
 def per_second(state: State, history: Sequence[Sample], name: str) -> float | None:
-    """Growth a second, lately; None if nobody has watched for a second."""
+    """Return recent growth per second; None if there was less than a second of samples."""
     if not history or state.now - history[0].time < _LEAST:
         return None
     return rate(history, name, state.now, MOMENT)
 
 
 def evicted_per_second(state: State) -> float:
-    """Tokens that were evicted, by the records."""
+    """Return the tokens that were evicted per second, by the records."""
     since = state.now - MOMENT
     return sum(each.tokens for each in state.evictions.values() if each.time >= since) / MOMENT
 
 
 def _prompts(requests: Iterable[RequestRecord], since: float) -> tuple[float, float]:
-    """Tokens asked for and found by those that came in since."""
+    """Return the prompt tokens and cached tokens of requests admitted since then."""
     admitted = [each for each in requests if each.admitted is not None and each.admitted >= since]
     return sum(each.prompt_tokens for each in admitted), sum(each.cached_tokens for each in admitted)
 
 
 def _preemptions(history: Sequence[Sample], counted: float, current: Iterable[RequestRecord], now: float) -> int:
-    """By the counters, if they know the whole minute; else those of all requests that lived in it."""
+    """Count preemptions by the counters if they cover the minute, else by the requests that ran in it."""
     if history and now - history[0].time >= MINUTE:
         return round(counted)
     return max(round(counted), sum(each.preemptions for each in current))

@@ -1,7 +1,4 @@
-"""Feeds of what is happening now: an engine behind a socket, and the demo.
-
-Knows how to reach an engine again and when to give that up for a while. Knows no screen.
-"""
+"""Feeds of the present: an engine at a socket, and the demo."""
 
 from __future__ import annotations
 
@@ -25,19 +22,19 @@ _log = logging.getLogger(__name__)
 
 HZ = 10.0
 SILENCE_TIMEOUT = 15.0
-"""Seconds without any frame, after which an engine counts as gone: publishers give a sign of life more often."""
+"""The seconds without a frame after which an engine counts as gone; publishers send at least one frame a second."""
 SHORTEST_RETRY, LONGEST_RETRY = 0.25, 8.0
-"""Seconds between attempts to reach an engine: doubled each time, with jitter."""
+"""The seconds between attempts to connect: doubled after each failure, with jitter."""
 RESTARTED, RESTART_NOTICE = "the engine was restarted", 30.0
-"""What is said of another engine in the place of the last one, and for how many seconds."""
+"""The notice after an engine was replaced by another, and for how many seconds it is shown."""
 _CHUNK = 256 * 1024
 
 
 class SocketFeed(ThreadFeed):
-    """An engine behind a socket, reached again and again until closed.
+    """Read an engine at a socket, and connect again until closed.
 
-    `connect` makes one attempt: a socket on which frames arrive. It raises OSError or RadixKVError. An engine that was
-    restarted is told by its name.
+    `connect` makes one attempt and returns a socket that receives frames. It raises OSError or RadixKVError. A
+    restarted engine has another name.
     """
 
     def __init__(
@@ -57,20 +54,20 @@ class SocketFeed(ThreadFeed):
 
     @property
     def traffic(self) -> Traffic:
-        """What has come in so far."""
+        """The frames and bytes received so far."""
         return Traffic(self._frames, self._bytes)
 
     def _run(self) -> None:
         while not self._closing.is_set():
             reason = self._connect_once()
-            if reason.startswith(WRONG_TOKEN):  # knocking again with the same one would change nothing
+            if reason.startswith(WRONG_TOKEN):  # another attempt with the same token would fail too
                 self._status = Status("ended", self._clock(), f"{self.title}: {reason}")
                 return
             if not self._closing.is_set():
                 self._wait(reason)
 
     def _connect_once(self) -> str:
-        """One connection, from its beginning to its end; returns why it ended."""
+        """Read one connection to its end; return why it ended."""
         try:
             with self._connect() as connection:
                 connection.settimeout(0.5)
@@ -111,12 +108,12 @@ class SocketFeed(ThreadFeed):
             self._status = Status("live", self._status.since)
 
     def _wait(self, reason: str) -> None:
-        """Longer after each failure, so that many monitors do not knock at once when an engine comes back."""
+        """Wait longer after each failure, so that many monitors do not connect at once when an engine returns."""
         pause = min(LONGEST_RETRY, SHORTEST_RETRY * 2**self._failures) * self._jitter.uniform(0.5, 1.0)
         self._failures += 1
         was = self._status
         link: Link = "stale" if self.builder.latest is not None else "connecting"
-        if self.builder.end_reason not in (None, reason):  # what it said itself is worth more than that it is gone
+        if self.builder.end_reason not in (None, reason):  # the engine's own reason says more than the lost connection
             reason = f"{self.builder.end_reason}; {reason}"
         since = was.since if was.link == link else self._clock()
         opening = f"Looking for an engine at {self.title}: " if link == "connecting" else ""
@@ -125,17 +122,17 @@ class SocketFeed(ThreadFeed):
 
 
 class Source(Protocol):
-    """What a DemoFeed shows: `step` says what has changed up to `now`."""
+    """The workload of a DemoFeed."""
 
     facts: EngineFacts
 
     def step(self, now: float) -> Changes:
-        """What has changed up to `now`."""
+        """Return the changes up to `now`."""
         ...
 
 
 class DemoFeed(ThreadFeed):
-    """A workload that is made up, in this process; the cache that it drives is the real one."""
+    """Run a made-up workload over a real cache, in this process."""
 
     def __init__(self, source: Callable[[], Source], *, clock: Callable[[], float] = time.time) -> None:
         super().__init__("demo", clock=clock)
@@ -147,7 +144,7 @@ class DemoFeed(ThreadFeed):
         self.builder.take(Hello(source.facts, ts=self._clock()))
         when = source.facts.started
         for seq in count(1):
-            when = min(when + 1.0, self._clock())  # its past in steps, so that it has a history from the beginning
+            when = min(when + 1.0, self._clock())  # in steps, so that there is a history from the start
             changes = replace(source.step(when), reset=seq == 1)
             self.builder.take(Snapshot(0, 1, changes, ts=when) if seq == 1 else Delta(changes, seq=seq, ts=when))
             if self._clock() - when < 1.0:
@@ -157,11 +154,11 @@ class DemoFeed(ThreadFeed):
 
 
 def _socket_name(connection: socket.socket) -> str:
-    """Of the other end, if it is a file."""
+    """Return the name of the other end's socket file; empty for other sockets."""
     name = connection.getpeername()
     return Path(name).stem if isinstance(name, str) else ""
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without numbers that mean nothing to a person."""
+    """Describe the error without numbers that mean nothing to a reader."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Which nodes a person wants to see: a line of terms, all of which must fit. Knows node records and words."""
+"""The filter of the Tree: a line of terms that a node must all match."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ EXAMPLES = "team-a   session:12   ids:15,42   min:500   active | cached | pinned
 
 
 class InvalidFilter(ValueError):
-    """A filter that nobody understands; says what was wrong and what is allowed."""
+    """A filter that cannot be parsed; the message says why, and which terms are allowed."""
 
 
 def states_of(node: NodeRecord) -> frozenset[str]:
-    """Active or cached; pinned, if a pin ends here; done, if its user said that it is first to go."""
+    """Return the node's states: active or cached; pinned if a pin ends here; done if its user said so."""
     states = {"active" if node.locks else "cached"}
     if node.pins:
         states.add("pinned")
@@ -26,7 +26,7 @@ def states_of(node: NodeRecord) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class NodeFilter:
-    """All of these must fit; what is empty fits everything."""
+    """All of these must match; empty fields match every node."""
 
     words: tuple[str, ...] = ()  # in the namespace or the text
     sessions: frozenset[int] = field(default_factory=frozenset)
@@ -35,7 +35,9 @@ class NodeFilter:
     states: frozenset[str] = field(default_factory=frozenset)  # any of them
 
     def fits(self, node: NodeRecord, namespace: str | None, session: int | None) -> bool:
-        """Whether a node of this namespace, which this session held last, is wanted. A root only by its name."""
+        """Return whether a node matches, by its namespace and the session that held it last. A root matches only by its
+        name.
+        """
         if not node.tokens and (self.ids or self.least or self.states or self.sessions):
             return False
         if self.sessions and session not in self.sessions:
@@ -49,7 +51,7 @@ class NodeFilter:
 
 
 def parse(line: str) -> NodeFilter | None:
-    """The filter of a line; None of an empty one. InvalidFilter names the term that is not understood."""
+    """Parse a line; None if it is empty. InvalidFilter names the term that is wrong."""
     terms = line.lower().split()
     if not terms:
         return None

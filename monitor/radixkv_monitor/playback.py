@@ -1,7 +1,4 @@
-"""Which moment the person looks at: the present, a frozen one, the past, or where a recording plays.
-
-Knows a feed and the person's wishes. Knows no widget.
-"""
+"""The moment that is on screen: the present, a frozen one, the past, or a position in a recording."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from radixkv_monitor.state import Sample, State
 
 
 class Playback:
-    """Chooses the state to draw, and says what is unusual about it."""
+    """Select the state to draw, and describe how it differs from a live one."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
@@ -27,11 +24,11 @@ class Playback:
 
     @property
     def replay(self) -> FileFeed | None:
-        """The feed, if it plays a recording: it is then paused and sought itself."""
+        """Return the feed if it plays a recording; pausing and seeking then act on the feed itself."""
         return self.feed if isinstance(self.feed, FileFeed) else None
 
     def state_to_draw(self) -> State | None:
-        """The state to draw; None before there is one."""
+        """Return the state to draw; None before the first."""
         state = self._frozen_state if self.frozen else self.feed.latest
         if state is None:
             return None
@@ -42,10 +39,10 @@ class Playback:
         self._shown = replace(state, now=now, stale=stale, frozen=self.frozen, baseline=baseline)
         return self._shown
 
-    # ---- wishes
+    # ---- commands
 
     def freeze(self) -> None:
-        """Stop the picture, or go on with the present; a recording pauses, or plays on."""
+        """Freeze the screen, or return to the present; a recording pauses or plays on."""
         if self.replay is not None:
             self.replay.pause()
         elif self.frozen:
@@ -54,7 +51,7 @@ class Playback:
             self._pause(self._shown)
 
     def scrub(self, seconds: float) -> None:
-        """Go so many seconds back, or forth if above 0; forth beyond the newest is the present again."""
+        """Move by `seconds`, back if below 0; moving past the newest state returns to the present."""
         span = self.feed.span
         if span is None:
             return
@@ -69,7 +66,9 @@ class Playback:
             self._pause(self.feed.at(self._position))
 
     def set_baseline(self) -> bool:
-        """Count deltas from what is shown on; the second time from where they were counted before. Says which."""
+        """Count deltas from the shown state on; the second time, from the earlier baseline again. Returns whether one
+        was set.
+        """
         if self._shown is None or self._baseline is not None:
             self._baseline = None
             return False
@@ -83,11 +82,11 @@ class Playback:
     def _resume(self) -> None:
         self.frozen, self._frozen_state, self._position = False, None, None
 
-    # ---- words
+    # ---- texts
 
     @property
     def link(self) -> str:
-        """How the source is doing, in a sign and a word or two."""
+        """Return the condition of the source, in a sign and a word or two."""
         if self.frozen:
             return "‖ past" if self._position is not None else "‖ frozen"
         status = self.feed.status
@@ -97,7 +96,7 @@ class Playback:
 
     @property
     def banner(self) -> tuple[str, str]:
-        """What is unusual, most important first, and how bad that is: "bad", "warn", "info"."""
+        """Return notices, the most important first, and their kind: "bad", "warn" or "info"."""
         said = [each for each in (self._source_text(), self._position_text(), self._recording_text()) if each]
         kind = "bad" if self.feed.status.link == "stale" else "warn" if self.frozen else "info"
         return "; ".join(said), kind
@@ -130,12 +129,12 @@ class Playback:
 
 
 def clock(when: float) -> str:
-    """The local time of day."""
+    """Format the local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(when))
 
 
 def length(seconds: float) -> str:
-    """Minutes and seconds.
+    """Format minutes and seconds.
 
     >>> length(0), length(65.2), length(3600)
     ('0:00', '1:05', '60:00')

@@ -1,4 +1,4 @@
-"""One look at an engine, for scripts and for people without a terminal to draw on. Knows states; knows no screen."""
+"""One summary of an engine, for scripts and for terminals that cannot be drawn on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from radixkv_monitor.summary import summarise, verdict
 
 
 def first_state(feed: Feed, patience: float) -> State:
-    """Start the feed, wait for a state, at the end of a recording for its last one; close the feed.
+    """Start the feed, wait for a state (of a recording: for its last), and close the feed.
 
     Raises EngineNotFound after `patience` seconds without one.
     """
@@ -25,12 +25,12 @@ def first_state(feed: Feed, patience: float) -> State:
         until = time.monotonic() + patience
         while time.monotonic() < until and feed.status.link != "ended":
             if isinstance(feed, FileFeed) and feed.span is not None:
-                until = time.monotonic() + patience  # it is being read
+                until = time.monotonic() + patience  # the recording is still being read
                 feed.seek(feed.span[1])
             elif feed.latest is not None and feed.status.link != "connecting":
                 break
             elif isinstance(feed, SocketFeed) and feed.latest is None and feed.status.sentence:
-                break  # the first attempt failed, and a script does not wait for engines to come
+                break  # the first attempt failed, and a script does not wait for an engine to start
             time.sleep(0.02)
         state = feed.latest
         if state is None:
@@ -42,7 +42,7 @@ def first_state(feed: Feed, patience: float) -> State:
 
 
 def to_dict(state: State) -> dict[str, Any]:
-    """What a script wants: the verdict, the summary, what the engine is, and all of its counters."""
+    """Return the verdict, the summary, the engine's facts, and all counters, for scripts."""
     summary = summarise(state)
     said = verdict(state, summary)
     return {
@@ -58,7 +58,7 @@ def to_dict(state: State) -> dict[str, Any]:
 
 
 def to_text(state: State) -> str:
-    """A few lines for a person."""
+    """Return a few lines for people."""
     summary, facts = summarise(state), state.facts
     up = state.now - facts.started
     pool, hit, miss = summary.pool, summary.ttft_hit, summary.ttft_miss

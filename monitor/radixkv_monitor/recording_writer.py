@@ -1,7 +1,4 @@
-"""A recording that is being made: frames to a file, until somebody stops it or the disk does.
-
-Knows frames and a file. Does not know where frames come from.
-"""
+"""Write frames to a recording, until it is stopped or the disk is full."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from radixkv.telemetry.records import EngineFacts
 
 
 class LiveRecording:
-    """Writes to `path` from now on; `trouble` says why it had to stop, if it had to."""
+    """A recording in progress at `path`; `trouble` is the error that ended it, if any."""
 
     def __init__(self, path: Path, facts: EngineFacts, frames: Iterable[Frame], ts: float) -> None:
-        """Begin with everything, as `frames`. Raises OSError if the file cannot be written."""
+        """Start with the whole state, as `frames`. Raises OSError if the file cannot be written."""
         self.path = path
         self.bytes = 0
         self.trouble: str | None = None
@@ -31,11 +28,11 @@ class LiveRecording:
 
     @property
     def running(self) -> bool:
-        """Whether frames are still written."""
+        """Return whether frames are still written."""
         return self._writer is not None
 
     def write(self, frames: Iterable[Frame]) -> None:
-        """Append frames. A disk that is full ends the recording, and nothing else."""
+        """Append frames. A full disk ends the recording and raises nothing."""
         if self._writer is None:
             return
         try:
@@ -56,7 +53,7 @@ class LiveRecording:
 
 
 def save(path: Path, frames: Iterable[Frame]) -> int:
-    """Write frames that begin with a hello to a file; the number of frames. Raises OSError."""
+    """Write frames that begin with a hello to a file; return their number. Raises OSError."""
     count = 0
     writer: RecordingWriter | None = None
     try:

@@ -1,7 +1,4 @@
-"""A feed that plays a recording: forwards at any speed, paused, or from wherever the person wants.
-
-Knows a file and a play head. Knows no screen.
-"""
+"""Play a recording at any speed, paused, or from any position."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from radixkv_monitor.timeline import Timeline
 
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 BYTES = 256 * 2**20
-"""How much of a recording is held, packed; of a longer one its end."""
+"""The most packed bytes of a recording that are kept; of a longer one, its end."""
 _BATCH, _TICK = 32, 0.1
 
 
 class FileFeed(ThreadFeed):
-    """Plays the recording at `path` from its beginning; the whole of it is read first, in the background."""
+    """Play the recording at `path` from its start; a background thread first reads the whole file."""
 
     def __init__(self, path: Path, *, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(path.name, StateBuilder(Timeline(inf, BYTES), seconds=inf), clock)
@@ -44,17 +41,17 @@ class FileFeed(ThreadFeed):
 
     @property
     def latest(self) -> State | None:
-        """The state at the play head."""
+        """The state at the current position."""
         return self._shown
 
     @property
     def now(self) -> float:
-        """Where the play head is."""
+        """The current position."""
         return self._head or 0.0
 
     @property
     def traffic(self) -> Traffic:
-        """The frames that were read."""
+        """The frames and bytes that were read."""
         return Traffic(self._frames, self._path.stat().st_size if self._path.exists() else 0)
 
     def close(self) -> None:
@@ -63,10 +60,10 @@ class FileFeed(ThreadFeed):
         self._nudge.set()
         super().close()
 
-    # ---- the person's keys
+    # ---- commands
 
     def pause(self, playing: bool | None = None) -> None:
-        """Stop, or go on; without an argument the other one. At the end, going on begins anew."""
+        """Pause or resume; without an argument, the other one. Resuming at the end starts again."""
         with self._lock:
             self.playing = not self.playing if playing is None else playing
             if self.playing and self.span and self._head is not None and self._head >= self.span[1]:
@@ -74,7 +71,7 @@ class FileFeed(ThreadFeed):
         self._nudge.set()
 
     def seek(self, when: float) -> None:
-        """Go to a time, or to the nearest one that the recording has."""
+        """Move to a time, or to the nearest one in the recording."""
         span = self.span
         if span is None:
             return
@@ -84,7 +81,7 @@ class FileFeed(ThreadFeed):
         self._nudge.set()
 
     def faster(self, steps: int = 1) -> float:
-        """The next higher speed, or with -1 the next lower one."""
+        """Select the next higher speed, or with -1 the next lower one."""
         nearest = min(range(len(SPEEDS)), key=lambda at: abs(SPEEDS[at] - self.speed))
         self.speed = SPEEDS[min(max(nearest + steps, 0), len(SPEEDS) - 1)]
         return self.speed
@@ -99,7 +96,7 @@ class FileFeed(ThreadFeed):
             self._play(problem)
 
     def _load(self) -> str:
-        """Read everything; returns what is wrong with the file, and what it said last, if anything."""
+        """Read the file; return its error, or the engine's last words, or an empty text."""
         played = self._clock()
         self._status = Status("replay", 0.0, "reading the recording")
         try:
@@ -116,7 +113,7 @@ class FileFeed(ThreadFeed):
         return self.builder.end_reason or ""
 
     def _play(self, sentence: str) -> None:
-        """Move the head by the time that has passed, and show what is there."""
+        """Advance the position by the elapsed time, and show its state."""
         span = self.span
         if span is None:
             self._status = Status("ended", 0.0, sentence or "the recording holds no state")
@@ -139,7 +136,7 @@ class FileFeed(ThreadFeed):
 
 
 def _batches(frames: Iterator[Frame]) -> Iterator[list[Frame]]:
-    """Some frames at a time, as each time costs a state; also those right before an error, which comes behind them."""
+    """Group frames, because each group costs a state. Frames before an error are returned before it is raised."""
     batch: list[Frame] = []
     try:
         for frame in frames:

@@ -1,7 +1,6 @@
-"""An app's screen as an SVG picture: small, the same everywhere, and asking nobody for a font.
+"""Draw an app's screen as an SVG picture that is small, the same on every machine, and loads no font.
 
-Knows lines of styled text. Knows no widget. A run of cells in one style is one element, and its length is stated, so
-that columns stand where they should in whatever font the viewer has.
+Each run of cells in one style is one element of stated length, so columns align in every font.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from textual._compositor import LayoutUpdate
 from textual.app import App
 
 WIDE, HIGH, BASE, MARGIN = 12, 24, 18, 14
-"""Of a cell and its base line, and around all cells, in pixels."""
+"""The pixels of a cell and its base line, and the margin."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellStyle:
-    """How a run of cells looks: colours as #rrggbb, and what is done to the letters."""
+    """The style of a run of cells: colours as #rrggbb, and CSS rules for the text."""
 
     colour: str
     ground: str
@@ -34,7 +33,7 @@ class CellStyle:
 
 @dataclass(frozen=True, slots=True)
 class StyledRun:
-    """Cells of one line that look alike."""
+    """Cells of one line in one style."""
 
     x: int
     y: int
@@ -44,14 +43,14 @@ class StyledRun:
 
 
 def screenshot(app: App[Any]) -> str:
-    """What `app` shows now, dialogs included. O(cells)."""
+    """Draw the screen of `app`, dialogs included. O(cells)."""
     drawn = app.screen._compositor.render_update(full=True, screen_stack=app._background_screens, simplify=True)
     assert isinstance(drawn, LayoutUpdate)
     return svg([[segment for strip in strips for segment in strip] for strips in drawn.strips], *app.size)
 
 
 def svg(lines: Sequence[Iterable[Segment]], width: int, height: int) -> str:
-    """Lines of `width` cells as a picture. O(cells)."""
+    """Draw lines of `width` cells. O(cells)."""
     runs = [run for y, line in enumerate(lines) for run in _runs(y, line)]
     grounds = [(run.style.ground, run.cells) for run in runs]
     common = max(dict(grounds), key=lambda each: sum(cells for ground, cells in grounds if ground == each), default="")
@@ -77,7 +76,7 @@ def _rule(name: str, colour: str, rules: str) -> str:
 
 
 def _runs(y: int, line: Iterable[Segment]) -> Iterator[StyledRun]:
-    """The line in as few runs as there are looks in a row. Blanks have the colour of what is before them."""
+    """Yield the line as few runs as its styles allow. Blanks take the text colour of the run before them."""
     x, pending = 0, None
     for text, look, control in line:
         if control or not text:
@@ -95,7 +94,7 @@ def _runs(y: int, line: Iterable[Segment]) -> Iterator[StyledRun]:
 
 
 def _same_blank(before: CellStyle, blank: CellStyle) -> bool:
-    """Whether a blank looks as it would in the run before it."""
+    """Return whether a blank looks the same in the style of the run before it."""
     return before.ground == blank.ground and "decoration" not in before.rules + blank.rules
 
 
@@ -118,7 +117,9 @@ def _rgb(colour: Color | None, foreground: bool) -> str:
 
 
 def _grounds(runs: Sequence[StyledRun], common: str) -> Iterator[str]:
-    """Rectangles behind text, where they differ from most of the picture; those of equal lines are one."""
+    """Yield background rectangles where the colour differs from most of the picture; equal ones in successive lines are
+    joined.
+    """
     open_: dict[tuple[int, int, str], tuple[int, int]] = {}
     for run in _one_ground(runs):
         if run.style.ground == common:
@@ -134,7 +135,7 @@ def _grounds(runs: Sequence[StyledRun], common: str) -> Iterator[str]:
 
 
 def _one_ground(runs: Sequence[StyledRun]) -> Iterator[StyledRun]:
-    """The runs, those beside each other that stand on the same ground made one."""
+    """Yield the runs, with neighbours on the same background joined."""
     pending: StyledRun | None = None
     for run in runs:
         if pending is not None and pending.y == run.y and pending.style.ground == run.style.ground:

@@ -1,11 +1,4 @@
-"""What the monitor itself costs: share of a core, memory, and what it reads.
-
-Knows this process and a feed's traffic. Knows no screen.
-
-When the next picture may come, so that the monitor stays small beside the engine that it watches.
-
-Knows clocks only. Knows no screen.
-"""
+"""The monitor's own cost: measure it, and draw less often when drawing is expensive."""
 
 from __future__ import annotations
 
@@ -25,7 +18,7 @@ _STATM = Path("/proc/self/statm")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Over the last second or so."""
+    """The cost over about a second."""
 
     cpu: float = 0.0
     resident: int = 0
@@ -40,14 +33,14 @@ class Cost:
 
 
 class UsageMeter:
-    """Measures between one reading and the next."""
+    """Measure the cost between one reading and the next."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.monotonic(), time.process_time()
         self._traffic = Traffic()
 
     def read(self, traffic: Traffic) -> Cost:
-        """The cost since the last reading. Some ten microseconds."""
+        """Return the cost since the last reading. Takes about ten microseconds."""
         wall, cpu = time.monotonic(), time.process_time()
         seconds = max(wall - self._wall, 1e-3)
         cost = Cost(
@@ -61,7 +54,7 @@ class UsageMeter:
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds now; where the system does not say, the most that it ever held."""
+    """Return this process's memory; where the system does not report it, its peak."""
     try:
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
@@ -70,15 +63,15 @@ def resident_bytes() -> int:
 
 
 FRAMES_PER_SECOND = 5
-"""Half of what a feed may tell: nobody reads numbers faster, and drawing is most of what a monitor costs."""
+"""Half of a feed's highest rate, because numbers cannot be read faster and drawing is most of the monitor's cost."""
 SHARE = 0.17
-"""Of a core, for everything in this process: where pictures cost more, they come less often."""
+"""The share of a core that this process may take; expensive frames are drawn less often."""
 LONGEST_INTERVAL = 1.0
-"""Seconds that a picture waits at most, whatever it costs."""
+"""The seconds after which a frame is drawn at any cost."""
 
 
 class FrameLimiter:
-    """Not more often than `FRAMES_PER_SECOND`, and not so often that this process takes more than `share` of a core."""
+    """Allow at most `FRAMES_PER_SECOND` frames, and fewer if the process would take more than `share` of a core."""
 
     def __init__(
         self,
@@ -91,12 +84,12 @@ class FrameLimiter:
         self._drawn_at = self._spent_at = float("-inf")
 
     def ready(self) -> bool:
-        """Whether the next picture may be drawn. A microsecond."""
+        """Return whether the next frame may be drawn. Takes a microsecond."""
         passed = self._clock() - self._drawn_at
         if passed < 0.9 / FRAMES_PER_SECOND:  # timers are not exact
             return False
         return passed >= LONGEST_INTERVAL or self._spent() - self._spent_at <= self._share * passed
 
     def drawn(self) -> None:
-        """A picture has been begun: what is spent from now on counts against the next."""
+        """Note that a frame starts; cost from now on counts against the next one."""
         self._drawn_at, self._spent_at = self._clock(), self._spent()

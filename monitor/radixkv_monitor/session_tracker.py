@@ -1,4 +1,4 @@
-"""Which session held a node: what was seen of it while we looked, as an engine does not keep it. Knows states."""
+"""Track which session held each node, as far as the monitor saw it, because an engine keeps no such record."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from radixkv.telemetry.records import SequenceRecord
 from radixkv_monitor.state import State
 
 SHARED, UNKNOWN = -1, -2
-"""Not the numbers of sessions: held by several sessions; by none that we saw."""
+"""In place of a session's number: held by several sessions; held by none while the monitor was attached."""
 
 
 class SessionTracker:
-    """The session of each node, as far as it was seen."""
+    """The session that held each node."""
 
     def __init__(self) -> None:
         self._of: dict[int, int] = {}
         self._state: State | None = None
 
     def update(self, state: State) -> set[int]:
-        """Look at this state; the nodes whose session is another one now. O(open sequences x depth)."""
+        """Add this state; return the nodes whose session changed. O(open sequences x depth)."""
         if self._state is None or (self._state.line, self._state.facts) != (state.line, state.facts):
             self._of.clear()
         self._state = state
@@ -38,7 +38,7 @@ class SessionTracker:
         return changed
 
     def of(self, owner: int) -> int:
-        """The session of a node, or of a sequence (its id with a minus before it); or SHARED or UNKNOWN."""
+        """Return the session of a node or of a sequence (its negated id), or SHARED or UNKNOWN."""
         if owner > 0:
             return self._of.get(owner, UNKNOWN)
         sequence = None if self._state is None else self._state.sequences.get(-owner)
@@ -47,7 +47,7 @@ class SessionTracker:
 
 
 def path(state: State, node: int) -> Iterator[int]:
-    """The ids from a node up to its root. O(depth)."""
+    """Yield the ids from a node up to its root. O(depth)."""
     left = len(state.nodes)
     while (record := state.nodes.get(node)) is not None and left:
         yield node
@@ -55,7 +55,7 @@ def path(state: State, node: int) -> Iterator[int]:
 
 
 def session_of(state: State, sequence: SequenceRecord) -> int | None:
-    """The session that a sequence works for; None if it has none, or none that is known."""
+    """Return the session of the request that opened the sequence; None without one."""
     if sequence.request is None:
         return None
     request = state.live.get(sequence.request) or state.ended.get(sequence.request)

@@ -1,7 +1,4 @@
-"""How an app ends that was told to from outside: by a signal, or because its terminal is gone; and whether it may stop.
-
-Knows signals, the app's loop, and that a terminal may take nothing any more. Knows no feed and no screen.
-"""
+"""End the app on signals, also when its terminal is gone, and check whether the process may suspend itself."""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ from textual.app import App
 
 ENDINGS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 GRACE = 3.0
-"""Seconds in which the app may put the terminal back; one that is gone, or stopped, could hold it up for ever."""
+"""The seconds in which the app may restore the terminal; a lost or stopped terminal could block it for ever."""
 
 
 def exit_on_signals(app: App[Any], last: Callable[[], None] = lambda: None) -> None:
-    """End the running `app` on these signals, with the status that shells give; `last` is called if it cannot end.
+    """End the running `app` on SIGNALS, with the exit status of a shell; call `last` if the app cannot end.
 
-    Signals that whoever started it has ignored, as nohup does, stay so. Where there is no terminal nothing changes.
+    Signals that were ignored at the start, as under nohup, stay ignored. Does nothing without a terminal.
     """
     if app.is_headless or threading.current_thread() is not threading.main_thread():
         return
     loop = asyncio.get_running_loop()
 
-    # No handler of the loop's: the loop may be what waits for the terminal.
+    # The loop may be blocked by the terminal, so the handler is not one of the loop's.
     def leave(number: int, _: object) -> None:
         status = 128 + number
         watch = threading.Timer(GRACE, _force, (status, last))
@@ -42,7 +39,7 @@ def exit_on_signals(app: App[Any], last: Callable[[], None] = lambda: None) -> N
 
 
 def has_shell() -> bool:
-    """Whether somebody could wake this process if it stopped: its parent is of the same session, as a shell is."""
+    """Return whether a shell can resume this process after it stops: a shell is a parent in the same session."""
     try:
         return os.getppid() > 0 and os.getsid(os.getppid()) == os.getsid(0)
     except OSError:

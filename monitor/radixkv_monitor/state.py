@@ -1,7 +1,6 @@
-"""What a screen shows: one moment of one engine, frozen, and what changed since an earlier one.
+"""One moment of one engine, as screens show it, and the changes since an earlier one.
 
-Knows telemetry's records. Knows no feed, no clock and no screen. The mappings are never changed once a state has them;
-records are frozen, so that two states share those that did not change.
+The mappings of a state never change, and records are frozen, so states share the records that did not change.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from radixkv.telemetry.records import (
 
 KINDS = ("nodes", "gone_nodes", "sequences", "gone_sequences", "requests", "sessions", "evictions")
 REMEMBERED_TICKS = 64
-"""How many ticks back `State.touched_since` can answer."""
+"""The most ticks that `State.touched_since` looks back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """The ids that one tick changed, added or took away."""
+    """The ids that one tick changed, added or removed."""
 
     tick: int
     nodes: frozenset[int]
@@ -49,13 +48,14 @@ class Touched:
 class State:
     """One engine at one time.
 
-    `line` and `tick` place it: states of one line follow each other tick by tick, without a gap or a reset between.
-    `next_victims` are the nodes that the engine would evict next, the first one first; None where that was not sent.
-    `history` holds about one sample a second of the ten minutes before, oldest first, the last one of this state.
-    `now` is what ages are counted to: the clock's time while live, the state's own `time` where it is a past one.
-    `stale`: the engine cannot be reached. `frozen`: the person stopped the picture, or looks at the past.
-    `baseline` is what deltas are counted from, if the person set one. `end_reason`: why the engine ended, on the last
-    state of a recording.
+    `line` and `tick` are its place: states of one line follow each other tick by tick, without a gap or a reset. `now`
+    is the time that ages are counted to: the clock's while live, the state's own `time` for a past one. `next_victims`
+    are the nodes that the engine would evict next, the first one first; None if the engine did not send them. `history`
+    holds about one sample a second of the last ten minutes, oldest first; the last is of this state.
+
+    `stale`: the engine cannot be reached. `frozen`: the user froze the screen, or looks at the past. `baseline`: the
+    sample that deltas are counted from, if the user set one. `end_reason`: why the engine ended, on the last state of a
+    recording.
     """
 
     line: int
@@ -79,11 +79,11 @@ class State:
     end_reason: str = ""
 
     def __repr__(self) -> str:
-        """Short: a state may hold a hundred thousand records, and a traceback shows them all."""
+        """Return a short text: a state may hold a hundred thousand records, and a traceback would show them all."""
         return f"<State of {self.facts.engine} at {self.time}, line {self.line}, tick {self.tick}>"
 
     def touched_since(self, earlier: State | None) -> Touched | None:
-        """The ids of nodes and sequences that may differ from `earlier`; None: all of them may. O(ticks + ids)."""
+        """Return the ids of nodes and sequences that may differ from `earlier`; None if all may. O(ticks + ids)."""
         if (
             earlier is None
             or earlier.line != self.line
@@ -97,9 +97,9 @@ class State:
 
 @dataclass(repr=False)
 class StateCopier:
-    """Takes states of one engine's mirror, tick by tick; copies only those mappings that changed.
+    """Copy states from one engine's mirror, tick by tick, sharing the mappings that did not change.
 
-    Not for two threads at once.
+    Not thread-safe.
     """
 
     facts: EngineFacts
@@ -109,7 +109,7 @@ class StateCopier:
     _recent: tuple[Touched, ...] = field(default=())
 
     def take(self, mirror: Mirror, applied: Sequence[Changes], history: tuple[Sample, ...] = ()) -> State:
-        """The state of `mirror`, to which just what was `applied` was applied. O(all of the kinds that changed)."""
+        """Return the state of `mirror` after `applied` was applied to it. O(records of the kinds that changed)."""
         self._tick += 1
         if any(changes.reset for changes in applied):
             self._last, self._recent = None, ()

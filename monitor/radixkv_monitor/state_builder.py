@@ -1,7 +1,6 @@
-"""Frames in, states out: the present one, and any of the past that is still remembered.
+"""Build states from frames: the present state, and any state of the past that the timeline holds.
 
-Knows frames, the mirror they add up in, the timeline and samples. Knows no socket, no file name and no thread: one
-thread takes frames in; `latest`, and a `PastStates`, may be used from another.
+One thread adds frames; another one may read `latest` and use a `PastStates`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class StateBuilder:
     """The sum of all frames so far."""
 
     def __init__(self, timeline: Timeline | None = None, seconds: float = SECONDS) -> None:
-        """Remember `seconds` of samples, and what `timeline` (default: ten minutes) remembers."""
+        """Keep `seconds` of samples, and the frames that `timeline` keeps (default: ten minutes)."""
         self.timeline = timeline or Timeline()
         self.latest: State | None = None
         self.facts: EngineFacts | None = None
@@ -42,13 +41,13 @@ class StateBuilder:
         self._baseline: Sample | None = None
         self._pages: list[Snapshot] = []
         self._whole = False
-        self._was_unseen = True  # what was before the snapshot that is being read
+        self._was_unseen = True  # whether changes before the snapshot were missed
         self._seq = 0
         self._lock = Lock()
         self.recording: LiveRecording | None = None
 
     def take(self, *frames: Frame) -> State | None:
-        """Take frames in; the new state if they made one. O(frames); O(everything) for a snapshot."""
+        """Add frames; return the new state if they made one. O(frames); O(state) for a snapshot."""
         applied: list[Changes] = []
         with self._lock:
             for frame in frames:
@@ -58,7 +57,9 @@ class StateBuilder:
         return self._publish(applied) if applied else None
 
     def record(self, path: Path) -> None:
-        """Write everything, and then every frame that is taken, to a file. Raises OSError; and ValueError too early."""
+        """Write the whole state, and then each new frame, to a file. Raises OSError, and ValueError before the first
+        state.
+        """
         self.stop_recording()
         with self._lock:
             if self.facts is None or self.latest is None:
@@ -67,7 +68,7 @@ class StateBuilder:
             self.recording = LiveRecording(path, self.facts, snapshot_frames(self._mirror, self._seq, ts), ts)
 
     def stop_recording(self) -> None:
-        """Close the recording, if there is one; `recording` goes on saying where it is."""
+        """Close the recording, if there is one; `recording` still names its file."""
         with self._lock:
             if self.recording is not None:
                 self.recording.stop()
@@ -95,7 +96,7 @@ class StateBuilder:
         self._copier = StateCopier(facts, next(_lines))
 
     def _snapshot(self, frame: Snapshot) -> list[Changes]:
-        """Nothing is shown before the last page is there."""
+        """Collect the pages of a snapshot; apply them when the last one is there."""
         if self.facts is None:
             return []
         if frame.page == 0:
@@ -129,7 +130,7 @@ class StateBuilder:
 
 
 class PastStates:
-    """A reader of what an intake remembers: states of the past, cheap when it goes forward in small steps."""
+    """Read past states from a builder's timeline. Moving forward in small steps is cheap."""
 
     def __init__(self, builder: StateBuilder) -> None:
         self._intake = builder
@@ -139,7 +140,7 @@ class PastStates:
         self._last: State | None = None
 
     def at(self, time: float) -> State | None:
-        """The state at `time`, or the nearest one that is remembered. O(segment), or O(what changed) going forward."""
+        """Return the state at `time`, or the nearest one. O(segment), or O(changes) going forward."""
         found = self._intake.timeline.frames_until(time, self._mark)
         if found is None:
             return None
@@ -158,7 +159,7 @@ class PastStates:
         return self._last
 
     def _history(self, engine: str) -> tuple[Sample, ...]:
-        """The samples up to where the mirror is, and one of it."""
+        """Return the samples up to the mirror's time, and one of the mirror."""
         known = self._intake.latest.history if self._intake.latest is not None else ()
         now = self._mirror.time
         first, last = bisect_right(known, now - SECONDS, key=_time), bisect_left(known, now, key=_time)

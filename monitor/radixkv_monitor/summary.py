@@ -1,7 +1,4 @@
-"""An engine in a few numbers and one sentence, worst first.
-
-Knows states and what is good or bad news in them; every function is pure. Knows no screen.
-"""
+"""Summarise an engine in a few numbers and one sentence, the worst fact first."""
 
 from __future__ import annotations
 
@@ -20,7 +17,8 @@ from radixkv_monitor.state import Sample, State
 Level = Literal["good", "idle", "warn", "bad"]
 
 REGRET_SHARE, HELD_SHARE, LONG_WAIT = 0.05, 0.95, 10.0
-"""From where on it is worth a word: tokens that were evicted too early, blocks held, seconds that a request waits."""
+"""Thresholds of a warning: share of evicted tokens that were requested again, share of held blocks, seconds of a wait.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class Part:
 
     @property
     def share(self) -> float | None:
-        """0..1; None of nothing."""
+        """The share, 0 to 1; None if the whole is 0."""
         return min(1.0, self.part / self.whole) if self.whole > 0 else None
 
     def __str__(self) -> str:
@@ -41,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Blocks by state; the four add up to `total`. Active ones are held by sequences, pinned ones by pins."""
+    """Blocks by state; the four add up to `total`. Sequences hold the active ones, pins the pinned ones."""
 
     free: int
     active: int
@@ -56,7 +54,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of `count` durations, in seconds; None where there are none."""
+    """Percentiles of `count` durations, in seconds; None without any."""
 
     count: int
     median: float | None
@@ -65,11 +63,12 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the Overview shows. `run` counts from the baseline: since the monitor attached, or since a person said so.
+    """The numbers of the Overview. `hit_run` counts from the baseline: since the monitor attached, or since the user
+    set it.
 
     A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss. Figures of the last minute
-    are also of what was before anybody watched, as far as records remember it: `watched` of its seconds are counted.
-    Rates are None until there was a second to see them in.
+    include records from before the monitor attached; counters cover `watched` of its seconds. Rates are None until a
+    second was sampled.
     """
 
     pool: Pool
@@ -104,7 +103,7 @@ class Summary:
     watched: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields, with a `share` beside each part and whole."""
+        """Return the fields for JSON, with a `share` next to each part and whole."""
         plain = asdict(self)
         for name in ("hit_minute", "hit_run", "hit_lifetime", "regret_minute", "regret_lifetime"):
             plain[name]["share"] = getattr(self, name).share
@@ -113,7 +112,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One line on how the engine is doing: the worst fact first."""
+    """One line on how the engine is doing, the worst fact first."""
 
     level: Level
     sentence: str
@@ -123,7 +122,7 @@ class Verdict:
 
 
 def summarise(state: State) -> Summary:
-    """The numbers of a state. O(requests + log samples)."""
+    """Compute the numbers of a state. O(requests + log samples)."""
     stats, now = state.stats, state.now
     history = samples_since_start(state)
     minute = last_minute(state, history)
@@ -172,7 +171,7 @@ def summarise(state: State) -> Summary:
 
 
 def pool(stats: Mapping[str, float], num_blocks: int) -> Pool:
-    """The blocks by state, from the gauges; what they do not account for is free."""
+    """Count the blocks by state, from the gauges; the rest is free."""
     cached = min(num_blocks, int(stats.get("cache.cached_blocks", 0)))
     held = min(num_blocks - cached, int(stats.get("cache.held_blocks", 0)))
     pinned = min(held, int(stats.get("cache.pinned_blocks", 0)))
@@ -180,23 +179,23 @@ def pool(stats: Mapping[str, float], num_blocks: int) -> Pool:
 
 
 def percentiles(durations: Iterable[float | None]) -> Percentiles:
-    """Median and p90 by nearest rank: values that were measured."""
+    """Compute median and p90 by nearest rank, so both are measured values."""
     values = sorted(each for each in durations if each is not None)
     return Percentiles(len(values), percentile(values, 0.5), percentile(values, 0.9))
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The least of the sorted `values` that `share` of them do not exceed; None of nothing."""
+    """Return the least of the sorted `values` that is not exceeded by `share` of them; None without values."""
     return values[max(0, ceil(share * len(values)) - 1)] if values else None
 
 
 def is_hit(request: RequestRecord) -> bool:
-    """Whether at least half of its prompt was cached."""
+    """Return whether at least half of the prompt was cached."""
     return 0 < request.prompt_tokens <= 2 * request.cached_tokens
 
 
 def longest_wait(requests: Iterable[RequestRecord], now: float) -> float:
-    """Seconds since the submission of the oldest request that nobody has admitted yet; 0 if none waits."""
+    """Return the seconds since the oldest request that is not admitted was submitted; 0 without one."""
     return max((now - each.submitted for each in requests if each.phase == "waiting"), default=0.0)
 
 
@@ -205,7 +204,7 @@ def _recent(history: Sequence[Sample], name: str, now: float) -> float:
 
 
 def _of_life(state: State, name: str) -> float:
-    """A counter's growth a second since the engine was loaded."""
+    """Return a counter's growth per second since the engine was loaded."""
     return state.stats.get(name, 0.0) / max(1.0, state.now - state.facts.started)
 
 
@@ -217,7 +216,7 @@ def _since(baseline: Sample | None, stats: Mapping[str, float], name: str) -> fl
 
 
 def verdict(state: State, summary: Summary) -> Verdict:
-    """How the engine is doing. What is wrong stands before what is merely so."""
+    """Judge how the engine is doing. Problems come before plain facts."""
     bad, warnings, facts = list(_bad(state, summary)), list(_warnings(summary)), list(_facts(summary))
     if bad or warnings:
         return Verdict("bad" if bad else "warn", _capital("; ".join((*bad, *warnings, *facts))))

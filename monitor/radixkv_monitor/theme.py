@@ -1,11 +1,7 @@
-"""The two themes, dark and light: Okabe and Ito's colours, which people who see few colours can tell apart.
+"""The dark and the light theme, and the colours and signs of states, ages, references and sessions.
 
-Knows colours. Knows no widget; nothing on screen says by colour alone what it means.
-
-Colours and signs of states, ages, references and sessions: for dark and light screens, without and with colour.
-
-Knows names, colours and one-cell signs. The colours are those of Okabe and Ito, and steps of viridis, both made for
-people who see few colours; every meaning has a sign beside its colour.
+The colours are those of Okabe and Ito, and steps of viridis, which colour-blind people can tell apart. Each meaning
+also has a sign of one cell, so nothing on screen is said by colour alone.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from textual.theme import Theme
 
 
 def _scrollbars(bar: str, ground: str, touched: str) -> dict[str, str]:
-    """Quiet ones: where one is in a list matters less than the list."""
+    """Return muted colours: the position in a list matters less than the list."""
     grounds = {f"scrollbar-background{state}": ground for state in ("", "-hover", "-active")}
     bars = {"scrollbar": bar, "scrollbar-hover": touched, "scrollbar-active": touched}
     return {**grounds, **bars, "scrollbar-corner-color": ground}
@@ -60,18 +56,18 @@ THEMES = (DARK, LIGHT)
 
 @dataclass(frozen=True, slots=True)
 class Shade:
-    """A colour on dark screens and one on light screens, and the sign that says the same without colour."""
+    """A colour for dark screens, one for light screens, and a sign that means the same without colour."""
 
     dark: str
     light: str
     sign: str
 
     def on(self, dark: bool) -> str:
-        """The colour for a dark or a light screen."""
+        """Return the colour for a dark or a light screen."""
         return self.dark if dark else self.light
 
     def highlighted(self) -> Shade:
-        """The shade of one that stands out: nearer to white on dark screens, to black on light ones."""
+        """Return the shade of a highlighted cell: closer to white on dark screens, to black on light ones."""
         return _highlighted(self)
 
 
@@ -112,7 +108,7 @@ REFERENCES = (
     Shade("#e69f00", "#d98a00", "5"),
     Shade("#fde725", "#8a7d00", "9"),
 )
-"""Fewest first; the sign is the least number that it stands for."""
+"""Fewest first; the sign is the least number that the shade stands for."""
 
 SESSIONS = (
     Shade("#56b4e9", "#1f78b4", "A"),

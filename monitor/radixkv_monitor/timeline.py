@@ -1,7 +1,7 @@
-"""The last minutes as frames, packed, so that any moment of them can be built again.
+"""Keep the frames of the last minutes, packed, so that any moment of them can be restored.
 
-Knows frames and their bytes. Knows no state and no feed. A segment begins with everything, as a snapshot, and goes on
-with deltas; a moment is its segment's snapshot and the deltas up to it. One thread adds, others may read.
+A segment begins with a snapshot and continues with deltas. A moment is the snapshot of its segment and the deltas up to
+it. One thread adds frames; others may read.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from radixkv.telemetry.records import EngineFacts
 
 SECONDS = 600.0
 BYTES = 12 * 1024 * 1024
-"""How much is kept, at most; the oldest segment goes first."""
+"""The most that is kept; the oldest segment is dropped first."""
 SHORT = 64 * 1024
-"""No segment ends before it has so many bytes of deltas."""
+"""The least bytes of deltas in a complete segment."""
 
 Piece = Snapshot | Delta
 
 
 @dataclass
 class Segment:
-    """Frames of one engine, of which the first `head` are its snapshot; packed together once nothing is added."""
+    """Frames of one engine: first `head` frames of a snapshot, then deltas. They are compressed when the segment is
+    complete.
+    """
 
     facts: EngineFacts
     times: list[float] = field(default_factory=list)
@@ -37,7 +39,7 @@ class Segment:
     _sizes: list[int] = field(default_factory=list)
 
     def add(self, time: float, data: bytes, *, head: bool = False) -> None:
-        """One frame more. Times never go back: one that does counts as the time before."""
+        """Append a frame. A time before the last one is replaced by the last one, so times never decrease."""
         assert self._open is not None
         self.times.append(max(time, self.times[-1]) if self.times else time)
         self.head += head
@@ -45,12 +47,12 @@ class Segment:
         self._sizes.append(len(data))
 
     def pack(self) -> None:
-        """Nothing will be added. O(bytes)."""
+        """Compress a complete segment. O(bytes)."""
         assert self._open is not None
         self._packed, self._open = zlib.compress(b"".join(self._open), 1), None
 
     def frames(self, first: int, last: int) -> bytes:
-        """The bytes of frames `first` to before `last`. O(bytes of the segment)."""
+        """Return the bytes of frames `first` to before `last`. O(bytes of the segment)."""
         if self._open is not None:
             return b"".join(self._open[first:last])
         begin = sum(self._sizes[:first])
@@ -58,17 +60,17 @@ class Segment:
 
     @property
     def bytes(self) -> int:
-        """About what it holds in memory."""
+        """Approximate bytes in memory."""
         return (len(self._packed) if self._open is None else sum(self._sizes)) + 64 * len(self.times)
 
     @property
     def due(self) -> bool:
-        """Whether its deltas have come to more than what two snapshots cost, so that seeking stays cheap."""
+        """Return whether the deltas cost more than two snapshots, so that the next segment should begin."""
         return sum(self._sizes[self.head :]) > max(SHORT, 2 * sum(self._sizes[: self.head]))
 
 
 class Timeline:
-    """Segments, oldest first, bounded in `seconds` and `bytes`; the one that is being written always stays."""
+    """Segments, oldest first, limited in `seconds` and `bytes`; the one that is being written always stays."""
 
     def __init__(self, seconds: float = SECONDS, bytes: float = BYTES) -> None:
         self._seconds = seconds
@@ -77,7 +79,7 @@ class Timeline:
         self._lock = Lock()
 
     def begin(self, facts: EngineFacts, snapshot: Sequence[Snapshot]) -> None:
-        """A new segment of this engine; `snapshot` is everything. O(snapshot)."""
+        """Begin a segment of this engine; `snapshot` is its whole state. O(snapshot)."""
         segment = Segment(facts)
         for page in snapshot:
             segment.add(page.changes.time, encode(page), head=True)
@@ -88,7 +90,7 @@ class Timeline:
             self._forget()
 
     def add(self, delta: Delta) -> bool:
-        """Append a delta to the newest segment; says whether it is time to `begin` a new one. O(delta)."""
+        """Append a delta to the newest segment; return whether it is time to `begin` a new one. O(delta)."""
         data = encode(delta)
         with self._lock:
             self._segments[-1].add(delta.changes.time, data)
@@ -97,7 +99,7 @@ class Timeline:
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The oldest and the newest time; None before there is any."""
+        """The oldest and the newest time; None without frames."""
         with self._lock:
             if not self._segments:
                 return None
@@ -105,14 +107,15 @@ class Timeline:
 
     @property
     def bytes(self) -> int:
-        """About what it holds in memory."""
+        """Approximate bytes in memory."""
         with self._lock:
             return sum(segment.bytes for segment in self._segments)
 
     def frames_until(self, time: float, after: ReadPosition | None = None) -> tuple[ReadPosition, list[Piece]] | None:
-        """What to apply to reach `time`: behind `after`, where that leads there, else from a snapshot on.
+        """Return the frames that lead to `time`, from `after` on if it is in the same segment, else from a snapshot on.
 
-        Tells where that has led. None while there is nothing. Before the oldest it is the oldest. O(segment).
+        Also returns the new read position. None without frames. A time before the oldest frame means the oldest.
+        O(segment).
         """
         with self._lock:
             if not self._segments:
@@ -127,7 +130,7 @@ class Timeline:
         ]
 
     def all_frames(self) -> Iterator[Hello | Piece]:
-        """All frames, as a recording has them: a hello wherever another engine begins."""
+        """Yield all frames as a recording has them: a hello before the frames of each engine."""
         with self._lock:
             segments = [(segment, len(segment.times)) for segment in self._segments]
         engine = None
@@ -150,7 +153,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class ReadPosition:
-    """How far a reader is: behind so many frames of a segment."""
+    """The position of a reader: the number of frames read in a segment."""
 
     segment: Segment
     frame: int

@@ -1,7 +1,7 @@
-"""The rows of the radix tree: branches kept in order, added up and flattened, as far as they are open and match.
+"""The rows of the radix tree: branches with sums, in order, flattened as far as they are open and match the filter.
 
-Knows node records. Knows no screen, no colour and no clock. Row by row it is what a naive walk would list; what one
-change costs depends on what changed and on the depth, only the flat list is made anew, and only if it differs.
+The rows are those of a plain walk over the tree. The cost of a change depends on the change and on the depth; only the
+flat list is rebuilt, and only if it differs.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from radixkv.telemetry.records import NodeRecord
 from radixkv_monitor.block_map import count_blocks
 
 TOP = 0
-"""The id of what all roots hang below; no node has it."""
+"""The id of the parent of all roots; no node has it."""
 
 Predicate = Callable[["Branch"], bool]
 
 
 class Branch:
-    """A node and what is below it; `nodes`, `tokens`, `blocks`, `matching` and `newest` are of both together.
+    """A node and its descendants; `nodes`, `tokens`, `blocks`, `matching` and `newest` are of all of them.
 
-    `matching` counts the nodes that the filter wants, `newest` is when the youngest was used. A block in which
-    a node ends and a child of it goes on counts for the one above.
+    `matching` counts nodes that match the filter, and `newest` is the latest time of use. A block in which a node ends
+    and a child continues counts for the node, not for the child.
     """
 
     __slots__ = (
@@ -42,27 +42,27 @@ class Branch:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.record: NodeRecord | None = None  # of the top there is none
+        self.record: NodeRecord | None = None  # None for the top
         self.parent: Branch | None = None
         self.children: dict[int, Branch] = {}
-        self.order: list[Branch] | None = None  # the children as they are shown; None: not known any more
+        self.order: list[Branch] | None = None  # the children as they are shown; None if unknown
         self.nodes = self.tokens = self.blocks = self.own_blocks = self.matching = 0
         self.is_match = False
         self.newest = 0.0
 
     @property
     def node(self) -> NodeRecord:
-        """Its record; only the top has none."""
+        """The record; only the top has none."""
         assert self.record is not None
         return self.record
 
     @property
     def is_root(self) -> bool:
-        """Whether it is a namespace."""
+        """Return whether it is a namespace."""
         return self.record is not None and self.record.parent == TOP
 
     def up(self) -> Iterator[Branch]:
-        """What it hangs below, nearest first; the top comes last, if it is linked so far."""
+        """Yield the ancestors, nearest first, up to the top if the branch is linked to it."""
         branch = self.parent
         while branch is not None:
             yield branch
@@ -70,7 +70,7 @@ class Branch:
 
     @property
     def namespace(self) -> str | None:
-        """The namespace that it is in. O(depth)."""
+        """The namespace of the branch. O(depth)."""
         branch = self
         while branch.parent is not None and branch.parent.record is not None:
             branch = branch.parent
@@ -78,7 +78,7 @@ class Branch:
 
 
 class Row(NamedTuple):
-    """A branch as it is shown: `lead` are the lines that join it to its neighbours."""
+    """A branch as it is shown: `lead` is the line work that joins it to its neighbours."""
 
     branch: Branch
     lead: str
@@ -98,11 +98,11 @@ SORTS: dict[str, Key] = {
     "subtree": lambda branch: (-branch.tokens, branch.node.id),
     "birth": lambda branch: (branch.node.born, branch.node.id),
 }
-"""How children are sorted, below each node on its own."""
+"""The orders of children, applied below each node separately."""
 
 
 class TreeRows:
-    """The rows that are shown: `rows`, and where each node is among them: `index`."""
+    """The shown rows, and the place of each node in them as `index`."""
 
     def __init__(self, sort: str = "recency") -> None:
         self.rows: list[Row] = []
@@ -112,17 +112,19 @@ class TreeRows:
         self.branches: dict[int, Branch] = {TOP: Branch(TOP)}
         self._predicate: Predicate | None = None
         self._closed_unfiltered: set[int] = set()
-        self._orphans: dict[int, set[int]] = {}  # by the parent that is missing
-        self._cycles: set[int] = set()  # branches whose parent is below themselves: no tree is so, but a file may be
-        self._unsorted: dict[int, Branch] = {}  # branches whose children may stand in another order, or are others
+        self._orphans: dict[int, set[int]] = {}  # keyed by the missing parent
+        self._cycles: set[int] = (
+            set()
+        )  # branches whose parent is one of their descendants: possible in a damaged file only
+        self._unsorted: dict[int, Branch] = {}  # branches whose children changed or may be out of order
         self._must_flatten = True
 
-    # ---- telling it what changed
+    # ---- updates
 
     def update(self, nodes: Mapping[int, NodeRecord], touched: Iterable[int] | None = None) -> bool:
-        """Be the rows of these nodes; only touched ids may differ from last time (None: any may).
+        """Update to these nodes; only touched ids may differ from the last call (None: any may).
 
-        True if rows moved, came or went. O(touched x depth), and O(rows) if so.
+        Returns whether rows moved, appeared or disappeared. O(touched x depth), and O(rows) if so.
         """
         if touched is None:
             touched = {number for number in self.branches if number not in nodes and number != TOP}.union(
@@ -158,7 +160,7 @@ class TreeRows:
             self._unlink(branch)
 
     def _unlink(self, branch: Branch) -> None:
-        """Away from its parent, with all that it has."""
+        """Detach a branch, with its descendants, from its parent."""
         parent, branch.parent = branch.parent, None
         if parent is None:
             return
@@ -175,13 +177,13 @@ class TreeRows:
         if branch is None:
             return
         self._orphans.get(branch.node.parent, set()).discard(number)
-        for child in list(branch.children):  # their own change comes later, if it comes
+        for child in list(branch.children):  # a change of their own may follow
             orphan = branch.children.pop(child)
             orphan.parent = None
             self._link(orphan)
 
     def _update_node(self, node: NodeRecord) -> None:
-        """A node is new, or differs."""
+        """Add a node, or update it."""
         branch = self.branches.get(node.id)
         if branch is None:
             branch = self.branches[node.id] = Branch(node.id)
@@ -208,7 +210,7 @@ class TreeRows:
                 self._link(orphan)
 
     def _link(self, branch: Branch) -> None:
-        """Below its parent, with all that it has; below the top, if that is not known, or is below itself."""
+        """Attach a branch to its parent; to the top if the parent is unknown or one of its descendants."""
         node = branch.node
         parent = self.branches.get(node.parent)
         if parent is None:
@@ -220,7 +222,7 @@ class TreeRows:
         branch.parent = parent
         parent.children[node.id] = branch
         self._mark_unsorted(parent)
-        self._must_flatten = True  # it may be a root now, and stand where it stood
+        self._must_flatten = True  # it may have become a root in the same place
         self._add(parent, branch.nodes, branch.tokens, branch.blocks, branch.matching)
         self._raise(parent, branch.newest)
         self._recount(branch)
@@ -228,12 +230,12 @@ class TreeRows:
     # ---- sums
 
     def _recount(self, branch: Branch) -> None:
-        """Count its own blocks: its record, or what it hangs below, is another. O(its runs + depth)."""
+        """Count the branch's own blocks after a change of its record or parent. O(its runs + depth)."""
         before, branch.own_blocks = branch.own_blocks, _own_blocks(branch)
         self._add(branch, 0, 0, branch.own_blocks - before, 0)
 
     def _add(self, branch: Branch, nodes: int, tokens: int, blocks: int, matching: int) -> None:
-        """Add to a branch and to all above it."""
+        """Add to a branch and to all its ancestors."""
         if not (nodes or tokens or blocks or matching):
             return
         by_size = bool(tokens) and self.sort == "subtree"
@@ -258,7 +260,7 @@ class TreeRows:
             up = up.parent
 
     def _lower(self, branch: Branch, used: float) -> None:
-        """What was used at this time is below it no more."""
+        """Recompute `newest` after a node that was used at this time left or changed."""
         up: Branch | None = branch
         while up is not None and up.newest == used:
             own = up.record.used if up.record is not None else 0.0
@@ -276,7 +278,7 @@ class TreeRows:
         self._unsorted[branch.number] = branch
 
     def _finish_update(self) -> bool:
-        """Sort what may be out of order; flatten if anything was. True if so."""
+        """Sort branches that may be out of order, and rebuild the rows if anything moved. Returns whether it did."""
         key = SORTS[self.sort]
         for branch in self._unsorted.values():
             order = sorted(branch.children.values(), key=key)
@@ -291,7 +293,7 @@ class TreeRows:
         return True
 
     def _flatten(self) -> None:
-        """The rows, from top to bottom. O(rows)."""
+        """Rebuild the rows, from top to bottom. O(rows)."""
         rows: list[Row] = []
         stack = [(root, "", "") for root in reversed(self._shown(self.branches[TOP]))]
         closed = self.closed
@@ -301,7 +303,7 @@ class TreeRows:
             if not branch.order or (closed and branch.number in closed):
                 continue
             children = self._shown(branch)
-            if len(children) == 1 and not branch.is_root:  # a trunk grows straight on
+            if len(children) == 1 and not branch.is_root:  # an only child continues its parent's line
                 stack.append((children[0], below, below))
             elif children:
                 stack.append((children[-1], below + "╰─", below + "  "))
@@ -315,7 +317,7 @@ class TreeRows:
         order = branch.order or []
         return order if self._predicate is None else [child for child in order if child.matching]
 
-    # ---- what the person asks for
+    # ---- sorting, filtering, opening
 
     def sort_by(self, sort: str) -> None:
         """Sort by one of SORTS. O(nodes)."""
@@ -324,7 +326,7 @@ class TreeRows:
         self._finish_update()
 
     def filter(self, matching: Predicate | None) -> None:
-        """Show only what is wanted, and what leads to it, all open; None shows all, open as it was. O(nodes)."""
+        """Show only matching nodes and their ancestors, all open; None shows all, open as before. O(nodes)."""
         if matching is not None and self._predicate is None:
             self._closed_unfiltered = self.closed
         self.closed = set() if matching is not None else self._closed_unfiltered
@@ -334,7 +336,7 @@ class TreeRows:
         self._finish_update()
 
     def apply_filter(self, numbers: Iterable[int]) -> None:
-        """Ask the filter anew about these; `update` shows what came of it. O(numbers x depth)."""
+        """Apply the filter again to these nodes; the next `update` shows the result. O(numbers x depth)."""
         for number in numbers:
             branch = self.branches.get(number)
             if branch is None or branch.record is None:
@@ -344,16 +346,16 @@ class TreeRows:
 
     @property
     def matching(self) -> int:
-        """How many nodes the filter wants, closed ones included; all of them without one."""
+        """The number of nodes that match the filter, also inside closed ones; all nodes without a filter."""
         return self.branches[TOP].matching
 
     @property
     def is_filtered(self) -> bool:
-        """Whether there is a filter."""
+        """Return whether there is a filter."""
         return self._predicate is not None
 
     def open(self, numbers: Iterable[int], is_open: bool = True) -> None:
-        """Open or close these. O(rows)."""
+        """Open or close these nodes. O(rows)."""
         if is_open:
             self.closed.difference_update(numbers)
         else:
@@ -362,7 +364,7 @@ class TreeRows:
         self._finish_update()
 
     def open_to(self, number: int) -> bool:
-        """Open all that hides this node. False if there is no such node, or the filter hides it."""
+        """Open all ancestors of this node. Returns False if there is no such node, or if the filter hides it."""
         branch = self.branches.get(number)
         if branch is None or branch.record is None or not branch.matching:
             return False
@@ -372,7 +374,9 @@ class TreeRows:
         return number in self.index
 
     def most_recent(self) -> Branch | None:
-        """The end of the path that was used last: down from the top, always to the youngest. O(depth x children)."""
+        """Return the end of the path that was used last: from the top, always the child of the latest use. O(depth x
+        children).
+        """
         branch = self.branches[TOP]
         while branch.children:
             shown = [child for child in branch.children.values() if child.matching]
@@ -382,7 +386,7 @@ class TreeRows:
         return branch if branch.record is not None else None
 
     def next_match(self, place: int, step: int) -> int | None:
-        """The next row, from this one on in steps of 1 or -1 and round the end, that the filter itself wants."""
+        """Return the next row after this one that matches the filter, in steps of 1 or -1 and round the end."""
         count = len(self.rows)
         for away in range(1, count + 1):
             at = (place + step * away) % count
@@ -392,7 +396,7 @@ class TreeRows:
 
 
 def _own_blocks(branch: Branch) -> int:
-    """How many blocks it has, but for one that it goes on in where its parent ends."""
+    """Count the branch's blocks, without a first block in which its parent ends."""
     blocks = branch.node.blocks
     above = branch.parent.record.blocks if branch.parent is not None and branch.parent.record is not None else ()
     goes_on = bool(blocks and above) and above[-2] + above[-1] - 1 == blocks[0]

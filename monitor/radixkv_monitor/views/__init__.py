@@ -1,10 +1,6 @@
-"""What views tell the app: that a node, a block or a request was selected, so that other views can show it, too.
+"""The six views: their common interface, the table of views, the messages between them, and exported rows.
 
-What a view shows, as rows for other programs: JSON and CSV. Knows tables and files; knows no screen.
-
-The screens' common face, and the table of them. Views draw a State; they know no feed and no other view.
-
-A view with a filter: one line of input that opens over it and goes again. Knows no rows.
+A view draws a State. It reads no feed and refers to no other view; it posts a message when something is selected.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from radixkv_monitor.state import State
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is selected, of each kind; None: nothing of that kind."""
+    """The selected node, block and request; None if there is none."""
 
     node: int | None = None
     block: int | None = None
@@ -34,7 +30,7 @@ class Selection:
 
 
 class Selected(Message):
-    """A view selected something. With `show`, the view that is home to it comes to the front."""
+    """A view selected something. With `show`, the app shows the view where it belongs."""
 
     kind = ""
     home = ""
@@ -65,17 +61,17 @@ class RequestSelected(Selected):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Named rows; every row has the same keys. Values are str, int, float, bool, None, or lists of those."""
+    """Named rows for export; all have the same keys. Values are str, int, float, bool, None, or lists of those."""
 
     name: str
     rows: Sequence[Mapping[str, Any]]
 
     def to_json(self) -> str:
-        """A JSON array of objects."""
+        """Return a JSON array of objects."""
         return json.dumps([dict(row) for row in self.rows], indent=2)
 
     def to_csv(self) -> str:
-        """A header and a line per row; lists become their values, separated by blanks. Empty if there are no rows."""
+        """Return a header and a line per row; lists are joined by blanks. Empty without rows."""
         out = io.StringIO()
         if self.rows:
             writer = csv.DictWriter(out, fieldnames=list(self.rows[0]))
@@ -89,21 +85,21 @@ def _cell(value: Any) -> Any:
 
 
 class View(Widget, can_focus=False):
-    """One screen. A view fills the room that it is given and draws what `update` tells it, nothing else."""
+    """One screen: it fills the room that it is given, and draws only the states that `update` receives."""
 
     def update(self, state: State) -> None:
-        """Draw this state; told while the view is on screen, at most five times a second, on the app's thread."""
+        """Draw this state. Called on the app's thread while the view is on screen, at most five times a second."""
         raise NotImplementedError
 
     def export(self) -> Table:
-        """What the view shows now, sorted and filtered as on screen, as rows."""
+        """Return the shown content as rows, sorted and filtered as on screen."""
         raise NotImplementedError
 
     def select(self, selection: Selection) -> None:
-        """Show what another view selected; told when it changes and when this view comes to the front."""
+        """Show the selection of another view. Called when it changes and when this view is shown."""
 
     def take_focus(self) -> None:
-        """Give the keyboard to what in this view wants it: by default the first that can have it."""
+        """Focus a widget of this view: by default the first that can take the focus."""
         for widget in self.query("*"):
             if widget.focusable:
                 widget.focus(scroll_visible=False)
@@ -111,28 +107,28 @@ class View(Widget, can_focus=False):
 
     @classmethod
     def sorts(cls) -> Sequence[str]:
-        """What `sort_by` takes."""
+        """Return the names that `sort_by` takes."""
         return ()
 
     def sort_by(self, name: str) -> bool:
-        """Sort by a column's or an order's name; False if this view has none of that name."""
+        """Sort by a column or an order; return False if this view has none of that name."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A view's place in the app. Its class, such as `tree.TreeView`, is imported when it is first shown."""
+    """An entry of the table of views. The class, such as `tree.TreeView`, is imported when it is shown first."""
 
     title: str
     about: str
 
     @property
     def name(self) -> str:
-        """By which messages and options call it."""
+        """The name in messages and options."""
         return self.title.lower()
 
     def load(self) -> type[View]:
-        """The view's class."""
+        """Import and return the class of the view."""
         return cast("type[View]", getattr(import_module(f"radixkv_monitor.views.{self.name}"), f"{self.title}View"))
 
 
@@ -148,12 +144,12 @@ VIEWS = (
 
 
 def sorts() -> Mapping[str, Sequence[str]]:
-    """By view, what it can be sorted by. Imports them all."""
+    """Return the names of orders by view. Imports all views."""
     return {entry.name: names for entry in VIEWS if (names := entry.load().sorts())}
 
 
 class FilteredView(View):
-    """A view that has one Input, which is its filter."""
+    """A view with a filter, its only Input."""
 
     def action_filter(self) -> None:
         """Open the filter."""
@@ -162,7 +158,7 @@ class FilteredView(View):
         line.focus()
 
     def action_clear_filter(self) -> None:
-        """Show all rows again."""
+        """Clear and close the filter."""
         line = self.query_one(Input)
         line.value = ""
         line.remove_class("open")

@@ -1,4 +1,4 @@
-"""The Evictions screen: what went, why, and what was asked for again. Knows records."""
+"""The Evictions view: evicted runs of tokens, the reason, and whether they were requested again."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from radixkv_monitor.widgets.table import Cell, Column, RowTable
 
 @dataclass(frozen=True)
 class EvictionRow:
-    """An eviction, and how long ago it was."""
+    """An eviction and its age."""
 
     eviction: EvictionRecord
     ago: float
 
     @property
     def wanted_after(self) -> float | None:
-        """Seconds until it was asked for again; None if it was not."""
+        """Seconds until the tokens were requested again; None if they were not."""
         again = self.eviction.wanted_again
         return None if again is None else again - self.eviction.time
 
@@ -58,19 +58,19 @@ class EvictionsView(TableView[EvictionRow]):
     first_sorts = ("time", "regret", "tokens", "time unused", "hits")
 
     def rows_of(self, state: State) -> Sequence[EvictionRow]:
-        """The evictions that are remembered."""
+        """Return the newest evictions."""
         return [EvictionRow(each, max(0.0, state.now - each.time)) for each in state.evictions.values()]
 
     def key(self, row: EvictionRow) -> Hashable:
-        """Its number."""
+        """Return its number."""
         return row.eviction.number
 
     def record(self, row: EvictionRow) -> EvictionRecord:
-        """The eviction."""
+        """Return the eviction."""
         return row.eviction
 
     def headline(self, rows: Sequence[EvictionRow], state: State) -> str:
-        """How many, and how many were a mistake."""
+        """Count the evicted tokens, and those that were requested again."""
         tokens = int(state.stats.get("cache.evicted_tokens", 0))
         regret = int(state.stats.get("cache.regret_tokens", 0))
         wanted = sum(1 for row in rows if row.wanted_after is not None)
@@ -80,11 +80,11 @@ class EvictionsView(TableView[EvictionRow]):
         )
 
     def detail(self, row: EvictionRow, state: State) -> Content:
-        """What went and why."""
+        """Describe the eviction in sentences."""
         return Content(eviction_sentence(row.eviction))
 
     def selected(self, selection: Selection) -> Hashable:
-        """The last eviction off the node that is selected."""
+        """Return the last eviction from the selected node."""
         mine = (
             [each.number for each in self._state.evictions.values() if each.node == selection.node]
             if self._state
@@ -93,7 +93,7 @@ class EvictionsView(TableView[EvictionRow]):
         return max(mine, default=None)
 
     def on_row_table_opened(self, event: RowTable.Opened) -> None:
-        """Show the node, if something of it is left."""
+        """Show the node in the Tree, if a part of it is still cached."""
         event.stop()
         row = self.table.cursor
         if row is None:
@@ -105,7 +105,7 @@ class EvictionsView(TableView[EvictionRow]):
 
 
 def eviction_sentence(record: EvictionRecord) -> str:
-    """What was evicted, why, and whether that was wise."""
+    """Say which tokens were evicted, why, and whether they were requested again."""
     what = f"Tokens {record.start:,} to {record.start + record.tokens:,} of node {record.node}"
     hits = f"hit {plural(record.hits, 'time')} until then" if record.hits else "never hit"
     head = f"{what} went, {record.pressure or 'to make room'}: {plural(record.blocks, 'block')}, unused for "

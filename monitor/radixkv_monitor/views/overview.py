@@ -1,11 +1,4 @@
-"""The first screen: one sentence, the pool, and six cards of numbers, each with its last minutes.
-
-Knows summaries and how to lay them out. Does not know what a card says (cards.py), no node and no request by name.
-
-What each card of the Overview says: a title, numbers, and their last minutes as a sparkline.
-
-Knows summaries, samples and how much room a panel has. Does not know where the panels are.
-"""
+"""The Overview: one sentence, the pool as a bar, and six cards of numbers with sparklines."""
 
 from __future__ import annotations
 
@@ -29,9 +22,9 @@ from radixkv_monitor.widgets.panel import Panel, stacked
 SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
 POOL = (("active", theme.ACTIVE), ("pinned", theme.PINNED), ("cached", theme.CACHED), ("free", theme.FREE))
 LOW = 14
-"""Lines below which each card is a line of its numbers."""
+"""Lines below which each card is one line of numbers."""
 BRIEF = {"hit-rate": "hits", "first-token": "TTFT", "evictions": "evicted"}
-"""What stands before the numbers of such a card, where they do not speak for themselves."""
+"""The names of the numbers in such lines, where they need one."""
 
 
 class OverviewView(View):
@@ -62,7 +55,7 @@ class OverviewView(View):
         self._summary: Summary | None = None
 
     def compose(self) -> ComposeResult:
-        """The sentence, facts, pool and cards."""
+        """Lay out the sentence, facts, pool and cards."""
         for name in ("verdict", "facts", "pool-bar"):
             yield Panel(name)
         with Grid(id="cards"):
@@ -70,7 +63,7 @@ class OverviewView(View):
                 yield Panel(f"card-{name}")
 
     def on_resize(self, event: events.Resize) -> None:
-        """Two columns of cards, or three; lines, where there is no room for cards."""
+        """Show two or three columns of cards, or one line each if there is little room."""
         self.set_class(event.size.height < LOW, "-low")
         self.set_class(event.size.width >= 120 and event.size.height >= LOW, "-wide")
         self.call_after_refresh(self._draw)
@@ -81,7 +74,7 @@ class OverviewView(View):
         self._draw()
 
     def export(self) -> Table:
-        """The summary, as one row a number."""
+        """Return the summary, one number a row."""
         if self._summary is None or self._state is None:
             return Table("overview", [])
         rows = [{"name": "verdict", "value": verdict(self._state, self._summary).sentence}]
@@ -111,7 +104,7 @@ class OverviewView(View):
         colours = {"good": "success", "idle": "primary", "warn": "warning", "bad": "error"}
         style = Style(color=self.app.theme_variables.get(colours[said.level]), bold=True)
         if self._panel("verdict").show([Text(f"{SIGNS[said.level]} {said.sentence}", style)]):
-            self.call_after_refresh(self._draw)  # it may take a line more, or fewer, and leave others to the cards
+            self.call_after_refresh(self._draw)  # its height may change, which changes the room for the cards
 
     def _pool(self, panel: Panel, state: State, summary: Summary) -> list[Text]:
         facts, pool, dark = state.facts, summary.pool, self.app.current_theme.dark
@@ -131,14 +124,14 @@ class OverviewView(View):
 
 
 def _brief(panel: Panel, name: str, numbers: Text) -> Text:
-    """A card in one line."""
+    """Return a card as one line."""
     if not name:
         return numbers
     return Text.assemble((f"{name} ", panel.style_of("title")), numbers, no_wrap=True, overflow="ellipsis")
 
 
 def facts_line(state: State) -> str:
-    """What the engine is."""
+    """Describe the engine in one line."""
     facts = state.facts
     where = " ".join(dict.fromkeys(each for each in (facts.device, facts.dtype) if each != "none"))
     parts = (
@@ -154,7 +147,7 @@ def facts_line(state: State) -> str:
 
 
 def _flat(prefix: str, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Nested values as rows of dotted names."""
+    """Return nested values as rows with dotted names."""
     rows: list[dict[str, Any]] = []
     for name, value in values.items():
         rows += (
@@ -164,26 +157,26 @@ def _flat(prefix: str, values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 SPANS = ((60.0, "1 min"), (120.0, "2 min"), (300.0, "5 min"), (600.0, "10 min"))
-"""How long the sparklines are: as short as shows all that was seen."""
+"""The spans of sparklines; the shortest one that covers all samples is used."""
 TALLEST = 12
-"""Lines of a sparkline."""
+"""The most lines of a sparkline."""
 
 Card = Callable[[Panel, State, Summary, Sequence[Sample]], list[Text]]
 
 
 def _spark_room(panel: Panel, lines: int) -> tuple[int, int]:
-    """Columns and lines that are left for a sparkline."""
+    """Return the columns and lines that are left for a sparkline."""
     return max(1, panel.size.width), min(TALLEST, max(1, panel.size.height - lines))
 
 
 def _span(state: State, history: Sequence[Sample]) -> tuple[float, str]:
-    """Over how many seconds to draw, and what that is called."""
+    """Return the seconds to draw, and their name."""
     seen = state.now - history[0].time if history else 0.0
     return next((span for span in SPANS if seen <= span[0]), SPANS[-1])
 
 
 def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """Of prompt tokens, over three spans."""
+    """The share of prompt tokens that were cached, over three spans."""
     width, height = _spark_room(panel, 2)
     span, spoken = _span(state, history)
     asked = counters.series(history, "prompt_tokens", state.now, span, width)
@@ -231,7 +224,7 @@ def _gain(summary: Summary) -> str:
 
 
 def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """Tokens a second, and steps."""
+    """Tokens per second, and steps."""
     width, height = _spark_room(panel, 3)
     span, spoken = _span(state, history)
     return [
@@ -249,7 +242,7 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
 
 
 def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """Now and so far."""
+    """Requests now and so far."""
     width, height = _spark_room(panel, 3)
     span, spoken = _span(state, history)
     return [
@@ -265,7 +258,7 @@ def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
 
 
 def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """What had to go, and what of it was wanted again."""
+    """Evicted tokens, and those that were requested again."""
     width, height = _spark_room(panel, 3)
     span, spoken = _span(state, history)
     return [
@@ -280,7 +273,7 @@ def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sa
 
 
 def trouble(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """Preemptions and audits, and what telling all of this costs the engine."""
+    """Preemptions, failures, audits, and the cost of telemetry to the engine."""
     audited = f"wrong of {plural(summary.audited_blocks, 'audited block')}" if summary.audited_blocks else "audits yet"
     lines = [
         panel.title("Trouble"),

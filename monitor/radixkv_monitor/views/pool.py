@@ -1,7 +1,4 @@
-"""The Pool screen: every block of the pool as a map, by state, age, references or session, and an account of one block.
-
-Knows states, blocks and the widgets that it is made of. Knows no other view: it says which block was selected.
-"""
+"""The Pool view: a map of every block, by state, age, references or session, and a description of one block."""
 
 from __future__ import annotations
 
@@ -27,14 +24,16 @@ from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.heat_map import HeatMap
 
 WIDE, LOW = 120, 14
-"""Columns from which on the account stands beside the map, and lines from which on there is room for it below."""
+"""The width from which the description is at the right of the map, and the height from which there is room for it
+below.
+"""
 NO_BREAK = "\N{NO-BREAK SPACE}"
 ZOOM_LEVELS = ((1, True), (1, False), *((2**power, False) for power in range(1, 17)))
-"""From near to far: blocks a cell, and whether cells have signs."""
+"""From near to far: blocks per cell, and whether cells have signs."""
 
 
 class PoolView(View):
-    """The block map. O(blocks) an update in numpy; only lines that differ are drawn."""
+    """The block map. O(blocks) an update, in numpy; only lines that differ are drawn."""
 
     DEFAULT_CSS = """
     PoolView { layout: vertical; }
@@ -63,14 +62,14 @@ class PoolView(View):
         super().__init__(id=id)
         self.blocks = Blocks()
         self.mode = 0
-        self._zoom: int | None = None  # an index of LOOKS; None: whatever fits
+        self._zoom: int | None = None  # an index of ZOOM_LEVELS; None: the nearest that fits
         self._levels: Levels = np.empty(0, np.uint8)
         self._node: int | None = None
         self._state: State | None = None
         self._legend: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
-        """Headline, legend, map and account."""
+        """Lay out headline, legend, map and description."""
         yield Static("", classes="headline", markup=False)
         yield Static("", classes="legend", markup=False)
         with Container():
@@ -79,27 +78,27 @@ class PoolView(View):
 
     @property
     def map(self) -> HeatMap:
-        """The cells."""
+        """The widget with the cells."""
         return self.query_one(HeatMap)
 
     def on_mount(self) -> None:
-        """Show what came before there was a screen."""
+        """Draw a state that arrived before the widget was mounted."""
         if self._state is not None:
             self._draw()
 
     def on_resize(self, event: events.Resize) -> None:
-        """The account moves to where there is room, or goes."""
+        """Move the description to where there is room, or hide it."""
         self.set_class(event.size.width >= WIDE, "-wide")
         self.set_class(event.size.width < WIDE and event.size.height < LOW, "-low")
 
     def take_focus(self) -> None:
-        """The keys go to the map."""
+        """Focus the map."""
         self.map.focus(scroll_visible=False)
 
     # ---- states
 
     def update(self, state: State) -> None:
-        """Show another state."""
+        """Draw this state."""
         self._state = state
         self.blocks.update(state)
         if self.is_mounted:
@@ -120,7 +119,7 @@ class PoolView(View):
 
     @property
     def zoom_level(self) -> int:
-        """Which of LOOKS is shown: what the person asked for, else the nearest that shows the whole pool."""
+        """The index in ZOOM_LEVELS: the user's choice, else the nearest that shows the whole pool."""
         if self._zoom is not None:
             return self._zoom
         blocks = self.blocks.map.num_blocks
@@ -128,7 +127,7 @@ class PoolView(View):
         return next(fitting, len(ZOOM_LEVELS) - 1)
 
     def _marked(self, per: int, cells: int) -> npt.NDArray[np.bool_] | None:
-        """The cells that have blocks of the selected node."""
+        """Mark the cells with blocks of the selected node."""
         if self._node is None:
             return None
         marked = np.zeros(cells, np.bool_)
@@ -162,7 +161,7 @@ class PoolView(View):
         return self.map.cursor * self.map.per
 
     def select(self, selection: Selection) -> None:
-        """Light up the node, and put the cursor on the block, that another view selected."""
+        """Highlight the selected node, and move the cursor to the selected block."""
         if not self.is_mounted:
             return
         self._node = selection.node
@@ -172,14 +171,14 @@ class PoolView(View):
         self._draw()
 
     def _chosen(self, selection: Selection) -> int | None:
-        """The selected block; the first one of the selected node, if that has it not, or none is selected."""
+        """Return the selected block, or the selected node's first block if the node lacks it."""
         block, node = selection.block, selection.node
         own = [] if node is None else self.blocks.map.blocks_of(node).tolist()
         return own[0] if own and block not in own else block
 
     @classmethod
     def sorts(cls) -> Sequence[str]:
-        """What blocks are coloured by."""
+        """Return the names of the colour modes."""
         return [mode.name for mode in MODES]
 
     def sort_by(self, name: str) -> bool:
@@ -193,7 +192,7 @@ class PoolView(View):
         return True
 
     def export(self) -> Table:
-        """A row for each block."""
+        """Return a row for each block."""
         blocks, levels = self.blocks, self._levels
         legend = MODES[self.mode].legend(blocks)
         states, owners = blocks.map.states().tolist(), blocks.map.tip.tolist()
@@ -216,12 +215,12 @@ class PoolView(View):
     # ---- keys
 
     def action_mode(self, by: int) -> None:
-        """Colour by something else."""
+        """Select the next or previous colour mode."""
         self.mode = (self.mode + by) % len(MODES)
         self._draw()
 
     def action_zoom(self, by: int) -> None:
-        """Nearer (-1) or farther (1), until the whole pool is in view."""
+        """Zoom in (-1) or out (1), until the whole pool is in view."""
         block = self.block
         zoom = min(max(self.zoom_level + by, 0), len(ZOOM_LEVELS) - 1)
         if (
@@ -239,13 +238,13 @@ class PoolView(View):
         self._keep(block)
 
     def _keep(self, block: int) -> None:
-        """Draw anew, the cursor on this block."""
+        """Draw again, with the cursor on this block."""
         self._draw()
         self.map.go_to(block // self.map.per)
         self._update_detail()
 
     def action_run(self, by: int) -> None:
-        """Go to where the map changes: the next, or previous, block with another owner."""
+        """Move to the next or previous block with another owner."""
         tips = self.blocks.map.tip
         cuts = np.flatnonzero(np.diff(tips)) + 1
         if by > 0:

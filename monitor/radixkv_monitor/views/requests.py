@@ -1,9 +1,4 @@
-"""The Requests screen: a waterfall of who waited, computed and answered when, and why prompts missed. Knows records.
-
-A request's life as a bar on a time axis: waiting, prefill, decode. Knows records; knows no screen.
-
-Why a request missed, why a run was evicted, and what became of it: plain sentences. Knows records only.
-"""
+"""The Requests view: a waterfall of waiting, prefill and decode, and why prompts missed."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ GLYPHS = {
     "cancelled": "∅",
     "failed": "✗",
 }
-"""A second cue beside the colour of a phase."""
+"""A sign for each phase, in addition to its colour."""
 
 STYLES = {
     "waiting": "warn",
@@ -42,37 +37,37 @@ STYLES = {
     "cancelled": "dim",
     "failed": "bad",
 }
-"""The style of a phase, as tables name styles."""
+"""The table style of each phase."""
 
 
 LENGTHS = (15.0, 30.0, 60.0, 120.0)
-"""Seconds that an axis may show: few, so that bars do not change their scale at every turn."""
+"""The seconds that an axis may show: few values, so that the scale seldom changes."""
 
 WAITING, PREFILL, DECODE = ("░", "warn"), ("▒", "info"), ("█", "good")
-"""How each part is drawn: a glyph that tells it apart without colours, and a style."""
+"""The sign and the style of each part of a bar."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The times that a waterfall shows."""
+    """The time span of a waterfall."""
 
     start: float
     end: float
 
     @property
     def length(self) -> float:
-        """In seconds."""
+        """The length in seconds."""
         return self.end - self.start
 
     def cell(self, time: float, width: int) -> int:
-        """Where a time is, in cells from the left; outside of the axis it is cut to it."""
+        """Return the cell of a time, counted from the left and limited to the axis."""
         place = (time - self.start) / self.length * width
         return min(max(int(place), 0), width)
 
 
 @dataclass(frozen=True)
 class RequestRow:
-    """A request, what the time is, and the time axis that all rows share."""
+    """A request, the present time, and the time axis that all rows share."""
 
     request: RequestRecord
     now: float
@@ -80,7 +75,7 @@ class RequestRow:
 
     @property
     def total(self) -> float:
-        """Seconds from its submission to its end, or until now."""
+        """Seconds from submission to the end, or until now."""
         end = self.request.ended
         return round((self.now if end is None else end) - self.request.submitted, 6)
 
@@ -109,7 +104,7 @@ def _computed(row: RequestRow, width: int) -> Cell:
 
 
 class RequestsView(TableView[RequestRow]):
-    """Requests that run, wait, or ended lately."""
+    """Requests that run, wait, or ended recently."""
 
     title = "requests"
     empty = "no request yet"
@@ -131,41 +126,41 @@ class RequestsView(TableView[RequestRow]):
     first_sorts = ("arrival", "live first", "TTFT", "computed", "total time")
 
     def rows_of(self, state: State) -> Sequence[RequestRow]:
-        """All requests that are remembered."""
+        """Return all requests of the state."""
         requests = [*state.live.values(), *state.ended.values()]
         axis = axis_of(requests, state.now)
         return [RequestRow(each, state.now, axis) for each in requests]
 
     def key(self, row: RequestRow) -> Hashable:
-        """Its number."""
+        """Return its number."""
         return row.request.number
 
     def record(self, row: RequestRow) -> RequestRecord:
-        """The request."""
+        """Return the request."""
         return row.request
 
     def more_words(self, row: RequestRow) -> str:
-        """Its session, and whether it was preempted or coalesced."""
+        """Return its session, and whether it was preempted or coalesced."""
         request = row.request
         session = "" if request.session is None else f"session {request.session}"
         return f"{session} {'preempted' * (request.preemptions > 0)} {'coalesced' * request.coalesced}"
 
     def headline(self, rows: Sequence[RequestRow], state: State) -> str:
-        """How many there are, and what the waterfall shows."""
+        """Count the requests, and name the span of the waterfall."""
         running, waiting = (int(state.stats.get(name, 0)) for name in ("running", "waiting"))
         axis = f" · waterfall: the last {duration(rows[0].axis.length)}" if rows else ""
         return f"{running:,} running, {waiting:,} waiting, {len(state.ended):,} that ended{axis}"
 
     def detail(self, row: RequestRow, state: State) -> Content:
-        """Whose it is, the miss explained, and where the time went."""
+        """Describe the request, its miss, and its times."""
         return Content("\n".join((_whose(row.request), miss_sentence(row.request), _times(row))))
 
     def selected(self, selection: Selection) -> Hashable:
-        """The request that is selected."""
+        """Return the number of the selected request."""
         return selection.request
 
     def on_row_table_moved(self, event: RowTable.Moved) -> None:
-        """Tell other views which request is under the cursor."""
+        """Post the request under the cursor to other views."""
         if isinstance(event.key, int) and self.table.has_focus:
             self.post_message(RequestSelected(event.key))
 
@@ -198,17 +193,17 @@ def _times(row: RequestRow) -> str:
 
 
 def axis_of(requests: Iterable[RequestRecord], now: float) -> Axis:
-    """The axis up to now that shows all requests that run from their beginning, or the longest."""
+    """Return the shortest axis up to now that shows all live requests from their start, or the longest one."""
     oldest = min((each.submitted for each in requests if each.live), default=now)
     length = next((each for each in LENGTHS if now - oldest <= each), LENGTHS[-1])
     return Axis(now - length, now)
 
 
 def bar(request: RequestRecord, axis: Axis, width: int, now: float) -> list[tuple[str, str]]:
-    """Pieces of text, `width` cells in all, each with its style.
+    """Return pieces of text, `width` cells in all, each with its style.
 
-    The parts stand in order, without a gap, and end where they should; one that was too short to see takes a cell of
-    the one before it. What lies before the axis is left out.
+    The parts are in order and without gaps. A part that is too short to see takes a cell from the part before it. Parts
+    that ended before the axis are left out.
     """
     end = now if request.ended is None else request.ended
     if end < axis.start:
@@ -225,7 +220,7 @@ def bar(request: RequestRecord, axis: Axis, width: int, now: float) -> list[tupl
 
 
 def _parts(request: RequestRecord, end: float) -> list[tuple[float, float, tuple[str, str]]]:
-    """What it did from when to when, and how that is drawn; what took no time is left out, but for the last."""
+    """Return the times and the look of each part. Parts of no duration are left out, except the last."""
     admitted = end if request.admitted is None else request.admitted
     first = end if request.first_token is None else request.first_token
     parts = [(request.submitted, admitted, WAITING), (admitted, first, PREFILL), (first, end, DECODE)]
@@ -234,7 +229,7 @@ def _parts(request: RequestRecord, end: float) -> list[tuple[float, float, tuple
 
 
 def miss_sentence(request: RequestRecord) -> str:
-    """How much of a prompt was cached, and why not more."""
+    """Say how much of a prompt was cached, and why not more."""
     if request.admitted is None:
         return "It has not been admitted yet: nothing was looked up."
     cached, asked = request.cached_tokens, request.prompt_tokens
@@ -262,7 +257,7 @@ def _rest(request: RequestRecord) -> str:
 
 
 def miss_word(request: RequestRecord) -> str:
-    """The reason of a miss in a word or two."""
+    """Return the reason of a miss in a word or two."""
     if request.admitted is None or request.miss_reason is None:
         return ""
     word = request.miss_reason.replace("_", " ")

@@ -1,4 +1,4 @@
-"""The Sessions screen: each conversation, how long it is, and how much of it the cache has saved. Knows records."""
+"""The Sessions view: conversations, their length, and the share of their prompts that was cached."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.widgets.table import Cell, Column
 
 MOST_NAMED = 3
-"""Namespaces that the line above the list names."""
+"""The most namespaces in the headline."""
 
 
 @dataclass(frozen=True)
 class SessionRow:
-    """A session, and how long ago it was used."""
+    """A session and the seconds since its last use."""
 
     session: SessionRecord
     idle: float
 
     @property
     def hit_share(self) -> float | None:
-        """The part of its prompts that was cached, 0..1; None before the first."""
+        """The share of its prompt tokens that was cached, 0 to 1; None before the first prompt."""
         asked = self.session.prompt_tokens
         return self.session.cached_tokens / asked if asked else None
 
     @property
     def status(self) -> str:
-        """One word."""
+        """Its status in one word."""
         return "running" if self.session.live else "closed" if self.session.closed else "idle"
 
 
@@ -74,19 +74,19 @@ class SessionsView(TableView[SessionRow]):
     first_sorts = ("last use", "length", "hit share", "turns", "number", "namespace")
 
     def rows_of(self, state: State) -> Sequence[SessionRow]:
-        """All sessions that are remembered."""
+        """Return all sessions of the state."""
         return [SessionRow(each, round(max(0.0, state.now - each.used), 3)) for each in state.sessions.values()]
 
     def key(self, row: SessionRow) -> Hashable:
-        """Its number."""
+        """Return its number."""
         return row.session.number
 
     def record(self, row: SessionRow) -> SessionRecord:
-        """The session."""
+        """Return the session."""
         return row.session
 
     def headline(self, rows: Sequence[SessionRow], state: State) -> str:
-        """How many there are, and what they found."""
+        """Count the sessions and their cached prompt tokens."""
         live = sum(1 for row in rows if row.session.live)
         asked = sum(row.session.prompt_tokens for row in rows)
         found = sum(row.session.cached_tokens for row in rows)
@@ -94,7 +94,7 @@ class SessionsView(TableView[SessionRow]):
         return head + _by_namespace(rows)
 
     def detail(self, row: SessionRow, state: State) -> Content:
-        """What the conversation costs and saves."""
+        """Describe the cost and savings of the conversation."""
         session = row.session
         turns = plural(session.requests, "turn")
         computed = session.prompt_tokens - session.cached_tokens
@@ -111,7 +111,7 @@ def _of(namespace: str | None) -> str:
 
 
 def _by_namespace(rows: Sequence[SessionRow]) -> str:
-    """Who asked for most, and what they found; nothing, where all ask in one namespace."""
+    """Name the namespaces with the most prompt tokens and their hit rates; empty if there is only one."""
     asked: Counter[str] = Counter()
     found: Counter[str] = Counter()
     for row in rows:

@@ -1,7 +1,4 @@
-"""What Sessions, Evictions and Requests have in common: a table, a filter, an order, and a sentence on the chosen row.
-
-Knows tables, keys and states. Does not know what the rows are: a view that derives from it says so.
-"""
+"""The base of Sessions, Evictions and Requests: a table with a filter, an order, and a description of one row."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ Row = TypeVar("Row")
 
 
 class TableView(FilteredView, Generic[Row]):
-    """A table of rows that a state has, filtered and sorted. O(rows log rows) an update."""
+    """A filtered and sorted table of rows. O(rows log rows) an update."""
 
     DEFAULT_CSS = """
     TableView { layout: vertical; }
@@ -45,7 +42,9 @@ class TableView(FilteredView, Generic[Row]):
     title: ClassVar[str]
     columns: ClassVar[Sequence[Column[Any]]]
     first_sorts: ClassVar[Sequence[str]]
-    """The orders that the `s` key takes first; the first one is the default. Others follow as their columns do."""
+    """The orders that the `s` key takes first; the first one is the default. The others follow in the order of their
+    columns.
+    """
     empty: ClassVar[str]
 
     def __init__(self, *, id: str | None = None) -> None:
@@ -55,36 +54,36 @@ class TableView(FilteredView, Generic[Row]):
         self._all: Sequence[Row] = ()
         self._detail_text = Content("")  # of the row under the cursor
 
-    # ---- what a view says of its rows
+    # ---- for subclasses
 
     def rows_of(self, state: State) -> Sequence[Row]:
-        """The rows of a state, in any order."""
+        """Return the rows of a state, in any order."""
         raise NotImplementedError
 
     def key(self, row: Row) -> Hashable:
-        """What tells a row from others, and stays."""
+        """Return a value that identifies the row, and does not change."""
         raise NotImplementedError
 
     def record(self, row: Row) -> Any:
-        """The record that a row shows, for export."""
+        """Return the record that a row shows, for export."""
         raise NotImplementedError
 
     def more_words(self, row: Row) -> str:
-        """Text that the filter searches in addition to the columns."""
+        """Return text that the filter searches in addition to the columns."""
         return ""
 
     def detail(self, row: Row, state: State) -> Content:
-        """Some lines on the row under the cursor."""
+        """Describe the row under the cursor in a few lines."""
         raise NotImplementedError
 
     def headline(self, rows: Sequence[Row], state: State) -> str:
-        """One line on all rows."""
+        """Summarise all rows in one line."""
         raise NotImplementedError
 
     # ---- the widget
 
     def compose(self) -> ComposeResult:
-        """Headline, filter, table, detail."""
+        """Lay out headline, filter, table and description."""
         yield Static("", classes="headline", markup=False)
         yield Input(placeholder="filter: words that a row must have", classes="filter", compact=True)
         yield RowTable(self.columns, self.key, empty=self.empty)
@@ -97,7 +96,7 @@ class TableView(FilteredView, Generic[Row]):
 
     @classmethod
     def orders(cls) -> Sequence[Column[Any]]:
-        """The columns that rows can be sorted by, in the order of the `s` key."""
+        """Return the columns that rows can be sorted by, in the order of the `s` key."""
         sortable = [column for column in cls.columns if column.sort]
         first = list(cls.first_sorts)
         return sorted(sortable, key=lambda each: first.index(each.sort) if each.sort in first else len(first))
@@ -108,22 +107,22 @@ class TableView(FilteredView, Generic[Row]):
         return self.orders()[self._order]
 
     def on_mount(self) -> None:
-        """Show what came before there was a screen."""
+        """Draw a state that arrived before the widget was mounted."""
         self._refresh()
 
     def take_focus(self) -> None:
-        """The keys go to the table."""
+        """Focus the table."""
         self.table.focus()
 
     def update(self, state: State) -> None:
-        """Show another state."""
+        """Draw this state."""
         self._state = state
         self._all = self.rows_of(state)
         if self.is_mounted:
             self._refresh()
 
     def export(self) -> Table:
-        """The rows that are shown, as they are sorted."""
+        """Return the shown rows, as they are sorted."""
         derived = [column for column in self.columns if column.export]
         return Table(
             self.title,
@@ -134,22 +133,22 @@ class TableView(FilteredView, Generic[Row]):
         )
 
     def selected(self, selection: Selection) -> Hashable:
-        """The key of the row that is selected elsewhere; None for none."""
+        """Return the key of the row that another view selected; None without one."""
         return None
 
     def select(self, selection: Selection) -> None:
-        """Put the cursor on what another view selected."""
+        """Move the cursor to the selection of another view."""
         key = self.selected(selection)
         if key is not None and self.is_mounted:
             self.table.go_to(key)
 
     @classmethod
     def sorts(cls) -> Sequence[str]:
-        """Its orders, with dashes for blanks."""
+        """Return the names of the orders, with dashes for blanks."""
         return [column.sort.replace(" ", "-") for column in cls.orders()]
 
     def sort_by(self, name: str) -> bool:
-        """Sort by the order of this name, whose blanks may be dashes."""
+        """Sort by the order of this name, in which blanks may be dashes."""
         names = self.sorts()
         if name.replace(" ", "-") not in names:
             return False
@@ -161,12 +160,12 @@ class TableView(FilteredView, Generic[Row]):
     # ---- keys
 
     def action_sort(self, by: int) -> None:
-        """Take the next, or the previous, order."""
+        """Sort by the next or previous order."""
         self._order = (self._order + by) % len(self.orders())
         self._refresh()
 
     def action_step(self, by: int) -> None:
-        """The next, or the previous, row that the filter leaves."""
+        """Move to the next or previous row that matches the filter."""
         self.table.action_move(by)
 
     @on(Input.Changed)
@@ -213,7 +212,7 @@ class TableView(FilteredView, Generic[Row]):
 
 
 def _sorted(rows: Sequence[Row], order: Column[Row]) -> list[Row]:
-    """In this order; those that have no key for it stand last, as they stood."""
+    """Sort by this column; rows without a key come last, in their present order."""
     keyed = [(order.key(row), row) for row in rows]
     known = [each for each in keyed if each[0] is not None]
     known.sort(key=itemgetter(0), reverse=order.descending)

@@ -1,7 +1,4 @@
-"""The Tree screen: the live radix tree, open as far as wanted, with a filter, an order, and an account of one node.
-
-Knows states, rows and the widgets that it is made of. Knows no other view: it says which node was selected.
-"""
+"""The Tree view: the live radix tree with a filter, an order, and a description of one node."""
 
 from __future__ import annotations
 
@@ -27,15 +24,15 @@ from radixkv_monitor.widgets.flat_tree import FlatTree
 from radixkv_monitor.widgets.tree_row import RowContext
 
 MANY, SOON = 1000, 0.39
-"""Nodes from which on states are let go by that come so soon, in seconds, behind the one that is shown."""
+"""From this many nodes on, a tree is drawn at most once in this many seconds."""
 WIDE = 120
-"""Columns from which on the account stands beside the tree, not below it."""
+"""The width from which the description is at the right of the tree, not below it."""
 LOW = 14
-"""Lines from which on there is room for it below."""
+"""The height from which there is room for it below."""
 
 
 class TreeView(FilteredView):
-    """The radix tree. O(what changed) an update, and O(rows) if rows moved."""
+    """The radix tree. O(changes) an update, and O(rows) if rows moved."""
 
     DEFAULT_CSS = """
     TreeView { layout: vertical; }
@@ -69,7 +66,7 @@ class TreeView(FilteredView):
         self._filter_error = ""
 
     def compose(self) -> ComposeResult:
-        """Headline, filter, tree and account."""
+        """Lay out headline, filter, tree and description."""
         yield Static("", classes="headline", markup=False)
         yield Input(placeholder=node_filter.EXAMPLES, compact=True)
         with Container():
@@ -78,27 +75,27 @@ class TreeView(FilteredView):
 
     @property
     def lines(self) -> FlatTree:
-        """The lines."""
+        """The widget with the lines."""
         return self.query_one(FlatTree)
 
     def on_mount(self) -> None:
-        """Show what came before there was a screen."""
+        """Draw a state that arrived before the widget was mounted."""
         if self._state is not None:
             self._draw(self._state, ())
 
     def on_resize(self, event: events.Resize) -> None:
-        """The account moves to where there is room, or goes."""
+        """Move the description to where there is room, or hide it."""
         self.set_class(event.size.width >= WIDE, "-wide")
         self.set_class(event.size.width < WIDE and event.size.height < LOW, "-low")
 
     def take_focus(self) -> None:
-        """The keys go to the tree."""
+        """Focus the tree."""
         self.lines.focus(scroll_visible=False)
 
     # ---- states
 
     def update(self, state: State) -> None:
-        """Show another state; of a large tree, every second one."""
+        """Draw this state; of a large tree, every second one."""
         if self._can_skip(state):
             return
         last, self._state = self._state, state
@@ -114,7 +111,7 @@ class TreeView(FilteredView):
             self._draw(state, None if self.rows.rows is before else before)
 
     def _can_skip(self, state: State) -> bool:
-        """Whether it can wait for the next one: while live there is one within a second, as time goes on."""
+        """Return whether a large tree can wait for the next state, which arrives within a second while live."""
         last = self._state
         if last is None or last.line != state.line or state.frozen or state.stale or len(state.nodes) < MANY:
             return False
@@ -129,7 +126,7 @@ class TreeView(FilteredView):
         self._update_text(state)
 
     def _update_text(self, state: State) -> None:
-        """Update the headline and the detail pane."""
+        """Update the headline and the description."""
         roots = len(self.rows.branches[0].children)
         parts = [f"{plural(len(state.nodes) - roots, 'node')} in {plural(roots, 'namespace')}", f"by {self.rows.sort}"]
         if self.rows.is_filtered:
@@ -147,7 +144,7 @@ class TreeView(FilteredView):
         self.query_one(DetailPane).show_detail(told)
 
     def select(self, selection: Selection) -> None:
-        """Put the cursor on the node that another view selected."""
+        """Move the cursor to the node that another view selected."""
         if selection.node is not None and self.is_mounted:
             branch = self.lines.cursor
             if branch is None or branch.node.id != selection.node:
@@ -155,7 +152,7 @@ class TreeView(FilteredView):
 
     @classmethod
     def sorts(cls) -> Sequence[str]:
-        """The orders of rows."""
+        """Return the orders of rows."""
         return tuple(SORTS)
 
     def sort_by(self, name: str) -> bool:
@@ -170,25 +167,25 @@ class TreeView(FilteredView):
         return True
 
     def export(self) -> Table:
-        """The rows that are shown, as they are sorted."""
+        """Return the shown rows, as they are sorted."""
         return Table("tree", [_facts(row.branch) for row in self.rows.rows])
 
     # ---- keys
 
     def action_sort(self, by: int) -> None:
-        """Take the next, or the previous, order."""
+        """Sort by the next or previous order."""
         names = list(SORTS)
         self.sort_by(names[(names.index(self.rows.sort) + by) % len(names)])
 
     def action_step(self, by: int) -> None:
-        """Go to the next, or the previous, row that the filter wants."""
+        """Move to the next or previous row that matches the filter."""
         at = self.rows.index.get(self.lines.cursor.node.id, 0) if self.lines.cursor is not None else 0
         found = self.rows.next_match(at, by)
         if found is not None:
             self.lines.go_to(self.rows.rows[found].id, by_hand=True)
 
     def action_follow(self) -> None:
-        """Keep the path in view that was used last, or stop that."""
+        """Keep the most recently used path in view, or stop following it."""
         self.is_following = not self.is_following
         if not self.is_following:
             self.lines.mark_path(frozenset())

@@ -1,7 +1,6 @@
-"""A long page of lines, of which only those are drawn that are visible and differ from what is on screen.
+"""A scrolling page of lines that draws only visible lines whose key changed.
 
-Knows lines, keys and strips. Does not know what a line shows: who derives from it names a key for each line, which has
-all that the line's look depends on, and draws it.
+A subclass returns a key for each line, which holds everything that the line's look depends on, and draws the line.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ MOST_STRIPS = 2048
 
 
 class CachedLines(ScrollView, Generic[Key], can_focus=True):
-    """`header` lines that stay, and lines that scroll below. O(visible lines) an update, and little where equal."""
+    """Draw `header` lines that stay, and lines that scroll below them. O(visible lines) an update, cheap if keys are
+    equal.
+    """
 
     DEFAULT_CSS = """
     CachedLines { height: 1fr; scrollbar-size-horizontal: 0; scrollbar-size-vertical: 1; scrollbar-gutter: stable; }
@@ -36,21 +37,23 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
         self._line_width = 0
         self._styles: dict[tuple[Shade | None, Shade | None, str], Style] = {}
 
-    # ---- what a widget says of its lines
+    # ---- for subclasses
 
     def key_of(self, line: int) -> Key:
-        """What the look of this line depends on: 0 is the first below the header, -1 the last line of the header."""
+        """Return everything that this line's look depends on: line 0 is the first below the header, -1 the header's
+        last.
+        """
         raise NotImplementedError
 
     def draw(self, line: int, key: Key) -> Strip:
-        """The line as it looks."""
+        """Draw the line."""
         raise NotImplementedError
 
     # ---- drawing
 
     @property
     def line_width(self) -> int:
-        """Columns that are drawn on: the scroll bar's place stays free, as a bar that comes or goes is no resize."""
+        """The columns to draw on. The column of the scroll bar stays free, so its appearance resizes nothing."""
         self._line_width = self._line_width or self.scrollable_content_region.width
         return self._line_width
 
@@ -61,19 +64,19 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
 
     @property
     def body(self) -> int:
-        """How many lines there is room for below the header."""
+        """The lines that fit below the header."""
         return max(1, self.size.height - self.header)
 
     def on_focus(self) -> None:
-        """The cursor is lit."""
+        """Highlight the cursor."""
         self.repaint()
 
     def on_blur(self) -> None:
-        """The cursor is no longer lit."""
+        """Remove the cursor's highlight."""
         self.repaint()
 
     def repaint(self) -> None:
-        """Draw the visible lines that differ from what is on screen."""
+        """Draw the visible lines that differ from the screen."""
         width = self.line_width
         for y in range(self.size.height):
             line = self._line_at(y)
@@ -82,20 +85,20 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
                 self.refresh(Region(0, y, width, 1))
 
     def forget_lines(self) -> None:
-        """Draw all anew: the width, or the look of lines, changed in a way that no key knows."""
+        """Draw all lines again, after a change of the width or of the look that no key contains."""
         self._line_width = 0
         self._strips.clear()
         self.refresh()
 
     def notify_style_update(self) -> None:
-        """Another theme, or another look."""
+        """Draw in the styles of another theme."""
         super().notify_style_update()
         self._strips.clear()
         self._styles.clear()
         self._base_style = None
 
     def render_line(self, y: int) -> Strip:
-        """A line of the screen."""
+        """Return a line of the screen."""
         line = self._line_at(y)
         key = self.key_of(line)
         known = self._strips.get(line)
@@ -111,7 +114,7 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
         return y - self.header + self.top if y >= self.header else y - self.header
 
     def bring_into_view(self, line: int, margin: int = 0) -> None:
-        """Scroll as little as it takes to see this line, and some lines around it."""
+        """Scroll the least distance that shows this line and `margin` lines around it."""
         margin = min(margin, (self.body - 1) // 2)
         if line - margin < self.top:
             self.scroll_to(y=max(0, line - margin), animate=False)
@@ -120,13 +123,13 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
 
     @property
     def base_style(self) -> Style:
-        """The widget's own style: `rich_style`, which asks all above it, asked once."""
+        """The widget's own style. Kept, because `rich_style` asks all ancestors."""
         if self._base_style is None:
             self._base_style = self.rich_style
         return self._base_style
 
     def style(self, ink: Shade | None, paper: Shade | None = None, look: str = "") -> Style:
-        """A style of palette colours on this theme, None is the theme's own; `look` are more of rich's words."""
+        """Return a style of theme colours, None for the theme's own; `look` is more style words of rich."""
         known = self._styles.get((ink, paper, look))
         if known is None:
             dark = self.app.current_theme.dark

@@ -1,4 +1,4 @@
-"""A pane that tells of one thing. Knows accounts, and the room that there is."""
+"""A pane that describes one node or block."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from textual.widgets import Static
 from radixkv_monitor.detail import Detail
 
 SHORT = 24
-"""Letters of a fact that may stand in a column with others."""
+"""The longest fact that shares a line with others, in characters."""
 
 
 class DetailPane(VerticalScroll, can_focus=False):
-    """Shows an Account; drawn only if that is another one. Facts stand in as many columns as there is room for."""
+    """Show a Detail, and draw it only if it changed. Facts fill as many columns as there is room for."""
 
     DEFAULT_CSS = """
     DetailPane { scrollbar-size-vertical: 1; padding: 0 1; }
@@ -29,21 +29,21 @@ class DetailPane(VerticalScroll, can_focus=False):
         self._drawn: tuple[Detail, int] | None = None
 
     def compose(self) -> ComposeResult:
-        """One text."""
+        """Lay out one text."""
         yield Static("", markup=False)
 
     @property
     def detail(self) -> Detail | None:
-        """What is told."""
+        """The shown description."""
         return self._detail
 
     def show_detail(self, detail: Detail) -> None:
-        """Tell this."""
+        """Show this description."""
         self._detail = detail
         self._draw()
 
     def on_resize(self) -> None:
-        """Other columns."""
+        """Arrange the columns for the new width."""
         self._draw()
 
     def _draw(self) -> None:
@@ -55,7 +55,7 @@ class DetailPane(VerticalScroll, can_focus=False):
 
 
 def _text(detail: Detail, width: int) -> Content:
-    """The account as it looks in so many cells: long facts alone on their lines, below those that stand in columns."""
+    """Lay out a description in `width` cells: short facts in columns, then each long fact on lines of its own."""
     names = max((len(name) for name, _ in detail.facts), default=0)
     fits = [fact for fact in detail.facts if len(fact[1]) <= SHORT]
     long = [fact for fact in detail.facts if len(fact[1]) > SHORT]

@@ -1,8 +1,7 @@
-"""The radix tree as lines that a cursor walks over.
+"""The radix tree as lines with a cursor.
 
-Knows rows and keys. Does not know how a row looks (row_look.py), no filter's language and no other widget. While the
-tree changes, the view stays with a node: with the one under the cursor if the person put it there and it is visible,
-else with the topmost.
+While the tree changes, the view stays at the node under the cursor if the user moved it there and it is visible, else
+at the topmost node.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from radixkv_monitor.widgets.tree_row import RowContext, RowRenderer, idle, lead
 
 
 class FlatTree(CachedLines[tuple[Any, ...]]):
-    """The rows of a TreeRows; O(visible rows) an update."""
+    """The rows of a TreeRows. O(visible rows) an update."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"flat-tree--header", "flat-tree--dim", "flat-tree--cursor"}
     DEFAULT_CSS = """
@@ -50,7 +49,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     header = 1
 
     class Moved(Message):
-        """The cursor is on another node; `by_hand` if the person put it there."""
+        """The cursor moved to another node; `by_hand` if the user moved it."""
 
         def __init__(self, node: int, by_hand: bool) -> None:
             super().__init__()
@@ -58,7 +57,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             self.by_hand = by_hand
 
     class Chosen(Message):
-        """Enter on a node."""
+        """Enter was pressed on a node."""
 
         def __init__(self, node: int) -> None:
             super().__init__()
@@ -69,10 +68,12 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         self.rows = rows
         self._row_context = RowContext()
         self._at = 0
-        self._node: int | None = None  # where the person, or `go_to`, put the cursor; None: it stays in the first row
+        self._node: int | None = (
+            None  # the node that the user or `go_to` selected; None: the cursor stays in the first row
+        )
         self._path: frozenset[int] = frozenset()
 
-    # ---- what is shown
+    # ---- contents
 
     @property
     def cursor(self) -> Branch | None:
@@ -81,18 +82,18 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         return rows[self._at].branch if self._at < len(rows) else None
 
     def show(self, context: RowContext, before: Sequence[Row] | None = None) -> None:
-        """Draw what differs. `before` are the rows that were shown, if they moved since."""
+        """Draw the lines that differ. `before` are the rows of the last call, if they moved since."""
         self._row_context = context
         if before is not None:
             self._stay(before)
         self.repaint()
 
     def mark_path(self, nodes: frozenset[int]) -> None:
-        """These are the path that the view follows."""
+        """Set the path that the view follows."""
         self._path = nodes
 
     def _stay(self, before: Sequence[Row]) -> None:
-        """The rows moved: keep the cursor on its node, and the view where its anchor is."""
+        """Keep the cursor on its node, and the view at its anchor, after the rows moved."""
         top, visible = self.top, range(self.top, self.top + self.body)
         anchor = self._at if self._node is not None and self._at in visible else top
         stays = self._survivor(before, anchor) if top or self._node is not None else None
@@ -107,7 +108,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         self.repaint()
 
     def _survivor(self, before: Sequence[Row], place: int) -> int | None:
-        """Where the row is that was in this place, or the nearest one to it that still is."""
+        """Return where the row in this place is now, or the nearest row that still exists."""
         index = self.rows.index
         for row in (*before[place:], *reversed(before[:place])):
             if (found := index.get(row.branch.node.id)) is not None:
@@ -115,7 +116,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         return None
 
     def go_to(self, node: int, *, by_hand: bool = False) -> bool:
-        """Put the cursor on a node, and open what hides it. False if it cannot be shown."""
+        """Move the cursor to a node, and open its ancestors. Returns False if the node cannot be shown."""
         before = self.rows.rows
         if not self.rows.open_to(node):
             return False
@@ -128,11 +129,11 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     # ---- keys and mouse
 
     def action_move(self, by: int) -> None:
-        """Move the cursor by so many rows."""
+        """Move the cursor by `by` rows."""
         self._move_to(self._at + by)
 
     def action_page(self, by: int) -> None:
-        """Move the cursor by so many screens."""
+        """Move the cursor by `by` screens."""
         self._move_to(self._at + by * max(1, self.body - 1))
 
     def action_edge(self, place: int) -> None:
@@ -140,7 +141,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         self._move_to(len(self.rows.rows) - 1 if place else 0)
 
     def action_open(self) -> None:
-        """Open the node; if it is open, go to its first child."""
+        """Open the node; if it is open, move to its first child."""
         branch = self.cursor
         if branch is not None and branch.children:
             if branch.node.id in self.rows.closed:
@@ -149,7 +150,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
                 self._move_to(self._at + 1)
 
     def action_close(self) -> None:
-        """Close the node; if it is closed, or a leaf, go to its parent."""
+        """Close the node; if it is closed, or a leaf, move to its parent."""
         branch = self.cursor
         if branch is None:
             return
@@ -165,7 +166,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             self._open(branch, branch.node.id in self.rows.closed)
 
     def action_all(self, is_open: bool) -> None:
-        """Open everything, or close all but the namespaces."""
+        """Open all nodes, or close all nodes except the namespaces."""
         closable = [number for number, branch in self.rows.branches.items() if branch.children and not branch.is_root]
         self._hold_cursor()
         before = self.rows.rows
@@ -183,7 +184,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             self.post_message(self.Chosen(self.cursor.node.id))
 
     def on_click(self, event: events.Click) -> None:
-        """Move the cursor to the row that was clicked; a click on the cursor, or on the sign, opens or closes."""
+        """Move the cursor to the clicked row; a click on the cursor, or on the sign, opens or closes the node."""
         place = event.y - self.header + self.top
         if event.y < self.header or not 0 <= place < len(self.rows.rows):
             return
@@ -195,7 +196,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             self.action_turn()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Other columns."""
+        """Fit the columns into the new width."""
         self.forget_lines()
         self.virtual_size = Size(self.line_width, len(self.rows.rows) + self.header)
 
@@ -235,7 +236,9 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     # ---- drawing
 
     def key_of(self, line: int) -> tuple[Any, ...]:
-        """The header; or the record, its place in the tree, and what is shown of time, order and cursor."""
+        """Return the header's order and width; or the record, its place in the tree, and the shown time, order and
+        cursor.
+        """
         if line < 0:
             return (self.rows.sort, self.line_width)
         rows = self.rows.rows
@@ -257,7 +260,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         )
 
     def draw(self, line: int, key: tuple[Any, ...]) -> Strip:
-        """A row: the tree on the left, numbers on the right."""
+        """Draw the tree on the left and numbers on the right."""
         look = RowRenderer(self, self._component_style("dim"), self.rows, self._row_context, self._path)
         if line < 0:
             return look.header(self._component_style("header"))
@@ -270,7 +273,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         return strip
 
     def _highlighted(self, strip: Strip) -> Strip:
-        """On the cursor's ground, each segment in its own ink."""
+        """Return the line on the cursor's background, each segment in its own colour."""
         over = Style(bgcolor=self._component_style("cursor").bgcolor, bold=True)
         return Strip([Segment(text, over if style is None else style + over) for text, style, _ in strip])
 

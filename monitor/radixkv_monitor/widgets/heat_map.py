@@ -1,7 +1,4 @@
-"""A map of cells, each of which is one small number: two cells a character where signs do not matter.
-
-Knows cells, shades and a cursor. Does not know what a cell stands for.
-"""
+"""A map of cells, each a small number: two cells a character, or one with its sign."""
 
 from __future__ import annotations
 
@@ -24,15 +21,15 @@ Cells = npt.NDArray[np.uint8]
 Key = tuple[bytes, int, int]
 
 GUTTER = 9
-"""Columns for the number of a line's first block."""
+"""The columns for the number of a line's first block."""
 LEVEL, MARKED, CURSOR = 0x3F, 0x40, 0x80
-"""A cell as it is drawn: its level, and whether it is marked or has the cursor."""
+"""The bits of a drawn cell: its level, a mark, and the cursor."""
 OUTSIDE = LEVEL
 DIM = Shade("#7d8590", "#6a717c", " ")
 
 
 class HeatMap(CachedLines[Key]):
-    """Cells line by line, in reading order; O(visible cells) an update, and drawn only where they differ."""
+    """Cells line by line, in reading order. O(visible cells) an update; only lines that differ are drawn."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "move(-1, 0)", "left", show=False),
@@ -47,21 +44,21 @@ class HeatMap(CachedLines[Key]):
     ]
 
     class Moved(Message):
-        """The cursor is on another cell."""
+        """The cursor moved to another cell."""
 
         def __init__(self, cell: int) -> None:
             super().__init__()
             self.cell = cell
 
     class Opened(Message):
-        """Enter, or a click on the cell under the cursor."""
+        """Enter was pressed, or the cell under the cursor was clicked."""
 
         def __init__(self, cell: int) -> None:
             super().__init__()
             self.cell = cell
 
     class Resized(Message):
-        """There is room for more, or fewer, cells."""
+        """The number of visible cells changed."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -70,37 +67,37 @@ class HeatMap(CachedLines[Key]):
         self._marked: npt.NDArray[np.bool_] | None = None
         self._shades: tuple[Shade, ...] = ()
         self.cursor = 0
-        self.per = 1  # blocks a cell
-        self.signs = False  # one cell a character, which has its sign
+        self.per = 1  # blocks per cell
+        self.signs = False  # whether a character is one cell with its sign
 
     # ---- geometry
 
     @property
     def columns(self) -> int:
-        """Cells beside each other: a multiple of eight, if there is room."""
+        """The cells in a row: a multiple of eight, if there is room."""
         room = max(1, self.line_width - GUTTER)
         return room // 8 * 8 or room
 
     @property
     def cells_a_line(self) -> int:
-        """Cells of one line of characters."""
+        """The cells of one line of characters."""
         return self.columns if self.signs else 2 * self.columns
 
     def room(self, signs: bool) -> int:
-        """How many cells can be seen at once."""
+        """Return how many cells are visible at once."""
         return self.columns * self.size.height * (1 if signs else 2)
 
-    # ---- what is shown
+    # ---- contents
 
     def set_zoom(self, per: int, signs: bool) -> None:
-        """Show so many blocks a cell, with signs or two cells a character."""
+        """Show `per` blocks per cell, with signs or two cells a character."""
         if (per, signs) != (self.per, self.signs):
             self.cursor = self.cursor * self.per // per
             self.per, self.signs = per, signs
             self.forget_lines()
 
     def show(self, cells: Cells, shades: Sequence[Shade], marked: npt.NDArray[np.bool_] | None = None) -> None:
-        """Show these cells, in these shades; `marked` ones stand out."""
+        """Show these cells in these shades, and highlight the `marked` ones."""
         if tuple(shades) != self._shades:
             self._shades = tuple(shades)
             self._strips.clear()
@@ -119,7 +116,7 @@ class HeatMap(CachedLines[Key]):
         self.repaint()
 
     def go_to(self, cell: int) -> None:
-        """Put the cursor on a cell, in view, and say so."""
+        """Move the cursor to a cell, scroll to it, and post the move."""
         cell = min(max(cell, 0), max(0, len(self._cells) - 1))
         self.bring_into_view(cell // self.cells_a_line)
         if cell != self.cursor:
@@ -130,7 +127,7 @@ class HeatMap(CachedLines[Key]):
     # ---- keys and mouse
 
     def action_move(self, across: int, down: int) -> None:
-        """Move the cursor; it stays where the map ends."""
+        """Move the cursor; it stops at the edge of the map."""
         cell = self.cursor + across + down * self.columns
         if 0 <= cell < len(self._cells):
             self.go_to(cell)
@@ -149,44 +146,44 @@ class HeatMap(CachedLines[Key]):
             self.post_message(self.Opened(self.cursor))
 
     def cell_at(self, x: int, y: int) -> int | None:
-        """The cell at this place of the widget: of two in a character, the upper one."""
+        """Return the cell at this place of the widget: of two in a character, the upper one."""
         column = x - GUTTER
         cell = (y + self.top) * self.cells_a_line + column
         return cell if 0 <= column < self.columns and cell < len(self._cells) else None
 
     def on_click(self, event: events.Click) -> None:
-        """Move the cursor to the cell that was clicked; a click on the cursor opens it."""
+        """Move the cursor to the clicked cell; a click on the cursor opens it."""
         cell = self.cell_at(event.x, event.y)
         if cell is None:
             return
         if not self.signs and self.cursor == cell + self.columns:
-            cell = self.cursor  # the lower one of the same character
+            cell = self.cursor  # the lower cell of the same character
         if cell == self.cursor and self.has_focus:
             self.action_open()
         self.go_to(cell)
 
     def on_focus(self) -> None:
-        """The cursor appears."""
+        """Show the cursor."""
         self._overlay()
 
     def on_blur(self) -> None:
-        """The cursor disappears."""
+        """Hide the cursor."""
         self._overlay()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Other lines."""
+        """Fit the cells into the new width."""
         self.forget_lines()
         self.post_message(self.Resized())
 
     # ---- drawing
 
     def key_of(self, line: int) -> Key:
-        """Its cells."""
+        """Return its cells."""
         first = line * self.cells_a_line
         return self._shown[first : first + self.cells_a_line].tobytes(), self.per, self.columns
 
     def draw(self, line: int, key: Key) -> Strip:
-        """The number of its first block, and runs of equal characters."""
+        """Draw the number of its first block, and runs of equal characters."""
         cells = np.frombuffer(key[0], np.uint8)
         if not len(cells):
             return Strip.blank(self.line_width, self.base_style)
@@ -204,7 +201,7 @@ class HeatMap(CachedLines[Key]):
         return segments
 
     def _halves(self, cells: Cells) -> list[Segment]:
-        """Of each pair one above the other, the upper one is ink and the lower one paper."""
+        """Draw pairs of cells, the upper one as text colour and the lower one as background."""
         width = self.columns
         padded = np.full(2 * width, OUTSIDE, np.uint8)
         padded[: len(cells)] = cells
@@ -226,7 +223,7 @@ class HeatMap(CachedLines[Key]):
 
 
 def _runs(values: npt.NDArray[np.integer[Any]]) -> list[tuple[int, int]]:
-    """Equal neighbours as (value, how many)."""
+    """Return runs of equal neighbours as (value, length)."""
     cuts = np.flatnonzero(np.diff(values)) + 1
     starts = np.concatenate(([0], cuts))
     lengths = np.diff(np.concatenate((starts, [len(values)])))

@@ -1,11 +1,4 @@
-"""Bars and sparklines as text: a stacked bar whose parts have signs beside colours, and columns over time.
-
-Knows numbers and cells. Knows no state; every function is pure.
-
-A title with lines of numbers and sparklines below it.
-
-Knows lines and styles. Does not know what they say.
-"""
+"""A title with lines of numbers, bars and sparklines. The parts of a bar have signs in addition to colours."""
 
 from __future__ import annotations
 
@@ -25,7 +18,7 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def widths(parts: Sequence[float], cells: int) -> list[int]:
-    """`cells` shared out among parts: they add up to it, and who has any gets a cell if there are enough.
+    """Divide `cells` among parts: the widths add up to it, and parts above 0 get a cell if there are enough.
 
     >>> widths([1, 0, 999], 10), widths([0, 0], 4), widths([1, 1, 1], 2)
     ([1, 0, 9], [0, 0], [0, 1, 1])
@@ -43,7 +36,7 @@ def widths(parts: Sequence[float], cells: int) -> list[int]:
 
 
 def stacked(parts: Sequence[tuple[float, str, Style]], cells: int) -> Text:
-    """One line of `cells` cells: each part as a run of its sign, in its style."""
+    """Draw one line of `cells` cells: each part as a run of its sign, in its style."""
     line = Text(no_wrap=True)
     for (_, sign, style), width in zip(parts, widths([part for part, _, _ in parts], cells), strict=True):
         line.append(sign * width, style)
@@ -51,9 +44,9 @@ def stacked(parts: Sequence[tuple[float, str, Style]], cells: int) -> Text:
 
 
 def columns(values: Sequence[float | None], height: int = 1, top: float | None = None) -> list[str]:
-    """Lines, the topmost first, with a column for each value, 0 at the foot; None is a gap, as is 0.
+    """Draw values as columns of eighths, the topmost line first; None and 0 are blank.
 
-    `top` is the value of a full column; the largest value if it is None. What is above 0 shows at least an eighth.
+    `top` is the value of a full column, by default the largest value. Values above 0 show at least an eighth.
 
     >>> columns([0, 1, None, 8], top=8)
     [' ▁ █']
@@ -74,7 +67,7 @@ def _eighths(value: float | None, highest: float, most: int) -> int:
 
 
 class Panel(Widget):
-    """A title and lines of text; draws again only if they differ."""
+    """A title and lines of text; only lines that differ are drawn."""
 
     DEFAULT_CSS = """
     Panel { height: 1fr; }
@@ -90,7 +83,7 @@ class Panel(Widget):
         self._lines: tuple[Text, ...] = ()
 
     def show(self, lines: Sequence[Text]) -> bool:
-        """Draw these lines; says whether others were there before."""
+        """Show these lines; return whether they differ from the lines before."""
         before, self._lines = self._lines, tuple(lines)
         if self.styles.is_auto_height:
             if before != self._lines:
@@ -102,11 +95,11 @@ class Panel(Widget):
         return before != self._lines
 
     def render(self) -> Group:
-        """All lines, where they say how high this is."""
+        """Return all lines, whose number sets the height."""
         return Group(*self._lines)
 
     def render_line(self, y: int) -> Strip:
-        """One line. Half the cost of a picture is saved where the lines that say the same are not drawn again."""
+        """Return one line. Drawing only lines that differ halves the cost of a frame."""
         if self.styles.is_auto_height:
             return super().render_line(y)
         width, ground = self.size.width, self.rich_style
@@ -114,21 +107,21 @@ class Panel(Widget):
             return Strip.blank(width, ground)
         line = self._lines[y].copy()
         line.truncate(width, overflow=line.overflow or "crop")
-        own = ground + self.app.console.get_style(line.style)  # which `render` leaves out where there are no spans
+        own = ground + self.app.console.get_style(line.style)  # `render` omits it from lines without spans
         segments = Segment.apply_style(line.render(self.app.console), own)
         return Strip(segments).adjust_cell_length(width, ground)
 
     def style_of(self, name: str) -> Style:
-        """One of the component styles: title, dim, spark, strong."""
+        """Return a component style: title, dim, spark or strong."""
         return self.get_component_rich_style(f"panel--{name}")
 
     def title(self, name: str, aside: str = "") -> Text:
-        """The first line."""
+        """Return the first line."""
         parts = (name, self.style_of("title")), ("  " + aside if aside else "", self.style_of("dim"))
         return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
     def numbers(self, *pairs: tuple[str, str]) -> Text:
-        """Values with their names behind them, on one line."""
+        """Return values, each followed by its name, on one line."""
         line = Text(no_wrap=True, overflow="ellipsis")
         for value, name in pairs:
             line.append("  " if line else "")
@@ -137,5 +130,5 @@ class Panel(Widget):
         return line
 
     def spark(self, values: Sequence[float | None], height: int, top: float | None = None) -> list[Text]:
-        """Columns over time."""
+        """Return columns over time."""
         return [Text(line, self.style_of("spark"), no_wrap=True) for line in columns(values, height, top)]

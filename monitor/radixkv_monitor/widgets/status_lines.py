@@ -1,6 +1,5 @@
-"""The lines around a view: tabs and state of the source above, what is unusual below them, keys and cost at the foot.
-
-Knows text and actions of the app by name. Does not know what they do.
+"""The lines around a view: tabs and the source at the top, notices below them, keys and the monitor's cost at the
+bottom.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from textual.content import Content
 from textual.widgets import Static
 
 NARROW = 120
-"""Columns below which words must be short."""
+"""The width below which texts are shortened."""
 
 
 class Tabs(Static):
-    """The views, each behind its key; a click does what the key does."""
+    """The keys and names of the views; a click acts as the key does."""
 
     def __init__(self, titles: Sequence[tuple[str, str]]) -> None:
         super().__init__(id="tabs", markup=False)
         self._titles = titles
 
     def show(self, current: str) -> None:
-        """Mark the current one."""
+        """Mark the current view."""
         parts = [
             Content.from_markup(
                 f"[@click=app.show('{name}')] $number $title [/]", number=str(number), title=title
@@ -37,7 +36,7 @@ class Tabs(Static):
 
 
 class TopLine(Horizontal):
-    """Tabs on the left, the source and how it is doing on the right."""
+    """Tabs on the left, the source and its condition on the right."""
 
     def __init__(self, titles: Sequence[tuple[str, str]]) -> None:
         super().__init__(id="top")
@@ -47,7 +46,7 @@ class TopLine(Horizontal):
         self._text: tuple[str, str] = ("", "")
 
     def compose(self) -> ComposeResult:
-        """Both halves."""
+        """Lay out both halves."""
         yield self._tabs
         yield self._source
 
@@ -56,13 +55,13 @@ class TopLine(Horizontal):
         self._tabs.show(current)
 
     def set_text(self, source: str, link: str) -> None:
-        """The source, if there is room for it, and how it is doing."""
+        """Show the source, if there is room for it, and its condition."""
         if (source, link) != self._text:
             self._text = (source, link)
             self._draw()
 
     def on_resize(self, event: events.Resize) -> None:
-        """There may be room for more, or less."""
+        """Show more or less of the source."""
         self._draw()
 
     def _draw(self) -> None:
@@ -73,7 +72,7 @@ class TopLine(Horizontal):
 
 
 class Banner(Static):
-    """One line for what is unusual; not there while nothing is."""
+    """One line of notices, hidden while there are none."""
 
     def __init__(self) -> None:
         super().__init__(id="banner", markup=False)
@@ -92,7 +91,7 @@ class Banner(Static):
 
 
 class BottomLine(Horizontal):
-    """The keys that matter now, and what the monitor costs."""
+    """The keys of the view, and the cost of the monitor."""
 
     def __init__(self) -> None:
         super().__init__(id="bottom")
@@ -101,12 +100,12 @@ class BottomLine(Horizontal):
         self._keys: tuple[tuple[str, str, str], ...] = ()
 
     def compose(self) -> ComposeResult:
-        """Both halves."""
+        """Lay out both halves."""
         yield self._hints
         yield self._cost
 
     def set_text(self, bindings: Iterable[tuple[str, Binding]], cost: str) -> None:
-        """Show these keys, and the cost."""
+        """Show these keys and the cost."""
         keys = tuple((key, binding.description, binding.action) for key, binding in bindings)
         if keys != self._keys:
             self._keys = keys

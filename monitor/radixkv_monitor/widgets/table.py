@@ -23,7 +23,7 @@ from radixkv_monitor.widgets.cached_lines import CachedLines
 
 Row = TypeVar("Row")
 Cell = Sequence[tuple[str, str]]
-"""Pieces of text, each with the name of its style: see RowTable.COMPONENT_CLASSES, without "row-table--"."""
+"""Pieces of text, each with the name of its style: one of RowTable.COMPONENT_CLASSES without "row-table--"."""
 
 
 def text_of(value: Any) -> str:
@@ -37,7 +37,7 @@ def text_of(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """One column, and all that a view needs of it.
+    """One column, and everything that a view needs to draw, sort, filter and export it.
 
     `value` is the plain value of a row. `text` writes it, in `style`; a column with `cell` draws itself instead.
     `sort` names the order by this column, by `sort_key` if that differs from the value; an empty name means none.
@@ -64,13 +64,13 @@ class Column(Generic[Row]):
     most: int = 1000
 
     def draw(self, row: Row, width: int) -> Cell:
-        """Return what the column shows of a row in `width` cells."""
+        """Return the row's cell, `width` cells wide."""
         if self.cell is not None:
             return self.cell(row, width)
         return [(self.text(self.value(row)), self.style)]
 
     def key(self, row: Row) -> Any:
-        """Return what rows are sorted by; rows with None stand last."""
+        """Return the sort key of a row; rows with None come last."""
         return (self.sort_key or self.value)(row)
 
     def searched(self, row: Row) -> str:
@@ -82,7 +82,7 @@ class Column(Generic[Row]):
 
 
 class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
-    """Rows under a header; O(visible rows) to draw, O(rows) to show new ones."""
+    """Rows below a header. O(visible rows) to draw, O(rows) to replace."""
 
     header = 1
 
@@ -119,7 +119,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
     ]
 
     class Moved(Message):
-        """The cursor is on another row; `key` is None where there is no row."""
+        """The cursor moved to another row; `key` is None without rows."""
 
         def __init__(self, table: RowTable[Any], key: Hashable) -> None:
             self.table = table
@@ -128,11 +128,11 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
 
         @property
         def control(self) -> RowTable[Any]:
-            """The table."""
+            """The table that posted the message."""
             return self.table
 
     class Opened(Moved):
-        """Enter, or a click on the row under the cursor."""
+        """Enter was pressed, or the row under the cursor was clicked."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         empty: str = "nothing yet",
         id: str | None = None,
     ) -> None:
-        """Show `columns` of rows that `key` tells apart; `empty` is said while there are none."""
+        """Show `columns` of rows, each identified by `key`, or the text `empty` without rows."""
         super().__init__(id=id)
         self._columns, self._key, self._empty = tuple(columns), key, empty
         self._rows: Sequence[Row] = ()
@@ -150,11 +150,11 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         self._cursor_key: Hashable = None
         self._shown: list[tuple[Column[Row], int]] = []
 
-    # ---- what is shown
+    # ---- contents
 
     @property
     def rows(self) -> Sequence[Row]:
-        """What is shown, from top to bottom."""
+        """The shown rows, from top to bottom."""
         return self._rows
 
     @property
@@ -163,7 +163,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         return self._rows[self._at] if self._at < len(self._rows) else None
 
     def show(self, rows: Sequence[Row]) -> None:
-        """Show these rows; the cursor stays on its row, or in its place if that is gone."""
+        """Show these rows; the cursor stays on its row, or in its place if the row is gone."""
         self._rows = rows
         found = next((index for index, row in enumerate(rows) if self._key(row) == self._cursor_key), None)
         self._at = min(self._at, max(len(rows) - 1, 0)) if found is None else found
@@ -172,13 +172,13 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         self.repaint()
 
     def set_empty_text(self, text: str) -> None:
-        """What to say while there are no rows."""
+        """Set the text that replaces rows while there are none."""
         if text != self._empty:
             self._empty = text
             self.repaint()
 
     def go_to(self, key: Hashable) -> bool:
-        """Put the cursor on the row of this key, if it is shown."""
+        """Move the cursor to the row of this key; return whether it is shown."""
         for index, row in enumerate(self._rows):
             if self._key(row) == key:
                 self._move_to(index)
@@ -188,11 +188,11 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
     # ---- keys and mouse
 
     def action_move(self, by: int) -> None:
-        """Move the cursor by so many rows."""
+        """Move the cursor by `by` rows."""
         self._move_to(self._at + by)
 
     def action_page(self, by: int) -> None:
-        """Move the cursor by so many screens."""
+        """Move the cursor by `by` screens."""
         self._move_to(self._at + by * max(1, self.size.height - 2))
 
     def action_edge(self, place: int) -> None:
@@ -205,7 +205,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
             self.post_message(self.Opened(self, self._cursor_key))
 
     def on_click(self, event: events.Click) -> None:
-        """Move the cursor to the row that was clicked; a click on the cursor opens it."""
+        """Move the cursor to the clicked row; a click on the cursor opens it."""
         row = event.y - 1 + int(self.scroll_offset.y)
         if event.y < 1 or not 0 <= row < len(self._rows):
             return
@@ -230,13 +230,13 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
     # ---- drawing
 
     def on_resize(self, event: events.Resize) -> None:
-        """Rows are as wide as the table."""
+        """Fit the columns into the new width."""
         self.forget_lines()
         self.virtual_size = Size(self.line_width, len(self._rows) + self.header)
         self._shown = _fitting(self._columns, self.line_width)
 
     def key_of(self, line: int) -> tuple[Any, ...]:
-        """Whether the line is lit, and its cells; but what is said in place of rows, and nothing where nothing is."""
+        """Return whether the line is highlighted, and its cells; the empty text if there are no rows."""
         if line < 0:
             return False, [[(column.title, "header")] for column, _ in self._shown]
         if line < len(self._rows):
@@ -245,7 +245,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         return (self._empty,) if line == 1 and not self._rows else ()
 
     def draw(self, line: int, key: tuple[Any, ...]) -> Strip:
-        """The header, a row, or what is said where there is none."""
+        """Draw the header, a row, or the empty text."""
         if len(key) < 2:
             return Strip([Segment(f"  {text}", self._component_style("dim")) for text in key])
         is_lit, cells = key
@@ -260,7 +260,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         return Strip(Segment.apply_style(strip, post_style=over), self.line_width)
 
     def _segments(self, cell: Cell, width: int, right: bool) -> list[Segment]:
-        """The pieces of a cell, cut or filled up to its width."""
+        """Return the pieces of a cell, cut or padded to its width."""
         segments, left = [], width
         for text, style in cell:
             if left <= 0:
@@ -277,7 +277,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
 
 
 def _fitting(columns: Sequence[Column[Row]], width: int) -> list[tuple[Column[Row], int]]:
-    """The columns that fit into `width`, with their widths; what is left over goes to those that grow."""
+    """Return the columns that fit into `width`, with their widths; columns that grow share the rest."""
     kept = list(columns)
     while len(kept) > 1 and sum(column.width + 1 for column in kept) > width:
         kept.remove(max(reversed(kept), key=lambda column: column.rank))

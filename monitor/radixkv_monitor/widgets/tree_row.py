@@ -1,7 +1,4 @@
-"""How a row of the tree looks: what joins it to its neighbours, its token range, and numbers in columns.
-
-Knows rows, shades and widths. Knows no cursor and no key.
-"""
+"""Draw a row of the tree: the line work, its token range, and numbers in columns."""
 
 from __future__ import annotations
 
@@ -66,23 +63,23 @@ COLUMNS = (
 
 
 def columns(line_width: int) -> list[Column]:
-    """The columns that there is room for."""
+    """Return the columns that there is room for."""
     return [column for column in COLUMNS if line_width >= column.from_width]
 
 
 def left_width(line_width: int) -> int:
-    """What the columns leave for the tree."""
+    """Return the width that the columns leave for the tree."""
     return max(12, line_width - sum(column.width for column in columns(line_width)) - 1)
 
 
 def lead_of(row: Row, left: int) -> str:
-    """What joins a row to those above, cut where the tree is deep."""
+    """Return the row's line work, cut where the tree is deep."""
     most = max(4, left // 2)
     return row.lead if len(row.lead) <= most else "…" + row.lead[1 - most :]
 
 
 class RowRenderer:
-    """Draws rows for `lines`, whose colours and width they take; nodes of `path` stand out."""
+    """Draw rows for `lines`, in its colours and width, with the nodes of `path` highlighted."""
 
     def __init__(
         self, lines: CachedLines[Any], dim: Style, rows: TreeRows, context: RowContext, path: frozenset[int]
@@ -91,7 +88,7 @@ class RowRenderer:
         self._columns, self._left = columns(lines.line_width), left_width(lines.line_width)
 
     def header(self, look: Style) -> Strip:
-        """The titles; the one that rows are sorted by is marked."""
+        """Draw the titles, with a mark on the sorted one."""
         by = "" if any(self._rows.sort == column.sort for column in COLUMNS) else f" (by {self._rows.sort})"
         segments = [Segment(set_cell_size(f"  prefix{by}", self._left), look)]
         for column in self._columns:
@@ -100,7 +97,7 @@ class RowRenderer:
         return Strip(segments).adjust_cell_length(self._lines.line_width, look)
 
     def row(self, row: Row) -> Strip:
-        """The tree on the left, numbers on the right."""
+        """Draw the tree on the left and numbers on the right."""
         tree = Strip(self._tree(row)).adjust_cell_length(self._left, self._lines.base_style)
         return Strip([*tree, *self._numbers(row.branch)])
 
@@ -138,26 +135,26 @@ class RowRenderer:
 
 
 def sign_of(node: NodeRecord) -> str:
-    """One sign for the state of a node, which says the same as its shade."""
+    """Return a sign for the state of a node, with the same meaning as its shade."""
     if node.pins:
         return "◆"
     return "●" if node.locks else "▽" if node.demoted else "○"
 
 
 def shade_of(node: NodeRecord) -> Shade:
-    """The shade of a node's state."""
+    """Return the shade of a node's state."""
     if node.pins:
         return theme.PINNED
     return theme.ACTIVE if node.locks else theme.DEMOTED if node.demoted else theme.CACHED
 
 
 def heat_of(idle: float) -> Shade:
-    """The shade of an age in seconds."""
+    """Return the shade of an age in seconds."""
     return theme.AGES[sum(idle >= limit for limit in AGE_LIMITS)]
 
 
 def idle(seconds: float) -> str:
-    """An age, no finer than a second: rows are not drawn anew because a tenth of one has passed.
+    """Format an age in whole seconds, so that rows are drawn at most once a second.
 
     >>> [idle(each) for each in (0.3, 4.9, 42, 200)]
     ['now', '4 s', '42 s', '3.3 min']
@@ -172,7 +169,7 @@ def _begins(node: NodeRecord) -> str:
 
 
 def _bar(part: int, whole: int, width: int) -> str:
-    """A part of a whole, to an eighth of a cell; what is there shows at least that.
+    """Draw a share to an eighth of a cell; values above 0 show at least an eighth.
 
     >>> _bar(1, 2, 4), _bar(1, 1000, 4), _bar(0, 0, 4), _bar(9, 9, 2)
     ('██', '▏', '', '██')
