@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, cast
 
 from radixkv.errors import InvalidInput, UnknownPolicy
-from radixkv.kv_size import bytes_of
+from radixkv.kv_size import parse_bytes
 from radixkv.sampling.params import is_int
 
 ATTENTION = ("auto", "torch", "triton")
@@ -48,18 +48,6 @@ class EngineConfigFields(TypedDict, total=False):
     seed: int
     revision: str | None
     trust_remote_code: bool
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes of 536870912, "512MB" or "1.5GiB"; raises InvalidInput.
-
-    >>> parse_bytes("512MB"), parse_bytes("1.5 GiB")
-    (512000000, 1610612736)
-    """
-    size = None if isinstance(text, bool) else bytes_of(str(text))
-    if size is None:
-        raise InvalidInput(f'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got {text!r}')
-    return size
 
 
 _Rule = tuple[Callable[[Any], bool], str]  # which values are accepted, and the message for others

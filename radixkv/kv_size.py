@@ -85,3 +85,15 @@ def parse_size(text: str) -> int:
     if not size:
         raise InvalidInput(f"memory {text!r}: give bytes, such as 8GiB or 512MB")
     return size
+
+
+def parse_bytes(text: str | int) -> int:
+    """Return the bytes of a `kv_memory` setting: 536870912, "512MB" or "1.5GiB"; raises InvalidInput.
+
+    >>> parse_bytes("512MB"), parse_bytes("1.5 GiB")
+    (512000000, 1610612736)
+    """
+    size = None if isinstance(text, bool) else bytes_of(str(text))
+    if size is None:
+        raise InvalidInput(f'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got {text!r}')
+    return size

@@ -203,7 +203,7 @@ def _obstacle(loaded: LoadedModel) -> str | None:
 
 def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
     """Describe the pool that `Engine.load` would make."""
-    from radixkv.engine.sizing import blocks_for, check_free
+    from radixkv.memory import blocks_for, check_free
 
     numbers = sum(spec.kv_heads * (spec.key_dim + spec.value_dim) for spec in loaded.layers)
     block = numbers * loaded.dtype.itemsize * arguments.block_size

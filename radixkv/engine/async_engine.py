@@ -34,15 +34,15 @@ Result = TypeVar("Result")
 
 
 class AsyncRequestEngine:
-    """What `RequestEngine` does, without ever blocking an event loop; usable from any number of loops and threads.
+    """`RequestEngine` for asyncio: it never blocks an event loop, and serves any number of loops and threads.
 
-    An async context manager: `close` ends what still runs and frees the pool.
+    An async context manager: `close` ends running requests and frees the pool.
     """
 
     _kind: ClassVar[type[RequestEngine]] = RequestEngine
 
     def __init__(self, engine: RequestEngine) -> None:
-        """Wrap an engine, which may be used beside this."""
+        """Wrap an engine, which may also be used directly."""
         self._engine = engine
         self.client = engine.client
         # One thread, so that requests come in, and draw their seeds, in the order in which they were submitted.
@@ -52,7 +52,7 @@ class AsyncRequestEngine:
     async def load(
         cls, model: Any = "tiny", config: EngineConfig | None = None, **fields: Unpack[EngineConfigFields]
     ) -> Self:
-        """Load a model on a thread of its own; takes and raises what `Engine.load` does."""
+        """Load a model on a thread of its own; same arguments and errors as `Engine.load`."""
         return cls(await asyncio.to_thread(cls._kind.load, model, config, **fields))
 
     # ---- requests
@@ -65,9 +65,9 @@ class AsyncRequestEngine:
         namespace: Hashable = None,
         timeout: float | None = None,
     ) -> list[Completion]:
-        """Complete all prompts, batched; one Completion a prompt, in their order.
+        """Complete all prompts, batched; returns one Completion per prompt, in order.
 
-        Cancelling the task cancels what still runs. Takes and raises what `Engine.generate` does.
+        Cancelling the task cancels its requests. Same arguments and errors as `Engine.generate`.
         """
         requests = await self._prepared(self.client.inputs.batch, prompts, params, namespace, timeout)
         handles: list[AsyncHandle] = []
@@ -76,7 +76,7 @@ class AsyncRequestEngine:
             return [await handle.result() for handle in handles]
         finally:
             for handle in handles:
-                handle.cancel()  # nothing to do unless one of them raised, or the task was cancelled
+                handle.cancel()  # no effect unless one of them raised, or the task was cancelled
 
     async def submit(
         self,
@@ -88,7 +88,7 @@ class AsyncRequestEngine:
         timeout: float | None = None,
         session: int | None = None,
     ) -> AsyncHandle:
-        """Start one request; iterate the handle for chunks, or await its result. As `Engine.submit` otherwise."""
+        """Start one request; iterate the handle for chunks, or await its result: see `Engine.submit`."""
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
         request = await self._prepared(self.client.inputs.request, prompt, params, **options)
         return AsyncHandle(self.client.start(request))
@@ -102,7 +102,7 @@ class AsyncRequestEngine:
         namespace: Hashable = None,
         timeout: float | None = None,
     ) -> Warmed:
-        """Compute a prompt into the cache ahead of its use, and pin it there if `pin`. As `Engine.warm` otherwise."""
+        """Compute a prompt into the cache ahead of its use, and pin it if `pin`: see `Engine.warm`."""
         request = await self._prepared(self.client.warming, prompt, pin, ttl, namespace, timeout)
         usage = (await AsyncHandle(self.client.start(request)).result()).usage
         if not pin:
@@ -115,41 +115,41 @@ class AsyncRequestEngine:
             raise
 
     async def probe(self, prompt: Prompt, *, namespace: Hashable = None) -> Explanation:
-        """How much of a prompt is cached now, and why not more; changes nothing, not even recency."""
+        """Return how much of a prompt is cached, and why not more; changes nothing, not even recency."""
         return await asyncio.wrap_future(await self._prepared(self.client.probe, prompt, namespace))
 
     async def demote(self, prompt: Prompt, *, keep: int = 0, namespace: Hashable = None) -> None:
-        """Say that a cached prompt will not be asked for again behind its first `keep` tokens: see `Engine.demote`."""
+        """Mark a cached prompt as no longer needed after its first `keep` tokens: see `Engine.demote`."""
         await self._prepared(self._engine.demote, prompt, keep=keep, namespace=namespace)
 
     async def stats(self) -> EngineStats:
-        """Counters and gauges of this moment, between two steps."""
+        """Return counters and gauges of one moment between two steps."""
         return await asyncio.wrap_future(self.client.thread.call(self.client.stats))
 
     async def tree(self, namespace: Hashable = ALL) -> TreeView:
-        """What is cached, as a frozen tree of this moment; of one namespace, if that is given: see `Engine.tree`."""
+        """Return the cached tree of one moment, of one namespace if that is given: see `Engine.tree`."""
         return await asyncio.wrap_future(self.client.tree(namespace))
 
     async def flight_recording(self, path: str | os.PathLike[str]) -> None:
-        """Write what the engine did in the last ten minutes to a file: see `Engine.flight_recording`."""
+        """Write the engine's activity of the last ten minutes to a file: see `Engine.flight_recording`."""
         await asyncio.to_thread(self._engine.flight_recording, path)
 
     async def audit(self, blocks: int = 64) -> AuditReport:
-        """Compute at least `blocks` cached blocks again, compare, and drop what differs: see `Engine.audit`.
+        """Recompute at least `blocks` cached blocks, compare, and drop those that differ: see `Engine.audit`.
 
         Cancelling the task ends the audit.
         """
         return await asyncio.wrap_future(self.client.audit(blocks))
 
     async def clear_cache(self) -> None:
-        """Drop every cached prefix that nobody holds."""
+        """Drop every cached prefix that no request and no pin holds."""
         await asyncio.wrap_future(self.client.clear_cache())
 
     async def close(self, drain: bool = False, timeout: float | None = None) -> None:
-        """End what still runs with EngineClosed, stop, and free the pool; the model stays. May be called twice.
+        """End running requests with EngineClosed, stop, and free the pool; the model stays. May be called twice.
 
-        With `drain` nothing new is taken, and what waits and runs finishes first, for at most `timeout` seconds;
-        cancelling the task ends that at once.
+        With `drain` no new request is taken, and present ones finish first, for at most `timeout` seconds; cancelling
+        the task ends that at once.
         """
         try:
             await asyncio.to_thread(self._engine.close, drain, timeout)
@@ -171,7 +171,7 @@ class AsyncRequestEngine:
 
     @property
     def model(self) -> LoadedModel:
-        """The model, its tokenizer and its limits; not to be changed."""
+        """The model, its tokenizer and its limits; read only."""
         return self._engine.model
 
     @property
@@ -186,12 +186,12 @@ class AsyncRequestEngine:
 
     @property
     def context_limit(self) -> int:
-        """Tokens that prompt and reply may have together: what the model allows, or what the pool holds."""
+        """The most tokens of prompt and reply together: the limit of the model, or the size of the pool."""
         return self._engine.context_limit
 
     @property
     def default_params(self) -> SamplingParams:
-        """What a request without params uses: the defaults, with what the model's generation_config.json suggests."""
+        """The parameters of a request that has none: defaults, and the suggestions of generation_config.json."""
         return self._engine.default_params
 
     # ---- inside
@@ -199,12 +199,12 @@ class AsyncRequestEngine:
     async def _prepared(
         self, call: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
     ) -> Result:
-        """What `call` returns on the preparing thread; it waits for no model."""
+        """Run `call` on the preparing thread; it does not wait for the model."""
         return await asyncio.wrap_future(self._preparing.submit(call, *args, **options))
 
 
 def _unpin(pinning: Future[Warmed]) -> None:
-    """Release a pin that nobody waits for any more, if there is one."""
+    """Release the pin of a cancelled `warm`, if there is one."""
     if not pinning.cancelled() and pinning.exception() is None:
         pinning.result().release()
 
@@ -212,7 +212,7 @@ def _unpin(pinning: Future[Warmed]) -> None:
 class AsyncHandle:
     """A submitted request: `async for` over it for chunks as they are computed, or `await` its `result()`.
 
-    It belongs to who awaits it: a task that is cancelled in either cancels the request, and so does leaving the loop.
+    The awaiting task owns the request: cancelling the task, or leaving the loop early, cancels the request.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -222,12 +222,12 @@ class AsyncHandle:
     def __aiter__(self) -> AsyncIterator[Chunk]:
         """Yield chunks in the order of the engine's steps; raises as `result`, but a cancelled request just ends.
 
-        Each chunk is handed out once. The engine waits for a loop that falls far behind.
+        Each chunk is yielded once. The engine pauses the request for a slow loop.
         """
         return AsyncChunks(self._handle)
 
     async def result(self) -> Completion:
-        """Wait for the completion; may be awaited often, and beside iteration.
+        """Wait for the completion; may be awaited repeatedly, and during iteration.
 
         Raises RequestCancelled, RequestTimedOut, RequestFailed or EngineClosed.
         """
@@ -235,38 +235,38 @@ class AsyncHandle:
         try:
             with channel.waiting():
                 while not channel.ended:
-                    await _news(self._handle, end=True)
+                    await _notified(self._handle, end=True)
         except BaseException:  # the task was cancelled, or destroyed with its loop
             self._handle.cancel()
             raise
         return channel.wait(0)
 
     def cancel(self) -> None:
-        """Ask the engine to stop at the next step boundary; what was computed stays cached. Does nothing at the end."""
+        """Ask the engine to stop at the next step boundary; computed tokens stay cached. No effect after the end."""
         self._handle.cancel()
 
     @property
     def done(self) -> bool:
-        """Whether the request finished, failed, ran out of time or was cancelled."""
+        """Whether the request finished, failed, timed out or was cancelled."""
         return self._handle.done
 
 
 class AsyncChunks:
-    """One `async for` over a request's chunks. No async generator: one of those is not closed without its loop."""
+    """One `async for` over a request's chunks. Unlike an async generator, it is closed without its loop."""
 
     def __init__(self, handle: Handle, at_end: Callable[[], Awaitable[object]] | None = None) -> None:
-        """Take chunks from `handle`; `at_end` is awaited when the last one was taken."""
+        """Take chunks from `handle`; `at_end` is awaited after the last one."""
         self._handle = handle
         self._at_end = at_end
         self._reading = ExitStack()
         self._begun = self._left = False
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
-        """Itself."""
+        """Return itself."""
         return self
 
     async def __anext__(self) -> Chunk:
-        """The next chunk."""
+        """Return the next chunk."""
         if self._left:
             raise StopAsyncIteration
         try:
@@ -297,7 +297,7 @@ class AsyncChunks:
             try:
                 return self._handle.channel.next_chunk(block=False)
             except Empty:
-                await _news(self._handle)
+                await _notified(self._handle)
 
     def _leave(self) -> None:
         self._left = True
@@ -305,8 +305,8 @@ class AsyncChunks:
         self._handle.cancel()
 
 
-async def _news(handle: Handle, *, end: bool = False) -> None:
-    """Sleep until there is a chunk, or the end, to take."""
+async def _notified(handle: Handle, *, end: bool = False) -> None:
+    """Sleep until there is a chunk or the end to take; with `end`, until the end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
     handle.channel.listen(lambda: _wake(loop, future, handle), end=end)
@@ -316,7 +316,7 @@ async def _news(handle: Handle, *, end: bool = False) -> None:
 def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], handle: Handle) -> None:
     try:
         loop.call_soon_threadsafe(_resolve, future)
-    except RuntimeError:  # the loop was closed: nobody will take what is computed
+    except RuntimeError:  # the loop was closed, so that no task reads the request any more
         handle.cancel()
 
 

@@ -27,9 +27,9 @@ from radixkv.engine.kv_scrub import Auditor, piece_tokens
 from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Warmed
-from radixkv.engine.sizing import blocks_for, check_free
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import InvalidInput
+from radixkv.memory import blocks_for, check_free
 from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.records import EngineFacts
 from radixkv.telemetry.tree_view import ALL, TreeView

@@ -1,8 +1,8 @@
-"""Turn what a caller passes into a request that can run, or refuse it with an error that says what is allowed.
+"""Turn the arguments of a call into a request that can run, or refuse them with an error that names the allowed values.
 
-A prompt is a text, token ids or chat messages. Messages are rendered with the tokenizer's chat template; control tokens
-that a user or a tool spells stay text. Templates that write the date get the day on which the conversation began: with
-another date in the system prompt, the whole conversation would have to be computed again. Any thread may call.
+A prompt is a text, token ids or chat messages. Messages are rendered with the tokenizer's chat template; the names of
+control tokens in messages of users and tools stay text. A template that writes the date gets the day on which the
+conversation began: a new date in the system prompt would change the whole prefix. Any thread may call.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class InputProcessor:
-    """Turns prompts and parameters into requests."""
+    """Makes requests from prompts and parameters, for one model and one pool."""
 
     def __init__(self, model: LoadedModel, pool_tokens: int, seed: int, check_fits: Callable[[Request], None]) -> None:
-        """For a model and a pool of `pool_tokens`; `seed` is the root of the requests' seeds.
+        """Process prompts for a model and a pool of `pool_tokens`; `seed` is the root of the requests' seeds.
 
-        `check_fits` raises for a request that could not run in an empty pool.
+        `check_fits` raises for a request that would not fit into an empty pool.
         """
         self.context_limit = min(model.max_length, pool_tokens)
         self._model, self._pool_tokens = model, pool_tokens
@@ -46,7 +46,7 @@ class InputProcessor:
         self.default_params = suggested(getattr(model, "model", None))
 
     def encode(self, prompt: Prompt, *, reply: bool = False) -> TokenIds:
-        """Token ids of a prompt; `reply` ends chat messages where the assistant's turn begins."""
+        """Return the token ids of a prompt; `reply` ends chat messages where the assistant's turn begins."""
         return encode(prompt, self._model.tokenizer, self._model.vocab_size, reply=reply)
 
     def request(
@@ -60,7 +60,7 @@ class InputProcessor:
         session: int | None = None,
         sample: bool = True,
     ) -> Request:
-        """A request; without `sample` it only computes the prompt. Raises InvalidInput and its kinds."""
+        """Make a request; without `sample` it only computes the prompt. Raises InvalidInput and its subclasses."""
         model = self._model
         ids = encode(prompt, model.tokenizer, model.vocab_size)
         params = checked_params(params, self.default_params)
@@ -98,13 +98,13 @@ class InputProcessor:
     def batch(
         self, prompts: str | Sequence[Prompt], params: Params, namespace: Hashable, timeout: float | None
     ) -> list[Request]:
-        """One request a prompt; `params` is one for all or one for each. Raises InvalidInput and its kinds."""
+        """Make a request per prompt; `params` is one for all or one for each. Raises as `request`."""
         checked = check_batch(prompts)
         pairs = zip(checked, _per_prompt(params, len(checked)), strict=True)
         return [self.request(prompt, each, namespace=namespace, timeout=timeout) for prompt, each in pairs]
 
     def _check_params(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
-        """What only the model can tell about sampling parameters: whether they fit it."""
+        """Raise InvalidInput for sampling parameters that do not fit the model."""
         if params.stop and self._model.tokenizer is None:
             raise InvalidInput("stop strings need a tokenizer, and this model has none: use stop_token_ids")
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
@@ -117,10 +117,10 @@ class InputProcessor:
 
 
 def check_namespace(namespace: object) -> None:
-    """Raise InvalidInput for a namespace that cannot be told from others."""
+    """Raise InvalidInput for a namespace that is not hashable."""
     try:
         hash(namespace)
-    except Exception as error:  # a tuple may hold what is not hashable, and a class of the caller's may raise anything
+    except Exception as error:  # also for an item of a tuple; a class of the caller's may raise anything
         raise InvalidInput(
             f"a namespace must be hashable (a string, say), and {type(namespace).__name__} is not: {error}"
         ) from error
@@ -146,11 +146,11 @@ def _per_prompt(params: Params, count: int) -> list[SamplingParams | None]:
 
 
 def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int, *, reply: bool = True) -> TokenIds:
-    """Token ids int32[n] of a text, of token ids, or of chat messages.
+    """Return the token ids, int32[n], of a text, of token ids, or of chat messages.
 
-    `reply` says that a chat prompt is to end where the assistant's turn begins.
+    With `reply` a chat prompt ends where the assistant's turn begins.
     Raises InvalidTokens (empty, not ints, outside the vocabulary), InvalidInput (text without a tokenizer) or
-    ChatError (messages that the template does not take).
+    ChatError (the template refuses the messages).
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -164,15 +164,14 @@ def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int, *, reply: boo
 
 
 def is_chat(prompt: object) -> bool:
-    """Whether this looks like a list of chat messages."""
+    """Return whether this looks like a list of chat messages."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(item, Mapping) for item in prompt)
 
 
 def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[int]:
-    """Render messages through the tokenizer's chat template, as a session that begins today does, and encode them.
+    """Render messages with the tokenizer's chat template, as a session that begins today does, and encode them.
 
-    Control tokens are the template's only: those that a user or a tool spells stay text. Raises ChatError if the
-    template takes no such messages.
+    Control tokens come from the template only. Raises ChatError if the template refuses the messages.
     """
     if tokenizer is None:
         raise InvalidInput("this model has no tokenizer, so it cannot read chat messages: pass token ids")
@@ -184,7 +183,7 @@ def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[in
 
 
 def checked_ids(ids: Any, vocab_size: int) -> TokenIds:
-    """The ids as int32[n] if each is an int in [0, vocab_size), else InvalidTokens. O(n)."""
+    """Return the ids as int32[n] if each is an int in [0, vocab_size); raises InvalidTokens. O(n)."""
     try:
         array = np.asarray(ids)
     except ValueError as error:
@@ -206,9 +205,9 @@ def checked_ids(ids: Any, vocab_size: int) -> TokenIds:
 
 
 def check_batch(prompts: Any) -> list[Prompt]:
-    """The prompts of `generate` as a list; a single text counts as one prompt.
+    """Return the prompts of `generate` as a list; a single text counts as one prompt.
 
-    Raises InvalidInput for what looks like one prompt where a list of prompts is meant.
+    Raises InvalidInput for an argument that looks like one prompt in place of a list.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -227,7 +226,7 @@ def check_batch(prompts: Any) -> list[Prompt]:
 
 
 def template_source(tokenizer: Any, tools: Sequence[Any] | None = None) -> str:
-    """The template's source; raises ChatError if the tokenizer has several and none for such a conversation."""
+    """Return the template's source; raises ChatError if none of several templates fits the conversation."""
     try:
         return str(tokenizer.get_chat_template(None, tools=tools))
     except ValueError as error:
@@ -242,41 +241,41 @@ def rendered(
     *,
     reply: bool,
 ) -> str:
-    """The text of a conversation that began on `date`; with `reply` up to where the next reply begins.
+    """Render a conversation that began on `date`; with `reply` up to where the next reply begins.
 
-    Raises ChatError if the template takes no such messages.
+    Raises ChatError if the template refuses the messages.
     """
     template, values = at_date(template_source(tokenizer, tools), date)
     try:
         text = tokenizer.apply_chat_template(
             list(messages), tools=tools, chat_template=template, add_generation_prompt=reply, tokenize=False, **values
         )
-    except Exception as error:  # templates raise what they like, jinja's own errors among it
+    except Exception as error:  # templates raise any class, and jinja its own
         raise ChatError(f"the model's chat template refuses this conversation: {error}") from error
     return str(text)
 
 
-# Put inside a control token's text, so that it is encoded in two halves and stays text. A Unicode noncharacter, so
-# never part of a text.
+# Inserted into the text of a control token, so that its two halves are encoded as text. A Unicode noncharacter, which
+# no valid text contains.
 _BREAK = "\ufdd0"
 _UNTRUSTED = frozenset({"user", "tool"})
 
 
 class ControlTokens:
-    """Breaks control tokens up in what users and tools say, and encodes what was rendered from that."""
+    """Breaks up the names of control tokens in messages of users and tools, and encodes the rendered text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Guard prompts of this tokenizer."""
+        """Use the control tokens of a tokenizer and of its chat template."""
         self._tokenizer = tokenizer
 
     def message(self, message: Message) -> Message:
-        """The message, with control tokens broken up if it comes from outside."""
+        """Return the message, with control tokens broken up if its role is user or tool."""
         if message.get("role") not in _UNTRUSTED:
             return message
         return {**message, "content": self._break_up(message.get("content"))}
 
     def quoted(self, value: Any) -> Any:
-        """A value as JSON has them, with control tokens broken up in all of its texts."""
+        """Return a JSON value with control tokens broken up in all of its strings."""
         if isinstance(value, str):
             return self._break_up(value)
         if isinstance(value, Mapping):
@@ -284,7 +283,10 @@ class ControlTokens:
         return [self.quoted(each) for each in value] if isinstance(value, list) else value
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a rendered text; what `message` broke up is encoded in pieces. Raises as `checked_text`."""
+        """Return the ids of a rendered text; text that `message` broke up is encoded in pieces.
+
+        Raises as `checked_text`.
+        """
         ids: list[int] = []
         for piece in checked_text(text).split(_BREAK):
             if piece:
@@ -303,10 +305,10 @@ class ControlTokens:
 
     @cached_property
     def _controls(self) -> list[str]:
-        """Texts of all control tokens, longest first.
+        """The texts of all control tokens, longest first.
 
-        A token that stands in the chat template is one, whether it is marked as special or not: some are not (Qwen's
-        `</tool_response>`), and text must not end what the template has begun.
+        An added token of the chat template counts even if it is not marked as special, such as Qwen's
+        `</tool_response>`: a message must not close a block that the template opened.
         """
         tokenizer = self._tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -317,13 +319,13 @@ class ControlTokens:
 
 
 def template_text(tokenizer: Any | None) -> str:
-    """The source of a tokenizer's chat template, of all of them if it has several; empty if it has none."""
+    """Return the source of a tokenizer's chat template, of all of them if there are several; empty without one."""
     given = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(map(str, given.values())) if isinstance(given, Mapping) else str(given)
 
 
 def checked_text(text: str) -> str:
-    """The text itself; raises InvalidInput if it has half of a surrogate pair, which no tokenizer takes."""
+    """Return the text; raises InvalidInput if it has half of a surrogate pair, which tokenizers refuse."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -332,9 +334,9 @@ def checked_text(text: str) -> str:
 
 
 _FORM = "%d %b %Y"
-_CLOCK = "strftime_now"  # the function that transformers gives to templates; it reads the clock of the machine
-# In front of a template, this takes the place of the function. The line's end is the block's, and not the template's.
-_STANDING_CLOCK = """{%- macro strftime_now(format) %}
+_CLOCK = "strftime_now"  # a function that transformers passes to templates; it reads the clock of the machine
+# At the beginning of a template, this macro hides that function. The last newline ends the block and is not rendered.
+_FIXED_CLOCK = """{%- macro strftime_now(format) %}
 {%- set shown = namespace(text=format) %}
 {%- for code, text in template_date.items() %}{% set shown.text = shown.text.replace(code, text) %}{% endfor %}
 {{- shown.text }}
@@ -343,19 +345,19 @@ _STANDING_CLOCK = """{%- macro strftime_now(format) %}
 
 
 def today() -> str:
-    """The date as sessions keep it: 21 Nov 2026."""
+    """Return the date in the format that sessions save: 21 Nov 2026."""
     return datetime.date.today().strftime(_FORM)
 
 
 def at_date(template: str, date: str) -> tuple[str, Mapping[str, Any]]:
-    """The template with a clock that stands at the beginning of `date`, and the variables to render it with."""
+    """Return the template with a clock fixed at the beginning of `date`, and the variables to render it with."""
     if _CLOCK not in template:
         return template, {"date_string": date}
-    return _STANDING_CLOCK + template, {"date_string": date, "template_date": dict(_codes(date))}
+    return _FIXED_CLOCK + template, {"date_string": date, "template_date": dict(_codes(date))}
 
 
 def check_date(date: object) -> str:
-    """The date itself; raises InvalidInput unless it is as `today` writes it."""
+    """Return the date; raises InvalidInput unless it has the format of `today`."""
     try:
         datetime.datetime.strptime(str(date), _FORM)
     except ValueError as error:
@@ -365,7 +367,7 @@ def check_date(date: object) -> str:
 
 @lru_cache(maxsize=64)
 def _codes(date: str) -> tuple[tuple[str, str], ...]:
-    """What stands for each code of strftime, in the order in which they are to be replaced."""
+    """Return the text for each code of strftime, in the order of replacement."""
     moment = datetime.datetime.strptime(date, _FORM)
     letters = "aAbBcdDefFgGhHIjklmMpPrRSTuUVwWxXyYzZ"
     codes = {code: moment.strftime(code) for letter in letters for code in (f"%{letter}", f"%-{letter}")}

@@ -1,4 +1,4 @@
-"""Counters of an engine, and the frozen picture of them that callers get. Knows numbers only."""
+"""Counters of an engine, and the frozen snapshots and audit reports that callers get."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixkv.cache import CacheStats
 
 @dataclass
 class Counters:
-    """What the engine counts as it goes; only ever grows."""
+    """The running counters of an engine; they only grow."""
 
     steps: int = 0
     finished: int = 0
@@ -31,14 +31,14 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One moment of an engine: `waiting` and `running` requests now, everything else since it was loaded.
+    """One moment of an engine: `waiting` and `running` requests now, all other numbers since it was loaded.
 
-    Prompt and cached tokens are counted once a request, when its first step is committed; computed tokens when their
-    step is; output tokens when they were sampled. `preemptions` counts requests that gave way when blocks ran out (they
-    are waiting then), `recomputed_tokens` what was computed again for them, which is not in `computed_tokens` twice.
-    `coalesced_requests` waited for a neighbour to compute their prefix and found `coalesced_tokens` more in the cache.
-    `failed` includes those that `timed_out`. Of `audited_blocks`, which were computed again, `differing_blocks` were
-    not what they should be; audits count nowhere else. `cache` has the pool's own counters and gauges, which also count
+    Prompt and cached tokens are counted once per request, when its first step is committed, computed tokens when their
+    step is committed, and output tokens when they are sampled. `preemptions` counts requests that were preempted when
+    blocks ran out. `recomputed_tokens` were computed again because of that; `computed_tokens` counts them once.
+    `coalesced_requests` waited while another request computed their prefix, and hit `coalesced_tokens` more because of
+    that. `failed` includes requests that `timed_out`. `audited_blocks` were recomputed by audits, which count nowhere
+    else, and `differing_blocks` of them differed. `cache` has the pool's own counters and gauges, which include
     requests that ended before their first step.
     """
 
@@ -75,22 +75,22 @@ class EngineStats:
 
     @property
     def audit(self) -> str:
-        """What audits and the scrubber found so far, as a sentence."""
+        """The results of all audits and of the scrubber, as a sentence."""
         return str(AuditReport(self.audited_blocks, self.differing_blocks))
 
     @property
     def hit_rate(self) -> float:
-        """Prompt tokens that were found in the cache, 0..1; 0 before the first request."""
+        """The share of prompt tokens that were cached, 0..1; 0 before the first request."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A cached run that was not what its tokens give, and what was done about it.
+    """A cached run whose KV differs from the recomputed KV of its tokens, and the consequences.
 
-    The first and the last wrong token lie at `start` and `end - 1`; the first is off in `part` ("key" or "value") of
-    `layer`, and the worst by `deviation` root mean squares. `dropped_blocks` left the cache: those of the run, and of
-    whatever was computed behind it. `failed_requests` read it at that moment, `released_pins` held it.
+    The first and the last wrong token are at `start` and `end - 1`. The first differs in `part` ("key" or "value") of
+    `layer`; the largest deviation is `deviation` root mean squares. `dropped_blocks` were dropped from the cache: the
+    run, and every run after it. `failed_requests` were reading it, `released_pins` held it.
     """
 
     namespace: Hashable
@@ -106,12 +106,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """How many cached blocks were computed again, in how many of them something differed, and what."""
+    """The numbers of recomputed and of differing blocks, and the differences."""
 
     blocks: int
     differ: int
     differences: tuple[Difference, ...] = ()
 
     def __str__(self) -> str:
-        """The sentence that one wants to read."""
+        """Return the report as a sentence."""
         return f"{self.blocks:,} blocks audited, {self.differ:,} differ"

@@ -14,8 +14,9 @@ import pytest
 
 from radixkv import AsyncEngine, Engine, EngineConfig
 from radixkv.cache import POLICIES
-from radixkv.config import ATTENTION, EngineConfigFields, parse_bytes, settings_in
+from radixkv.config import ATTENTION, EngineConfigFields, settings_in
 from radixkv.errors import InvalidInput, UnknownPolicy
+from radixkv.kv_size import parse_bytes
 from radixkv.models.attention_interface import BACKENDS
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -3,20 +3,20 @@ from __future__ import annotations
 import pytest
 
 from radixkv import memory
-from radixkv.engine import RequestEngine, sizing
+from radixkv.engine import RequestEngine
 from radixkv.errors import InvalidInput
 
 
 def test_blocks_are_what_fits():
-    assert sizing.blocks_for("1MB", 300_000, "cpu") == 3
+    assert memory.blocks_for("1MB", 300_000, "cpu") == 3
     with pytest.raises(InvalidInput, match="one block of this model takes 2000 bytes"):
-        sizing.blocks_for(1999, 2000, "cpu")
+        memory.blocks_for(1999, 2000, "cpu")
 
 
 def test_auto_is_a_quarter_of_what_is_free_and_at_most_four_gib(monkeypatch):
     for free, expected in ((2**30, 2**28), (2**40, 2**32)):
-        monkeypatch.setattr(sizing, "free_memory", lambda free=free: free)
-        assert sizing.blocks_for("auto", 2**10, "cpu") == expected // 2**10
+        monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
+        assert memory.blocks_for("auto", 2**10, "cpu") == expected // 2**10
 
 
 def test_free_memory_keeps_within_the_control_group(tmp_path):
