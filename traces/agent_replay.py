@@ -1,11 +1,11 @@
-"""Replay recorded agents against a live engine, call by call, and see what their KV was worth.
+"""Replay recorded agents against a live engine, call by call, and measure the prefill that its cache saves.
 
     python traces/agent_replay.py                      # four sessions that ship with the package
     python traces/agent_replay.py gpt-4o-airline.json  # the trajectory file of a tau-bench run, or chats as JSONL
 
-An agent's call sends everything so far: the policy, the user's words, tool calls and their results. The next one sends
-that again and a little more. A retry of a task begins as the first attempt did and then goes its own way: it needs no
-verb here, its prompt finds what is cached and the tree forks where the two part.
+An agent's call sends the whole history: the policy, the user's words, tool calls and their results. The next call sends
+it again and a little more. A retry of a task begins as the first attempt did and then differs. It needs no special call
+here: its prompt hits the common prefix, and the tree forks where the two attempts differ.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CONTEXT = 32768  # tokens; sessions of tau-bench have up to 20,000 in the bundle
 
 
 def long_model(folder: str) -> str:
-    """The bundled model and tokenizer with a longer context: its prose ends at 4,096 tokens, its KV does not."""
+    """Copy the bundled model with a longer context: its text makes no sense after 4,096 tokens, but its KV is valid."""
     place = Path(folder) / "tiny"
     shutil.copytree(Path(radixkv.__file__).parent / "assets" / "tiny", place)
     for file, longer in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
@@ -37,14 +37,14 @@ def long_model(folder: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", nargs="?", help="a trajectory file; default: the sample")
-    parser.add_argument("--sessions", type=int, help="at most so many")
-    parser.add_argument("--kv-memory", default="auto", help="of the pool, such as 2GB")
+    parser.add_argument("--sessions", type=int, help="the most sessions")
+    parser.add_argument("--kv-memory", default="auto", help="memory of the pool, such as 2GB")
     parser.add_argument("--no-cache", action="store_true", help="compute every prompt in full, for comparison")
     options = parser.parse_args()
 
     recorded = open_trace(options.trace or sample("taubench"))
     sessions = [list(calls) for _, calls in groupby(recorded, key=lambda call: call.session)][: options.sessions]
-    one_token = SamplingParams(max_tokens=1, temperature=0)  # the recorded reply is what the next prompt holds
+    one_token = SamplingParams(max_tokens=1, temperature=0)  # the next prompt contains the recorded reply
     attempts: dict[str, int] = {}
     prompt_tokens = cached_tokens = retried_tokens = skipped = 0
     began = time.perf_counter()
@@ -66,7 +66,7 @@ def main() -> None:
                         continue
                     prompt_tokens += usage.prompt_tokens
                     cached_tokens += usage.cached_tokens
-                    if retry and turn == 0:  # found although this session has sent nothing before
+                    if retry and turn == 0:  # a hit although this session has sent nothing before
                         retried_tokens += usage.cached_tokens
                 print(f"\rsession {number} of {len(sessions)}: {engine.stats().hit_rate:.1%} hit", end="", flush=True)
             stats, tree = engine.stats(), engine.tree()

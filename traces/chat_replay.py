@@ -1,10 +1,10 @@
-"""Have the users of recorded conversations talk to your model, each in a session of its own, and see what is cached.
+"""Replay the users of recorded conversations against your model, each in a session of its own, and count cached tokens.
 
     python traces/chat_replay.py                              # three conversations that ship with the package
     python traces/chat_replay.py chats.jsonl --model my/model # OpenAI-style messages, one conversation a line
 
-Only what users said is taken from the recording: the model answers, and its own words are what the next turn builds on.
-(`radixkv-replay run` sends recorded prompts as they are, and measures; this is the place to begin for programs of your
+Only the users' messages are taken from the recording: the model answers, and the next turn continues its own answer.
+(`radixkv-replay run` sends recorded prompts as they are, and measures; this script is an example for programs of your
 own.)
 """
 
@@ -24,11 +24,11 @@ def main() -> None:
     params = SamplingParams(max_tokens=options.max_tokens, temperature=0)
 
     with Engine.load(options.model) as engine:
-        # A request for each recorded reply; a conversation's last one has all of its messages but that reply.
+        # A request for each recorded reply; a conversation's last one has all messages except that reply.
         for name, calls in groupby(open_trace(options.trace or sample("chat")), key=lambda call: call.session):
             *_, last = calls
             system = [message for message in last.messages if message["role"] in ("system", "developer")]
-            # `with` ends the conversation: what only it used in the cache is then the first to be evicted.
+            # `with` ends the conversation: cached tokens that only it used are then evicted first.
             with engine.chat(messages=system) as chat:
                 print(f"\n{name}")
                 for message in last.messages:

@@ -28,7 +28,7 @@ from radixkv.engine.observers.trace_writer import TraceWriter, block_ids
 from radixkv.errors import InvalidInput
 from radixkv_traces.cli import add_trace, load
 from radixkv_traces.formats import read
-from radixkv_traces.live.requests import Synthesis, asks
+from radixkv_traces.live.requests import PromptMaker, plan_requests
 from radixkv_traces.simulate import replay
 from tests.engine.fakes import make_engine
 from tests.engine.test_scheduler import World, tokens
@@ -190,8 +190,8 @@ def test_what_came_first_is_replayed_first_though_its_line_is_last(tmp_path: Pat
     workload = load(arguments.parse_args([str(path)]))
     assert [request.session for request in workload.requests] == ["1", "2"]
     assert list(workload.known) == [0, 5]
-    played = asks(read(path), Synthesis(100, 4))
-    assert [ask.session for ask in played] == ["1", "2"]
+    played = plan_requests(read(path), PromptMaker(100, 4))
+    assert [request.session for request in played] == ["1", "2"]
     assert played[1].due >= 0.001
 
 

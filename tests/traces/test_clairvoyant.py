@@ -41,7 +41,7 @@ def best(trace: Workload, capacity: int) -> int:
         return hit + max(rest(index + 1, each | path) for each in outcomes)
 
     def leaves(cached: frozenset[int], held: frozenset[int]) -> list[int]:
-        inner = {trace.above[block] for block in cached}
+        inner = {trace.parents[block] for block in cached}
         return [block for block in cached if block not in inner and block not in held]
 
     return rest(0, frozenset())

@@ -92,12 +92,12 @@ def test_buddy_blocks_are_aligned_apart_and_whole_again_at_the_end(
     for takes, tokens, which in moves:
         if takes:
             before = len(buddy._taken)
-            assert buddy.admits(nobody, 1, tokens) == (len(buddy._taken) > before)
+            assert buddy.admit(nobody, 1, tokens) == (len(buddy._taken) > before)
         elif buddy._taken:
-            buddy.leaves(which % len(buddy._taken))
+            buddy.release(which % len(buddy._taken))
         check(buddy, memory)
     while buddy._taken:
-        buddy.leaves(0)
+        buddy.release(0)
     assert buddy._free == whole
 
 

@@ -64,7 +64,7 @@ def test_hit_rate_is_drawn_against_the_share_of_unique_blocks(simulation):
     drawn = lines(axis)
     assert drawn["lru"] == [(1.0, 0.1), (10.0, 0.3)]
     assert drawn["clairvoyant"] == [(1.0, 0.2), (10.0, 0.4)]
-    assert drawn["a pool without end"][0][1] == 0.45
+    assert drawn["infinite pool"][0][1] == 0.45
     assert axis.xaxis.get_major_formatter()(10) == "10%"
     assert set(axis.xaxis.get_minor_formatter().format_ticks([2, 3])) == {""}
 

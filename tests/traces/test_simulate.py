@@ -23,7 +23,7 @@ CASES = [("conversation", 512, 570, 0.1), ("conversation", 512, 570, 0.2), ("cc_
 def naive(requests: list[TraceRequest], capacity: int, block_tokens: int) -> tuple[int, int]:
     """Block by block LRU over leaves: (hit tokens, evicted blocks). A block's id stands for its whole prefix."""
     used: dict[int, None] = {}  # cached blocks, least recently used first
-    above: dict[int, int] = {}  # cached block -> the block before it
+    parents: dict[int, int] = {}  # cached block -> the block before it
     children: dict[int, int] = {}  # cached block -> cached blocks right behind it
     hit_tokens = evicted = 0
     for request in requests:
@@ -37,11 +37,11 @@ def naive(requests: list[TraceRequest], capacity: int, block_tokens: int) -> tup
             elif len(used) == capacity:
                 victim = next(b for b in used if not children[b] and b not in path)
                 del used[victim], children[victim]
-                parent = above.pop(victim)
+                parent = parents.pop(victim)
                 children[parent] = children.get(parent, 0) - 1
                 evicted += 1
             if block not in path:
-                above[block] = before
+                parents[block] = before
                 children[before] = children.get(before, 0) + 1
                 children[block] = 0
                 path.add(block)

@@ -35,7 +35,7 @@ def test_two_blocks_have_one_number_exactly_if_all_before_them_and_their_namespa
         for end, number in enumerate(made.blocks, 1):
             text = (namespace, *chain[:end])
             assert texts.setdefault(number, text) == text
-            assert workload.above[number] == (made.blocks[end - 2] if end > 1 else -1)
+            assert workload.parents[number] == (made.blocks[end - 2] if end > 1 else -1)
     assert len(set(texts.values())) == len(texts) == workload.unique_blocks
     assert sorted(texts) == list(range(len(texts)))
 

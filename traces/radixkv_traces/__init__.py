@@ -1,2 +1,3 @@
-"""Recorded and simulated workloads, replayed against the real prefix cache. Imports no torch, but for `live`
-when it is asked for an engine."""
+"""Recorded and made-up workloads, replayed against the real prefix cache. Only `live` imports torch, and only to load
+an engine.
+"""

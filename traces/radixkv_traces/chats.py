@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from radixkv_traces.records import Line, TraceError, shown
+from radixkv_traces.records import Line, TraceError, short_repr
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -28,11 +28,11 @@ Message = dict[str, Any]
 class ChatRequest:
     """One assistant turn: the messages before it are the prompt. An open prompt has no `reply` and no `stop`."""
 
-    timestamp: float  # milliseconds since the trace began; 0.0 throughout if the trace does not say
+    timestamp: float  # milliseconds since the trace began; always 0.0 if the trace has no times
     messages: tuple[Message, ...]
     session: str
     turn: int  # from 1
-    output_length: int | None = None  # tokens of the reply; None: count those of `reply`
+    output_length: int | None = None  # tokens of the reply; None: count the tokens of `reply`
     reply: Message | None = None  # the assistant message as recorded
     stop: str | None = "end_turn"  # or "tool_use", if the reply calls tools
     namespace: str | None = None
@@ -40,21 +40,21 @@ class ChatRequest:
 
 
 def conversation(line: Line, name: str) -> Iterator[ChatRequest]:
-    """The requests of one conversation of a chat trace, which is called `name` if it does not say how."""
+    """Return the requests of one conversation of a chat trace; `name` is its session if the line has none."""
     session = line.name("session", "session_id", "id") or name
     start = line.time() if line.fields.get("timestamp") is not None else 0.0
     return turns(line, "messages", session, start, open_end=True)
 
 
 def turns(line: Line, field: str, session: str, start: float, *, open_end: bool = False) -> Iterator[ChatRequest]:
-    """One request for each assistant message of the list in `field`. All of them are checked first.
+    """Return one request for each assistant message of the list in `field`. All messages are checked first.
 
-    With `open_end`, messages that nobody answered are one more: logs of requests end so.
+    With `open_end`, messages at the end without a reply are one more request, as in logs of requests.
     """
     messages = _messages(line, field)
     tools = line.fields.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise line.wrong("tools", f"{shown(tools)} is not a list of objects")
+        raise line.wrong("tools", f"{short_repr(tools)} is not a list of objects")
     namespace = line.namespace()
     turn, now = 0, start
     for at, message in enumerate(messages):
@@ -74,10 +74,10 @@ def turns(line: Line, field: str, session: str, start: float, *, open_end: bool 
 def _messages(line: Line, field: str) -> tuple[Message, ...]:
     messages = line.required(field)
     if not isinstance(messages, list):
-        raise line.wrong(field, f"{shown(messages)} is not a list of messages")
+        raise line.wrong(field, f"{short_repr(messages)} is not a list of messages")
     for at, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise line.wrong(f"{field}[{at}]", f"{shown(message)} is not an object")
+            raise line.wrong(f"{field}[{at}]", f"{short_repr(message)} is not an object")
         problem = _problem(line, message, f"{field}[{at}]")
         if problem is not None:
             raise problem
@@ -87,37 +87,37 @@ def _messages(line: Line, field: str) -> tuple[Message, ...]:
 def _problem(line: Line, message: Message, where: str) -> TraceError | None:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        return line.wrong(f"{where}.role", f"{shown(role)}: allowed are {', '.join(ROLES)}")
+        return line.wrong(f"{where}.role", f"{short_repr(role)}: allowed are {', '.join(ROLES)}")
     parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     if content is not None and not isinstance(content, str) and not parts:
-        return line.wrong(f"{where}.content", f"{shown(content)} is no string, no list of parts and not null")
+        return line.wrong(f"{where}.content", f"{short_repr(content)} is no string, no list of parts and not null")
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        return line.wrong(f"{where}.tool_calls", f"{shown(calls)} is not a list of objects")
+        return line.wrong(f"{where}.tool_calls", f"{short_repr(calls)} is not a list of objects")
     if message.get("timestamp") is not None:
         try:
             Line(line.file, line.line, message).time()
         except TraceError:
-            return line.wrong(f"{where}.timestamp", f"{shown(message['timestamp'])} is not milliseconds >= 0")
+            return line.wrong(f"{where}.timestamp", f"{short_repr(message['timestamp'])} is not milliseconds >= 0")
     elif "timestamp" in message:
         return line.wrong(f"{where}.timestamp", "null: leave it out")
     return None
 
 
-MAX_ELEMENT = 1 << 28  # characters of one session: what is longer is no trajectory, or a bracket that never closes
+MAX_ELEMENT = 1 << 28  # characters of one session; a longer one is a bracket that never closes
 _CHUNK = 1 << 16
 _SPACE = " \t\r\n"
 
 
 class Text(Protocol):
-    """What can be read piece by piece."""
+    """A source of text that can be read piece by piece."""
 
     def read(self, size: int, /) -> str:
-        """The next characters, at most `size`; "" at the end."""
+        """Return the next characters, at most `size`; "" at the end."""
 
 
 def trajectory(line: Line) -> Iterator[ChatRequest]:
-    """The requests of one trajectory. Its last message is the user's goodbye, which no model was asked to answer."""
+    """Return the requests of one trajectory. Its last message, the user's goodbye, was never sent to a model."""
     task = line.required("task_id")
     if isinstance(task, bool) or not isinstance(task, int | str):
         raise line.wrong("task_id", f"a JSON {type(task).__name__} is no int and no string")
@@ -126,7 +126,7 @@ def trajectory(line: Line) -> Iterator[ChatRequest]:
 
 
 def elements(text: Text, file: str, line: int = 1) -> Iterator[Line]:
-    """The objects of a JSON array, each with the line in which it begins. Holds one at a time, and a little more."""
+    """Return the objects of a JSON array, each with the line in which it begins. Holds about one object at a time."""
     array = _Array(text, file, line)
     array.expect("[")
     if array.next() == "]":
@@ -146,7 +146,7 @@ def elements(text: Text, file: str, line: int = 1) -> Iterator[Line]:
 
 
 class _Array:
-    """A window on the text, which moves on."""
+    """A moving window on a text."""
 
     def __init__(self, text: Text, file: str, line: int) -> None:
         self._text = text
@@ -157,7 +157,7 @@ class _Array:
         self.line = line
 
     def next(self) -> str:
-        """The next character that is no space, not consumed; "" at the end."""
+        """Return the next character that is not a space, without consuming it; "" at the end."""
         while True:
             rest = self._buffer.lstrip(_SPACE)
             self._consume(len(self._buffer) - len(rest))
@@ -166,15 +166,15 @@ class _Array:
             self._read(_CHUNK)
 
     def expect(self, character: str) -> None:
-        """Consume this one."""
+        """Consume this character. Raises TraceError if another one is next."""
         found = self.next()
         if found != character:
-            what = f"{found!r}" if found else "the end of the file"
-            raise TraceError(self._file, self.line, None, f"not JSON: {what} where {character!r} is expected")
+            name = f"{found!r}" if found else "the end of the file"
+            raise TraceError(self._file, self.line, None, f"not JSON: {name} where {character!r} is expected")
         self._consume(1)
 
     def value(self) -> tuple[int, Any]:
-        """The next JSON value, and the line in which it begins."""
+        """Return the next JSON value, and the line in which it begins."""
         self.next()
         line = self.line
         while True:
@@ -192,7 +192,7 @@ class _Array:
                 return line, value
 
     def _surely_wrong(self, error: json.JSONDecodeError) -> bool:
-        """More text would not help: it is wrong well before the end of what was read."""
+        """Whether the error is well before the end of the window, so that more text cannot mend it."""
         return not error.msg.startswith("Unterminated string") and error.pos < len(self._buffer) - 16
 
     def _consume(self, count: int) -> None:

@@ -1,9 +1,9 @@
-"""What eviction could do at best: the victim is the cached block whose next use is farthest away.
+"""The best possible eviction: the victim is the cached block whose next use is farthest in the future.
 
-Knows the whole trace, the future included. Knows no PrefixCache, but keeps its rules: only blocks without cached
-children go, one at a time; a request's own path is held while victims are chosen; of a chain longer than the pool the
-head stays. Under these rules no choice of victims hits more blocks (Belady's argument: of a path, the block nearest to
-its end is never used earlier than those before it; the tests compare with exhaustive search).
+It reads the whole trace, the future included, and keeps the rules of PrefixCache. Only blocks without cached children
+are evicted, one at a time. A request's own path is held while victims are chosen. Of a chain longer than the pool, the
+head stays cached. Under these rules no choice of victims hits more blocks (Belady's argument: within a path, the last
+block is never used earlier than those before it). The tests compare it with exhaustive search.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from radixkv_traces.workload import Workload
 
 
 class ClairvoyantPool:
-    """A pool of `capacity` blocks that knows what comes; `serve` the requests of its workload in order."""
+    """A pool of `capacity` blocks with perfect foresight; `serve` the requests of its workload in order."""
 
     def __init__(self, workload: Workload, capacity: int) -> None:
         self._workload = workload
         self._capacity = capacity
         self._uses = next_uses(workload)
-        self._first = 0  # where the next request's blocks begin in `_uses`
+        self._first = 0  # index of the next request's blocks in `_uses`
         self._cached = bytearray(workload.unique_blocks)
-        self._children = array("i", bytes(4 * workload.unique_blocks))  # cached ones
+        self._children = array("i", bytes(4 * workload.unique_blocks))  # numbers of cached children
         self._next = array("i", bytes(4 * workload.unique_blocks))
         self._leaves: list[tuple[int, int]] = []  # (-next use, block); outdated entries are skipped when popped
         self.cached_blocks = 0
         self.evicted_blocks = 0
 
     def serve(self, index: int) -> int:
-        """One request from arrival to end; returns its hit in blocks. O(its blocks), log leaves for each evicted."""
+        """Serve one request; returns its hit in blocks. O(its blocks), log leaves for each evicted block."""
         chain = self._workload.requests[index].blocks
         cached = self._cached
         hit = next((i for i, block in enumerate(chain) if not cached[block]), len(chain))
-        fits = min(len(chain), self._capacity)  # at least `hit`: that is cached
+        fits = min(len(chain), self._capacity)  # at least `hit`, which is cached
         for i in range(fits):
             self._next[chain[i]] = self._uses[self._first + i]
         self._first += len(chain)
@@ -45,13 +45,13 @@ class ClairvoyantPool:
         return hit
 
     def check(self) -> None:
-        """Recount everything; AssertionError names what is broken. O(unique blocks): for tests."""
-        above = self._workload.above
-        children = array("i", bytes(4 * len(above)))
+        """Recount everything; AssertionError names the fault. O(unique blocks): for tests."""
+        parents = self._workload.parents
+        children = array("i", bytes(4 * len(parents)))
         for block, cached in enumerate(self._cached):
-            if cached and above[block] >= 0:
-                assert self._cached[above[block]], f"block {block} is cached, the one before it is not"
-                children[above[block]] += 1
+            if cached and parents[block] >= 0:
+                assert self._cached[parents[block]], f"block {block} is cached, the one before it is not"
+                children[parents[block]] += 1
         assert all(self._children[b] == children[b] for b, cached in enumerate(self._cached) if cached), "children"
         assert sum(self._cached) == self.cached_blocks <= self._capacity, "cached blocks"
         leaves = {block for block, cached in enumerate(self._cached) if cached and not children[block]}
@@ -69,13 +69,13 @@ class ClairvoyantPool:
 
     def _make_room(self, count: int, held: int) -> None:
         """Evict until `count` blocks fit; `held` is the end of the request's own path."""
-        above = self._workload.above
+        parents = self._workload.parents
         while self.cached_blocks + count > self._capacity:
             block = self._victim()
             self._cached[block] = 0
             self.cached_blocks -= 1
             self.evicted_blocks += 1
-            parent = above[block]
+            parent = parents[block]
             if parent >= 0:
                 self._children[parent] -= 1
                 if not self._children[parent] and parent != held:
@@ -89,7 +89,8 @@ class ClairvoyantPool:
 
 
 def next_uses(workload: Workload) -> array[int]:
-    """For each block of each request, in order: the next request that has it, or the number of requests if none has.
+    """Return, for each block of each request in order, the next request that has it; the number of requests if none
+    has.
 
     O(blocks), from the end.
     """

@@ -27,10 +27,10 @@ _PERIOD = 0.1  # seconds between two drawings
 
 _FORMS = "a share of the trace's unique blocks (2.5%), blocks (4096), tokens (500ktok) or bytes (16GB, with --model)"
 MAX_BLOCKS = 1 << 26
-"""Of a simulated pool, which has a few bytes for each: petabytes of a large model's KV."""
+"""The most blocks of a simulated pool, which takes a few bytes for each: petabytes of a large model's KV."""
 
 TEXT_BLOCK_TOKENS = 16
-"""Of a text trace, if nobody says another number."""
+"""The default block size of text traces."""
 
 PROGRAM = "radixkv-replay"
 COMMANDS = ("simulate_command", "fragmentation_command", "generate", "live.command", "report_command")
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Recorded workloads: what a cache would have done with them, and what an engine does."
+    about = "Simulate a cache on recorded workloads, or replay them against an engine."
     parser, commands, common = entry_point.parsers(PROGRAM, about)
     for name in COMMANDS:
         import_module(f"radixkv_traces.{name}").add(commands, common)
@@ -51,33 +51,35 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_trace(parser: argparse.ArgumentParser, *, tokenizer: bool = True) -> None:
-    """TRACE, and what says how to read it and which part of it; `tokenizer` where text is to become block ids."""
+    """Add the TRACE argument and the options that read and cut it; `tokenizer` where text becomes block ids."""
     parser.add_argument(
         "trace", metavar="TRACE", help=f"a file (.gz too), - for standard input, or sample:NAME ({', '.join(SAMPLES)})"
     )
     reading = parser.add_argument_group("reading the trace")
-    reading.add_argument("--format", choices=FORMATS, default="auto", help="default: seen by how it begins")
+    reading.add_argument("--format", choices=FORMATS, default="auto", help="default: recognised by its first line")
     reading.add_argument(
         "--block-tokens", type=positive, metavar="N",
-        help="tokens of a recorded block (default: what the file says, or what its lengths fit; of a text trace 16)",
+        help="tokens of a recorded block (default: stated in the file or derived from its lengths; 16 for text)",
     )  # fmt: skip
     if tokenizer:
         reading.add_argument(
             "--tokenizer", metavar="PATH",
-            help="of text traces: a folder, a tokenizer.json or 'tiny' (default: a token for every 4 bytes)",
+            help="tokenizer for text: a folder, a tokenizer.json or 'tiny' (default: a token for every 4 bytes)",
         )  # fmt: skip
-    reading.add_argument("--start", type=seconds, default=0.0, metavar="S", help="skip requests before this second")
-    reading.add_argument("--end", type=seconds, metavar="S", help="stop before this second")
-    reading.add_argument("--limit", type=positive, metavar="N", help="at most so many requests")
+    reading.add_argument("--start", type=seconds, default=0.0, metavar="S", help="skip requests before second S")
+    reading.add_argument("--end", type=seconds, metavar="S", help="skip requests from second S on")
+    reading.add_argument("--limit", type=positive, metavar="N", help="the most requests to read")
     reading.add_argument(
         "--interleave", type=positive, metavar="N",
-        help="take turns between N sessions at a time, in the place of file order: for traces without times",
+        help="take turns between N sessions at a time instead of file order, for traces without times",
     )  # fmt: skip
 
 
 def load(arguments: argparse.Namespace) -> Workload:
-    """The part of the trace that the options name, in the order of its times. InvalidInput if nothing is left of it,
-    or at a bad line. The ids of one line are in memory as they were read, those of the others as numbers.
+    """Load the part of the trace that the options name, in the order of its times.
+
+    Raises InvalidInput if no request is left, or for a bad line. Only one line's ids are in memory as they were read;
+    the others are held as numbers.
     """
     with Progress("reading") as progress:
         chosen = window(open_trace(source(arguments.trace), arguments.format), arguments)
@@ -92,24 +94,26 @@ def load(arguments: argparse.Namespace) -> Workload:
 
 
 def source(name: str) -> Source:
-    """A shipped sample, or the path as it is."""
+    """Return a shipped sample, or the path unchanged."""
     return sample(name.removeprefix("sample:")) if name.startswith("sample:") else name
 
 
 def window(requests: Iterable[Request], arguments: argparse.Namespace) -> Iterator[Request]:
-    """Those from --start to --end, at most --limit; a file may be out of order, so all of it is looked at."""
+    """Return the requests from --start to --end, at most --limit. The whole file is read, because it may be out of
+    order.
+    """
     begin = arguments.start * 1000
     end = float("inf") if arguments.end is None else arguments.end * 1000
     return islice((each for each in requests if begin <= each.timestamp < end), arguments.limit)
 
 
 def name_of(trace: str) -> str:
-    """How a trace is called in a table."""
+    """Return the name of a trace for a table."""
     return "standard input" if trace == "-" else trace if trace.startswith("sample:") else Path(trace).name
 
 
 def positive(text: str) -> int:
-    """An int >= 1, for argparse."""
+    """Parse an int >= 1, for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text}: allowed is an int of at least 1")
@@ -117,7 +121,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A number >= 0, for argparse."""
+    """Parse a number >= 0, for argparse."""
     number = float(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: allowed are seconds >= 0")
@@ -125,7 +129,7 @@ def seconds(text: str) -> float:
 
 
 def _blocks(requests: Iterator[Request], arguments: argparse.Namespace) -> Iterator[TraceRequest]:
-    """Text as block ids; a file has either."""
+    """Convert text to block ids; a file has only one kind of request."""
     first = next(requests, None)
     if isinstance(first, ChatRequest):
         encode = estimate if arguments.tokenizer is None else tokenizer(arguments.tokenizer)
@@ -139,14 +143,14 @@ def _blocks(requests: Iterator[Request], arguments: argparse.Namespace) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A pool's size as it was asked for, and in blocks."""
+    """A pool's size as the user wrote it, and in blocks."""
 
     text: str
     blocks: int
 
 
 def parse_capacity(text: str, unique_blocks: int, block_tokens: int, kv_bytes: int | None = None) -> Capacity:
-    """Blocks of a share, a number, tokens or bytes; `kv_bytes` are those of one token. InvalidInput otherwise.
+    """Parse a share, a number, tokens or bytes into blocks; `kv_bytes` are the bytes of one token. Raises InvalidInput.
 
     >>> [parse_capacity(each, 1000, 512, 131072).blocks for each in ("2.5%", "300", "1Mtok", "16GiB")]
     [25, 300, 1953, 256]
@@ -175,10 +179,10 @@ def parse_capacity(text: str, unique_blocks: int, block_tokens: int, kv_bytes: i
 
 
 def kv_bytes_per_token(model: str) -> int:
-    """Bytes of keys and values that a token takes in all layers of a model: its folder, its config.json, or a name.
+    """Return the bytes of keys and values of a token in all layers of a model: its folder, its config.json, or a name.
 
-    As `radixkv plan` counts them, in the dtype that the weights are saved in. Raises InvalidInput where nothing says
-    so; --kv-bytes says it directly.
+    They are counted as `radixkv plan` counts them, in the dtype of the saved weights. Raises InvalidInput where nothing
+    says so; --kv-bytes gives the figure directly.
 
     >>> kv_bytes_per_token("llama-3.1-8b")
     131072
@@ -190,28 +194,28 @@ def kv_bytes_per_token(model: str) -> int:
 
 
 class Progress:
-    """A line that is drawn over; leaving it wipes the line."""
+    """A line on a terminal that is drawn over; leaving it clears the line."""
 
-    def __init__(self, what: str, stream: TextIO | None = None) -> None:
-        self._what = what
+    def __init__(self, name: str, stream: TextIO | None = None) -> None:
+        self._name = name
         self._stream = sys.stderr if stream is None else stream
         self._on = self._stream.isatty()
         self._drawn = 0.0
         self._width = 0
 
     def __call__(self, done: int, total: int | None = None) -> None:
-        """Say that `done` of `total` are done; O(1), drawn ten times a second at most."""
+        """Report that `done` of `total` are done. O(1); drawn at most ten times a second."""
         if not self._on or (now := time.monotonic()) - self._drawn < _PERIOD:
             return
         self._drawn = now
         share = f"{done:,}" if not total else f"{done:,} of {total:,} ({done / total:.0%})"
-        line = f"{self._what}: {share} requests"
+        line = f"{self._name}: {share} requests"
         self._stream.write("\r" + line.ljust(self._width))
         self._stream.flush()
         self._width = len(line)
 
     def counted(self, each: Iterable[T]) -> Iterator[T]:
-        """The same, counted as they pass."""
+        """Return the same items, counted as they pass."""
         for number, item in enumerate(each):
             self(number)
             yield item
@@ -226,7 +230,7 @@ class Progress:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Lines without a newline at the end; the columns in `left` begin at the left, all others end at the right.
+    """Format a table, without a newline at the end; the columns in `left` are left-aligned, all others right-aligned.
 
     >>> print(table(("name", "n"), [("one", "1"), ("ten", "10")]))
     name   n

@@ -1,7 +1,7 @@
-"""A recorded workload, whatever it was recorded as: files of block ids or of text, told apart by how they begin.
+"""Read a recorded workload of any format: files of block ids or of text, recognised by their first line.
 
-Knows files, gzip and which format begins how. The formats themselves are `mooncake` (block ids, radixkv's own
-recordings too), `chats` and `taubench` (text). Everything is read as you go, and nothing is held but a line.
+The formats are in `mooncake` (block ids, and radixkv's own recordings) and `chats` (text). Files may be gzipped. They
+are read line by line, so only one line is in memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Request: TypeAlias = "TraceRequest | ChatRequest"
 
 FORMATS = ("auto", "mooncake", "chat", "taubench")
 SAMPLES = {"conversation": "jsonl", "cc_agent": "jsonl", "chat": "jsonl", "taubench": "json", "recording": "jsonl"}
-_HEAD = 1 << 16  # bytes that are looked at before anything is known of a file
+_HEAD = 1 << 16  # bytes that are read to recognise a file's format
 
 
 def open_trace(trace: Source, format: str = "auto") -> Iterator[Request]:
-    """The requests of a file in file order: of block ids (TraceRequest) or of text (ChatRequest).
+    """Read the requests of a file in file order: of block ids (TraceRequest) or of text (ChatRequest).
 
-    "-" is standard input; gzip is seen by its first bytes. A line that cannot be read raises TraceError when its turn
-    comes; InvalidInput, if there is no such format.
+    "-" is standard input; gzip is recognised by its first bytes. Raises TraceError when it reaches a bad line, and
+    InvalidInput for an unknown format.
 
     >>> next(open_trace(sample("taubench"))).messages[0]["role"]
     'system'
@@ -51,7 +51,7 @@ def open_trace(trace: Source, format: str = "auto") -> Iterator[Request]:
 
 
 def read(trace: Source) -> Iterator[TraceRequest]:
-    """The requests of a file of block ids. Blank lines are skipped; a bad one raises TraceError.
+    """Read the requests of a file of block ids. Blank lines are skipped; a bad one raises TraceError.
 
     >>> sum(len(request.blocks) for request in read(sample("conversation"))) > 5000
     True
@@ -62,7 +62,7 @@ def read(trace: Source) -> Iterator[TraceRequest]:
 
 
 def sample(name: str) -> Traversable:
-    """A small trace shipped with the package; what each is, its folder's README says.
+    """Return a small trace shipped with the package; the README in its folder describes each.
 
     "conversation" (512-token blocks), "cc_agent" (64) and "recording" (16, of an engine) are chains of blocks, "chat"
     and "taubench" are text.
@@ -87,7 +87,7 @@ def _requests(trace: Source, format: str) -> Iterator[Request]:
 
 
 def _by_object(objects: Iterator[tuple[str, Line]], format: str) -> Iterator[Request]:
-    """What a file's objects say, each with the name of a session that has none."""
+    """Return the requests of a file's objects. A session without a name gets the number of its object."""
     for name, line in objects:
         format = _detect(line) if format == "auto" else format
         if format == "mooncake":
@@ -102,7 +102,7 @@ _SIGNS = {"hash_ids": "mooncake", "hash_ranges": "mooncake", "messages": "chat",
 
 
 def _detect(first: Line) -> str:
-    """The format of a file whose first object this is."""
+    """Return the format of a file with this first object."""
     for field, format in _SIGNS.items():
         if field in first.fields:
             return format
@@ -114,7 +114,7 @@ def _detect(first: Line) -> str:
 
 @contextmanager
 def _opened(trace: Source) -> Iterator[IO[bytes]]:
-    """The file's bytes, unzipped if need be; standard input stays open."""
+    """Open the file's bytes, unzipped if needed; standard input stays open."""
     with ExitStack() as files:
         if trace == "-":
             raw: IO[bytes] = sys.stdin.buffer
@@ -128,11 +128,11 @@ def _opened(trace: Source) -> Iterator[IO[bytes]]:
 
 @dataclass(slots=True)
 class _Lines:
-    """Lines of text, counted; what is no text raises TraceError."""
+    """Counted lines of text; bytes that are not text raise TraceError."""
 
     file: IO[bytes]
     name: str
-    number: int = 0  # of the line that was read last
+    number: int = 0  # of the last line read
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -145,7 +145,7 @@ class _Lines:
         return self.text(raw)
 
     def head(self) -> bytes:
-        """How the first line that is not blank begins; b"" if there is none."""
+        """Return the beginning of the first line that is not blank; b"" if there is none."""
         while True:
             self.number += 1
             raw = self.next_bytes(self.file.readline, _HEAD)
@@ -155,18 +155,18 @@ class _Lines:
                 return raw
 
     def whole(self, head: bytes) -> str:
-        """The line that begins so."""
+        """Return the whole line with this beginning."""
         return self.text(head if head.endswith(b"\n") else head + self.next_bytes(self.file.readline))
 
     def next_bytes(self, read: Callable[..., bytes], *size: int) -> bytes:
-        """What the file has next."""
+        """Read the next bytes of the file."""
         try:
             return read(*size)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise TraceError(self.name, self.number, None, f"the gzip file is damaged: {error}") from error
 
     def text(self, raw: bytes) -> str:
-        """Its characters."""
+        """Decode bytes to text."""
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -174,7 +174,7 @@ class _Lines:
 
 
 class _Pieces:
-    """A file as text to read from, whatever its lines are."""
+    """A file as a stream of text, with or without line breaks."""
 
     def __init__(self, head: bytes, lines: _Lines) -> None:
         self._head = head
@@ -182,7 +182,7 @@ class _Pieces:
         self._decode = codecs.getincrementaldecoder("utf-8")().decode
 
     def read(self, size: int) -> str:
-        """The next characters, at most `size`; "" at the end."""
+        """Return the next characters, at most `size`; "" at the end."""
         text = ""
         while not text:
             raw, self._head = self._head or self._lines.next_bytes(self._lines.file.read, size), b""

@@ -1,8 +1,8 @@
-"""How much of a KV memory holds tokens if each sequence gets one slab, a buddy block, or pages.
+"""Measure how much of a KV memory holds tokens if each sequence gets one slab, a buddy block, or pages.
 
 Prefixes are not shared here, so that only fragmentation is measured. Requests are admitted in trace order while they
-fit. At every step each running sequence grows by one token, and finished ones leave. Measuring ends when the last
-request was admitted: the draining memory does not count.
+fit. At every step each running sequence grows by one token, and finished sequences leave. Measuring ends when the last
+request is admitted, so the draining memory does not count.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Lengths: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """What one way to reserve memory made of a trace; shares are means over the steps while somebody waited."""
+    """The result of one reservation scheme on a trace; shares are means over the steps while requests waited."""
 
     scheme: str  # "contiguous", "buddy" or "paged"
     block_size: int | None  # of "paged"
     memory_tokens: int
-    used: float  # of the memory: holds tokens
-    reserved_unused: float  # of the memory: reserved for a sequence, and empty
-    unreserved: float  # of the memory: free, but of no use to the next in line
-    sequences: float  # that ran at a time
+    used: float  # share of the memory that holds tokens
+    reserved_unused: float  # share of the memory that is reserved for a sequence, and empty
+    unreserved: float  # share of the memory that is free, and too small for the next request
+    sequences: float  # mean number of running sequences
     most_sequences: int
     preemptions: int
-    refused: int  # requests that would not fit alone here
-    left_out: int  # requests that would not fit alone here or in another row: no row has them
+    refused: int  # requests that would not fit alone under this scheme
+    left_out: int  # requests that would not fit alone under at least one scheme; no scheme runs them
     steps: int
 
     @property
     def used_of_reserved(self) -> float:
-        """The share of what sequences have reserved that holds tokens; 0.0 if nothing ran."""
+        """The share of reserved memory that holds tokens; 0.0 if nothing ran."""
         reserved = self.used + self.reserved_unused
         return self.used / reserved if reserved else 0.0
 
@@ -48,29 +48,31 @@ class Fragmentation:
 class Scheme(Protocol):
     """A way to reserve memory for sequences."""
 
-    def admits(self, running: Lengths, length: int, final: int) -> bool:
-        """Reserve for a sequence of `length` tokens that will have `final`; False, and nothing, if it does not fit."""
+    def admit(self, running: Lengths, length: int, final: int) -> bool:
+        """Reserve for a sequence of `length` tokens that will have `final`; return False, and reserve nothing, if it
+        does not fit.
+        """
 
-    def leaves(self, index: int) -> None:
-        """The sequence at this place in the order of admission has left."""
+    def release(self, index: int) -> None:
+        """Release the sequence at this place in the order of admission."""
 
-    def could(self, final: int) -> bool:
+    def fits_alone(self, final: int) -> bool:
         """Whether it would fit in an empty memory."""
 
     def reserved(self, lengths: Lengths, steps: int) -> int:
         """Tokens reserved, summed over the next `steps` steps, when all sequences grow by one a step."""
 
-    def grows(self, lengths: Lengths, steps: int) -> bool:
-        """Whether all can grow by so many."""
+    def can_grow(self, lengths: Lengths, steps: int) -> bool:
+        """Whether all sequences can grow by this number of tokens."""
 
 
 def fragmentation(
     lengths: Iterable[tuple[int, int]], memory_tokens: int, slab: int, block_sizes: Sequence[int] = (8, 16, 32, 64, 128)
 ) -> list[Fragmentation]:
-    """Slabs of `slab` tokens, buddy blocks, and pages of each size, for sequences of (prompt, output) tokens.
+    """Compare slabs of `slab` tokens, buddy blocks, and pages of each size, for sequences of (prompt, output) tokens.
 
-    All do the same work: what one of them could never hold is left out of all. O(requests x sequences at a time) for
-    each.
+    All schemes do the same work: a request that one of them could never hold is left out of all. O(requests x running
+    sequences) for each.
     """
     if slab < 1 or memory_tokens < slab:
         raise InvalidInput(f"{memory_tokens} tokens of memory hold no slab of {slab}")
@@ -83,11 +85,11 @@ def fragmentation(
         *(("paged", size, Paged(memory_tokens, size)) for size in block_sizes),
     ]
     asked = [(prompt, prompt + max(1, output)) for prompt, output in lengths]
-    served = [each for each in asked if all(scheme.could(each[1]) for _, _, scheme in schemes)]
+    served = [each for each in asked if all(scheme.fits_alone(each[1]) for _, _, scheme in schemes)]
     return [
         replace(
             _run(name, size, scheme, served, memory_tokens),
-            refused=sum(not scheme.could(final) for _, final in asked),
+            refused=sum(not scheme.fits_alone(final) for _, final in asked),
             left_out=len(asked) - len(served),
         )
         for name, size, scheme in schemes
@@ -97,7 +99,7 @@ def fragmentation(
 def _run(
     name: str, block_size: int | None, scheme: Scheme, lengths: Sequence[tuple[int, int]], memory: int
 ) -> Fragmentation:
-    """Sequences each of which would fit alone."""
+    """Run a scheme on sequences that would each fit alone."""
     replay = _Replay(scheme, lengths)
     replay.run()
     total = max(1, replay.steps) * memory
@@ -118,7 +120,7 @@ def _run(
 
 
 class _Replay:
-    """The sequences that run, in the order in which they were let in, and sums over steps."""
+    """The running sequences, in the order of admission, and sums over steps."""
 
     def __init__(self, scheme: Scheme, lengths: Sequence[tuple[int, int]]) -> None:
         self._scheme = scheme
@@ -135,7 +137,7 @@ class _Replay:
             if steps:
                 self._advance(steps)
             if steps < rest:
-                self._preempt()  # nobody comes in before somebody has left
+                self._preempt()  # no request is admitted before a sequence has left
             else:
                 self._finish()
                 self._admit()
@@ -143,7 +145,7 @@ class _Replay:
     def _admit(self) -> None:
         while self._waiting:
             length, final = self._waiting[0]
-            if not self._scheme.admits(self._lengths, length, final):
+            if not self._scheme.admit(self._lengths, length, final):
                 break
             self._waiting.popleft()
             self._lengths = np.append(self._lengths, length)
@@ -159,7 +161,7 @@ class _Replay:
         self._lengths += steps
 
     def _preempt(self) -> None:
-        """Who came last gives way, and is the first to come back, with all that it has."""
+        """Preempt the last admitted sequence; it is the first to be admitted again, with all its tokens."""
         self.preemptions += 1
         last = len(self._lengths) - 1
         self._waiting.appendleft((int(self._lengths[last]), int(self._finals[last])))
@@ -170,47 +172,47 @@ class _Replay:
             self._leave(int(index))
 
     def _leave(self, index: int) -> None:
-        self._scheme.leaves(index)
+        self._scheme.release(index)
         self._lengths = np.delete(self._lengths, index)
         self._finals = np.delete(self._finals, index)
 
 
 class Slabs:
-    """A slab of the maximum length for each, whatever it will need."""
+    """A slab of the maximum length for each sequence."""
 
     def __init__(self, memory: int, slab: int) -> None:
         self._slab = slab
         self._free = memory // slab
 
-    def admits(self, running: Lengths, length: int, final: int) -> bool:
+    def admit(self, running: Lengths, length: int, final: int) -> bool:
         """Take a slab."""
         if not self._free:
             return False
         self._free -= 1
         return True
 
-    def leaves(self, index: int) -> None:
-        """Give one back."""
+    def release(self, index: int) -> None:
+        """Free a slab."""
         self._free += 1
 
-    def could(self, final: int) -> bool:
+    def fits_alone(self, final: int) -> bool:
         """Whether it is no longer than a slab."""
         return final <= self._slab
 
     def reserved(self, lengths: Lengths, steps: int) -> int:
-        """Whole slabs."""
+        """Count whole slabs."""
         return len(lengths) * self._slab * steps
 
-    def grows(self, lengths: Lengths, steps: int) -> bool:
-        """There is room from the start."""
+    def can_grow(self, lengths: Lengths, steps: int) -> bool:
+        """Return True: a slab has room from the start."""
         return True
 
 
 class Buddy:
-    """The smallest power of two that holds the final length, known beforehand: as kind as this scheme can be.
+    """The smallest power of two that holds the final length, which is known in advance: the best case of this scheme.
 
-    Memory that is no power of two is several areas, each one. A block that is free together with its buddy becomes one
-    block with it again.
+    A memory that is not a power of two is divided into several areas that are. A free block merges with its buddy when
+    that is free too.
     """
 
     def __init__(self, memory: int) -> None:
@@ -223,7 +225,7 @@ class Buddy:
                 at += size
         self._largest = max(self._free)
 
-    def admits(self, running: Lengths, length: int, final: int) -> bool:
+    def admit(self, running: Lengths, length: int, final: int) -> bool:
         """Take the smallest free block that is large enough, halved as often as possible."""
         size = _power(final)
         found = next((each for each in sorted(self._free) if each >= size and self._free[each]), None)
@@ -236,8 +238,8 @@ class Buddy:
         self._taken.append((at, size))
         return True
 
-    def leaves(self, index: int) -> None:
-        """Give the block back, joined with its buddy while that is free."""
+    def release(self, index: int) -> None:
+        """Free the block, and merge it with its buddy while that is free."""
         at, size = self._taken.pop(index)
         while size < self._largest and (at ^ size) in self._free[size]:
             self._free[size].remove(at ^ size)
@@ -245,54 +247,54 @@ class Buddy:
             size *= 2
         insort(self._free[size], at)
 
-    def could(self, final: int) -> bool:
+    def fits_alone(self, final: int) -> bool:
         """Whether the largest area holds it."""
         return _power(final) <= self._largest
 
     def reserved(self, lengths: Lengths, steps: int) -> int:
-        """Whole blocks."""
+        """Count whole blocks."""
         return sum(size for _, size in self._taken) * steps
 
-    def grows(self, lengths: Lengths, steps: int) -> bool:
-        """There is room from the start."""
+    def can_grow(self, lengths: Lengths, steps: int) -> bool:
+        """Return True: a block has room from the start."""
         return True
 
 
 class Paged:
-    """Blocks of some tokens, one more when the last is full."""
+    """Pages of a fixed number of tokens, one more when the last is full."""
 
     def __init__(self, memory: int, block_size: int) -> None:
         self._size = block_size
         self._blocks = memory // block_size
 
-    def admits(self, running: Lengths, length: int, final: int) -> bool:
-        """There are blocks for all, and for one more token each."""
-        return self.grows(np.append(running, length), 1)
+    def admit(self, running: Lengths, length: int, final: int) -> bool:
+        """Admit if there are pages for all sequences, and for one more token each."""
+        return self.can_grow(np.append(running, length), 1)
 
-    def leaves(self, index: int) -> None:
-        """Whose blocks they are follows from the lengths: nothing to do."""
+    def release(self, index: int) -> None:
+        """Do nothing: the lengths determine the pages."""
 
-    def could(self, final: int) -> bool:
+    def fits_alone(self, final: int) -> bool:
         """Whether the memory holds all of it."""
         return -(-final // self._size) <= self._blocks
 
     def reserved(self, lengths: Lengths, steps: int) -> int:
-        """Blocks of the lengths at each step."""
+        """Sum the pages of the lengths at each step."""
         return self._size * int((_ceilings(lengths + steps, self._size) - _ceilings(lengths, self._size)).sum())
 
-    def grows(self, lengths: Lengths, steps: int) -> bool:
-        """Whether there are blocks enough."""
+    def can_grow(self, lengths: Lengths, steps: int) -> bool:
+        """Whether there are enough pages."""
         return int((-(-(lengths + steps) // self._size)).sum()) <= self._blocks
 
 
 def most_steps(scheme: Scheme, lengths: Lengths, wanted: int) -> int:
-    """The most steps, up to `wanted`, that all sequences can grow by. Bisection."""
-    if scheme.grows(lengths, wanted):
+    """Return the most steps, up to `wanted`, that all sequences can grow by. Bisection."""
+    if scheme.can_grow(lengths, wanted):
         return wanted
     low, high = 0, wanted
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if scheme.grows(lengths, middle) else (low, middle)
+        low, high = (middle, high) if scheme.can_grow(lengths, middle) else (low, middle)
     return low
 
 
@@ -301,7 +303,7 @@ def _power(tokens: int) -> int:
 
 
 def _ceilings(lengths: Lengths, size: int) -> Lengths:
-    """The sum of ceil(k / size) for k = 1..n, for each n."""
+    """Return the sum of ceil(k / size) for k = 1..n, for each n."""
     full, rest = np.divmod(lengths, size)
     found: Lengths = size * full * (full + 1) // 2 + rest * (full + 1)
     return found

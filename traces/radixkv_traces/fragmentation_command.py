@@ -1,7 +1,4 @@
-"""`radixkv-replay fragmentation`: how much of a memory holds tokens, by how it is reserved.
-
-Knows options and columns. Does not know the schemes.
-"""
+"""`radixkv-replay fragmentation`: how much of a memory holds tokens, for each way to reserve it."""
 
 from __future__ import annotations
 
@@ -14,15 +11,15 @@ from radixkv.errors import InvalidInput
 from radixkv_traces.cli import add_trace, kv_bytes_per_token, load, name_of, parse_capacity, positive, table
 from radixkv_traces.fragmentation import Fragmentation, fragmentation
 
-_SLABS = 32  # of the default memory
+_SLABS = 32  # slabs in the default memory
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
     """Add the command to the parser."""
-    about = "how much memory one slab per request, buddy blocks and pages would waste on a trace; loads no model"
+    about = "simulate the memory wasted by slabs, buddy blocks and pages on a trace; loads no model"
     parser = commands.add_parser(
         "fragmentation", help=about, description=about.capitalize() + ".", parents=[common],
-        epilog="Requests run in the order of their times, as many at a time as fit; nothing is shared between them.",
+        epilog="Requests run in the order of their times while they fit in the memory; prefixes are not shared.",
     )  # fmt: skip
     parser.set_defaults(module="radixkv_traces.fragmentation_command")
     add_trace(parser)
@@ -31,23 +28,25 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: a
         "--max-length",
         type=positive,
         metavar="N",
-        help="tokens of a slab; default: the longest request, answer included",
+        help="tokens of a slab; default: the longest request with its answer",
     )
     pool.add_argument(
-        "--memory", metavar="SIZE", help=f"tokens (500ktok), or bytes (16GB) with --model; default {_SLABS} slabs"
+        "--memory", metavar="SIZE", help=f"size: tokens (500ktok), or bytes (16GB) with --model; default {_SLABS} slabs"
     )
     pool.add_argument(
-        "--block-sizes", type=_sizes, default=[8, 16, 32, 64, 128], metavar="LIST", help="default 8 to 128"
+        "--block-sizes",
+        type=_sizes,
+        default=[8, 16, 32, 64, 128],
+        metavar="LIST",
+        help="page sizes; default 8,16,32,64,128",
     )
-    pool.add_argument("--model", metavar="NAME", help="whose KV the bytes hold: a folder, a config.json, or a name")
-    pool.add_argument(
-        "--kv-bytes", type=positive, metavar="N", help="bytes of KV a token takes, in the place of --model"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    pool.add_argument("--model", metavar="NAME", help="the model of sizes in bytes: a folder, a config.json, or a name")
+    pool.add_argument("--kv-bytes", type=positive, metavar="N", help="bytes of KV for each token, instead of --model")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay the lengths under each scheme, and print what was found."""
+    """Replay the lengths under each scheme, and print the result."""
     workload = load(arguments)
     lengths = [(request.input_length, request.output_length) for request in workload.requests]
     slab = arguments.max_length or max(prompt + max(1, output) for prompt, output in lengths)
@@ -88,12 +87,12 @@ def _text(summary: dict[str, Any], rows: list[Fragmentation]) -> str:
     if left_out:
         parts.append(
             f"{left_out:,} of {summary['requests']:,} requests are in no row: "
-            "at least one of them refuses each, which would not fit there even alone."
+            "under at least one scheme each would not fit even alone."
         )
     if not served:
         parts.append("No request is left: give a larger --max-length or --memory.")
     elif not all(row.steps for row in rows):
-        parts.append("Where nothing is said all requests that are left fitted at once: give a smaller --memory.")
+        parts.append("Rows without figures had room for all remaining requests at once: give a smaller --memory.")
     return "\n\n".join(parts)
 
 

@@ -30,9 +30,9 @@ have one. Answers come at 50 tokens a second. "Log-normal 40 (1.0)" has a median
 
 
 class Segment(NamedTuple):
-    """A piece of text that occurs as a whole."""
+    """A piece of text that occurs only as a whole."""
 
-    name: Hashable  # equal names are equal texts
+    name: Hashable  # segments with equal names are equal texts
     tokens: int
 
 
@@ -40,32 +40,32 @@ class Segment(NamedTuple):
 class Call:
     """One request of a session."""
 
-    at: float  # seconds since the session began; never less than the one before
+    at: float  # seconds since the session began; not decreasing
     prompt: tuple[Segment, ...]
     output_length: int
     stop: str = "end_turn"
 
 
 class Draw(Random):
-    """Random numbers as workloads need them."""
+    """Random numbers for workloads."""
 
     def tokens(self, median: float, spread: float, most: int) -> int:
-        """Log-normal: half of them are above the median, and `spread` is the sigma of the logarithm. 1 to `most`."""
+        """Draw from a log-normal distribution; `spread` is the sigma of the logarithm. The result is 1 to `most`."""
         return max(1, min(most, round(self.seconds(median, spread))))
 
     def seconds(self, median: float, spread: float) -> float:
-        """Log-normal, too."""
+        """Draw from a log-normal distribution."""
         return median * self.lognormvariate(0.0, spread)
 
     def count(self, mean: float) -> int:
-        """Geometric from 1 on."""
+        """Draw from a geometric distribution that begins at 1."""
         number = 1
         while self.random() > 1 / mean:
             number += 1
         return number
 
     def rank(self, count: int, skew: float = 1.0) -> int:
-        """Zipf: 0 <= rank < count, rank r being as likely as (r + 1) ** -skew."""
+        """Draw from a Zipf distribution: 0 <= rank < count, rank r being as likely as (r + 1) ** -skew."""
         return self.choices(range(count), cum_weights=_zipf(count, skew))[0]
 
 
@@ -75,26 +75,28 @@ def _zipf(count: int, skew: float) -> tuple[float, ...]:
 
 
 Session = Callable[[Draw, int, "Shared"], Iterator[Call]]
-"""A session's calls, in the order of their times: from its own numbers, its number and what all sessions share."""
+"""A function that returns a session's calls in the order of their times, from its generator, its number and the shared
+texts.
+"""
 
 
 class Shared:
-    """Texts that several sessions have: their lengths come from the seed, whoever asks first."""
+    """Texts that several sessions share. Their lengths depend on the seed only, not on the order of use."""
 
     def __init__(self, seed: str) -> None:
         self._seed = seed
 
     def segment(self, kind: str, number: int, median: float, spread: float, most: int) -> Segment:
-        """Text `number` of a kind."""
+        """Return text `number` of a kind."""
         return Segment((kind, number), Draw(f"{self._seed}/{kind}/{number}").tokens(median, spread, most))
 
 
 def generate(
     session: Session, sessions: int, seed: int, *, rate: float = 1.0, block_tokens: int = 64
 ) -> Iterator[TraceRequest]:
-    """The requests of so many sessions, `rate` of which begin in a second, in the order of their times.
+    """Return the requests of this number of sessions, `rate` of which begin in a second, in the order of their times.
 
-    Holds the sessions that are open, and a number for every different block. O(blocks).
+    Holds the open sessions, and a number for every distinct block. O(blocks).
     """
     for name, value in (("sessions", sessions), ("block_tokens", block_tokens)):
         if value < 1:
@@ -146,7 +148,7 @@ class _Open:
         return (self.at, self.number) < (other.at, other.number)
 
     def advance(self) -> bool:
-        """Go on to the next call, if there is one."""
+        """Advance to the next call; return False if there is none."""
         self.call = next(self.calls, None)
         self.turn += 1
         return self.call is not None
@@ -167,14 +169,14 @@ class _Open:
 
 
 class _Blocks:
-    """A number for each block of text below each block before it."""
+    """A number for each block of text after each preceding block."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._numbers: dict[tuple[int, tuple[tuple[Hashable, int, int], ...]], int] = {}
 
     def chain(self, prompt: tuple[Segment, ...]) -> array[int]:
-        """The prompt's blocks, the last maybe part-filled."""
+        """Return the prompt's blocks; the last one may be part-filled."""
         ids, pieces, room = array("q"), [], self.size
         for segment in prompt:
             at = 0
@@ -199,7 +201,7 @@ AGENT_CONTEXT = 131072
 
 
 def chat(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
-    """People who talk with one of four assistants.
+    """People in conversations with one of four assistants.
 
     Assistant by Zipf; its system prompt log-normal 200 (0.5) tokens. Geometric 4 turns: a message of log-normal 40
     (1.0) tokens, an answer of log-normal 200 (0.8), a pause of log-normal 30 (1.2) seconds. A conversation ends before
@@ -219,12 +221,13 @@ def chat(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
 
 
 def agent(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
-    """Agents that call tools until they are done, and people who come back with the next task.
+    """Agents that call tools until they are done, and people that return with the next task.
 
     Three agents by Zipf; system prompt and tools log-normal 8,000 (0.4) tokens. Geometric 2.5 tasks of log-normal 150
-    (1.0) tokens; each takes geometric 12 calls; a call says log-normal 120 (0.8) tokens, its tool log-normal 400
-    (1.3) after log-normal 2 (1.2) seconds; one call in twenty is made again from the same prompt. Before the next task
-    pass log-normal 120 (1.5) seconds. Above 131,072 tokens the history becomes a summary of log-normal 1,500 (0.4).
+    (1.0) tokens, each with geometric 12 calls. A call's answer has log-normal 120 (0.8) tokens, its tool result
+    log-normal 400 (1.3) after log-normal 2 (1.2) seconds. One call in twenty is repeated from the same prompt. The next
+    task follows after log-normal 120 (1.5) seconds. Above 131,072 tokens the history becomes a summary of log-normal
+    1,500 (0.4).
     """
     texts = _Texts(number)
     system = shared.segment("agent", draw.rank(3), 8000, 0.4, 30000)
@@ -239,7 +242,7 @@ def agent(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
             yield Call(now, tuple(prompt), answer, "end_turn" if calls == 1 else "tool_use")
             now += answer / TOKENS_PER_SECOND
             if draw.random() < 0.05:
-                continue  # the answer was no good: the same prompt again
+                continue  # a repeated call: the same prompt again
             calls -= 1
             prompt.append(texts.new(answer))
             if calls:
@@ -253,7 +256,7 @@ def tot(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
 
     One instruction of about 1,000 tokens to propose and one of about 500 to judge; a problem of log-normal 200 (0.6).
     Three levels: five thoughts of log-normal 60 (0.5) tokens below each of the kept ones, a verdict of 5 tokens on
-    each, and the two best (at random) are kept. The calls of a level run at once, and a level follows the other.
+    each, and the two best (at random) are kept. The calls of a level run at once, one level after the other.
     """
     texts = _Texts(number)
     propose, judge = (shared.segment(each, 0, size, 0.0, size) for each, size in (("propose", 1000), ("judge", 500)))
@@ -275,8 +278,8 @@ def rag(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
     """Questions on documents of one collection, with the documents in the prompt.
 
     An instruction of about 300 tokens, then four of 2,000 documents by Zipf (1.0), the most popular first, each
-    log-normal 600 (0.7) tokens. Geometric 1.5 questions on the same documents: log-normal 30 (0.6) tokens, an answer
-    of log-normal 150 (0.7), a pause of log-normal 20 (1.0) seconds.
+    log-normal 600 (0.7) tokens. Geometric 1.5 questions on the same documents: log-normal 30 (0.6) tokens, an answer of
+    log-normal 150 (0.7), a pause of log-normal 20 (1.0) seconds.
     """
     texts = _Texts(number)
     documents: set[int] = set()
@@ -297,14 +300,14 @@ KINDS: dict[str, Session] = {"chat": chat, "agent": agent, "tot": tot, "rag": ra
 
 
 class _Texts:
-    """Texts that only one session has."""
+    """Texts of one session."""
 
     def __init__(self, session: int) -> None:
         self._session = session
         self._numbers = count()
 
     def new(self, tokens: int) -> Segment:
-        """Another one."""
+        """Return a new text."""
         return Segment((self._session, next(self._numbers)), tokens)
 
 
@@ -314,17 +317,17 @@ def _length(prompt: list[Segment]) -> int:
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
     """Add the command to the parser."""
-    about = "a workload from a seed, on standard output: the same arguments give the same bytes"
+    about = "print a workload made up from a seed; the same arguments give the same bytes"
     parser = commands.add_parser(
         "generate", help=about, description=about.capitalize() + ".", parents=[common], epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.set_defaults(module="radixkv_traces.generate")
-    parser.add_argument("kind", choices=KINDS, help="what the sessions do; see below")
-    parser.add_argument("--sessions", type=positive, default=100, metavar="N", help="default 100")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
+    parser.add_argument("kind", choices=KINDS, help="kind of the sessions; see below")
+    parser.add_argument("--sessions", type=positive, default=100, metavar="N", help="number of sessions; default 100")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed; default 0")
     parser.add_argument(
-        "--rate", type=float, default=1.0, metavar="R", help="sessions that begin in a second; default 1"
+        "--rate", type=float, default=1.0, metavar="R", help="sessions that begin per second; default 1"
     )
     parser.add_argument("--block-tokens", type=positive, default=64, metavar="N", help="tokens of a block; default 64")
 

@@ -1,16 +1,14 @@
-"""Recorded requests in the Mooncake line format: one JSON object a line, prompts as chains of block ids instead of
-text.
+"""Recorded requests in the Mooncake line format: one JSON object a line, prompts as chains of block ids.
 
-Knows the fields and what is allowed in them. Knows no cache. A block id stands for some tokens *and all that came
-before them*, so equal ids mean equal prefixes; how many tokens a block has is a property of the file, and `block_size`
-says it where there is one.
+A block id stands for its tokens *and all tokens before them*, so equal ids mean equal prefixes. The number of tokens in
+a block is a property of the file; `block_size` states it where present.
 
     {"timestamp": 0, "input_length": 1100, "output_length": 50, "hash_ids": [0, 1, 2]}
     {"timestamp": 9, "input_length": 1700, "output_length": 10, "hash_ranges": [[0, 2], [7, 1]], "session": "a"}
 
-The format is Mooncake's (Qin et al., FAST 2025); `hash_ranges` ([first, count], ...) says the same in fewer bytes.
+The format is Mooncake's (Qin et al., FAST 2025). `hash_ranges` ([first, count], ...) is a shorter form of the ids.
 `session` (or AIPerf's `session_id`), `turn` and `stop` are extra fields of agent traces; `namespace` (or `tenant`) and
-`block_size` of radixkv's own recordings.
+`block_size` are extra fields of radixkv's own recordings.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ import json
 from array import array
 from typing import Any
 
-from radixkv_traces.records import Line, TraceError, TraceRequest, is_count, shown
+from radixkv_traces.records import Line, TraceError, TraceRequest, is_count, short_repr
 
-MAX_BLOCKS = 1 << 24  # of one prompt: a range with more is a typing error, not a prompt
+MAX_BLOCKS = 1 << 24  # of one prompt: a range with more is a typing error
 
 
 def parse(text: str, file: str = "<line>", line: int = 1) -> TraceRequest:
-    """One line. O(blocks).
+    """Parse one line. O(blocks).
 
     >>> parse('{"timestamp": 0, "input_length": 90, "output_length": 5, "hash_ranges": [[3, 2], [9, 1]]}').blocks
     array('q', [3, 4, 9])
@@ -34,7 +32,7 @@ def parse(text: str, file: str = "<line>", line: int = 1) -> TraceRequest:
 
 
 def decoded(text: str, file: str, line: int) -> Line:
-    """A line's JSON object, its fields unread."""
+    """Decode a line to a JSON object, without reading its fields."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -45,7 +43,7 @@ def decoded(text: str, file: str, line: int) -> Line:
 
 
 def request(line: Line) -> TraceRequest:
-    """The request that a line's fields describe."""
+    """Return the request that a line's fields describe."""
     block_tokens = line.count("block_size") if line.fields.get("block_size") is not None else None
     if block_tokens == 0:
         raise line.wrong("block_size", "0 is not an int >= 1")
@@ -65,7 +63,7 @@ def request(line: Line) -> TraceRequest:
 
 
 def to_line(request: TraceRequest) -> str:
-    """The line, without a newline, that `parse` reads back; what is None is left out.
+    """Return the line, without a newline, that `parse` reads back; fields that are None are left out.
 
     >>> to_line(TraceRequest(0.0, 90, 5, array("q", [3, 4]), session="a"))
     '{"timestamp": 0, "input_length": 90, "output_length": 5, "hash_ids": [3, 4], "session": "a"}'
@@ -89,10 +87,10 @@ def _ids(line: Line) -> array[int]:
         raise line.wrong("hash_ranges", "given beside hash_ids")
     values = line.fields["hash_ids"]
     if not isinstance(values, list):
-        raise line.wrong("hash_ids", f"{shown(values)} is not a list")
+        raise line.wrong("hash_ids", f"{short_repr(values)} is not a list")
     for value in values:
         if not is_count(value):
-            raise line.wrong("hash_ids", f"{shown(value)} is not an int, 0 <= id < 2**63")
+            raise line.wrong("hash_ids", f"{short_repr(value)} is not an int, 0 <= id < 2**63")
     return array("q", values)
 
 
@@ -101,11 +99,11 @@ def _ranges(line: Line) -> array[int]:
     if values is None:
         raise line.wrong("hash_ids", "missing (and no hash_ranges either)")
     if not isinstance(values, list):
-        raise line.wrong("hash_ranges", f"{shown(values)} is not a list")
+        raise line.wrong("hash_ranges", f"{short_repr(values)} is not a list")
     blocks = array("q")
     for pair in values:
         if not isinstance(pair, list) or len(pair) != 2 or not all(map(is_count, pair)):
-            raise line.wrong("hash_ranges", f"{shown(pair)} is not [first >= 0, count >= 0]")
+            raise line.wrong("hash_ranges", f"{short_repr(pair)} is not [first >= 0, count >= 0]")
         first, count = pair
         if len(blocks) + count > MAX_BLOCKS or first + count > 1 << 63:
             raise line.wrong("hash_ranges", f"{pair!r} makes more than {MAX_BLOCKS} blocks or ids >= 2**63")

@@ -1,7 +1,7 @@
-"""The pictures: matplotlib figures of simulations and runs.
+"""The pictures of `report`: matplotlib figures of simulations and runs.
 
-Knows what is worth seeing side by side. Reads no file. Colours are Okabe and Ito's, which colour-blind people tell
-apart; each line has a second cue, its dashes or its marks.
+The colours are Okabe and Ito's, which colour-blind people can distinguish. Each line has a second cue, its dashes or
+its marks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _STYLE = {
     "grid.alpha": 0.25,
     "legend.frameon": False,
 }
-_WINDOW = 50  # requests of a moving hit rate
+_WINDOW = 50  # requests in the moving hit rate
 
 
 def figures(found: Simulation | Run) -> Iterator[tuple[str, Figure]]:
-    """Each picture's name and figure; those for which there is nothing to draw are left out."""
+    """Return each picture's name and figure; pictures without data are left out."""
     with mpl.rc_context(_STYLE):
         drawn = _of_simulation(found) if isinstance(found, Simulation) else _of_run(found)
         yield from ((name, figure) for name, figure in drawn if figure is not None)
@@ -53,12 +53,13 @@ def _of_run(found: Run) -> Iterator[tuple[str, Figure | None]]:
 
 
 def hit_rate(found: Simulation) -> Figure:
-    """Token hit rate against capacity, a line for each policy, with the clairvoyant optimum and the infinite cache.
+    """Draw token hit rate against capacity, a line for each policy, with the clairvoyant optimum and the infinite
+    cache.
 
-    Rows that Ctrl-C cut short are left out: they are rates of another trace.
+    Rows that Ctrl-C interrupted are left out: they cover another part of the trace.
     """
     unique = found.summary.get("unique_blocks")
-    figure, axis = _one(f"{found.summary.get('trace', found.name)}: what a pool of this size hits")
+    figure, axis = _one(f"{found.summary.get('trace', found.name)}: hit rate by pool size")
     for policy, colour, dashes, mark in _styled([str(row["policy"]) for row in found.rows]):
         mine = [row for row in found.rows if row["policy"] == policy and row.get("finished", True)]
         points = sorted((row["capacity_blocks"], row["token_hit_rate"]) for row in mine)
@@ -67,7 +68,7 @@ def hit_rate(found: Simulation) -> Figure:
         axis.plot(capacities, rates, color=colour, ls=dashes, marker=mark, ms=4, lw=1.5, label=policy)
     infinite = found.summary.get("infinite_token_hit_rate")
     if infinite is not None:
-        axis.axhline(infinite, color=_BOUNDS["infinite"], lw=1, ls=(0, (1, 3)), label="a pool without end")
+        axis.axhline(infinite, color=_BOUNDS["infinite"], lw=1, ls=(0, (1, 3)), label="infinite pool")
     axis.set_xscale("log")
     _label(axis, "{x:g}%" if unique else "{x:g}")
     axis.set_xlabel("capacity, of the trace's unique blocks" if unique else "capacity, blocks")
@@ -78,7 +79,7 @@ def hit_rate(found: Simulation) -> Figure:
 
 
 def over_time(found: Simulation, series: str, label: str) -> Figure | None:
-    """A series of each row over the trace's time, a panel for each capacity."""
+    """Draw a series of each row over the trace's time, a panel for each capacity."""
     rows = [row for row in found.rows if row.get(series)]
     if not rows:
         return None
@@ -91,21 +92,21 @@ def over_time(found: Simulation, series: str, label: str) -> Figure | None:
         axis.set_title(f"{capacity:,} blocks", loc="left")
         axis.set_ylabel(label)
     ends = {row[series][-1][0] for row in rows}
-    timed = ends != {float(found.summary.get("requests", -1))}  # what tells no times is counted in requests
+    timed = ends != {float(found.summary.get("requests", -1))}  # traces without times are counted in requests
     axes[-1].set_xlabel("seconds of the trace" if timed else "requests")
     figure.legend(*_unique_labels(list(axes)), loc="outside lower center", ncols=4)
     return figure
 
 
 def ttft(found: Run) -> Figure | None:
-    """Time to first token, sorted: hits against misses, for each run."""
+    """Draw the distribution of the time to first token, hits against misses, for each run."""
     figure, axis = _one(f"{found.summary.get('trace', found.name)}: time to first token")
     groups = list(_groups(found))
     if not groups:
         return None
     for (label, times), colour, dashes in zip(groups, _COLOURS * 2, _DASHES * 2, strict=False):
         share = np.arange(1, len(times) + 1) / len(times)
-        # From zero up, so that a single request is a line, too.
+        # From zero up, so that a single request is a line too.
         steps = np.concatenate([np.sort(times)[:1], np.sort(times)])
         shares = np.concatenate([[0.0], share])
         axis.step(steps, shares, where="post", color=colour, ls=dashes, lw=1.5, label=f"{label} ({len(times)})")
@@ -116,7 +117,7 @@ def ttft(found: Run) -> Figure | None:
 
 
 def hits(found: Run) -> Figure | None:
-    """The hit rate of the last requests, over the time of the replay."""
+    """Draw the hit rate of the last requests, over the time of the replay."""
     figure, axis = _one(f"{found.summary.get('trace', found.name)}: hit rate of the last {_WINDOW} requests")
     drawn = False
     for run, colour, dashes, _ in _styled([str(row["run"]) for row in found.requests]):
@@ -131,7 +132,7 @@ def hits(found: Run) -> Figure | None:
 
 
 def occupancy(found: Run) -> Figure | None:
-    """Blocks in use, and those of them that only the cache holds, over the time of the replay."""
+    """Draw the blocks in use, and the ones among them that only the cache holds, over the time of the replay."""
     if not found.moments:
         return None
     runs = list(dict.fromkeys(str(row["run"]) for row in found.moments))
@@ -162,7 +163,9 @@ def _panel(axis: Any, rows: Sequence[Row], series: str, styles: dict[str, Any]) 
 
 
 def _groups(found: Run) -> Iterator[tuple[str, list[float]]]:
-    """TTFTs of hits and of misses, for each run; of all where the target did not say what it had cached."""
+    """Return the TTFTs of hits and of misses, for each run; of all requests where the target does not report cached
+    tokens.
+    """
     rows = [row for row in _counted(found) if row["ttft_ms"] is not None]
     runs = list(dict.fromkeys(str(row["run"]) for row in rows))
     for run in runs:
@@ -191,7 +194,7 @@ def _moving(rows: Sequence[Row]) -> list[float]:
 
 
 def _styled(names: Sequence[str]) -> Iterator[tuple[str, str, Any, str]]:
-    """Each name once, with its colour, dashes and mark; bounds are black and grey."""
+    """Return each name once, with its colour, dashes and mark; bounds are black and grey."""
     online = [name for name in dict.fromkeys(names) if name not in _BOUNDS]
     for at, name in enumerate(online):
         yield name, _COLOURS[at % 7], _DASHES[at % 7], _MARKS[at % 7]
@@ -208,7 +211,7 @@ def _one(title: str) -> tuple[Figure, Any]:
 
 
 def _label(axis: Any, text: str) -> None:
-    """Plain numbers on a logarithmic axis, at 1, 2 and 5 of each decade."""
+    """Label a logarithmic axis with plain numbers at 1, 2 and 5 of each decade."""
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter(text)
     axis.xaxis.set_minor_formatter(NullFormatter())

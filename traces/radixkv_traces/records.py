@@ -1,4 +1,4 @@
-"""What a trace is made of: one recorded request, and the error that says where a file is wrong. Knows no format."""
+"""The recorded request of a trace, and the error that locates a fault in a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixkv.errors import InvalidInput
 
 
 class TraceError(InvalidInput):
-    """A line of a trace cannot be read: `file`, `line` (from 1) and `field` (None: the line as a whole) say where."""
+    """A line of a trace is invalid: `file`, `line` (from 1) and `field` (None: the whole line) locate the fault."""
 
     def __init__(self, file: str, line: int, field: str | None, problem: str) -> None:
         super().__init__(f"{file}:{line}: {problem if field is None else f'{field}: {problem}'}")
@@ -29,67 +29,67 @@ class TraceRequest:
     blocks: array[int]  # the prompt's block ids, typecode "q"
     session: str | None = None
     turn: int | None = None
-    stop: str | None = None  # why it ended: "tool_use", "end_turn", ...
-    namespace: str | None = None  # the tenant: prompts of two never share
-    block_tokens: int | None = None  # tokens a block, if the line says so
+    stop: str | None = None  # reason of the end: "tool_use", "end_turn", ...
+    namespace: str | None = None  # the tenant: prompts of two tenants share nothing
+    block_tokens: int | None = None  # tokens of a block, if the line states it
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A decoded JSON object, and where it stands: its fields, or a TraceError that names the one that is wrong."""
+    """A decoded JSON object and its place in a file. Its methods return checked fields, or raise TraceError."""
 
     file: str
     line: int
     fields: dict[str, Any]
 
     def wrong(self, field: str | None, problem: str) -> TraceError:
-        """The error to raise."""
+        """Return the error to raise."""
         return TraceError(self.file, self.line, field, problem)
 
     def required(self, field: str) -> Any:
-        """Its value, whatever that is."""
+        """Return the field's value, unchecked."""
         if field not in self.fields:
             raise self.wrong(field, "missing")
         return self.fields[field]
 
     def time(self, field: str = "timestamp") -> float:
-        """Milliseconds."""
+        """Return a time in milliseconds."""
         value = self.required(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 63:
-            raise self.wrong(field, f"{shown(value)} is not a number of milliseconds >= 0")
+            raise self.wrong(field, f"{short_repr(value)} is not a number of milliseconds >= 0")
         return float(value)
 
     def count(self, field: str) -> int:
-        """An int >= 0."""
+        """Return an int >= 0."""
         value = self.required(field)
         if not is_count(value):
-            raise self.wrong(field, f"{shown(value)} is not an int >= 0")
+            raise self.wrong(field, f"{short_repr(value)} is not an int >= 0")
         return int(value)
 
     def text(self, field: str) -> str | None:
-        """A string, or None if there is none."""
+        """Return a string, or None if there is none."""
         value = self.fields.get(field)
         if value is not None and not isinstance(value, str):
-            raise self.wrong(field, f"{shown(value)} is not a string")
+            raise self.wrong(field, f"{short_repr(value)} is not a string")
         return value
 
     def name(self, *fields: str) -> str | None:
-        """Whose it is: the first of these fields that is there, a string, or an int as text."""
+        """Return a name: the first of these fields that is present, a string, or an int as text."""
         for field in fields:
             value = self.fields.get(field)
             if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 64:
                 return str(value)
             if value is not None and not isinstance(value, str):
-                raise self.wrong(field, f"{shown(value)} is no string and no int of 64 bits")
+                raise self.wrong(field, f"{short_repr(value)} is no string and no int of 64 bits")
             if value is not None:
                 return str(value)
         return None
 
     def namespace(self) -> str | None:
-        """The field "namespace", or "tenant", which means the same."""
+        """Return the field "namespace", or its synonym "tenant"."""
         names = [self.name(field) for field in ("namespace", "tenant")]
         if None not in names and names[0] != names[1]:
-            raise self.wrong("tenant", f"{shown(names[1])} beside another namespace")
+            raise self.wrong("tenant", f"{short_repr(names[1])} beside another namespace")
         return names[0] if names[0] is not None else names[1]
 
 
@@ -98,10 +98,10 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def shown(value: Any) -> str:
-    """A value as an error names it: never long."""
+def short_repr(value: Any) -> str:
+    """Return a short repr of a value for an error message."""
     try:
         text = repr(value)
-    except ValueError:  # an int of more digits than Python will print
+    except ValueError:  # an int with more digits than Python prints
         return "a huge int"
     return text if len(text) <= 60 else f"{text[:57]}..."

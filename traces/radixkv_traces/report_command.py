@@ -16,7 +16,7 @@ from radixkv_traces.live.results import folder
 from radixkv_traces.saved_results import Run, Simulation, read
 
 _KINDS = ("svg", "png", "pdf")
-_ABOUT = "draw what simulate --json printed, or what run --out wrote"
+_ABOUT = "draw the results of simulate --json or of run --out"
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -24,12 +24,12 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser("report", help=_ABOUT, description=f"{_ABOUT.capitalize()}.", parents=[common])
     parser.set_defaults(module=__name__)
     parser.add_argument("results", nargs="+", metavar="RESULT", help="a JSON file of simulate, or a folder of run")
-    parser.add_argument("--out", default=".", metavar="DIR", help="where the pictures go (default: here)")
-    parser.add_argument("--kind", default="svg,png", metavar="LIST", help="of svg, png and pdf; default svg,png")
+    parser.add_argument("--out", default=".", metavar="DIR", help="folder for the pictures (default: the present one)")
+    parser.add_argument("--kind", default="svg,png", metavar="LIST", help="formats: svg, png and pdf; default svg,png")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw everything; prints the name of each file that was written."""
+    """Draw everything; prints the name of each written file."""
     kinds = [kind.strip() for kind in arguments.kind.split(",")]
     for kind in kinds:
         if kind not in _KINDS:
@@ -58,7 +58,7 @@ def _draw(found: Simulation | Run, out: Path, prefix: str, kinds: list[str]) -> 
 
 
 def _write_tables(found: Simulation | Run, out: Path, prefix: str) -> None:
-    """summary.json, and the rows as CSV; a run has its own rows beside its summary."""
+    """Write summary.json, and the rows as CSV; a run already has CSV files."""
     path = out / f"{prefix}summary.json"
     summary = {name: value for name, value in found.summary.items() if name != "rows"}
     if isinstance(found, Simulation):

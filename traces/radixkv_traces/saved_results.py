@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What one `simulate` found: `rows`, one for each policy and capacity."""
+    """The results of one `simulate`: a row for each policy and capacity."""
 
     name: str
     summary: dict[str, Any]
@@ -26,7 +26,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one `run` found; `requests` and `moments` are rows of its CSV files, numbers as floats."""
+    """The results of one `run`; `requests` and `moments` are rows of its CSV files, numbers as floats."""
 
     name: str
     summary: dict[str, Any]
@@ -35,7 +35,7 @@ class Run:
 
 
 def read(path: str) -> Simulation | Run:
-    """A file that `simulate --json` printed, or a folder of `run --out`. Raises InvalidInput for anything else."""
+    """Read a file that `simulate --json` printed, or a folder of `run --out`. Raises InvalidInput for anything else."""
     where = Path(path)
     if where.is_dir():
         return _run(where)
@@ -70,7 +70,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path, needed: str) -> Iterator[Row]:
-    """Rows of a CSV file with numbers as floats and nothing as None."""
+    """Read the rows of a CSV file, numbers as floats and empty cells as None."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)

@@ -1,9 +1,9 @@
-"""What hit rate would a pool of this size have had? A recorded trace, replayed against the real prefix cache.
+"""Simulate the hit rate of a pool: a recorded trace, replayed against the real prefix cache.
 
-Knows block numbers, the cache and one model of serving: requests run one at a time in the order given, and only prompts
-enter. A recorded block is one token in a block of size 1, so that what is measured is the eviction and nothing else.
-The cache hears what a live engine would tell it: the time, and when a request closes its output length and why it
-stopped. Beside the cache's own policies there are "clairvoyant", the best that any could do, and "infinite".
+Requests run one at a time in the given order, and only prompts enter the cache. A recorded block is one token in a
+block of size 1, so that only eviction is measured. The cache receives the same facts as in a live engine: the time, and
+for each closed request its output length and stop reason. In addition to the cache's policies there are "clairvoyant",
+the upper bound of all policies, and "infinite".
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from radixkv_traces.records import TraceRequest
 from radixkv_traces.workload import Workload, prepare
 
 BOUNDS = ("clairvoyant", "infinite")
-"""What no cache can be: the policies that only a replay has."""
+"""Upper bounds: policies that only a simulation can have."""
 
-_STRIDE = 64  # requests between two looks at the clock for `progress`
+_STRIDE = 64  # requests between two calls of `progress`
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay found. `regret_tokens` are those that missed but would hit in an infinite cache."""
+    """The result of a replay. `regret_tokens` are misses that would hit in an infinite cache."""
 
     policy: str
     capacity_blocks: int
     block_tokens: int
     requests: int  # served
-    input_tokens: int  # of these
+    input_tokens: int  # of the served requests
     hit_tokens: int
     hit_blocks: int
     evicted_blocks: int
     regret_tokens: int
-    seconds: float  # of CPU time: nothing waits, so it is what one idle core takes
-    finished: bool  # False: Ctrl-C ended it before the trace did
-    hits: array[int]  # request -> blocks that hit
-    cached: array[int]  # request -> blocks in the pool after it
+    seconds: float  # of CPU time on one core
+    finished: bool  # False: Ctrl-C ended the replay early
+    hits: array[int]  # for each request, the blocks that hit
+    cached: array[int]  # for each request, the blocks in the pool after it
 
     @property
     def token_hit_rate(self) -> float:
@@ -52,7 +52,7 @@ class ReplayResult:
 
 
 class Pool(Protocol):
-    """What is replayed against; the requests of a workload come in order."""
+    """The pool that a replay serves requests from, in the order of a workload."""
 
     @property
     def cached_blocks(self) -> int:
@@ -60,14 +60,14 @@ class Pool(Protocol):
 
     @property
     def evicted_blocks(self) -> int:
-        """Blocks that made room so far."""
+        """Blocks evicted so far."""
 
     def serve(self, index: int) -> int:
-        """One request from arrival to end; returns its hit in blocks."""
+        """Serve one request; returns its hit in blocks."""
 
 
 Progress = Callable[[int, int], None]
-"""Told now and then how many requests of how many were served."""
+"""Called from time to time with the number of served requests and of all requests."""
 
 
 def check_policy(policy: str) -> None:
@@ -77,7 +77,7 @@ def check_policy(policy: str) -> None:
 
 
 def unique_blocks(requests: Iterable[TraceRequest]) -> int:
-    """How many different blocks the prompts have: the capacity at which nothing is ever evicted."""
+    """Return the number of distinct blocks of all prompts: the capacity at which nothing is ever evicted."""
     return prepare(requests, 1).unique_blocks
 
 
@@ -88,11 +88,11 @@ def replay(
     block_tokens: int = 512,
     progress: Progress | None = None,
 ) -> ReplayResult:
-    """Serve the requests in order from a pool of `capacity_blocks` blocks; a Workload brings its own `block_tokens`.
+    """Serve the requests in order from a pool of `capacity_blocks` blocks; a Workload has its own `block_tokens`.
 
-    A request's hit is its longest cached chain of blocks, at most its input length; it holds that while the rest of
-    its prompt takes the place of victims. Of a chain longer than the pool the head stays. O(blocks) in all, log
-    leaves each. Ctrl-C ends it early, and the result says so.
+    A request's hit is its longest cached chain of blocks, at most its input length. The request holds these blocks
+    while victims are evicted for the rest of its prompt. Of a chain longer than the pool, the head stays cached.
+    O(blocks) in all, log leaves each. Ctrl-C ends it early, with `finished` False.
 
     >>> from radixkv_traces.formats import read, sample
     >>> trace = prepare(read(sample("cc_agent")), block_tokens=64)
@@ -172,7 +172,7 @@ class _CachePool:
 
 
 class _InfinitePool:
-    """Never evicts."""
+    """A pool that never evicts."""
 
     evicted_blocks = 0
 

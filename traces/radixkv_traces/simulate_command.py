@@ -1,7 +1,4 @@
-"""`radixkv-replay simulate`: policies side by side on one trace, as a table or as JSON.
-
-Knows options and columns. Does not know how anything is simulated.
-"""
+"""`radixkv-replay simulate`: policies side by side on one trace, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -27,41 +24,43 @@ from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
 from radixkv_traces.workload import Workload
 
 INTERRUPTED = 130
-_GAP = 0.001  # between LRU and the optimum: of less than that, no policy closes a part worth telling
+_GAP = 0.001  # of hit rate between LRU and the optimum; below it, the closed share of the gap is noise
 _GROUPS_SHOWN = 20  # rows of a table; JSON has all
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
     """Add the command to the parser."""
-    about = "what hit rate a cache of some size and policy would have had on a trace; loads no model"
+    about = "simulate hit rates of cache sizes and eviction policies on a trace; loads no model"
     parser = commands.add_parser(
         "simulate", help=about, description=about.capitalize() + ".", parents=[common],
         epilog="Requests run one at a time, in the order of their times, through the real prefix cache; only prompts "
-        "enter. Ctrl-C prints what is known by then.",
+        "enter. Ctrl-C prints the results so far.",
     )  # fmt: skip
     parser.set_defaults(module="radixkv_traces.simulate_command")
     add_trace(parser)
     pools = parser.add_argument_group("pools")
     pools.add_argument(
         "--capacity", default="2.5%,10%,50%", metavar="LIST",
-        help="shares of the trace's unique blocks (2.5%%), blocks (4096), tokens (500ktok) or, with a model, bytes "
-        "(16GB); default 2.5%%,10%%,50%%",
+        help="sizes: shares of the trace's unique blocks (2.5%%), blocks (4096), tokens (500ktok) or, with a model, "
+        "bytes (16GB); default 2.5%%,10%%,50%%",
     )  # fmt: skip
     pools.add_argument(
         "--policy", default="lru,clairvoyant", metavar="LIST",
-        help=f"of {', '.join([*sorted(POLICIES), *BOUNDS])}; default lru,clairvoyant",
+        help=f"policies: {', '.join([*sorted(POLICIES), *BOUNDS])}; default lru,clairvoyant",
     )  # fmt: skip
-    pools.add_argument("--model", metavar="NAME", help="whose KV the bytes hold: a folder, a config.json, or a name")
     pools.add_argument(
-        "--kv-bytes", type=positive, metavar="N", help="bytes of KV a token takes, in the place of --model"
+        "--model", metavar="NAME", help="the model of sizes in bytes: a folder, a config.json, or a name"
     )
+    pools.add_argument("--kv-bytes", type=positive, metavar="N", help="bytes of KV for each token, instead of --model")
     shown = parser.add_argument_group("output")
-    shown.add_argument("--by", choices=GROUPINGS, help="also a row for each session, tenant or stop reason")
-    shown.add_argument("--json", action="store_true", help="one JSON object: rows, occupancy and hit rate over time")
+    shown.add_argument("--by", choices=GROUPINGS, help="add a row for each session, tenant or stop reason")
+    shown.add_argument(
+        "--json", action="store_true", help="print one JSON object: rows, occupancy and hit rate over time"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate each policy at each capacity, and print what was found."""
+    """Simulate each policy at each capacity, and print the results."""
     policies = [each.strip() for each in arguments.policy.split(",")]
     for policy in policies:
         check_policy(policy)
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _replays(
     workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str]
 ) -> Iterator[tuple[Capacity, ReplayResult]]:
-    """Every policy at every capacity, up to the one that Ctrl-C cut short."""
+    """Replay every policy at every capacity, until Ctrl-C."""
     for capacity in capacities:
         for policy in policies:
             try:
@@ -128,7 +127,7 @@ def _row(workload: Workload, capacity: Capacity, result: ReplayResult, grouping:
 
 
 def _compare(rows: list[dict[str, Any]]) -> None:
-    """Say of each policy how much of the way from LRU to the clairvoyant optimum it goes, where both were run."""
+    """Add the share of the gap between LRU and the clairvoyant optimum that each policy closes, where both were run."""
     rates = {(row["capacity"], row["policy"]): row["token_hit_rate"] for row in rows if row["finished"]}
     for row in rows:
         lru, best = (rates.get((row["capacity"], policy)) for policy in ("lru", "clairvoyant"))
@@ -160,15 +159,15 @@ def _text(summary: dict[str, Any], rows: list[dict[str, Any]], grouping: str | N
     head = (
         f"{summary['trace']}: {summary['requests']:,} requests, {summary['input_tokens']:,} prompt tokens, "
         f"{summary['unique_blocks']:,} unique blocks of {summary['block_tokens']:,} tokens; "
-        f"a cache without end would hit {summary['infinite_token_hit_rate']:.1%}"
+        f"an infinite cache would hit {summary['infinite_token_hit_rate']:.1%}"
     )
-    columns = ("capacity", "blocks", "policy", "hit rate", "of the gap", "evicted blocks", "regret tokens", "seconds")
+    columns = ("capacity", "blocks", "policy", "hit rate", "gap closed", "evicted blocks", "regret tokens", "seconds")
     lines = [_cells(row) for row in rows]
     parts = [head, table(columns, lines, left=(0, 2))]
     if grouping is not None and rows:
         parts += _groups(rows, grouping)
     if not summary["finished"] or not all(row["finished"] for row in rows):
-        parts.append("Interrupted: what is above is what was known by then.")
+        parts.append("Interrupted: these are the results so far.")
     return "\n\n".join(parts)
 
 
@@ -187,7 +186,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _groups(rows: list[dict[str, Any]], grouping: str) -> Iterator[str]:
-    """A table for each capacity: sessions (or tenants, ...) down, policies across."""
+    """Return a table for each capacity: a row for each session (or tenant, ...), a column for each policy."""
     for capacity in dict.fromkeys(row["capacity"] for row in rows):
         chosen = [row for row in rows if row["capacity"] == capacity]
         groups = chosen[0]["by"]

@@ -1,7 +1,4 @@
-"""Who hit and when: a replay's result by session or tenant, and over time.
-
-Knows what a replay recorded for each request. Knows no cache: all is computed afterwards.
-"""
+"""Break a replay's result down by session or tenant, and over time."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from radixkv_traces.simulate import ReplayResult
 from radixkv_traces.workload import Workload
 
 GROUPINGS = {"session": "session", "tenant": "namespace", "stop": "stop"}
-"""What requests can be grouped by, and the field that says it."""
+"""The groupings of requests, and the field of each."""
 
 
 @dataclass(slots=True)
 class Group:
-    """What the requests of one session, tenant or kind had in common; `name` is None for those that state none."""
+    """The sums of the requests of one session, tenant or stop reason; `name` is None for requests without one."""
 
     name: str | None
     requests: int = 0
@@ -28,21 +25,21 @@ class Group:
 
     @property
     def token_hit_rate(self) -> float:
-        """hit_tokens / input_tokens; 0.0 if they had no prompts."""
+        """hit_tokens / input_tokens; 0.0 without prompts."""
         return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The pool after some more requests: what they hit, and how full it is."""
+    """The pool at one moment: its occupancy, and the hit rate since the moment before."""
 
-    seconds: float  # of the trace; the number of requests before the last one, if the trace tells no times
+    seconds: float  # of the trace; the number of earlier requests, if the trace has no times
     cached_blocks: int
-    token_hit_rate: float  # of the requests since the last moment
+    token_hit_rate: float  # of the requests since the moment before
 
 
 def by_group(workload: Workload, result: ReplayResult, grouping: str) -> list[Group]:
-    """The result by "session", "tenant" or "stop", the largest first. O(requests)."""
+    """Group the result by "session", "tenant" or "stop", the largest group first. O(requests)."""
     if grouping not in GROUPINGS:
         raise InvalidInput(f"by={grouping!r}: allowed are {', '.join(GROUPINGS)}")
     field = GROUPINGS[grouping]
@@ -58,7 +55,7 @@ def by_group(workload: Workload, result: ReplayResult, grouping: str) -> list[Gr
 
 
 def over_time(workload: Workload, result: ReplayResult, most: int = 100) -> list[Moment]:
-    """At most `most` moments, with equally many requests between them. O(requests)."""
+    """Return at most `most` moments, with equally many requests between them. O(requests)."""
     return [
         Moment(
             workload.times[end - 1],

@@ -1,8 +1,8 @@
-"""Conversations to chains of block ids: what their text is in tokens, a tokenizer says, or an estimate does.
+"""Convert conversations to chains of block ids, by a tokenizer or by an estimate.
 
-Knows messages and tokens. Knows no model and no chat template: a message is `<|role|>`, a newline, its text, its tool
-calls as JSON, and a newline; templates differ from that by a few tokens a message. As a real engine's history does, a
-prompt only ever grows at its end, so that its blocks are those of the turn before and some more.
+A message becomes `<|role|>`, a newline, its text, its tool calls as JSON, and a newline; chat templates differ from
+that by a few tokens a message. A prompt only grows at its end, as a real engine's history does, so its blocks extend
+those of the preceding turn.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from radixkv_traces.chats import ChatRequest, Message
 from radixkv_traces.records import TraceRequest
 
 Encode = Callable[[str], "array[int]"]
-"""Text to token ids, 0 <= id < 2**32."""
+"""A function from text to token ids, 0 <= id < 2**32."""
 
-BYTES_PER_TOKEN = 4  # of the estimate: what tokenizers of 32k to 200k entries make of English and code, roughly
+BYTES_PER_TOKEN = 4  # of the estimate: about the mean of tokenizers with 32k to 200k entries on English and code
 
 
 def estimate(text: str) -> array[int]:
-    """A token for every four bytes of UTF-8, without any tokenizer.
+    """Return a token for every four bytes of UTF-8, without any tokenizer.
 
     >>> len(estimate("A cat sat on the mat."))
     6
@@ -39,7 +39,9 @@ def estimate(text: str) -> array[int]:
 
 
 def tokenizer(name: str) -> Encode:
-    """The tokenizer of a folder or a tokenizer.json; "tiny" is the bundled model's. InvalidInput if there is none."""
+    """Load the tokenizer of a folder or a tokenizer.json; "tiny" is the bundled model's. Raises InvalidInput if there
+    is none.
+    """
     path: Path | Traversable = resources.files("radixkv") / "assets" / "tiny" if name == "tiny" else Path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
@@ -49,7 +51,7 @@ def tokenizer(name: str) -> Encode:
 
     try:
         encode = Tokenizer.from_str(path.read_text(encoding="utf-8")).encode
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # the library raises no more specific error
         raise InvalidInput(f"tokenizer {name!r}: {error}") from error
     return lambda text: array("I", encode(text, add_special_tokens=False).ids)
 
@@ -57,10 +59,11 @@ def tokenizer(name: str) -> Encode:
 def text_blocks(
     requests: Iterable[ChatRequest], block_tokens: int, encode: Encode = estimate
 ) -> Iterator[TraceRequest]:
-    """Each request's prompt as block ids, the last block maybe part-filled.
+    """Return each request's prompt as block ids; the last block may be part-filled.
 
-    An id is a hash of its tokens and of the id before it, 63 bits wide. Where turns follow each other only new text is
-    encoded and hashed; what was said before is compared by identity, O(messages), and its ids are copied, O(blocks).
+    An id is a 63-bit hash of its tokens and of the preceding id. Where a turn continues the preceding one, only new
+    text is encoded and hashed. Earlier messages are compared by identity, O(messages), and their ids are copied,
+    O(blocks).
     """
     history = _History(block_tokens, encode)
     for request in requests:
@@ -82,7 +85,7 @@ def text_blocks(
 
 
 def spoken(message: Message) -> str:
-    """What a message says, and what it calls."""
+    """Return the text of a message, followed by its tool calls."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part(part) for part in content)
@@ -91,7 +94,7 @@ def spoken(message: Message) -> str:
 
 
 def rendered(message: Message) -> str:
-    """A message, or a tool's description, as the prompt has it."""
+    """Return a message, or a tool's description, as it appears in the prompt."""
     if "role" not in message:
         return _canonical(message) + "\n"
     return f"<|{message['role']}|>\n{spoken(message)}\n"
@@ -108,7 +111,7 @@ def _canonical(value: Any) -> str:
 
 @dataclass(slots=True)
 class _History:
-    """The prompt of the request at hand, made from that of the one before if it goes on from there."""
+    """The prompt of the present request, extended from the preceding one where it continues it."""
 
     block_tokens: int
     encode: Encode
@@ -131,7 +134,7 @@ class _History:
         return self.full + array("q", [self._id(len(self.full))] if rest else [])
 
     def _id(self, index: int) -> int:
-        """Of block `index`; those before it have theirs."""
+        """Return the id of block `index`; all blocks before it have theirs."""
         begin = index * self.block_tokens
         before = self.full[index - 1 :][:1].tobytes() if index else b""
         text = self.tokens[begin : begin + self.block_tokens].tobytes()

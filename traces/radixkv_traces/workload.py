@@ -35,9 +35,11 @@ class Workload:
     requests: list[TraceRequest]  # `blocks` has typecode "i" and names prefixes
     block_tokens: int
     unique_blocks: int  # the capacity at which nothing is ever evicted
-    above: array[int]  # block -> the block before it, -1 for a prompt's first
-    known: array[int]  # request -> its leading blocks that earlier requests had: what an infinite cache hits
-    times: array[float]  # request -> seconds on a clock that never goes back; its number, if the trace tells no times
+    parents: array[int]  # for each block, the block before it; -1 for a prompt's first
+    known: array[int]  # for each request, its leading blocks that earlier requests had: the hit of an infinite cache
+    times: array[
+        float
+    ]  # for each request, seconds on a clock that never goes back; its number, if the trace has no times
 
     @property
     def input_tokens(self) -> int:
@@ -45,14 +47,14 @@ class Workload:
         return sum(request.input_length for request in self.requests)
 
     def hit_tokens(self, index: int, blocks: int) -> int:
-        """Tokens that a hit of so many leading blocks saves a request: never more than its prompt has."""
+        """The tokens that a hit of this number of leading blocks saves: at most the prompt's length."""
         return min(blocks * self.block_tokens, self.requests[index].input_length)
 
 
 def prepare(requests: Iterable[TraceRequest], block_tokens: int) -> Workload:
-    """Number the blocks of all requests, which may be made as they are read. InvalidInput for a block without tokens.
+    """Number the blocks of all requests, which may be an iterator. Raises InvalidInput for a block without tokens.
 
-    O(n log n) in the blocks of all, and some 30 bytes for each while it works; 4 are kept.
+    O(n log n) in the blocks of all requests. It takes about 30 bytes for each block while it works, and keeps 4.
 
     >>> from radixkv_traces.formats import parse
     >>> line = '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [70, 50]}'
@@ -70,14 +72,14 @@ def prepare(requests: Iterable[TraceRequest], block_tokens: int) -> Workload:
         counts.append(len(request.blocks))
         roots.append(names.setdefault(request.namespace, len(names)))
         bare.append(replace(request, blocks=_NONE))
-    numbers, above = prefix_numbers(ids, counts, roots)
-    return _workload(bare, counts, numbers, array("i", above.tobytes()), block_tokens)
+    numbers, parents = prefix_numbers(ids, counts, roots)
+    return _workload(bare, counts, numbers, array("i", parents.tobytes()), block_tokens)
 
 
 def _workload(
-    bare: list[TraceRequest], counts: array[int], numbers: Numbers, above: array[int], block_tokens: int
+    bare: list[TraceRequest], counts: array[int], numbers: Numbers, parents: array[int], block_tokens: int
 ) -> Workload:
-    """The requests with their shares of the numbers. New blocks have the next numbers, and end a prompt."""
+    """Assign the numbers to the requests. New blocks have the next numbers, and are at the end of a prompt."""
     numbered, known = [], array("i")
     seen = end = 0
     for request, count in zip(bare, counts, strict=True):
@@ -87,11 +89,12 @@ def _workload(
         seen += new
         known.append(count - new)
         numbered.append(replace(request, blocks=chain))
-    return Workload(numbered, block_tokens, len(above), above, known, _times(numbered))
+    return Workload(numbered, block_tokens, len(parents), parents, known, _times(numbered))
 
 
 def by_time(workload: Workload) -> Workload:
-    """The same requests in the order of their times, those of one time as they were. O(n log n), O(blocks) if it turns.
+    """Sort the requests by time; requests of the same time keep their order. O(n log n), and O(blocks) if it changes
+    anything.
 
     >>> from radixkv_traces.formats import parse
     >>> line = '{"timestamp": %d, "input_length": 5, "output_length": 1, "hash_ids": [7]}'
@@ -110,10 +113,10 @@ def _times(requests: Sequence[TraceRequest]) -> array[float]:
 
 
 def block_tokens_of(requests: Sequence[TraceRequest]) -> int:
-    """The tokens of a block: what the lines say, or what fits all their lengths; InvalidInput if that is not clear.
+    """Return the tokens of a block: as the lines state, or as fits all their lengths. Raises InvalidInput if unclear.
 
-    A prompt of n ids has between n - 1 and n + 1 blocks, as writers count the part-filled last one or not. 512, which
-    is Mooncake's, is taken if it fits, else the one power of two that does. O(requests).
+    A prompt of n ids has between n - 1 and n + 1 blocks, because writers differ in counting a part-filled last block.
+    512, the size of Mooncake's traces, is taken if it fits, otherwise the only power of two that does. O(requests).
     """
     said = {request.block_tokens for request in requests} - {None}
     if len(said) > 1:
@@ -132,10 +135,10 @@ def block_tokens_of(requests: Sequence[TraceRequest]) -> int:
 
 
 def interleave(requests: Iterable[R], sessions: int) -> Iterator[R]:
-    """Sessions in turn, `sessions` of them at a time: one request each, then a session that is over makes way.
+    """Take turns between `sessions` sessions at a time, one request each; a finished session is replaced by the next.
 
-    For traces that tell no times; what has no session is one of its own. The order within a session stays, and times
-    are forgotten (0.0), because they say another order. O(requests).
+    For traces without times. A request without a session is a session of its own. The order within a session stays, and
+    times become 0.0, because they would give another order. O(requests).
     """
     queues: dict[object, deque[R]] = {}
     for number, request in enumerate(requests):
@@ -151,10 +154,11 @@ def interleave(requests: Iterable[R], sessions: int) -> Iterator[R]:
 
 
 def prefix_numbers(ids: array[int], counts: array[int], roots: array[int]) -> tuple[Numbers, Numbers]:
-    """A number int32 for each id, in order of first use, and for each number the one before it, -1 for a chain's first.
+    """Number the prefixes: an int32 for each id, in order of first use, and for each number its parent, -1 for a first
+    block.
 
-    The ids of all chains, one after the other; `counts` says how many each has, and what has different `roots` (>= 0)
-    shares nothing. O(n log n).
+    The ids of all chains follow each other; `counts` are their lengths. Chains with different `roots` (>= 0) share
+    nothing. O(n log n).
 
     >>> [each.tolist() for each in prefix_numbers(array("q", [70, 50, 70, 60]), array("q", [2, 2]), array("q", [0, 0]))]
     [[0, 1, 0, 2], [-1, 0, 0]]
@@ -163,21 +167,21 @@ def prefix_numbers(ids: array[int], counts: array[int], roots: array[int]) -> tu
     lengths, below = np.frombuffer(counts, np.int64), -1 - np.frombuffer(roots, np.int64)
     heads = (np.cumsum(lengths) - lengths)[lengths > 0]
     before = _before(numbers, heads, below[lengths > 0])
-    above = _above(numbers, before)
-    if not np.array_equal(above[numbers], before):
+    parents = _parents(numbers, before)
+    if not np.array_equal(parents[numbers], before):
         numbers = _by_path(numbers, heads, below[lengths > 0])
-        above = _above(numbers, _before(numbers, heads, below[lengths > 0]))
-    return numbers, np.maximum(above, -1)
+        parents = _parents(numbers, _before(numbers, heads, below[lengths > 0]))
+    return numbers, np.maximum(parents, -1)
 
 
 def _by_id(ids: npt.NDArray[np.int64]) -> Numbers:
-    """Equal ids have equal numbers, wherever they stand."""
+    """Number equal ids equally, wherever they occur."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     new = np.ones(len(ids), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
     del ordered
-    first = order[new]  # where each id is used first
+    first = order[new]  # first use of each id
     rank = np.empty(len(first), np.int32)
     rank[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
     numbers = np.empty(len(ids), np.int32)
@@ -186,7 +190,7 @@ def _by_id(ids: npt.NDArray[np.int64]) -> Numbers:
 
 
 def _by_path(ids: Numbers, heads: npt.NDArray[np.int64], roots: npt.NDArray[np.int64]) -> Numbers:
-    """Each id below the block before it: for ids that stand below several. O(n) Python objects."""
+    """Number each id below the block before it, for ids that occur below several blocks. O(n) Python objects."""
     known: dict[tuple[int, int], int] = {}
     numbers = np.empty(len(ids), np.int32)
     for head, end, at in zip(heads.tolist(), [*heads[1:].tolist(), len(ids)], roots.tolist(), strict=True):
@@ -196,14 +200,14 @@ def _by_path(ids: Numbers, heads: npt.NDArray[np.int64], roots: npt.NDArray[np.i
 
 
 def _before(numbers: Numbers, heads: npt.NDArray[np.int64], roots: npt.NDArray[np.int64]) -> Numbers:
-    """The number before each, or its chain's root."""
+    """Return the number before each block, or its chain's root."""
     before = np.empty_like(numbers)
     before[1:] = numbers[:-1]
     before[heads] = roots
     return before
 
 
-def _above(numbers: Numbers, before: Numbers) -> Numbers:
-    above = np.empty(int(numbers.max(initial=-1)) + 1, np.int32)
-    above[numbers] = before
-    return above
+def _parents(numbers: Numbers, before: Numbers) -> Numbers:
+    parents = np.empty(int(numbers.max(initial=-1)) + 1, np.int32)
+    parents[numbers] = before
+    return parents

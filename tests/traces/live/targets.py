@@ -27,23 +27,23 @@ class FakeTarget:
     ended: list[int] = field(default_factory=list)
     most: int = 0
 
-    async def ask(self, ask, prompt, seen):
-        self.sent.append(ask.number)
-        self.running.add(ask.number)
+    async def send(self, request, prompt, on_piece):
+        self.sent.append(request.number)
+        self.running.add(request.number)
         self.most = max(self.most, len(self.running))
         try:
             await asyncio.sleep(self.pause)
-            if ask.number in self.broken:
+            if request.number in self.broken:
                 raise RequestFailed("it broke")
-            if ask.number in self.too_long:
+            if request.number in self.too_long:
                 raise PromptTooLong("it is too long")
-            for _ in range(ask.output_tokens):
+            for _ in range(request.output_tokens):
                 await asyncio.sleep(self.pause)
-                seen()
-            return Answer(ask.output_tokens, len(prompt), len(prompt) // 2, 0)
+                on_piece()
+            return Answer(request.output_tokens, len(prompt), len(prompt) // 2, 0)
         finally:
-            self.running.discard(ask.number)
-            self.ended.append(ask.number)
+            self.running.discard(request.number)
+            self.ended.append(request.number)
 
     async def moment(self, at):
         if not self.moments:

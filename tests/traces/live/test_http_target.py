@@ -12,10 +12,10 @@ from radixkv_traces.chats import ChatRequest
 from radixkv_traces.formats import TraceRequest
 from radixkv_traces.live.http_target import HttpTarget, TargetError
 from radixkv_traces.live.player import Pace, Player
-from radixkv_traces.live.requests import Synthesis, asks
+from radixkv_traces.live.requests import PromptMaker, plan_requests
 from tests.traces.live.targets import http_server
 
-SYNTHESIS = Synthesis(100, 4)
+PROMPT_MAKER = PromptMaker(100, 4)
 BLOCKS = TraceRequest(0.0, 7, 3, array("q", [1, 2]))
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 CHAT = ChatRequest(0.0, ({"role": "user", "content": "Hi"},), "a", 1, 2, tools=(TOOL,))
@@ -25,7 +25,7 @@ def play(server, *requests, model=None, **options):
     async def run():
         target = await HttpTarget.at(server.url, model, **options)
         try:
-            return (await Player(target, SYNTHESIS, Pace()).play(asks(requests, SYNTHESIS))).outcomes
+            return (await Player(target, PROMPT_MAKER, Pace()).play(plan_requests(requests, PROMPT_MAKER))).outcomes
         finally:
             await target.close()
 
@@ -43,7 +43,7 @@ def test_token_ids_are_completed_and_what_was_cached_is_read():
         "stream_options": {"include_usage": True},
         "temperature": 0,
         "ignore_eos": True,
-        "prompt": SYNTHESIS.prompt(BLOCKS).tolist(),
+        "prompt": PROMPT_MAKER.prompt(BLOCKS).tolist(),
         "max_tokens": 3,
     }
     assert key == "Bearer secret"
@@ -94,7 +94,7 @@ def test_what_a_server_does_wrong_is_the_requests_error(fault, message):
 def test_a_server_that_dies_is_the_requests_error():
     with http_server() as server:
         target = asyncio.run(HttpTarget.at(server.url))
-    (outcome,) = asyncio.run(Player(target, SYNTHESIS, Pace()).play(asks([BLOCKS], SYNTHESIS))).outcomes
+    (outcome,) = asyncio.run(Player(target, PROMPT_MAKER, Pace()).play(plan_requests([BLOCKS], PROMPT_MAKER))).outcomes
     assert "Connection refused" in outcome.error
 
 
@@ -103,7 +103,7 @@ def test_a_stopped_replay_hangs_up():
 
         async def stopped():
             target = await HttpTarget.at(server.url)
-            task = asyncio.create_task(Player(target, SYNTHESIS, Pace()).play(asks([BLOCKS], SYNTHESIS)))
+            task = asyncio.create_task(Player(target, PROMPT_MAKER, Pace()).play(plan_requests([BLOCKS], PROMPT_MAKER)))
             await asyncio.to_thread(server.hanging.wait, 30)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

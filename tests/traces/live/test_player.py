@@ -9,22 +9,22 @@ import pytest
 from radixkv.errors import InvalidInput
 from radixkv_traces.formats import TraceRequest
 from radixkv_traces.live.player import Pace, Player
-from radixkv_traces.live.requests import TOO_LONG, Synthesis, asks
+from radixkv_traces.live.requests import TOO_LONG, PromptMaker, plan_requests
 from tests.traces.live.targets import FakeTarget
 
-SYNTHESIS = Synthesis(100, 4)
+PROMPT_MAKER = PromptMaker(100, 4)
 
 
 def recorded(*turns, output=2):
-    """(session, milliseconds) pairs as asks."""
-    return asks(
+    """(session, milliseconds) pairs as requests."""
+    return plan_requests(
         [TraceRequest(float(at), 4, output, array("q", [number]), name) for number, (name, at) in enumerate(turns)],
-        SYNTHESIS,
+        PROMPT_MAKER,
     )
 
 
-def play(target, todo, told=lambda _: None, **pace):
-    return asyncio.run(Player(target, SYNTHESIS, Pace(**pace), told).play(todo))
+def play(target, todo, on_outcome=lambda _: None, **pace):
+    return asyncio.run(Player(target, PROMPT_MAKER, Pace(**pace), on_outcome).play(todo))
 
 
 def test_open_loop_sends_at_the_recorded_times_whether_answers_come_or_not():
@@ -102,10 +102,10 @@ def test_a_failure_and_a_prompt_that_is_too_long_leave_the_others_alone():
 
 def test_a_fault_of_the_target_stays_with_its_request():
     class Faulty(FakeTarget):
-        async def ask(self, ask, prompt, seen):
-            if ask.number == 0:
+        async def send(self, request, prompt, on_piece):
+            if request.number == 0:
                 raise ZeroDivisionError("by zero")
-            return await super().ask(ask, prompt, seen)
+            return await super().send(request, prompt, on_piece)
 
     first, second = play(Faulty(), recorded((None, 0), (None, 1))).outcomes
     assert first.error == "ZeroDivisionError: by zero"
@@ -114,26 +114,26 @@ def test_a_fault_of_the_target_stays_with_its_request():
 
 def test_warming_up_sends_in_order_and_marks():
     target = FakeTarget()
-    player = Player(target, SYNTHESIS, Pace())
+    player = Player(target, PROMPT_MAKER, Pace())
 
     async def both():
         await player.warm(recorded((None, 0), (None, 90_000)))
         await player.play(recorded((None, 0)))
 
     asyncio.run(both())
-    assert [outcome.warmup for outcome in player.played.outcomes] == [True, True, False]
+    assert [outcome.warmup for outcome in player.result.outcomes] == [True, True, False]
     assert target.most == 1
 
 
 @pytest.mark.parametrize("loop", ["open", "closed"])
 def test_a_replay_that_is_stopped_keeps_what_it_saw_and_leaves_nothing_running(loop):
     target = FakeTarget(pause=0.01, moments=100)
-    player = Player(target, SYNTHESIS, Pace(loop))
+    player = Player(target, PROMPT_MAKER, Pace(loop))
     todo = recorded(("a", 0), ("b", 0), ("c", 60_000), output=30)
 
     async def stopped():
         task = asyncio.create_task(player.play(todo))
-        while len(player.played.outcomes) < 2 or not all(outcome.arrivals for outcome in player.played.outcomes):
+        while len(player.result.outcomes) < 2 or not all(outcome.arrivals for outcome in player.result.outcomes):
             await asyncio.sleep(0.005)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -142,11 +142,11 @@ def test_a_replay_that_is_stopped_keeps_what_it_saw_and_leaves_nothing_running(l
 
     asyncio.run(stopped())
     assert not target.running
-    assert not player.played.whole
-    assert player.played.seconds > 0
-    assert [outcome.ended for outcome in player.played.outcomes] == [None, None]
-    assert [outcome.ttft for outcome in player.played.outcomes] == [None, None]
-    assert player.played.moments
+    assert not player.result.whole
+    assert player.result.seconds > 0
+    assert [outcome.ended for outcome in player.result.outcomes] == [None, None]
+    assert [outcome.ttft for outcome in player.result.outcomes] == [None, None]
+    assert player.result.moments
 
 
 def test_moments_are_noted_while_the_target_tells():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.errors import InvalidInput
-from radixkv_traces.live.player import Played
+from radixkv_traces.live.player import ReplayRun
 from radixkv_traces.live.requests import TOO_LONG, Answer, Outcome
 from radixkv_traces.live.results import compared, latencies, parse_goodput, summary
 
@@ -19,7 +19,7 @@ def answered(number, first=0.1, gap=0.01, tokens=3, *, prompt=100, cached=0, due
 
 
 def found(*outcomes, seconds=2.0, goodput=None, whole=True, asap=False):
-    return summary(Played("us", asap, list(outcomes), [], seconds, whole), goodput)
+    return summary(ReplayRun("us", asap, list(outcomes), [], seconds, whole), goodput)
 
 
 def test_all_figures_of_two_requests():

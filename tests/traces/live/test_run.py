@@ -182,7 +182,7 @@ def test_ctrl_c_prints_and_writes_what_was_measured(tmp_path):
         child.send_signal(signal.SIGINT)
         said, complaint = child.communicate(timeout=60)
     assert child.returncode == 130, complaint
-    assert "Stopped before its end" in said
+    assert "Stopped early" in said
     assert complaint == ""
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     (figures,) = found["runs"].values()

@@ -1,1 +1,1 @@
-"""A recorded workload, played against an engine that runs: this process's own, or any that speaks OpenAI's HTTP."""
+"""Replay a recorded workload against a running engine: one in this process, or any server with OpenAI's HTTP API."""

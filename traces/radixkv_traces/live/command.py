@@ -1,6 +1,6 @@
-"""`radixkv-replay run`: replay a trace against a live engine or a server, and measure what its clients see.
+"""`radixkv-replay run`: replay a trace against a live engine or a server, and measure its latencies and hits.
 
-Ctrl-C prints the measurements so far. An engine, and torch with it, is loaded only where the options ask for one.
+Ctrl-C prints the measurements so far. An engine, and torch with it, is loaded only where the options request for one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from radixkv_traces.cli import add_trace, name_of, positive, source, window
 from radixkv_traces.formats import Request, TraceRequest, open_trace
 from radixkv_traces.live import results
 from radixkv_traces.live.display import Progress, show
-from radixkv_traces.live.player import Pace, Played, Player
-from radixkv_traces.live.requests import Ask, Synthesis, asks
+from radixkv_traces.live.player import Pace, Player, ReplayRun
+from radixkv_traces.live.requests import PlannedRequest, PromptMaker, plan_requests
 from radixkv_traces.live.results import Figures, compared, parse_goodput, summary
 from radixkv_traces.workload import block_tokens_of, interleave
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _ASAP_CONCURRENCY = 64
-_ABOUT = "replay a trace against a live engine, or any server that speaks OpenAI's HTTP"
+_ABOUT = "replay a trace against a live engine, or any server with OpenAI's HTTP API"
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay, print, and write what was asked for; 0, 1 where a request failed, 130 behind Ctrl-C."""
+    """Replay, print, and write the requested files. Returns 0, or 1 if a request failed, or 130 after Ctrl-C."""
     replay = Replay(
         arguments,
         _requests(arguments),
@@ -65,18 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class Replay:
-    """One replay, or two to be compared; `runs` and `facts` grow as it goes."""
+    """One replay, or two to be compared; `runs` and `facts` grow as it runs."""
 
     arguments: argparse.Namespace
     requests: list[Request]
     pace: Pace
     goodput: dict[str, float]
     out: Path | None
-    runs: list[Played] = field(default_factory=list)
+    runs: list[ReplayRun] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
     async def play(self) -> None:
-        """Play the trace to each target in turn."""
+        """Replay the trace against each target in turn."""
         if self.arguments.target is not None:
             await self._play(await self._server())
             return
@@ -85,11 +85,11 @@ class Replay:
             await self._play(await self._engine("radixkv, no cache", prefix_cache=False))
 
     def written(self) -> Figures:
-        """All figures so far, also on disk if that was asked for."""
-        runs = {played.target: summary(played, self.goodput) for played in self.runs}
+        """Return all figures so far, and write them if `--out` was given."""
+        runs = {run.target: summary(run, self.goodput) for run in self.runs}
         trace = name_of(self.arguments.trace)
         found: Figures = {"trace": trace, "options": self._options(), "facts": self.facts, "runs": runs}
-        if len(runs) == 2 and all(played.whole for played in self.runs):
+        if len(runs) == 2 and all(run.whole for run in self.runs):
             found["cache_is_worth"] = compared(*runs.values())
         if self.out is not None and self.runs:
             results.write(self.out, found, self.runs)
@@ -123,25 +123,25 @@ class Replay:
             await target.close()
 
     async def _play_to(self, target: EngineTarget | HttpTarget) -> None:
-        synthesis = self._synthesis(target)
-        todo = asks(self.requests, synthesis, self.arguments.max_output)
+        prompt_maker = self._prompt_maker(target)
+        todo = plan_requests(self.requests, prompt_maker, self.arguments.max_output)
         ahead, todo = todo[: self.arguments.warmup], todo[self.arguments.warmup :]
         with Progress(target.name, len(ahead) + len(todo)) as progress:
-            player = Player(target, synthesis, self.pace, progress.told)
-            self.runs.append(player.played)
+            player = Player(target, prompt_maker, self.pace, progress.add)
+            self.runs.append(player.result)
             await player.warm(ahead)
             await player.play(_from_now(todo))
 
-    def _synthesis(self, target: EngineTarget | HttpTarget) -> Synthesis:
+    def _prompt_maker(self, target: EngineTarget | HttpTarget) -> PromptMaker:
         arguments = self.arguments
         vocab_size = getattr(target, "vocab_size", arguments.vocab_size)
         blocks = [request for request in self.requests if isinstance(request, TraceRequest)]
         block_tokens = arguments.block_tokens or (block_tokens_of(blocks) if blocks else arguments.shrink)
-        return Synthesis(vocab_size, block_tokens, shrink=arguments.shrink, seed=arguments.seed)
+        return PromptMaker(vocab_size, block_tokens, shrink=arguments.shrink, seed=arguments.seed)
 
 
 def _requests(arguments: argparse.Namespace) -> list[Request]:
-    """What is to be replayed, read whole, so that a bad line is found before a model is loaded for nothing."""
+    """Read all requests first, so that a bad line is found before a model is loaded."""
     if arguments.compare is not None and arguments.target is not None:
         raise InvalidInput("--compare off needs an engine of this process: leave out --target")
     requests = list(window(open_trace(source(arguments.trace), arguments.format), arguments))
@@ -152,22 +152,22 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
     return requests
 
 
-def _from_now(asks: Sequence[Ask]) -> list[Ask]:
-    """The asks, with times that begin at the first: what went ahead as warm-up took its own time."""
-    return [replace(ask, due=ask.due - asks[0].due) for ask in asks]
+def _from_now(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
+    """Return the requests with times that begin at the first one; the warm-up took time of its own."""
+    return [replace(request, due=request.due - requests[0].due) for request in requests]
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_trace(parser, tokenizer=False)
-    _add_pace(parser.add_argument_group("when requests are sent"))
-    _add_size(parser.add_argument_group("what is sent"))
-    _add_engine(parser.add_argument_group("the engine of this process"))
-    _add_target(parser.add_argument_group("another server"))
+    _add_pace(parser.add_argument_group("timing"))
+    _add_size(parser.add_argument_group("the requests"))
+    _add_engine(parser.add_argument_group("engine in this process"))
+    _add_target(parser.add_argument_group("other server"))
     _add_results(parser.add_argument_group("results"))
 
 
 def _pace(arguments: argparse.Namespace) -> Pace:
-    """When to send; raises InvalidInput."""
+    """Return the pace of the options. Raises InvalidInput."""
     concurrency = arguments.concurrency
     if concurrency is None and arguments.asap:
         concurrency = _ASAP_CONCURRENCY
@@ -175,7 +175,7 @@ def _pace(arguments: argparse.Namespace) -> Pace:
 
 
 def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `Engine.load` is given."""
+    """Return the options for `Engine.load`."""
     given = {
         "kv_memory": arguments.kv_memory,
         "num_blocks": arguments.num_blocks,
@@ -190,7 +190,7 @@ def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _extra_body(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """What `--extra` adds to each body; raises InvalidInput."""
+    """Parse `--extra`, which is added to each body. Raises InvalidInput."""
     try:
         extra = json.loads(arguments.extra)
     except ValueError as error:
@@ -201,7 +201,7 @@ def _extra_body(arguments: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def _api_key(arguments: argparse.Namespace) -> str | None:
-    """The key that `--api-key-env` names; an argument would show in the list of processes."""
+    """Read the key from the variable that `--api-key-env` names: an argument would show in the list of processes."""
     return os.environ.get(arguments.api_key_env)
 
 
@@ -210,11 +210,13 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
         "--loop",
         choices=("open", "closed"),
         default="closed",
-        help="open: at the recorded times, come what may; closed (the default): a session's next request also waits "
-        "for the answer to the one before",
+        help="open: at the recorded times, even if answers are late; closed (the default): a session's next request "
+        "also waits for the answer to the one before",
     )
-    group.add_argument("--speedup", type=float, default=1.0, metavar="X", help="recorded times pass X times as fast")
-    group.add_argument("--asap", action="store_true", help="ignore recorded times: send as soon as there is room")
+    group.add_argument("--speedup", type=float, default=1.0, metavar="X", help="replay X times as fast as recorded")
+    group.add_argument(
+        "--asap", action="store_true", help="ignore recorded times, and send as fast as --concurrency allows"
+    )
     group.add_argument(
         "--concurrency",
         type=positive,
@@ -225,7 +227,7 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
 
 def _add_size(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--warmup", type=positive, default=0, metavar="N", help="send the first N ahead, and do not count them"
+        "--warmup", type=positive, default=0, metavar="N", help="send the first N requests before the measurement"
     )
     group.add_argument(
         "--shrink",
@@ -234,29 +236,39 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="make prompts and answers of recorded blocks N times shorter (for small models)",
     )
-    group.add_argument("--max-output", type=positive, metavar="N", help="at most N tokens of an answer")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the token ids made up for block ids")
+    group.add_argument("--max-output", type=positive, metavar="N", help="the most tokens of an answer")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the token ids made up for block ids")
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="'tiny' (bundled, the default), a local folder, or a hub name")
     group.add_argument("--kv-memory", metavar="SIZE", help="memory of the KV pool, such as 512MB (default: auto)")
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the KV pool, in place of --kv-memory")
-    group.add_argument("--block-size", type=int, metavar="N", help="tokens of a block of the pool (16)")
-    group.add_argument("--eviction", metavar="POLICY", help="the eviction policy (lru)")
-    group.add_argument("--max-sequences", type=int, metavar="N", help="most requests of a step (64)")
+    group.add_argument("--block-size", type=int, metavar="N", help="tokens of a block of the pool (default: 16)")
+    group.add_argument("--eviction", metavar="POLICY", help="eviction policy (default: lru)")
+    group.add_argument("--max-sequences", type=int, metavar="N", help="the most requests of a step (default: 64)")
     group.add_argument("--attention", help="torch, triton or auto")
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: auto)")
     group.add_argument("--dtype", help="float32, bfloat16, ... (default: auto)")
-    group.add_argument("--compare", choices=("off",), help="off: play everything again without a prefix cache")
+    group.add_argument("--compare", choices=("off",), help="off: replay again without a prefix cache, and compare")
 
 
 def _add_target(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--target", metavar="URL", help="drive this OpenAI-compatible server in place of an engine here")
-    group.add_argument("--vocab-size", type=positive, default=30000, metavar="N", help="token ids are below N (30000)")
-    group.add_argument("--extra", default="{}", metavar="JSON", help='more of each body; {"ignore_eos": null} drops it')
-    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="how long it may be silent (600)")
-    group.add_argument("--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="the variable with its key")
+    group.add_argument(
+        "--target", metavar="URL", help="use this OpenAI-compatible server instead of an engine in this process"
+    )
+    group.add_argument(
+        "--vocab-size", type=positive, default=30000, metavar="N", help="token ids are below N (default: 30000)"
+    )
+    group.add_argument(
+        "--extra", default="{}", metavar="JSON", help='fields added to each body; {"ignore_eos": null} removes that one'
+    )
+    group.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="longest silence of the server (default: 600)"
+    )
+    group.add_argument(
+        "--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable with the API key"
+    )
 
 
 def _add_results(group: argparse._ArgumentGroup) -> None:
@@ -265,7 +277,7 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME:MS",
-        help="count requests that keep this bar; NAME is ttft, tpot or e2e; may be repeated",
+        help="count requests within this limit; NAME is ttft, tpot or e2e; may be repeated",
     )
-    group.add_argument("--out", metavar="DIR", help="write summary.json, requests.csv and moments.csv into a folder")
+    group.add_argument("--out", metavar="DIR", help="folder for summary.json, requests.csv and moments.csv")
     group.add_argument("--json", action="store_true", help="print the summary as one JSON object")

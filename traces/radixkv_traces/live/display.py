@@ -1,7 +1,4 @@
-"""What `radixkv-replay run` shows: progress on stderr while it plays, tables on stdout at its end.
-
-Knows figures only.
-"""
+"""The screen of `radixkv-replay run`: progress on stderr while it runs, tables on stdout at its end."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from rich.table import Table
 from radixkv_traces.live.requests import TOO_LONG, Outcome
 from radixkv_traces.live.results import Figures
 
-_BETWEEN = 0.2  # seconds between two drawings
+_REDRAW_INTERVAL = 0.2  # seconds between two drawings
 _ROWS = {
     "requests": "requests",
     "finished": "answered",
     "failed": "failed",
-    "too_long": "too long for it",
+    "too_long": "too long",
     "unfinished": "not finished",
     "seconds": "seconds",
     "requests_per_s": "answers/s",
@@ -43,10 +40,10 @@ _TIMES = {
 
 
 class Progress:
-    """A line on stderr that says how far a replay is; nothing where stderr is no terminal."""
+    """A line on stderr with the progress of a replay; nothing if stderr is not a terminal."""
 
     def __init__(self, name: str, total: int) -> None:
-        """`name` is what is being asked `total` times."""
+        """`name` is the target, `total` the number of requests."""
         console = Console(stderr=True)
         self._bar = rich.progress.Progress(
             rich.progress.BarColumn(20),
@@ -63,8 +60,8 @@ class Progress:
         self._done = self._failed = self._prompt = self._cached = 0
         self._ttfts: list[float] = []
 
-    def told(self, outcome: Outcome) -> None:
-        """One more request has ended."""
+    def add(self, outcome: Outcome) -> None:
+        """Count one more finished request."""
         self._done += 1
         self._failed += outcome.error not in (None, TOO_LONG)
         if outcome.answer is not None:
@@ -73,7 +70,7 @@ class Progress:
         if outcome.ttft is not None:
             self._ttfts = [*self._ttfts[-99:], outcome.ttft]
         now = time.monotonic()
-        if now - self._drawn >= _BETWEEN:
+        if now - self._drawn >= _REDRAW_INTERVAL:
             self._drawn = now
             self._bar.update(self._task, completed=self._done, description=self._line())
 
@@ -85,7 +82,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._bar.stop()
 
     def _line(self) -> str:
@@ -104,7 +101,7 @@ def show(found: Figures) -> None:
     console = Console(highlight=False)
     runs = found["runs"]
     if not all(figures["whole"] for figures in runs.values()):
-        console.print("[bold]Stopped before its end[/]: these are the figures so far.")
+        console.print("[bold]Stopped early[/]: these are the figures so far.")
     for name, figures in runs.items():
         if figures["requests"] and figures["too_long"] == figures["requests"]:
             console.print(f"Every request was too long for {name}: --shrink makes recorded blocks shorter.")
@@ -117,7 +114,7 @@ def show(found: Figures) -> None:
         if figures["goodput"] is not None:
             console.print(_goodput(name, figures["goodput"]))
     if "cache_is_worth" in found:
-        console.print(_worth(found["cache_is_worth"]))
+        console.print(_cache_value(found["cache_is_worth"]))
 
 
 def _counts(runs: dict[str, Figures]) -> Table:
@@ -151,7 +148,7 @@ def _goodput(name: str, goodput: Figures) -> str:
     return f"goodput of {name} ({bars}): {share:.1%} of the requests, {goodput['requests_per_s']:g}/s"
 
 
-def _worth(ratios: Figures) -> str:
+def _cache_value(ratios: Figures) -> str:
     named = {"ttft_ms": "median TTFT", "e2e_ms": "median E2E", "output_tokens_per_s": "output tokens/s"}
     said = [f"{label} {ratios[key]:.2f}x" for key, label in named.items() if ratios[key] is not None]
     return "the cache is worth: " + ", ".join(said)

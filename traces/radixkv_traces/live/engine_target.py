@@ -1,7 +1,4 @@
-"""A radixkv engine of this process, asked by a replay. The only module of the package that loads torch.
-
-Knows the engine's verbs. Knows no trace.
-"""
+"""A radixkv engine in this process, as the target of a replay. The only module of the package that imports torch."""
 
 from __future__ import annotations
 
@@ -9,21 +6,23 @@ from typing import Any
 
 from radixkv.chat import AsyncEngine
 from radixkv.sampling.params import SamplingParams
-from radixkv_traces.live.requests import Answer, Ask, Messages, Moment, Seen, TokenIds
+from radixkv_traces.live.requests import Answer, Messages, Moment, OnPiece, PlannedRequest, TokenIds
 
 
 class EngineTarget:
-    """Asks an engine; greedy, and for exactly as many tokens as were recorded, unless the context is full before."""
+    """Send requests to an engine: greedy, and for exactly the recorded number of tokens, unless the context is full
+    earlier.
+    """
 
     def __init__(self, engine: AsyncEngine, name: str) -> None:
-        """The engine stays the caller's, to be closed there."""
+        """The caller keeps the engine, and closes it."""
         self._engine = engine
         self._sessions: dict[str, int] = {}
         self.name = name
 
     @classmethod
     async def load(cls, model: str, name: str, **options: Any) -> EngineTarget:
-        """Load a model as `Engine.load` does, and answer one short request, so that nothing is built later."""
+        """Load a model as `Engine.load` does, and answer one short request, so that nothing is compiled later."""
         engine = await AsyncEngine.load(model, **options)
         await engine.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
         await engine.clear_cache()
@@ -31,20 +30,20 @@ class EngineTarget:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Token ids are below this number."""
         return self._engine.model.vocab_size
 
-    async def ask(self, ask: Ask, prompt: TokenIds | Messages, seen: Seen) -> Answer:
-        """Stream one request."""
-        params = SamplingParams(max_tokens=ask.output_tokens, temperature=0, ignore_eos=True)
-        handle = await self._engine.submit(prompt, params, session=self._session(ask.session))
+    async def send(self, request: PlannedRequest, prompt: TokenIds | Messages, on_piece: OnPiece) -> Answer:
+        """Send one request and stream its answer."""
+        params = SamplingParams(max_tokens=request.output_tokens, temperature=0, ignore_eos=True)
+        handle = await self._engine.submit(prompt, params, session=self._session(request.session))
         async for _ in handle:
-            seen()
+            on_piece()
         usage = (await handle.result()).usage
         return Answer(usage.output_tokens, usage.prompt_tokens, usage.cached_tokens, usage.preemptions)
 
     async def moment(self, at: float) -> Moment | None:
-        """The pool between two steps."""
+        """Return the state of the pool between two steps."""
         stats = await self._engine.stats()
         cache = stats.cache
         return Moment(
@@ -59,7 +58,7 @@ class EngineTarget:
         )
 
     async def facts(self) -> dict[str, Any]:
-        """What ran: model, device, pool."""
+        """Return the model, the device and the pool."""
         stats = await self._engine.stats()
         return {
             "model": stats.model,

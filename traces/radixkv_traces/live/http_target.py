@@ -1,6 +1,6 @@
-"""Any server that speaks OpenAI's HTTP, asked by a replay, so that others are measured by the same tool.
+"""Any server with OpenAI's HTTP API, as the target of a replay, so that other engines are measured by the same tool.
 
-Knows `/v1/models`, `/v1/completions` (token ids) and `/v1/chat/completions` (messages), streamed. Knows no engine.
+It uses `/v1/models`, `/v1/completions` (token ids) and `/v1/chat/completions` (messages), streamed.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ import numpy as np
 
 from radixkv.errors import InvalidInput, RadixKVError
 from radixkv_traces.chats import ChatRequest
-from radixkv_traces.live.requests import Answer, Ask, Messages, Moment, Seen, TokenIds
+from radixkv_traces.live.requests import Answer, Messages, Moment, OnPiece, PlannedRequest, TokenIds
 from radixkv_traces.records import is_count
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_CONNECTIONS = 1024
-_CONNECTING = 10.0  # seconds until a server must have taken a connection
-_SHOWN = 300  # characters of a server's complaint that are shown
+_CONNECTING = 10.0  # seconds for a server to accept a connection
+_SHOWN = 300  # characters of a server's error message that are shown
 _MAX_EVENT = 1 << 22  # bytes of one line of a stream
 
 
 class TargetError(RadixKVError):
-    """The server refused, broke off, or said what is no answer; the message says which."""
+    """The server refused a request, closed the connection early, or sent an invalid answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a server is, and how long it may be silent."""
+    """The address of a server, and the longest silence that is accepted."""
 
     url: str
     api_key: str | None = None
     timeout: float = 600.0
 
     def connect(self) -> http.client.HTTPConnection:
-        """A connection that is not yet open."""
+        """Return a connection that is not yet open."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         return kind(str(parts.hostname), parts.port, timeout=_CONNECTING)
 
     def path(self, verb: str) -> str:
-        """The path of a verb; the URL may end in /v1 or not."""
+        """Return the path of an endpoint; the URL may end in /v1 or not."""
         base = urlsplit(self.url).path.rstrip("/")
         return f"{base.removesuffix('/v1')}/v1/{verb}"
 
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """Return the headers of every request."""
         key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         return {"Content-Type": "application/json", "Accept": "text/event-stream, application/json", **key}
 
 
 class HttpTarget:
-    """Asks a server; each running request has a connection and a thread of its own.
+    """Send requests to a server; each running request has a connection and a thread of its own.
 
-    `extra` goes into every request's body: `ignore_eos` is there unless it is taken out by None, since answers are to
-    be as long as recorded; a server that does not know it may refuse it.
+    `extra` is added to every request's body. `ignore_eos` is sent so that answers have their recorded length; pass None
+    for it where a server refuses it.
     """
 
     def __init__(self, server: Server, model: str, *, extra: Mapping[str, Any] | None = None) -> None:
@@ -88,9 +88,9 @@ class HttpTarget:
         extra: Mapping[str, Any] | None = None,
         timeout: float = 600.0,
     ) -> HttpTarget:
-        """The server at a URL, asked which models it has; its first where `model` is None.
+        """Return the server at a URL, with one of its models; the first one where `model` is None.
 
-        Raises InvalidInput for what is no URL or no model of its, TargetError where nothing answers.
+        Raises InvalidInput for an invalid URL or an unknown model, TargetError where no server answers.
         """
         server = _checked(url, api_key, timeout)
         call = _Call(server)
@@ -102,31 +102,31 @@ class HttpTarget:
             raise InvalidInput(f"{url} has no model {model!r}: it has {', '.join(models)}")
         return cls(server, model or models[0], extra=extra)
 
-    async def ask(self, ask: Ask, prompt: TokenIds | Messages, seen: Seen) -> Answer:
-        """Stream one request."""
+    async def send(self, request: PlannedRequest, prompt: TokenIds | Messages, on_piece: OnPiece) -> Answer:
+        """Send one request and stream its answer."""
         call = _Call(self._server)
-        return await call.on(self._threads, self._stream, call, ask, prompt, seen)
+        return await call.on(self._threads, self._stream, call, request, prompt, on_piece)
 
     async def moment(self, at: float) -> Moment | None:
-        """Nothing: a server does not tell."""
+        """Return None: a server does not report its pool."""
         return None
 
     async def facts(self) -> dict[str, Any]:
-        """What was asked."""
+        """Return the URL and the model."""
         return {"url": self._server.url, "model": self._model}
 
     async def close(self) -> None:
-        """Let the threads go."""
+        """Release the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _stream(self, call: _Call, ask: Ask, prompt: TokenIds | Messages, seen: Seen) -> Answer:
-        verb, said = _said(ask, prompt)
-        body = json.dumps({**self._body, **said, "max_tokens": ask.output_tokens})
+    def _stream(self, call: _Call, request: PlannedRequest, prompt: TokenIds | Messages, on_piece: OnPiece) -> Answer:
+        verb, said = _request_body(request, prompt)
+        body = json.dumps({**self._body, **said, "max_tokens": request.output_tokens})
         try:
             response = call.send("POST", verb, body)
             if response.status != 200:
-                raise TargetError(f"HTTP {response.status}: {_complaint(response.read(1 << 16))}")
-            return _answer(_events(response), seen)
+                raise TargetError(f"HTTP {response.status}: {_error_message(response.read(1 << 16))}")
+            return _answer(_events(response), on_piece)
         except http.client.HTTPException as error:
             raise TargetError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -135,7 +135,7 @@ class HttpTarget:
 
 @dataclass(slots=True)
 class _Call:
-    """A request's connection. Its socket is kept apart: http.client forgets it while an answer is read."""
+    """A request's connection. The socket is kept here, because http.client drops it while an answer is read."""
 
     server: Server
     connection: http.client.HTTPConnection = field(init=False)
@@ -146,28 +146,28 @@ class _Call:
         self.connection = self.server.connect()
 
     async def on(self, threads: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """What `work` returns on another thread; who is cancelled meanwhile hangs up, so that the thread ends."""
+        """Run `work` on another thread. Cancelling closes the connection, so that the thread ends."""
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *args, **options))
         except asyncio.CancelledError:
-            self.hang_up()
+            self.cancel()
             raise
 
     def send(self, method: str, verb: str, body: str | None = None) -> http.client.HTTPResponse:
-        """Reach the server, unless nobody waits for it any more, and send; returns with the answer's head."""
+        """Connect, unless the call was cancelled, and send; returns at the head of the answer."""
         self.connection.connect()
         self.sock = self.connection.sock
         self.sock.settimeout(self.server.timeout)
         if self.over:
-            self.hang_up()
+            self.cancel()
         self.connection.request(method, self.server.path(verb), body, self.server.headers())
         return self.connection.getresponse()
 
-    def hang_up(self) -> None:
-        """End a request that nobody waits for: its thread wakes with an error, and the server learns of it."""
+    def cancel(self) -> None:
+        """Cancel the request: its thread wakes with an error, and the server sees a closed connection."""
         self.over = True
         if self.sock is not None:
-            with suppress(OSError):  # it has ended by itself
+            with suppress(OSError):  # it has already ended
                 self.sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -175,7 +175,7 @@ def _checked(url: str, api_key: str | None, timeout: float) -> Server:
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
+    except ValueError:  # an invalid port
         known = False
     if not known:
         raise InvalidInput(f"target {url!r}: allowed is a URL such as http://127.0.0.1:8000")
@@ -191,7 +191,7 @@ def _models(server: Server, call: _Call) -> list[str]:
         if response.status == 404:
             return []
         if response.status != 200:
-            raise TargetError(f"{server.url}: HTTP {response.status}: {_complaint(body)}")
+            raise TargetError(f"{server.url}: HTTP {response.status}: {_error_message(body)}")
         return [str(model["id"]) for model in json.loads(body)["data"]]
     except (OSError, http.client.HTTPException) as error:
         raise TargetError(f"{server.url} does not answer: {error}") from error
@@ -201,16 +201,16 @@ def _models(server: Server, call: _Call) -> list[str]:
         call.connection.close()
 
 
-def _said(ask: Ask, prompt: TokenIds | Messages) -> tuple[str, dict[str, Any]]:
-    """The verb that takes this kind of prompt, and how it takes it."""
+def _request_body(request: PlannedRequest, prompt: TokenIds | Messages) -> tuple[str, dict[str, Any]]:
+    """Return the endpoint for this kind of prompt, and the fields of its body."""
     if isinstance(prompt, np.ndarray):
         return "completions", {"prompt": prompt.tolist()}
-    tools = ask.request.tools if isinstance(ask.request, ChatRequest) else ()
+    tools = request.recorded.tools if isinstance(request.recorded, ChatRequest) else ()
     return "chat/completions", {"messages": prompt, **({"tools": list(tools)} if tools else {})}
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """What a stream of server-sent events says, to its [DONE]."""
+    """Return the events of a stream of server-sent events, up to its [DONE]."""
     while line := response.readline(_MAX_EVENT):
         if not line.startswith(b"data:"):
             continue
@@ -222,12 +222,12 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise TargetError(f"no JSON in the stream: {data[:_SHOWN]!r}") from error
         if not isinstance(event, dict) or event.get("error"):
-            raise TargetError(_complaint(data))
+            raise TargetError(_error_message(data))
         yield event
     raise TargetError("the stream broke off before [DONE]")
 
 
-def _answer(events: Iterator[dict[str, Any]], seen: Seen) -> Answer:
+def _answer(events: Iterator[dict[str, Any]], on_piece: OnPiece) -> Answer:
     pieces = 0
     usage: dict[str, Any] = {}
     for event in events:
@@ -235,9 +235,9 @@ def _answer(events: Iterator[dict[str, Any]], seen: Seen) -> Answer:
         choices = event.get("choices") or []
         if not isinstance(choices, list):
             raise TargetError(f"choices is a JSON {type(choices).__name__}, not a list")
-        if any(_says_something(_object(choice, "a choice")) for choice in choices):
+        if any(_has_content(_object(choice, "a choice")) for choice in choices):
             pieces += 1
-            seen()
+            on_piece()
     if not pieces:
         raise TargetError("the stream held no token")
     details = _object(usage.get("prompt_tokens_details"), "prompt_tokens_details")
@@ -249,7 +249,7 @@ def _answer(events: Iterator[dict[str, Any]], seen: Seen) -> Answer:
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:
-    """An object of an event, or an empty one where there is none."""
+    """Return an object of an event, or an empty one if it is missing."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -264,7 +264,7 @@ def _count(fields: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def _says_something(choice: Mapping[str, Any]) -> bool:
+def _has_content(choice: Mapping[str, Any]) -> bool:
     delta = _object(choice.get("delta"), "delta")
     return bool(
         choice.get("text")
@@ -275,8 +275,8 @@ def _says_something(choice: Mapping[str, Any]) -> bool:
     )
 
 
-def _complaint(body: bytes) -> str:
-    """What a server says is wrong, in one line."""
+def _error_message(body: bytes) -> str:
+    """Return the server's error message, in one line."""
     try:
         said = json.loads(body)
         error = said.get("error", said)

@@ -1,4 +1,4 @@
-"""Requests of a replay: what is sent, what came back, and the interface of a target that answers them.
+"""Requests of a replay: the planned ones, their outcomes, and the interface of a target that answers them.
 
 A recorded chat is sent as its messages; for a recorded prompt of block ids, token ids are made up. All times are
 seconds on one clock; those of an outcome count from the start of the replay.
@@ -24,30 +24,31 @@ TokenIds: TypeAlias = npt.NDArray[np.int32]
 Messages: TypeAlias = list[Mapping[str, Any]]
 
 TOO_LONG = "too long"
-"""The error of a request that no engine of this size can serve: skipped, and counted apart from failures."""
+"""The error of a request that is longer than the model's context: it is not sent, and counts apart from failures."""
 
-Seen = Callable[[], None]
+OnPiece = Callable[[], None]
 
-_KEPT_BLOCKS = 4096  # synthesised blocks that are kept: the prefixes that many prompts begin with
+_KEPT_BLOCKS = 4096  # made-up blocks that are kept, for prefixes that many prompts share
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request to be sent: `due` seconds after the replay began, in the recording's own time.
+class PlannedRequest:
+    """One request to be sent: `due` seconds after the replay began, in recorded time.
 
-    `request` is what was recorded; its prompt is made when it is sent, so that a long trace is never in memory whole.
+    `recorded` is the recorded request. Its prompt is made when it is sent, so that a long trace is never in memory as a
+    whole.
     """
 
     number: int
     session: str | None
     due: float
     output_tokens: int
-    request: TraceRequest | ChatRequest
+    recorded: TraceRequest | ChatRequest
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a target says of a request that it answered; None for what it does not tell."""
+    """A target's report of an answered request; None for figures that it does not report."""
 
     output_tokens: int
     prompt_tokens: int | None = None
@@ -57,44 +58,44 @@ class Answer:
 
 @dataclass(slots=True)
 class Outcome:
-    """One request from being due to its end; `error` says why it has no answer."""
+    """One request from its due time to its end; `error` is the reason if it has no answer."""
 
     number: int
     session: str | None
     due: float
     sent: float
     warmup: bool = False
-    arrivals: array[float] = field(default_factory=lambda: array("d"))  # of each token, or piece of the stream
+    arrivals: array[float] = field(default_factory=lambda: array("d"))  # times of each token, or piece of the stream
     ended: float | None = None
     answer: Answer | None = None
     error: str | None = None
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from being sent to the first token."""
+        """Seconds from sending to the first token."""
         return self.arrivals[0] - self.sent if self.arrivals and self.answer is not None else None
 
     @property
     def total(self) -> float | None:
-        """Seconds from being sent to the last token."""
+        """Seconds from sending to the last token."""
         return self.arrivals[-1] - self.sent if self.arrivals and self.answer is not None else None
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token behind the first; None for answers of one token."""
+        """Seconds for each token after the first; None for answers of one token."""
         if self.answer is None or self.answer.output_tokens < 2 or len(self.arrivals) < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.answer.output_tokens - 1)
 
     @property
     def late(self) -> float:
-        """Seconds between being due and being sent: what the replay itself, or its `concurrency`, made it wait."""
+        """Seconds between due and sent, caused by the replay itself or its `concurrency`."""
         return self.sent - self.due
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An engine at one moment of a replay."""
+    """The state of an engine at one moment of a replay."""
 
     at: float
     used_blocks: int
@@ -107,30 +108,30 @@ class Moment:
 
 
 class Target(Protocol):
-    """An engine that can be asked. Its methods run in one event loop."""
+    """An engine that requests are sent to. Its methods run in one event loop."""
 
     @property
     def name(self) -> str:
-        """What the figures call it."""
+        """The target's name in the figures."""
 
-    async def ask(self, ask: Ask, prompt: TokenIds | Messages, seen: Seen) -> Answer:
-        """Send a request, call `seen` at each piece of the answer, and return at its end.
+    async def send(self, request: PlannedRequest, prompt: TokenIds | Messages, on_piece: OnPiece) -> Answer:
+        """Send a request, call `on_piece` at each piece of the answer, and return at its end.
 
-        What it raises becomes the outcome's error; PromptTooLong is for what cannot be served.
+        An error becomes the outcome's error; PromptTooLong means that the model's context is too short.
         """
 
     async def moment(self, at: float) -> Moment | None:
-        """The engine now, `at` seconds into the replay; None from one that does not tell."""
+        """Return the engine's state, `at` seconds into the replay; None if the target does not report it."""
 
 
-class Synthesis:
-    """Makes prompts: equal block ids give equal tokens, in this run and in any other with the same seed (and numpy).
+class PromptMaker:
+    """Make prompts of recorded ones: equal block ids give equal tokens, in every run with the same seed (and numpy).
 
-    `block_tokens` is what a recorded block stands for; `shrink` makes everything that many times shorter, so that a
-    trace of a large model's users can be played to a small one; text stays as it is.
+    `block_tokens` is the size of a recorded block. `shrink` makes prompts that many times shorter, so that a large
+    model's traffic can be replayed against a small one; text is not shortened.
 
-    Block ids stand for all that came before them, so that two prompts have as many tokens in common as their recorded
-    ones had, but for chance: one in `vocab_size` blocks begins like another.
+    A block id stands for all text up to it, so two prompts share as many tokens as the recorded ones did. By chance one
+    in `vocab_size` blocks begins like another.
     """
 
     def __init__(self, vocab_size: int, block_tokens: int, *, shrink: int = 1, seed: int = 0) -> None:
@@ -143,7 +144,7 @@ class Synthesis:
         self._block = lru_cache(_KEPT_BLOCKS)(self._made_block)
 
     def prompt(self, request: TraceRequest | ChatRequest) -> TokenIds | Messages:
-        """Token ids int32[n] of a recorded prompt, or its messages. O(tokens)."""
+        """Return the token ids int32[n] of a recorded prompt, or its messages. O(tokens)."""
         if isinstance(request, ChatRequest):
             return list(request.messages)
         block_tokens = request.block_tokens or self._block_tokens
@@ -151,12 +152,12 @@ class Synthesis:
         size = max(1, block_tokens // self._shrink)
         parts = [self._block(block, size) for block in request.blocks[: -(-length // size)]]
         missing = length - size * len(parts)
-        if missing > 0:  # a recorder that names only whole blocks leaves the prompt's end without an id
+        if missing > 0:  # recorders that name only whole blocks leave the prompt's end without an id
             parts.append(self._end(request, missing))
         return np.concatenate(parts)[:length]
 
     def output_tokens(self, request: TraceRequest | ChatRequest, limit: int | None = None) -> int:
-        """How many tokens to ask for: as many as were recorded, or estimated of a text; 1 to `limit`. O(text)."""
+        """Return the number of tokens to generate: as recorded, or estimated from a text; 1 to `limit`. O(text)."""
         if isinstance(request, ChatRequest):
             recorded = request.output_length
             tokens = len(estimate(spoken(request.reply or {}))) if recorded is None else recorded
@@ -176,19 +177,19 @@ class Synthesis:
         return np.random.default_rng(key).integers(0, self._vocab_size, length, dtype=np.int32)
 
 
-def asks(
+def plan_requests(
     requests: Iterable[TraceRequest | ChatRequest],
-    synthesis: Synthesis,
+    prompt_maker: PromptMaker,
     max_output: int | None = None,
-) -> list[Ask]:
-    """What to send, by time; requests of one time in file order. Times are counted from the first. O(n log n)."""
+) -> list[PlannedRequest]:
+    """Return the requests to send, sorted by time and then by file order; times count from the first. O(n log n)."""
     ordered = sorted(requests, key=lambda request: request.timestamp)
     return [
-        Ask(
+        PlannedRequest(
             number,
             request.session,
             (request.timestamp - ordered[0].timestamp) / 1e3,
-            synthesis.output_tokens(request, max_output),
+            prompt_maker.output_tokens(request, max_output),
             request,
         )
         for number, request in enumerate(ordered)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from radixkv.errors import InvalidInput
-from radixkv_traces.live.player import Played
+from radixkv_traces.live.player import ReplayRun
 from radixkv_traces.live.requests import TOO_LONG, Moment, Outcome
 
 Figures: TypeAlias = dict[str, Any]
@@ -28,23 +28,23 @@ COLUMNS = [
     *("ttft_ms", "tpot_ms", "e2e_ms"),
     *("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "error"),
 ]
-_ERRORS = 5  # of the messages, the most frequent
+_ERRORS = 5  # most frequent error messages that are kept
 GOODPUT = ("ttft", "tpot", "e2e")
 
 
-def summary(played: Played, goodput: Mapping[str, float] | None = None) -> Figures:
-    """All figures of a replay; what cannot be told is None. Requests of the warm-up count nowhere. O(tokens).
+def summary(run: ReplayRun, goodput: Mapping[str, float] | None = None) -> Figures:
+    """Return all figures of a replay; unknown ones are None. Requests of the warm-up are not counted. O(tokens).
 
-    A hit is a request of which the engine had cached at least half of the prompt. `tpot` is the time for each token
-    behind the first, `itl` the time between two pieces of a stream, `late` how much later than due requests were sent.
+    A hit is a request with at least half of its prompt cached. `tpot` is the time for each token after the first, `itl`
+    the time between two pieces of a stream, `late` the delay between due and sent.
     """
-    outcomes = [outcome for outcome in played.outcomes if not outcome.warmup]
+    outcomes = [outcome for outcome in run.outcomes if not outcome.warmup]
     good = [outcome for outcome in outcomes if outcome.answer is not None]
-    seconds = played.seconds
+    seconds = run.seconds
     output = sum(outcome.answer.output_tokens for outcome in good if outcome.answer)
     return {
-        "target": played.target,
-        "whole": played.whole,
+        "target": run.target,
+        "whole": run.whole,
         "seconds": round(seconds, 3),
         "requests": len(outcomes),
         "finished": len(good),
@@ -52,7 +52,7 @@ def summary(played: Played, goodput: Mapping[str, float] | None = None) -> Figur
         "too_long": sum(outcome.error == TOO_LONG for outcome in outcomes),
         "errors": dict(Counter(o.error for o in outcomes if o.error not in (None, TOO_LONG)).most_common(_ERRORS)),
         "unfinished": sum(outcome.ended is None for outcome in outcomes),
-        "warmup_requests": len(played.outcomes) - len(outcomes),
+        "warmup_requests": len(run.outcomes) - len(outcomes),
         "requests_per_s": _rate(len(good), seconds),
         "output_tokens": output,
         "output_tokens_per_s": _rate(output, seconds),
@@ -64,13 +64,13 @@ def summary(played: Played, goodput: Mapping[str, float] | None = None) -> Figur
         "tpot_ms": latencies(outcome.tpot for outcome in good),
         "itl_ms": _gaps(good),
         "e2e_ms": latencies(outcome.total for outcome in good),
-        "late_ms": None if played.asap else latencies(outcome.late for outcome in outcomes),
+        "late_ms": None if run.asap else latencies(outcome.late for outcome in outcomes),
         "goodput": _goodput(outcomes, goodput, seconds) if goodput else None,
     }
 
 
 def is_hit(outcome: Outcome) -> bool | None:
-    """Whether at least half of a prompt was cached; None where nobody told."""
+    """Whether at least half of a prompt was cached; None where the target does not report it."""
     answer = outcome.answer
     if answer is None or answer.cached_tokens is None or not answer.prompt_tokens:
         return None
@@ -78,12 +78,12 @@ def is_hit(outcome: Outcome) -> bool | None:
 
 
 def latencies(seconds: Iterable[float | None]) -> Figures | None:
-    """Mean, median, p90 and p99 in milliseconds; None of nothing."""
+    """Return mean, median, p90 and p99 in milliseconds; None without values."""
     return _percentiles(np.array([value for value in seconds if value is not None]))
 
 
 def parse_goodput(bars: Sequence[str]) -> dict[str, float]:
-    """`ttft:500` and the like (milliseconds) as a mapping. Raises InvalidInput."""
+    """Parse limits such as `ttft:500` (milliseconds). Raises InvalidInput."""
     parsed = {}
     for bar in bars:
         name, _, text = bar.partition(":")
@@ -98,7 +98,7 @@ def parse_goodput(bars: Sequence[str]) -> dict[str, float]:
 
 
 def compared(with_cache: Figures, without: Figures) -> Figures:
-    """What the cache was worth: each median without it over the one with it, and the rates the other way round."""
+    """Compare two runs: median latencies without the cache over those with it, and the inverse ratio of the rates."""
     ratios: Figures = {}
     for name in ("ttft_ms", "tpot_ms", "e2e_ms"):
         one, other = with_cache[name], without[name]
@@ -123,10 +123,10 @@ def _goodput(outcomes: Sequence[Outcome], bars: Mapping[str, float], seconds: fl
 
 
 def _meets(outcome: Outcome, bars: Mapping[str, float]) -> bool:
-    """Whether a request kept every bar; one without an answer kept none."""
+    """Whether a request kept every limit; False without an answer."""
     if outcome.answer is None:
         return False
-    # An answer of one token has no time behind its first: nobody waited for it.
+    # An answer of one token has no time after its first.
     took = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2e": outcome.total}
     return all((value := took[name]) is not None and value * 1e3 <= bar for name, bar in bars.items())
 
@@ -154,9 +154,9 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def folder(path: str, *, fresh: bool = False) -> Path:
-    """The folder, made if it is missing, before anything is measured; `fresh` wants one without results.
+    """Return the folder, created if it is missing, before anything is measured; `fresh` refuses one with results.
 
-    Raises InvalidInput where it cannot be.
+    Raises InvalidInput.
     """
     made = Path(path)
     try:
@@ -170,7 +170,7 @@ def folder(path: str, *, fresh: bool = False) -> Path:
     return made
 
 
-def write(out: Path, summary: Figures, runs: Sequence[Played]) -> None:
+def write(out: Path, summary: Figures, runs: Sequence[ReplayRun]) -> None:
     """Write all three files. O(requests + moments)."""
     _replace(out / SUMMARY, json.dumps(summary, indent=2) + "\n")
     _write_rows(out / REQUESTS, COLUMNS, (_row(run.target, o) for run in runs for o in run.outcomes))
