@@ -18,14 +18,15 @@ $(READY): pyproject.toml
 demo: $(READY)   ## conversations and branches share one pool, on the bundled model
 	$(BIN)/radixkv demo
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
+# Bytecode is written even where the environment forbids it: dozens of subprocesses would compile the sources each.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test: $(READY)   ## the tests, the same examples every time; no network, no GPU; under three minutes on two cores
 	$(PYTEST) -m "not long"
 
 SEED := $(shell date +%s)
 test-all: $(READY) ## all tests, the long ones, too, with fresh examples; SEED=N repeats a run, SEED= takes the fixed ones
-	RADIXKV_SEED=$(SEED) $(PYTEST) $(if $(SEED),--hypothesis-seed=$(SEED))
+	env RADIXKV_SEED=$(SEED) $(PYTEST) $(if $(SEED),--hypothesis-seed=$(SEED))
 
 lint: $(READY)   ## style, format, and who may import whom
 	$(BIN)/ruff check .

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from .decode import fitting
 from .pools import Attention, Pools, copies_for, error
@@ -87,6 +86,8 @@ def _ways(
     """Each backend, and one call for each copy of KV -> [heads, rows, dim]."""
     rows, length = query.shape[1], keys[0][0].shape[2]
     asked = query[None].contiguous()
+    from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo, which takes seconds
+
     mask = {"is_causal": True} if rows == length else {"attn_mask": causal_lower_right(rows, length)}
     for backend in backends:
 
