@@ -1,5 +1,7 @@
-"""Doctests are looked for in every module; those that need Triton are passed over where it is missing."""
+"""Collect doctests from every module; modules that need Triton are skipped if it is missing."""
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("triton") else ["radixkv_kernels/block*.py", "radixkv_kernels/attention*.py"]
+collect_ignore = (
+    [] if find_spec("triton") else [f"radixkv_kernels/{name}.py" for name in ("attention", "blocks", "triton_kernels")]
+)

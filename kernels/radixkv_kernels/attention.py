@@ -1,11 +1,7 @@
-"""Which kinds of tile suit which heads, and how each is compiled.
+"""Launch attention over block tables, along a work list, in Triton: plain, split, cascade and tree decode, and chunks.
 
-Knows head sizes, dtypes and generations of GPUs. Does not know tensors, launches or what the kernels do.
-
-Attention over block tables, along a work list, in Triton: plain, split, cascade and tree decode, and chunks.
-
-Knows how to launch the kernels. Does not know stores, models or the tree, nor which kinds of tile suit which heads
-(`kinds`), and does not check what it is given: whoever calls has.
+`kinds` chooses the kinds of tile for a head size and a GPU. `plan` cuts a work list into tiles on the device, once per
+step, and `attend` launches the kernels for one layer. Arguments are not checked: callers have validated them.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from radixkv_kernels.work_list import Int32, WorkList
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of tile, and how it is compiled: `rows` stacked query rows, `keys` an iteration."""
+    """One kind of tile, and how it is compiled: `rows` stacked query rows, `keys` per iteration."""
 
     rows: int
     keys: int
@@ -35,20 +31,20 @@ class Kind:
 
     @property
     def shape(self) -> tiling.Shape:
-        """What the tiling needs to know."""
+        """The rows and keys, which the tiling needs."""
         return tiling.Shape(self.rows, self.keys)
 
 
 AMD = 0
-"""What `kinds` takes for the generation of an AMD GPU: a processor has 64 KiB of shared memory, and wide warps."""
+"""The `generation` of AMD GPUs in `kinds`: a processor has 64 KiB of shared memory, and wide warps."""
 
 
 def kinds(key_dim: int, value_dim: int, dtype: torch.dtype, *, generation: int = 9) -> tuple[Kind, ...]:
-    """The kinds of tile for heads of this size: for private tails, for some sharers, and for many and chunks.
+    """Return the kinds of tile for heads of this size: for private tails, for few rows, and for many rows and prefills.
 
     `generation` is the major number of a GPU's compute capability: from 9 on, products read their operands from shared
-    memory, which leaves registers for larger tiles. Chosen among those that spill nothing and fit a processor as often
-    as they say (`make kernels`), not yet by speed.
+    memory, which leaves registers for larger tiles. All kinds compile without spills and fit `resident` times into a
+    processor (`make kernels`); they are not yet chosen by speed.
     """
     if torch.version.hip is not None:
         generation = AMD
@@ -61,14 +57,14 @@ def kinds(key_dim: int, value_dim: int, dtype: torch.dtype, *, generation: int =
 
 
 def _float32(size: int, generation: int) -> tuple[Kind, ...]:
-    """Few numbers at a time: NVIDIA's GPUs multiply float32 without tensor cores, and keep it in registers."""
+    """Return small tiles: NVIDIA's GPUs multiply float32 without tensor cores, from registers."""
     if generation == AMD:
         return (Kind(16, 16, 8, 2, 1), Kind(32, 16, 8, 2, 1))
     return (Kind(16, 16, 8, 2, 1), Kind(32, 16, 8, 3, 1) if size <= 64 else Kind(32, 16, 16, 2, 1))
 
 
 def _hopper(size: int, generation: int) -> tuple[Kind, ...]:
-    """From 10 on, what is multiplied comes back from a memory of its own, which more warps or fewer keys leave room."""
+    """Return tiles for generations 9 and above; from 10 on, products need more warps or fewer keys to fit."""
     if size > 128:
         return (Kind(16, 32, 4, 3, 2), Kind(64, 32, 8, 2, 1), Kind(128, 32, 8, 2, 1))
     if generation >= 10:
@@ -101,7 +97,7 @@ AT_ONCE = 16
 
 
 def parts(dim: int) -> tuple[int, int]:
-    """A head's size as a power of two and the rest, both as the kernels load them; the rest may be 0.
+    """Split a head's size into a power of two and the rest, both as the kernels load them; the rest may be 0.
 
     >>> parts(128), parts(80), parts(192), parts(5)
     ((128, 0), (64, 16), (128, 64), (16, 0))
@@ -113,7 +109,7 @@ def parts(dim: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """A step's tiles on a device, for layers of one head shape; made once per step, followed by each layer."""
+    """A step's tiles on a device, for layers of one head shape; made once per step, used by each layer."""
 
     kinds: tuple[Kind, ...]
     counts: tuple[int, ...]  # tiles of each kind
@@ -136,13 +132,13 @@ def cut(
     processors: int,
     split: int | None = None,
 ) -> tiling.Tiles:
-    """Tiles for `work`, on the host; as `plan`."""
+    """Cut `work` into tiles on the host, with the arguments of `plan`."""
     shapes = tuple(kind.shape for kind in chosen)
     return tiling.build(work, shapes, heads // kv_heads, spread=spread(processors, kv_heads, chosen), split=split)
 
 
 def spread(processors: int, kv_heads: int, chosen: tuple[Kind, ...]) -> tuple[float, ...]:
-    """Tiles of each kind that so many processors work on at once: each tile is one program's for each kv head."""
+    """Return the tiles of each kind that run at once: a tile is one program's work for each kv head."""
     return tuple(processors * kind.resident / kv_heads for kind in chosen)
 
 
@@ -156,9 +152,9 @@ def plan(
     processors: int,
     split: int | None = None,
 ) -> TilePlan:
-    """Tiles for `work` on `device`, which has so many `processors`, in one copy.
+    """Cut `work` into tiles and send them to `device`, which has `processors` processors, in one copy.
 
-    `split` cuts keys into parts of about so many, whatever else is in the step; else the step is balanced.
+    With `split`, keys are cut into parts of about `split` keys in every step; else the step is balanced.
     """
     tiles = cut(work, heads=heads, kv_heads=kv_heads, chosen=chosen, processors=processors, split=split)
     lists = [tiles.block_ids, tiles.row_ids, tiles.positions, tiles.merge_rows, tiles.merge_offset, tiles.merge_ids]
@@ -178,7 +174,7 @@ def plan(
 
 
 def _upload(arrays: list[Int32], device: torch.device) -> tuple[Tensor, ...]:
-    """All arrays in one copy, each on a boundary of 64 bytes, so that kernels may load 16 bytes at a time."""
+    """Copy all arrays at once, each on a boundary of 64 bytes, so that kernels may load 16 bytes at a time."""
     lengths = [-(-len(array) // 16) * 16 for array in arrays]
     starts = [0, *itertools.accumulate(lengths)]
     joined = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -202,8 +198,8 @@ def attend(
     """Attention of query [heads, T, dk], the rows of all sequences in turn -> [T, heads, dv], in the query's dtype.
 
     The pools are [kv_heads, blocks, block_size, dk or dv] in any order of memory that keeps a head's numbers of one
-    token together; `sinks` is [heads]. Writes to `output` if it is given. One launch for each kind of tile that the
-    step has, and one for the merge; takes `step.num_partials * heads * (dv + 1)` floats beside.
+    token together; `sinks` is [heads]. Writes to `output` if it is given. Costs one launch for each kind of tile in the
+    step and one for the merge, and `step.num_partials * heads * (dv + 1)` floats.
     """
     heads, rows, _ = query.shape
     if output is None:
@@ -233,7 +229,7 @@ def _launch(
     partial: Tensor,
     lse: Tensor,
 ) -> None:
-    """All tiles of one kind."""
+    """Launch all tiles of one kind."""
     kv_heads, dk, dv = key_pool.shape[0], key_pool.shape[3], value_pool.shape[3]
     (dk0, dk1), (dv0, dv1) = parts(dk), parts(dv)
     attend_tiles[(step.processors * kind.resident,)](
@@ -275,12 +271,12 @@ def _launch(
 
 
 def _reach(pool: Tensor) -> int:
-    """One more than the offset of a pool's last number."""
+    """Return one more than the offset of a pool's last number."""
     return 1 + sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
 
 
 def _merge(step: TilePlan, partial: Tensor, lse: Tensor, sinks: Tensor | None, output: Tensor) -> None:
-    """All rows that have more than one partial, or none."""
+    """Merge the partials of all rows that have more than one partial, or none."""
     heads, dv = output.shape[1:]
     merge_partials[(step.num_merges, heads)](
         partial,

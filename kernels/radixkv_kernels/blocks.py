@@ -1,7 +1,6 @@
-"""Write new KV to its slots and copy whole blocks: what a step does to the pool before attention reads it.
+"""Launch the kernels that write new KV to its slots and copy whole blocks, in any memory order of heads and blocks.
 
-Knows tensors in any memory order of heads and blocks. Does not know who owns a block, nor what a layer is. Slots and
-block ids are not checked: whoever calls has validated them.
+Slots and block ids are not checked: callers have validated them.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from torch import Tensor
 from radixkv_kernels.triton_kernels import copy_regions, write_slots
 
 WORD = 4
-"""Bytes that a copy moves at least at once."""
+"""Bytes that a copy moves at once, at least."""
 
 ENOUGH = 64 * 16
-"""Bytes that a program moves at least, if there are so many: 16 for each thread of a warp, of which AMD's have 64."""
+"""Bytes that a program moves, unless there are fewer: 16 for each thread of a warp, which has up to 64 threads."""
 
 SPAN = 1024
 """Words that one program copies: eight 16-byte loads a thread at most, and enough programs for a single block."""
@@ -29,7 +28,7 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
     """Store key [kv_heads, T, dk] and value [kv_heads, T, dv] in slots int64 [T] of one layer's pools.
 
     The pools are [kv_heads, blocks, block_size, dk or dv], in any order of memory that keeps a head's numbers of one
-    token together. Slots are all different, but for -1, which is a row that is not stored. Two launches.
+    token together. Slots are all different, except -1, which is a row that is not stored. Costs two launches.
     """
     for new, pool in ((key, key_pool), (value, value_pool)):
         assert new.stride(2) == 1 and pool.stride(3) == 1
@@ -60,9 +59,9 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
 
 @dataclass(frozen=True, eq=False)
 class Regions:
-    """Where the blocks of many pools lie, for `copy`: runs of `words` words, each found by an address and a stride.
+    """Addresses and strides of the blocks of many pools, for `copy`: each region's blocks are runs of `words` words.
 
-    A pool that keeps blocks outermost has one region, one that keeps heads outermost has a region for each head.
+    A pool with blocks outermost has one region, a pool with heads outermost has a region for each head.
     """
 
     words: int
@@ -72,9 +71,9 @@ class Regions:
 
 
 def regions(pools: Sequence[Tensor]) -> list[Regions]:
-    """The regions of pools [kv_heads, blocks, block_size, dim], those of one size together; made once per store.
+    """Return the regions of pools [kv_heads, blocks, block_size, dim], grouped by size; made once per store.
 
-    The pools must stay where they are. Raises ValueError for a block whose bytes are no multiple of four.
+    The pools must keep their memory. Raises ValueError for a block whose bytes are not a multiple of four.
     """
     found: dict[int, list[tuple[int, int]]] = {}
     for pool in pools:
@@ -91,7 +90,7 @@ def regions(pools: Sequence[Tensor]) -> list[Regions]:
 
 
 def _regions(words: int, places: list[tuple[int, int]], device: torch.device) -> Regions:
-    """Regions of one size."""
+    """Return the regions of one size."""
     aligned = words % 4 == 0 and all(start % 16 == 0 and stride % 4 == 0 for start, stride in places)
     addresses, strides = torch.tensor(places, dtype=torch.int64).to(device).unbind(1)
     return Regions(words, 4 if aligned else 1, addresses.contiguous(), strides.contiguous())
@@ -100,8 +99,8 @@ def _regions(words: int, places: list[tuple[int, int]], device: torch.device) ->
 def copy(places: Sequence[Regions], pairs: Tensor) -> None:
     """Copy whole blocks, `pairs` int64 [n, 2] of (source, destination), in every region; a pair of -1 does nothing.
 
-    One launch for each size of block that a model's layers have: for most models one launch in all. Programs run in
-    any order, so no block may be a source and a destination, and destinations are all different.
+    Costs one launch for each size of block in a model's layers, which is one launch in most models. Programs run in any
+    order, so a block must not be both a source and a destination, and destinations are all different.
     """
     for place in places:
         if len(pairs):
@@ -118,5 +117,5 @@ def copy(places: Sequence[Regions], pairs: Tensor) -> None:
 
 
 def _warps(size: int) -> int:
-    """Warps for a program that moves so many bytes."""
+    """Return the warps of a program that moves `size` bytes."""
     return max(1, min(4, size // ENOUGH))

@@ -1,7 +1,4 @@
-"""How much room the tiles of a decode step take at most, so that they can have fixed places on a device.
-
-Knows how work lists and tiles come about, and counts. Does not know tensors, launches or who records a step.
-"""
+"""Bound the room that the tiles of a decode step take, so that recorded steps can have them at fixed addresses."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from dataclasses import dataclass
 from radixkv_kernels.tiles import FIELDS, HEADER, OVERREAD, Shape, Tiles, most
 
 DEPTH = 4
-"""Shared runs on one path that there is room for: a system prompt, tools, an agent, its task. Deeper trees may fit."""
+"""Shared runs on one path that fit: a system prompt, tools, an agent, its task. Deeper trees may fit."""
 
 
 @dataclass(frozen=True)
 class GraphCapacity:
-    """Room for the tiles of one step, of which each kind may have all."""
+    """Room for the tiles of one step; each kind has room for all tiles."""
 
     rows: int
     tiles: int
@@ -25,7 +22,7 @@ class GraphCapacity:
     block_ids: int
 
     def holds(self, tiles: Tiles) -> bool:
-        """Whether a step's tiles fit."""
+        """Return whether a step's tiles fit."""
         counts = (tiles.num_tiles(kind) for kind in range(len(tiles.kinds)))
         return (
             tiles.num_rows <= self.rows
@@ -36,7 +33,7 @@ class GraphCapacity:
         )
 
     def sizes(self, kinds: int) -> list[int]:
-        """Numbers that the arrays `Tiles` have: each kind, row_ids, positions, merge_rows, merge_offset, merge_ids."""
+        """Return the sizes of the arrays of `Tiles`: kinds, row_ids, positions, merge_rows, merge_offset, merge_ids."""
         merges = [HEADER + self.rows, self.rows + 1, self.partials]
         return [HEADER + self.tiles * FIELDS] * kinds + [self.row_ids, self.rows, *merges]
 
@@ -51,15 +48,15 @@ def decode_capacity(
     keys: int,
     split: int | None = None,
 ) -> GraphCapacity:
-    """Room for `rows` decodes whose tables have `blocks` blocks together and whose paths share at most `DEPTH` runs.
+    """Return room for `rows` decodes whose tables have `blocks` blocks together and whose paths share `DEPTH` runs.
 
     Arguments are those of `tiles.build`; with `split` nothing is shared, and no sequence has more than `keys` keys.
 
     A tree of n leaves has at most n - 1 inner nodes, so there are n tails and n - 1 shared runs at most, and at most
-    n * DEPTH rows under the runs. With t rows to the tallest tile, runs make (n - 1) + n * DEPTH / t row tiles. Of l
-    keys, `tiles` makes at most 1 + l / split parts, and one more if they do not start at a block; as a kind's split is
-    at least an m-th of all its keys (`most`), R row tiles become 2 R + m tiles. A row tile of r rows leaves r partials
-    a part: 2 n (DEPTH + 1) in all, and those of each kind's m, of at most so many rows as it takes.
+    n * DEPTH rows under the runs. With t rows in the tallest tile, runs make (n - 1) + n * DEPTH / t row tiles. From l
+    keys, `tiles` makes at most 1 + l / split parts, and one more if they do not start at a block. A kind's split is at
+    least an m-th of all its keys (`most`), so R row tiles become 2 R + m tiles. A row tile of r rows leaves r partials
+    per part: 2 n (DEPTH + 1) in all, and those of the m additional tiles of each kind, with the kind's rows at most.
     """
     tall = min(shapes[-1].rows // group, rows)
     row_ids = rows * (DEPTH + 1)

@@ -1,6 +1,6 @@
-"""Attention over block tables in plain torch: the truth that every backend is tested against.
+"""Attention over block tables in plain torch: the reference for the tests of every backend.
 
-Gathers each sequence's whole context. Does not know sharing, work lists or speed. Computes in the dtype of its input.
+Gathers each sequence's whole context, and computes in the dtype of its input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def attend(
 ) -> Tensor:
     """Attention of each sequence's last `query_length` positions over its `kv_length` keys -> [T, heads, dv].
 
-    `query` is [heads, T, dk], the rows of all sequences one after the other; the pools are
+    `query` is [heads, T, dk], the rows of all sequences in turn; the pools are
     [kv_heads, blocks, block_size, dk or dv]; `sinks` is [heads]. Costs O(rows x keys) memory per sequence.
     """
     outputs, row = [], 0
@@ -39,7 +39,7 @@ def attend(
 
 
 def _gather(pool: Tensor, table: Sequence[int], length: int) -> Tensor:
-    """One sequence's keys or values, [kv_heads, length, dim]."""
+    """Return one sequence's keys or values, [kv_heads, length, dim]."""
     blocks = torch.as_tensor(list(table), dtype=torch.long, device=pool.device)
     return pool[:, blocks].flatten(1, 2)[:, :length]
 
@@ -54,7 +54,7 @@ def _attend_one(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[heads, n, dk] over [kv_heads, length, dk], [kv_heads, length, dv] -> [n, heads, dv]."""
+    """Attend [heads, n, dk] over [kv_heads, length, dk], [kv_heads, length, dv] -> [n, heads, dv]."""
     group = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
     scores = query @ key.transpose(1, 2) * scale
@@ -69,7 +69,7 @@ def _attend_one(
 
 
 def _visible(query_length: int, kv_length: int, window: int | None, device: torch.device) -> Tensor:
-    """[query_length, kv_length]: may this row look at this key?"""
+    """Return the mask [query_length, kv_length] of the keys that each row sees."""
     row = torch.arange(kv_length - query_length, kv_length, device=device)[:, None]
     column = torch.arange(kv_length, device=device)[None]
     visible = column <= row

@@ -1,7 +1,7 @@
-"""A work list cut into tiles: as many query rows as one matrix product takes, over as many keys as balance the step.
+"""Cut a work list into tiles for the kernels: each has the query rows of one matrix product and a run of keys.
 
-Knows positions, rows and block ids, and how the kernels (`attention_kernels`) want them laid out. Does not know
-tensors, launches or how a work list came about.
+The keys are cut so that the tiles of a step keep all processors of a GPU equally busy. Every (row, key) pair of the
+work list lies in exactly one tile.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from radixkv_kernels.work_list import Int32, WorkList
 Int = NDArray[np.int64]
 
 FIELDS = 16
-"""Numbers of a tile, so that each lies in a cache line of its own; the last seven are zero.
+"""Numbers of a tile, which fill a cache line; the last seven are zero.
 
 0 block_offset, 1 position: slot `s` is key `position + s`, in block `block_ids[block_offset + s // block_size]`
 2 first, 3 stop: the tile's keys are the slots [first, stop)
 4 row_offset, 5 rows: its query rows are `row_ids[row_offset:][:rows]`
 6 clear_from, 7 clear_to: iterations over whole runs of keys that all rows see, and that need no mask
-8 partial_offset: where its rows' partials go, or -1 if each of them is done with this tile
+8 partial_offset: place of its rows' first partial, or -1 if no other tile has keys for these rows
 """
 
 HEADER = 16
-"""Numbers before the first tile (or row to merge): how many follow, then zeros."""
+"""Numbers before the first tile (or row to merge): the number of tiles (or rows), then zeros."""
 
 SHORTEST = 256
-"""Keys that a tile has at least, if there are so many: below, its partial costs more than a processor gains."""
+"""Keys of the shortest part into which keys are cut: below, its partial costs more than a processor gains."""
 
 WAVES = 4
-"""Tiles that a processor's programs work through one after the other, at most, because keys were cut."""
+"""Tiles per program, at most, into which keys are cut: a program runs its tiles one after the other."""
 
 PARTIAL = 2
-"""Keys whose reading costs what a partial costs, for each stacked row: it is written and read again in 32 bits."""
+"""Cost of a partial in keys read, for each stacked row: a partial is written and read again in 32 bits."""
 
 OVERREAD = 256
-"""Block ids that a kernel may load, and never use, behind the last: the most keys of one iteration."""
+"""Block ids after the last one that a kernel may load and never use: the most keys of one iteration."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What one kind of tile takes: `rows` stacked query rows (rows times heads of a group), `keys` an iteration."""
+    """The size of one kind of tile: `rows` stacked query rows (rows times heads of a group), `keys` per iteration."""
 
     rows: int
     keys: int
@@ -66,16 +66,16 @@ class Tiles:
 
     @property
     def num_rows(self) -> int:
-        """How many query rows the step has."""
+        """The number of query rows of the step."""
         return len(self.positions)
 
     @property
     def num_merges(self) -> int:
-        """How many rows need a merge."""
+        """The number of rows that need a merge."""
         return len(self.merge_rows) - HEADER
 
     def num_tiles(self, kind: int) -> int:
-        """How many tiles of one kind there are."""
+        """Return the number of tiles of one kind."""
         return (len(self.kinds[kind]) - HEADER) // FIELDS
 
 
@@ -87,20 +87,19 @@ def build(
     spread: float | Sequence[float] = 1,
     split: int | None = None,
 ) -> Tiles:
-    """Cut `work` into tiles of these shapes (from few rows to many), for `group` query heads a kv head.
+    """Cut `work` into tiles of these shapes (from few rows to many), for `group` query heads per kv head.
 
-    Keys are cut so that each kind, which is a launch of its own, takes the least time where `spread` of its tiles run
-    at once (a number for each kind, or one for all); or, if `split` is given, into even parts of about so many keys
-    whatever else is in the step: then a row's result depends on no other row, if no run is shared either. The group
-    must fit into the largest shape.
-    Costs some 80 numpy calls and O(rows + partials): 0.3 ms for 64 sequences.
+    Keys are cut so that each kind, which is a launch of its own, takes the least time if `spread` of its tiles run at
+    once (a number for each kind, or one for all). With `split` they are cut into even parts of about `split` keys in
+    every step: a row's result then depends on no other row, if no run is shared either. The group must fit into the
+    largest shape. Costs about 80 numpy calls and O(rows + partials): 0.3 ms for 64 sequences.
     """
     assert group <= shapes[-1].rows, f"{group} heads a group do not fit into tiles of {shapes[-1].rows} rows"
     return _Cut(work, shapes, group).tiles(spread, split)
 
 
 def most(spread: float | Sequence[float], kinds: int) -> list[int]:
-    """Tiles of each kind that keys are cut into to keep a GPU busy: no more than these come out because of it."""
+    """Return, for each kind, the most tiles that are added to keep a GPU busy."""
     return [max(1, int(WAVES * each)) for each in _each(spread, kinds)]
 
 
@@ -118,7 +117,7 @@ class _Cut:
         self._trim()
 
     def _cut_rows(self, group: int) -> None:
-        """Row tiles: each item's rows, as many at a time as the largest shape takes; then the smallest that fits."""
+        """Cut each item's rows into row tiles of the largest shape, then give each the smallest shape that fits."""
         tall = self.shapes[-1].rows // group
         item, ordinal = _repeated(-(-self.rows // tall))
         self.row_offset = self.row_offset[item] + ordinal * tall
@@ -127,8 +126,8 @@ class _Cut:
         self.kind = np.searchsorted([shape.rows for shape in self.shapes], self.rows * group)
 
     def _trim(self) -> None:
-        """Drop the keys that none of a row tile's rows sees, and row tiles that are left with none."""
-        self.origin = self.start // self.work.block_size  # what `block` is the place of
+        """Drop the keys that no row of a row tile sees, and row tiles without keys."""
+        self.origin = self.start // self.work.block_size  # the ordinal of the block that `block` points to
         tile, within = _repeated(self.rows)
         seen_from = self.work.positions[self.work.row_ids[self.row_offset[tile] + within]].astype(np.int64)
         edges = np.cumsum(self.rows) - self.rows
@@ -141,12 +140,12 @@ class _Cut:
         self._take(np.flatnonzero(self.start < self.stop))
 
     def _take(self, index: Int) -> None:
-        """Keep, or repeat, tiles by their number."""
+        """Keep or repeat tiles by their index."""
         for name in ("start", "stop", "block", "origin", "row_offset", "rows", "kind", "lowest", "highest"):
             setattr(self, name, getattr(self, name)[index])
 
     def tiles(self, spread: float | Sequence[float], split: int | None) -> Tiles:
-        """Cut the keys, then lay everything out."""
+        """Cut the keys, then lay out the arrays."""
         length = self.stop - self.start
         if split is not None:
             self._cut_keys(np.maximum(1, (length + split // 2) // split))
@@ -174,7 +173,7 @@ class _Cut:
         )
 
     def _cut_keys(self, count: Int) -> None:
-        """About so many even parts of each tile, cut on block boundaries."""
+        """Cut each tile into about `count` even parts, on block boundaries."""
         size, length = self.work.block_size, self.stop - self.start
         unit = np.array([np.lcm(shape.keys, size) for shape in self.shapes])[self.kind]
         part = -(-length // (count * unit)) * unit
@@ -186,7 +185,7 @@ class _Cut:
         self.stop = np.minimum(self.stop, base + (ordinal + 1) * part)
 
     def _merges(self) -> tuple[Int, Int, Int, Int]:
-        """Where each tile's partials go, and which rows merge which."""
+        """Return the place of each tile's partials, and the partials that each row merges."""
         tile, within = _repeated(self.rows)
         row = self.work.row_ids[self.row_offset[tile] + within].astype(np.int64)
         total = len(self.work.positions)
@@ -203,7 +202,7 @@ class _Cut:
         return partial_offset, merge_rows, merge_offset, np.lexsort((start, row))
 
     def _records(self, partial_offset: Int) -> Int32:
-        """[tiles, FIELDS]."""
+        """Return the tiles' numbers [tiles, FIELDS]."""
         size = self.work.block_size
         position = self.start // size * size
         keys = np.array([shape.keys for shape in self.shapes])[self.kind]
@@ -222,7 +221,7 @@ class _Cut:
 
 
 def _fused(work: WorkList) -> tuple[Int, Int, Int, Int, Int]:
-    """Items [start, stop), block offset, row offset, rows: where the next item has the same rows, both are one."""
+    """Return start, stop, block offset, row offset and rows of the items; adjacent items with equal rows are joined."""
     start, rows, offset = (a.astype(np.int64) for a in (work.kv_start, work.rows, work.row_offset))
     stop, table = start + work.tokens, work.block_offset - start // work.block_size
     block = work.block_offset.astype(np.int64)
@@ -236,10 +235,10 @@ def _fused(work: WorkList) -> tuple[Int, Int, Int, Int, Int]:
 
 
 def _parts(length: Int, stacked: Int, at_once: float) -> Int:
-    """Into how many parts the tiles of one launch are cut, of so many keys and stacked rows, `at_once` of which run.
+    """Return the number of parts for each tile of one launch, given their keys and stacked rows; `at_once` parts run.
 
-    Tried are parts that fill the GPU one to WAVES times. Times are counted in keys that a program reads: the longest
-    part, or as many average ones as a program gets, and the partials, shared by all. The first of equals has fewest.
+    Compares parts that fill the GPU one to WAVES times. Time is counted in keys that a program reads: the longest part,
+    or the average parts of a program, and the partials, shared by all programs. Of equal times, the fewest parts win.
     """
     if length.max() < 2 * SHORTEST:
         return np.ones_like(length)
@@ -254,13 +253,13 @@ def _parts(length: Int, stacked: Int, at_once: float) -> Int:
 
 
 def _repeated(counts: Int) -> tuple[Int, Int]:
-    """Each index as often as its count says, and the ordinal of each repetition."""
+    """Repeat each index `counts` times; return the indices and the ordinal of each repetition."""
     index = np.repeat(np.arange(len(counts)), counts)
     return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _with_header(records: NDArray[np.signedinteger]) -> Int32:
-    """The number of records, padded to HEADER numbers, then the records; one run of int32."""
+    """Return the number of records, padded to HEADER numbers, then the records; one run of int32."""
     header = np.zeros(HEADER, dtype=np.int32)
     header[0] = len(records)
     return np.concatenate([header, records.astype(np.int32).ravel()])

@@ -1,24 +1,16 @@
-"""Triton kernels for attention along a work list: tiles of rows over runs of keys, and the merge of partials.
+"""The Triton kernels: attention of tiles, the merge of partials, writes of new KV, and copies of blocks.
 
-Knows tiles (`tiles`), strides and block ids. Does not know sequences, how tiles came about, nor how it is launched
-(`attention`). Scores live in base 2: exp2 is one instruction. A head of 80, 96 or 192 numbers is read as a power of two
-and a rest, so that nothing is computed on padding.
-
-Triton kernels that move KV: new tokens into their slots, whole blocks to other blocks.
-
-Knows strides, slots and block ids. Does not know how they are launched (`blocks`), nor attention.
+`attention` and `blocks` launch them. Scores are in base 2, because exp2 is one instruction. A head of 80, 96 or 192
+numbers is read as a power of two and a rest, so that nothing is computed on padding.
 """
 
-from __future__ import annotations
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
+# ruff: noqa: N803  (compile-time arguments are upper case, as in every Triton kernel)
 
 import triton
 import triton.language as tl
 
 from radixkv_kernels.tiles import FIELDS, HEADER
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
-# ruff: noqa: N803  (compile-time arguments are upper case, as in every Triton kernel)
-
 
 _FIELDS = tl.constexpr(FIELDS)
 _HEADER = tl.constexpr(HEADER)
@@ -27,7 +19,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _part(pointers, first, inside, MASKED: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Columns FROM + [0, WIDTH) of rows that start at `pointers + first` [n]; zero behind DIM and outside `inside`."""
+    """Load columns FROM + [0, WIDTH) of rows at `pointers + first` [n]; zero from DIM on and outside of `inside`."""
     column = FROM + tl.arange(0, WIDTH)[None, :]
     place = pointers + first[:, None] + column
     if FROM + WIDTH > DIM:
@@ -41,7 +33,7 @@ def _part(pointers, first, inside, MASKED: tl.constexpr, FROM: tl.constexpr, WID
 
 @triton.jit
 def _product(a, b, total, UPCAST: tl.constexpr):
-    """`total` + a @ b in float32."""
+    """Return `total` + a @ b in float32."""
     if UPCAST:  # the interpreter multiplies bfloat16 as if its bits were integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -73,7 +65,7 @@ def _fold(
     DV1: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One more run of n keys: the running maximum and sum of each row's weights, and the weighted values."""
+    """Add a run of n keys to each row's running maximum and sum of weights, and to its weighted values."""
     key0 = _part(key_pool, key_start, inside, MASKED, 0, DK0, DK)
     scores = tl.zeros([query0.shape[0], key_start.shape[0]], tl.float32)
     scores = _product(query0, tl.trans(key0), scores, UPCAST)
@@ -104,7 +96,7 @@ def _fold(
 
 @triton.jit
 def _starts(head, block, slot, head_stride, block_stride, token_stride, BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr):
-    """Where the key or value of each slot starts in its pool."""
+    """Return the offset of each slot's key or value in its pool."""
     if WIDE:
         block = block.to(tl.int64)
         head = head.to(tl.int64)
@@ -113,7 +105,7 @@ def _starts(head, block, slot, head_stride, block_stride, token_stride, BLOCK_SI
 
 @triton.jit
 def _store(target, first, numbers, inside, FROM: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Columns FROM + [0, WIDTH) of the rows that start at `target + first` [n]."""
+    """Store columns FROM + [0, WIDTH) of the rows at `target + first` [n]."""
     column = FROM + tl.arange(0, WIDTH)[None, :]
     numbers = numbers.to(target.dtype.element_ty)
     tl.store(target + first[:, None] + column, numbers, mask=inside[:, None] & (column < DIM))
@@ -162,17 +154,18 @@ def attend_tiles(
     WIDE: tl.constexpr,  # whether offsets into the pools need 64 bits
     UPCAST: tl.constexpr,
 ):
-    """A fixed number of programs works through (tile, kv head) pairs, however many there are: longest first, turning.
+    """Attend tiles of query rows to runs of keys: a fixed number of programs takes (tile, kv head) pairs in turn.
 
-    Each tile has its keys in iterations of KEYS slots: those that all rows see whole need no mask and run first, then
-    those before and behind them. Block ids are loaded one iteration ahead, so that loads of keys never wait for them.
-    A row with a single tile is done here, all others leave a partial for `merge_partials`.
+    The longest tiles come first, and every second turn reverses the order of programs. A tile's keys are read in
+    iterations of KEYS slots. Iterations that all rows see whole need no mask and run first, then all others. Block ids
+    are loaded one iteration ahead, so that loads of keys never wait for them. A row with a single tile is finished
+    here; every other row leaves partials for `merge_partials`.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     total = tl.load(tiles) * KV_HEADS
     stacked = tl.arange(0, ROWS)
     slot_in_run = tl.arange(0, KEYS)
-    # Registers are short: nothing is kept over a loop only because it could be computed before it (disable_licm).
+    # Registers are scarce: disable_licm keeps the compiler from holding precomputed values over the loops.
     for turn in tl.range(0, tl.cdiv(total, programs), disable_licm=True):
         place = tl.where(turn % 2 == 0, program, programs - 1 - program)
         work = turn * programs + place
@@ -225,10 +218,10 @@ def attend_tiles(
                 block = tl.load(ids + slot // BLOCK_SIZE, mask=inside, other=0)
                 key_start = _starts(kv_head, block, slot, key_head, key_block, key_token, BLOCK_SIZE, WIDE)
                 value_start = _starts(kv_head, block, slot, value_head, value_block, value_token, BLOCK_SIZE, WIDE)
-                behind = row_position[:, None] - (position + slot)[None, :]
-                visible = inside[None, :] & (behind >= 0)
+                distance = row_position[:, None] - (position + slot)[None, :]
+                visible = inside[None, :] & (distance >= 0)
                 if WINDOWED:
-                    visible &= behind < window
+                    visible &= distance < window
                 highest, weight, sum0, sum1 = _fold(
                     highest, weight, sum0, sum1, query0, query1, key_pool, value_pool, key_start, value_start,
                     inside, visible, score_scale, cap_scale,
@@ -236,7 +229,7 @@ def attend_tiles(
                 )  # fmt: skip
 
             if partial_offset < 0:
-                if ROWS >= 128:  # registers are shortest here: these are read again, not kept over the loops
+                if ROWS >= 128:  # registers are scarcest here: these are read again, not kept over the loops
                     taken = row_in_tile < tl.load(tile + 5, volatile=True)
                     row = tl.load(row_ids + row_offset + row_in_tile, mask=taken, other=0, volatile=True).to(tl.int64)
                 if SINKS:
@@ -273,9 +266,10 @@ def merge_partials(
     AT_ONCE: tl.constexpr,  # partials of one iteration
     SINKS: tl.constexpr,
 ):
-    """One program a (row, head): weigh its partials by their log-sum-exps, in order; sinks take weight, give nothing.
+    """Merge a row's partials, one program per (row, head): weigh them by their log-sum-exps, in the order of keys.
 
-    A row without a partial gets zeros. The order of additions depends on the row's partials alone.
+    Sinks take weight and add no value. A row without partials gets zeros. The order of additions depends on the row's
+    partials alone.
     """
     index, head = tl.program_id(0), tl.program_id(1)
     if index < tl.load(rows):
@@ -304,10 +298,6 @@ def merge_partials(
         tl.store(place, result.to(output.dtype.element_ty), mask=column < DV)
 
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
-# ruff: noqa: N803  (compile-time arguments are upper case, as in every Triton kernel)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def write_slots(
     new,  # [kv_heads, T, dim], any strides of heads and tokens
@@ -326,7 +316,7 @@ def write_slots(
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,  # tokens of one program
 ):
-    """A few tokens a program: all heads of their keys, or of their values, to their slots."""
+    """Write all heads of some tokens' keys, or values, to their slots."""
     row = tl.arange(0, TOKENS * HEADS_PADDED)[:, None]
     token = tl.program_id(0).to(tl.int64) * TOKENS + row // HEADS_PADDED
     slot = tl.load(slots + token, mask=token < tokens, other=-1)
@@ -347,7 +337,7 @@ def copy_regions(
     SPAN: tl.constexpr,  # words that one program copies
     ALIGNMENT: tl.constexpr,  # words that divide WORDS, every stride and every address
 ):
-    """Program (pair, region, span): some words of one block, from the source to the destination."""
+    """Copy some words of one block from the source to the destination, in program (pair, region, span)."""
     source = tl.load(pairs + 2 * tl.program_id(0))
     destination = tl.load(pairs + 2 * tl.program_id(0) + 1)
     if destination >= 0:
