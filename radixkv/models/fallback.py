@@ -103,7 +103,7 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
     if not cache.layers:
         raise UnsupportedModel("it does not use the cache that it is given")
     if not causal:
-        raise UnsupportedModel("a token changes what comes of those before it")
+        raise UnsupportedModel("a token changes the logits of earlier tokens")
     return tuple(_specs(model.config.get_text_config(), cache)), int(logits.shape[-1])
 
 

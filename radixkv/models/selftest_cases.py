@@ -74,12 +74,12 @@ class SelfTestCases:
         self._step("a first chunk", [(self._whole, 0, branch)])
         self._step("a second chunk", [(self._whole, branch, end - 2)])
         self._step(
-            "a prefill behind a shared prefix and a copied block, beside a decode",
+            "a prefill after a shared prefix and a copied block, with a decode",
             [(self._whole, end - 2, end - 1), (self._other, branch, end - 1), (self._late, 0, 1)],
             [self._copy],
         )
         self._step(
-            "two decodes beside a chunk behind a single token",
+            "two decodes with a chunk after a single token",
             [(self._other, end - 1, end), (self._late, 1, len(self._late.tokens)), (self._whole, end - 1, end)],
         )
         prompts = (self._whole, self._other, self._late)

@@ -176,7 +176,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         _rope("yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.1),
     ),
     "HunYuanDenseV1ForCausalLM with scaled RoPE": ("hunyuan_v1_dense", _rope("dynamic", alpha=100.0, factor=1.0)),
-    "Qwen2ForCausalLM with windows behind": (
+    "Qwen2ForCausalLM with windows in later layers": (
         "qwen2",
         {"use_sliding_window": True, "layer_types": None, "max_window_layers": 2},
     ),
@@ -195,7 +195,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
     ),
     "GPTBigCodeForCausalLM with many heads": ("gpt_bigcode", {"multi_query": False}),
-    "OPTForCausalLM with norms behind": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "OPTForCausalLM with post-norms": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
     "OlmoForCausalLM with clipping": ("olmo", {"clip_qkv": 0.5}),
     "BertLMHeadModel with both directions": ("bert", {"is_decoder": False}),
 }

@@ -1,7 +1,4 @@
-"""The page about models: docs/models.md, made of the verdicts in docs/results/models.json.
-
-Knows verdicts and Markdown. Does not know how a verdict came about.
-"""
+"""Render docs/models.md from the verdicts in docs/results/models.json."""
 
 from __future__ import annotations
 
@@ -23,52 +20,52 @@ with random weights in float64, and loads it into a real engine. On {date}, with
 
 {counts}
 
-{faults}Whatever this page says, each model is tested when it is loaded, and that decides. `radixkv doctor MODEL` says
-how yours comes out.
+{faults}Each model is also tested when it is loaded, and that test decides. `radixkv doctor MODEL` shows its result for
+your model.
 
-## What the results mean
+## The results
 
 **paged**: the model's attention reads and writes the pool through block tables. One forward computes all sequences of
-a step, whatever the mix of prefills and decodes, and shared prefixes are read once. Windows, chunks, softcaps and sinks
-cost nothing beside that. All keys and values are kept whatever the window, so that a prefix stays a hit. MLA is stored
-decompressed: as keys and values of every head, which takes more memory than its latent vector would, and `radixkv plan`
+a step, prefills and decodes together, and shared prefixes are read once. Windows, chunks, softcaps and sinks cost
+nothing in addition. All keys and values are kept in spite of windows, so that a prefix stays a hit. MLA is stored
+decompressed: as keys and values of every head, which takes more memory than its latent vector would. `radixkv plan`
 counts them so.
 
-**fallback**: the model goes around transformers' attention interface, or bends attention in a way that the interface
+**fallback**: the model bypasses transformers' attention interface, or changes attention in a way that the interface
 does not show (ALiBi, masks of its own). It runs by its own attention, over a cache that is filled from the pool. Hits,
 forks and answers are the same, but each sequence takes a forward of its own in each step, and each layer copies the
-sequence's whole context out of the pool for it. A warning at load says why; [architectures.md](architectures.md) says
-what it costs.
+sequence's whole context out of the pool for it. A warning at load gives the reason;
+[architectures.md](architectures.md) has the costs.
 
-**refused**: loading raises `UnsupportedModel` with the reason. The model keeps something else than keys and values of
-each token (recurrent and convolutional state, an index of what to attend to), or needs another model's output, or its
-answers over the pool were not its own.
+**refused**: loading raises `UnsupportedModel` with the reason. The model keeps state other than keys and values of each
+token (recurrent and convolutional state, an index of keys to attend to), or needs another model's output, or its
+answers over the pool differed from its own.
 
-**cannot be built**: transformers itself makes no model of the class here, for the reason that stands there.
+**cannot be built**: transformers itself makes no model of the class here, for the reason in the table.
 
-## What was tried
+## The trial
 
-Each model has the kinds of layers that its architecture is known for: a window that is shorter than the prompts and
-longer than the self-test's unless a layer names it, experts that are routed to, sinks and softcaps that bite, rotary
-dims that are not the head's. The engine is asked for a prompt; then at once for one that leaves it inside a block, a
-short one, a single token, one that continues its reply, and three sampled streams that fork behind a common prefix;
-then for the first two again, and for one that goes on to the end of the context. Blocks have 4 tokens, chunks 17. Every
-row of logits that the engine computed is compared with the model's own forward over the same tokens, called without a
-cache, and every greedy token with its own choice. Where transformers narrows to float32 (softmax, norms, routers), both
-sides are kept in float64, so that errors are those of adding up in another order, and more than 1e-9 is wrong (1e-4
-where a note says float32). *error* bounds the difference of any logit.
+Each model has the kinds of layers that are typical of its architecture: a window that is shorter than the prompts and
+longer than the self-test's unless a layer names it, routed experts, sinks and softcaps that change the scores, rotary
+dims that differ from the head's. The engine is asked for a prompt; then at once for one that leaves it inside a
+block, a short one, a single token, one that continues its reply, and three sampled streams that fork after a common
+prefix; then for the first two again, and for one that continues to the end of the context. Blocks have 4 tokens,
+chunks 17. Every row of logits that the engine computed is compared with the model's own forward over the same tokens,
+called without a cache, and every greedy token with the forward's choice. Where transformers narrows to float32
+(softmax, norms, routers), both sides are kept in float64. Errors are then those of adding numbers in another order, and
+more than 1e-9 is wrong (1e-4 if a note says float32). *error* bounds the difference of any logit.
 
-The reference is the model's own forward, `model(input_ids)`. Where transformers' `generate` says something else than
-that forward, a note says so. (RoBERTa's kind counts positions from the padding id on; `generate` counts from 0.) The
-token that pads is no text here, and never sampled. longrope's frequencies are fixed to those for the longest context,
-so that prompts within the original one differ from `model(input_ids)` on purpose: those are compared with themselves,
-alone and beside long ones.
+The reference is the model's own forward, `model(input_ids)`. If transformers' `generate` disagrees with that forward, a
+note says so. (RoBERTa and similar models count positions from the padding id on; `generate` counts from 0.) The padding
+token is not text here, and never sampled. longrope's frequencies are fixed to those for the longest context, so prompts
+within the original context differ from `model(input_ids)` on purpose: they are compared with themselves, once alone and
+once in a batch with long ones.
 """
 
 
 @dataclass(frozen=True)
 class Run:
-    """All verdicts of one run, and what they were found with."""
+    """All verdicts of one run, and the versions that it used."""
 
     transformers: str
     torch: str
@@ -77,12 +74,12 @@ class Run:
 
 
 def sorted_by_name(verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
-    """The order of the page, whatever order they came in."""
+    """Return the verdicts in the order of the page."""
     return tuple(sorted(verdicts, key=lambda each: each.name.lower()))
 
 
 def to_json(run: Run) -> str:
-    """A run as text: a line for each verdict, so that changes can be read."""
+    """Return a run as text, with a line for each verdict, so that changes can be read."""
     versions = {"transformers": run.transformers, "torch": run.torch, "date": run.date}
     verdicts = [replace(each, error=_rounded(each.error), seconds=0.0) for each in run.verdicts]
     rows = ",\n  ".join(json.dumps(asdict(each)) for each in verdicts)
@@ -90,14 +87,14 @@ def to_json(run: Run) -> str:
 
 
 def from_json(text: str) -> Run:
-    """The run that `to_json` wrote."""
-    known = json.loads(text)
-    verdicts = tuple(Verdict(**{**row, "kinds": tuple(row["kinds"])}) for row in known["verdicts"])
-    return Run(**known["found with"], verdicts=verdicts)
+    """Return the run that `to_json` wrote."""
+    data = json.loads(text)
+    verdicts = tuple(Verdict(**{**row, "kinds": tuple(row["kinds"])}) for row in data["verdicts"])
+    return Run(**data["found with"], verdicts=verdicts)
 
 
 def render(run: Run) -> str:
-    """The page, as Markdown."""
+    """Return the page as Markdown."""
     classes = [each for each in run.verdicts if class_of(each.name) == each.name]
     variants = [each for each in run.verdicts if class_of(each.name) != each.name]
     head = _HEAD.format(
@@ -124,16 +121,16 @@ def _loaded(verdicts: Sequence[Verdict]) -> list[str]:
         for each in verdicts
         if each.error is not None
     ]
-    return ["## Those that load", "", *_row("architecture", "result", "attention", "error", "note"), *rows]
+    return ["## Models that load", "", *_row("architecture", "result", "attention", "error", "note"), *rows]
 
 
 def _others(verdicts: Sequence[Verdict]) -> list[str]:
     rows = [_line(_named(each), each.result, _short(_because(each))) for each in verdicts if each.error is None]
-    return ["## Those that do not", "", *_row("architecture", "result", "reason"), *rows]
+    return ["## Models that do not load", "", *_row("architecture", "result", "reason"), *rows]
 
 
 def _variants(verdicts: Sequence[Verdict]) -> list[str]:
-    text = "What a class does may hang on its configuration. These are not counted above."
+    text = "Some results depend on the configuration. These variants are not counted above."
     rows = [
         _line(each.name, each.result, each.attention, _error(each.error), _short(_because(each))) for each in verdicts
     ]
@@ -141,7 +138,7 @@ def _variants(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _because(each: Verdict) -> str:
-    """Reason and note; the reason without the class's name in front, which stands beside it."""
+    """Return reason and note; the reason without the class's name in front, which is in another column."""
     name, reason = class_of(each.name), each.reason
     return "; ".join(filter(None, [reason.removeprefix(f"{name} ").removeprefix(f"{name}: "), each.note]))
 
@@ -155,7 +152,7 @@ def _error(error: float | None) -> str:
 
 
 def _rounded(error: float | None) -> float | None:
-    """Up to a power of ten, and no smaller than 1e-12: what is behind that differs from run to run."""
+    """Round up to a power of ten, at least 1e-12: further digits differ between runs."""
     return None if error is None else 10.0 ** max(-12, math.ceil(math.log10(max(error, 1e-300)) - 1e-9))
 
 

@@ -272,4 +272,4 @@ def _generates(own: Any, spoken: list[tuple[list[int], list[int]]]) -> str:
         )[0, len(prompt) :].tolist()
     except Exception as error:
         return f"its own generate fails ({type(error).__name__})"
-    return "" if done == reply else "its own generate says something else than its own forward"
+    return "" if done == reply else "its own generate differs from its own forward"

@@ -195,7 +195,7 @@ def test_bidirectional_attention_is_refused(build: Callable[..., Any]) -> None:
 def test_a_model_that_is_causal_in_one_of_its_attentions_only_is_refused(build: Callable[..., Any]) -> None:
     """transformers runs this one with torch's attention, which then sees all tokens; its own would stay causal."""
     config = transformers.GemmaConfig(**GATED, head_dim=8, use_bidirectional_attention=True)
-    with pytest.raises(UnsupportedModel, match="a token changes what comes of those before it"):
+    with pytest.raises(UnsupportedModel, match="a token changes the logits of earlier tokens"):
         adapter.load(build(config))
 
 
