@@ -1,4 +1,4 @@
-"""Time two versions of the prefix cache against each other in one process, slice by slice.
+"""Time two versions of the prefix cache, and of an engine's step, against each other in one process.
 
     python benchmarks/pairwise.py [--base REVISION] [--slices 500] [--only turns,match]
 
@@ -24,9 +24,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
 
 HERE = Path(__file__).resolve().parent.parent
 BAR = 1.02
@@ -43,25 +46,58 @@ def check_out(revision: str, folder: Path) -> Path:
     return folder.resolve()
 
 
-def import_from(checkout: Path, module: str) -> Any:
-    """The module of that checkout; modules of this package that were imported before stay with their own importers."""
+def import_from(checkout: Path) -> SimpleNamespace:
+    """The modules of that checkout; modules of another one that were imported before stay with their importers."""
     for name in [name for name in sys.modules if name.split(".")[0].startswith("radixkv")]:
         del sys.modules[name]
     paths = [str(checkout), *(str(checkout / each) for each in ("kernels", "monitor", "traces"))]
     sys.path[:0] = paths
     try:
-        found = importlib.import_module(module)
-        assert Path(found.__file__ or "").is_relative_to(checkout), found.__file__
-        return found
+        modules = {name: importlib.import_module(f"radixkv.{name}") for name in ("cache", "engine", "engine.core")}
+        request = importlib.import_module("radixkv.engine.request")
+        package = importlib.import_module("radixkv")
+        assert Path(package.__file__ or "").is_relative_to(checkout), package.__file__
+        # Limits until issue H, which made it a part of EngineConfig.
+        config = package.EngineConfig if hasattr(package, "EngineConfig") else modules["engine"].Limits
+        params = package.SamplingParams
+        return SimpleNamespace(
+            cache=modules["cache"], core=modules["engine.core"], request=request, config=config, params=params
+        )
     finally:
         del sys.path[: len(paths)]
 
 
-def turns(cache: Any) -> Slice:
+def step(version: SimpleNamespace) -> Slice:
+    """Steps of an engine core with 64 greedy streams and a runner that returns fixed logits: all but the forward."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(HERE / "radixkv" / "assets" / "tiny"))
+    random = np.random.default_rng(6)
+    vocab = len(tokenizer)
+    logits = torch.from_numpy(random.random((64, vocab), dtype=np.float32))
+
+    class FixedLogits:
+        def run(self, chunks: Any, copies: Any) -> torch.Tensor:
+            return logits[: len(chunks)]
+
+    core = version.core.Core(version.cache.PrefixCache(8192, 16), FixedLogits(), version.config(max_sequences=64))
+    prompts = random.integers(3, vocab, (64, 160)).astype(np.int32)
+    prompts[:, :128] = prompts[0, :128]
+    params = version.params(max_tokens=256, temperature=0, ignore_eos=True)
+
+    def run(number: int) -> None:
+        for _ in range(6):
+            if not core.busy:
+                for prompt in prompts:
+                    core.add(version.request.Request(prompt, params, 256, frozenset(), 0, tokenizer))
+            core.step()
+
+    return run
+
+
+def turns(version: SimpleNamespace) -> Slice:
     """Multi-turn conversations of 200 sessions in a pool too small for them: prompts of 512 more tokens a turn."""
     random = np.random.default_rng(1)
     histories = [np.empty(0, np.int32) for _ in range(200)]
-    store = cache.PrefixCache(num_blocks=200 * 64, block_size=16)
+    store = version.cache.PrefixCache(num_blocks=200 * 64, block_size=16)
 
     def run(number: int) -> None:
         for _ in range(8):
@@ -81,9 +117,9 @@ def turns(cache: Any) -> Slice:
     return run
 
 
-def decode(cache: Any) -> Slice:
+def decode(version: SimpleNamespace) -> Slice:
     """One-token extends and commits of 16 sequences that share a prefix of 128 tokens."""
-    store = cache.PrefixCache(num_blocks=65_536, block_size=16)
+    store = version.cache.PrefixCache(num_blocks=65_536, block_size=16)
     prefix = np.arange(128, dtype=np.int32)
     open_: list[Any] = []
 
@@ -109,9 +145,9 @@ def decode(cache: Any) -> Slice:
     return run
 
 
-def match(cache: Any) -> Slice:
+def match(version: SimpleNamespace) -> Slice:
     """Matches of 32k tokens along a chain of 64 nodes."""
-    store = cache.PrefixCache(num_blocks=8192, block_size=16)
+    store = version.cache.PrefixCache(num_blocks=8192, block_size=16)
     text = np.random.default_rng(2).integers(0, 50_000, 32_768, dtype=np.int32)
     for end in range(512, len(text) + 1, 512):
         prompt = np.append(text[:end], np.int32(60_000))  # a branch after each run, so that the chain stays cut
@@ -126,9 +162,9 @@ def match(cache: Any) -> Slice:
     return run
 
 
-def insert(cache: Any) -> Slice:
+def insert(version: SimpleNamespace) -> Slice:
     """Requests of 8k new tokens after a cached prefix of 2k, evicting what came before."""
-    store = cache.PrefixCache(num_blocks=8192, block_size=16)
+    store = version.cache.PrefixCache(num_blocks=8192, block_size=16)
     random = np.random.default_rng(3)
     head = random.integers(0, 50_000, 2048, dtype=np.int32)
 
@@ -142,9 +178,9 @@ def insert(cache: Any) -> Slice:
     return run
 
 
-def evict(cache: Any) -> Slice:
+def evict(version: SimpleNamespace) -> Slice:
     """Requests of 64 tokens into a full pool of 20,000 leaves of 64 tokens each."""
-    store = cache.PrefixCache(num_blocks=80_000, block_size=16)
+    store = version.cache.PrefixCache(num_blocks=80_000, block_size=16)
     random = np.random.default_rng(4)
 
     def add() -> None:
@@ -163,9 +199,9 @@ def evict(cache: Any) -> Slice:
     return run
 
 
-def agents(cache: Any) -> Slice:
+def agents(version: SimpleNamespace) -> Slice:
     """Forks: eight branches of a cached prompt decode a few tokens each and are closed."""
-    store = cache.PrefixCache(num_blocks=4096, block_size=16)
+    store = version.cache.PrefixCache(num_blocks=4096, block_size=16)
     random = np.random.default_rng(5)
 
     def run(number: int) -> None:
@@ -184,10 +220,10 @@ def agents(cache: Any) -> Slice:
     return run
 
 
-WORKLOADS = {each.__name__: each for each in (turns, decode, match, insert, evict, agents)}
+WORKLOADS = {each.__name__: each for each in (turns, decode, match, insert, evict, agents, step)}
 
 
-def compare(name: str, versions: list[Any], slices: int) -> dict[str, float]:
+def compare(name: str, versions: list[SimpleNamespace], slices: int) -> dict[str, float]:
     """Milliseconds a slice of both versions, and their ratio."""
     runs = [WORKLOADS[name](version) for version in versions]
     seconds: list[list[float]] = [[], []]
@@ -225,10 +261,10 @@ def main() -> int:
     slices = 20 if options.quick else options.slices
     with tempfile.TemporaryDirectory() as folder:
         base = check_out(options.base, Path(folder))
-        return report([import_from(each, "radixkv.cache") for each in (base, HERE)], options.only.split(","), slices)
+        return report([import_from(each) for each in (base, HERE)], options.only.split(","), slices)
 
 
-def report(versions: list[Any], names: list[str], slices: int) -> int:
+def report(versions: list[SimpleNamespace], names: list[str], slices: int) -> int:
     rows = {}
     print(f"{'':10}{'base ms':>10}{'ours ms':>10}{'ratio':>8}{'of pairs':>10}")
     for name in names:
