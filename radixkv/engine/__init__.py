@@ -1,19 +1,22 @@
 """The engine: requests in, completions out. It schedules, runs and commits on one thread.
 
-engine.py           RequestEngine: what callers use; puts the parts together
-async_engine.py     AsyncRequestEngine and AsyncHandle: the same for asyncio
-input_processor.py  prompts, messages and parameters to requests
-engine_thread.py    the one thread that owns cache and model
+Read in this order:
+
+engine.py           RequestEngine, the public methods; connects the parts
+input_processor.py  arguments of a call to requests: prompts, chat messages, control tokens, template date
+engine_thread.py    the thread that owns cache and model, and the client that posts calls to it
 core.py             schedule, run, commit
-scheduler.py        the plan of the next step
+scheduler.py        the tokens of the next step
 wait_queue.py       the order of waiting requests; requests that wait for a shared prefix
-admission.py        how many blocks a request needs; which request is preempted
-reuse_policy.py     which cached tokens a request uses and which it leaves; deterministic or not
+admission.py        how many blocks a request needs, and which request is preempted
+reuse_policy.py     which cached tokens a request uses and publishes; deterministic or not
 request.py          a request, its streams and their text
-output.py           results, the channel that carries them, and a caller's handle
-kv_scrub.py         computes cached KV again, compares, and drops what differs
+output.py           results, the channel that carries them, and the caller's handle
+fault_isolation.py  ends only the requests that cause an exception
+kv_scrub.py         recomputes cached KV, compares, and drops differing blocks
+async_engine.py     AsyncRequestEngine and AsyncHandle, for asyncio
 observers/          telemetry records, monitoring, trace recording
-sizing.py, stats.py
+stats.py            counters, EngineStats and AuditReport
 """
 
 from radixkv.engine.async_engine import AsyncHandle, AsyncRequestEngine

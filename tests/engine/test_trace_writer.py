@@ -245,8 +245,8 @@ def test_a_full_disk_ends_the_recording_with_one_warning_and_no_request(
 def test_a_disk_that_hangs_costs_no_memory_without_end_and_no_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_writer, "BEHIND", 5)
-    monkeypatch.setattr(trace_writer, "PATIENCE", 0.01)
+    monkeypatch.setattr(trace_writer, "MAX_QUEUED", 5)
+    monkeypatch.setattr(trace_writer, "CLOSE_TIMEOUT", 0.01)
     go_on = threading.Event()
     engine, _ = make_engine(64, 4, record=tmp_path / "trace.jsonl")
     recording = next(each for each in engine.core.observers if isinstance(each, TraceWriter))
@@ -274,7 +274,7 @@ def test_an_engine_that_nobody_closes_leaves_whole_lines(tmp_path: Path) -> None
 
 
 def test_namespaces_are_forgotten_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_writer, "NAMESPACES", 2)
+    monkeypatch.setattr(trace_writer, "MAX_NAMESPACES", 2)
     engine, _ = make_engine(64, 4, record=tmp_path / "t")
     with engine:
         for owner in ("a", "b", "a", "c", "a", "b"):

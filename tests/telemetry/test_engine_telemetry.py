@@ -222,7 +222,7 @@ def test_a_fault_of_telemetry_costs_no_request(
         monkeypatch.setattr(engine.monitoring.recorder, "_sessions", None)
         done = engine.generate([[1, 2, 3], [1, 2, 4]], FOUR)
         assert [len(each.token_ids) for each in done] == [4, 4]
-        assert [record.message for record in caplog.records] == ["telemetry failed: requests are told no more"]
+        assert [record.message for record in caplog.records] == ["telemetry failed: requests are no longer recorded"]
         engine.client.thread.ask(engine.core.cache.check)
 
 

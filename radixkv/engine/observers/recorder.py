@@ -30,88 +30,89 @@ _log = logging.getLogger(__name__)
 Facts = ParamSpec("Facts")
 
 
-def _harmless(
-    tell: Callable[Concatenate[RequestRecorder, Facts], None],
+def _guarded(
+    method: Callable[Concatenate[RequestRecorder, Facts], None],
 ) -> Callable[Concatenate[RequestRecorder, Facts], None]:
-    """What `tell` raises is logged, once; nothing more is told then."""
+    """Log the first exception of a method, and record no request after it."""
 
-    @wraps(tell)
-    def told(self: RequestRecorder, /, *facts: Facts.args, **more: Facts.kwargs) -> None:
+    @wraps(method)
+    def guarded(self: RequestRecorder, /, *facts: Facts.args, **more: Facts.kwargs) -> None:
         if not self.failed:
             begun = time.perf_counter_ns()
             try:
-                tell(self, *facts, **more)
+                method(self, *facts, **more)
             except Exception:
                 self.failed = True
-                _log.exception("telemetry failed: requests are told no more")
+                _log.exception("telemetry failed: requests are no longer recorded")
             self.cost_ns += time.perf_counter_ns() - begun
 
-    return told
+    return guarded
 
 
 class RequestRecorder(EngineObserver):
-    """One engine's requests, sessions and counters for a recorder, which must watch the engine's cache."""
+    """Adds the requests, sessions and counters of an engine to the records of its cache."""
 
     def __init__(self, core: Core, recorder: Recorder, constants: Mapping[str, float]) -> None:
-        """Be told by `core` from now on. `constants` go with the counters."""
+        """Observe `core` from now on; `recorder` must observe its cache. `constants` are sent with the counters."""
         self.failed = False
-        self.cost_ns = 0  # of being told; the recorder counts its own
+        self.cost_ns = 0  # of this object's methods; `recorder` counts its own
         self.cache_recorder = recorder
         self._core = core
         self._constants = constants
         self._started = time.perf_counter()
         self._offset = time.time() - self._started
         self._sessions = Sessions()
-        self._noted: dict[Request, None] = {}  # new since the last look
-        self._ran: list[Request] = []  # at the last look
-        self._steps = -1  # at the last look
+        # Since the last frame, or at it.
+        self._queued: dict[Request, None] = {}
+        self._running: list[Request] = []
+        self._steps = -1
         self._reuses = core.config.prefix_cache
         core.observers.append(self)
 
-    # ---- being told
+    # ---- as an observer
 
-    @_harmless
+    @_guarded
     def added(self, request: Request) -> None:
-        """A request waits."""
-        self._noted[request] = None
-        self._tell_session(self._sessions.asked(request, request.submitted + self._offset))
+        """Note a new request, and count it in its session."""
+        self._queued[request] = None
+        self._record_session(self._sessions.began(request, request.submitted + self._offset))
 
-    @_harmless
+    @_guarded
     def opened(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
-        """A request came in: why it hit no more is known now only. Costs a match where anything is missing."""
+        """Explain a partial hit at the admission, when the reason is still in the cache. Costs one more match."""
         if not request.streams and sequence.length < len(tokens) - 1:
             request.miss = self._core.cache.explain(tokens, request.namespace, limit)
 
-    @_harmless
+    @_guarded
     def ended(self, request: Request, error: Exception | None) -> None:
-        """A request ended, with an error or without."""
-        self._noted.pop(request, None)
+        """Record the end of a request."""
+        self._queued.pop(request, None)
         now = time.perf_counter()
         phase: Phase = "finished" if error is None else "cancelled" if _is_cancel(error) else "failed"
         finish = request.streams[0].finish_reason if error is None else type(error).__name__
         self.cache_recorder.request(self._record(request, phase, now, finish))
-        self._tell_session(self._sessions.answered(request, now + self._offset))
+        self._record_session(self._sessions.ended(request, now + self._offset))
 
-    @_harmless
+    @_guarded
     def session_closed(self, number: int) -> None:
-        """A conversation is over."""
-        self._tell_session(self._sessions.closed(number))
+        """Record the end of a conversation."""
+        self._record_session(self._sessions.closed(number))
 
-    # ---- being asked
+    # ---- frames
 
     @property
     def pending(self) -> bool:
-        """Whether anything has changed since the last `collect`. Any thread may ask."""
-        return self._core.counters.steps != self._steps or bool(self._noted) or self.cache_recorder.pending
+        """Whether anything has changed since the last `collect`. Any thread may read this."""
+        return self._core.counters.steps != self._steps or bool(self._queued) or self.cache_recorder.pending
 
     def collect(self) -> Changes:
-        """What changed since the last time. O(that, and what runs)."""
+        """Return the changes since the last call. O(changes + running requests)."""
         begun = time.perf_counter_ns()
         running = list(self._core.scheduler.running)
-        for request in dict.fromkeys((*self._noted, *self._ran, *running)):
+        for request in dict.fromkeys((*self._queued, *self._running, *running)):
             if not request.channel.ended:
                 self.cache_recorder.request(self._record(request, _phase(request, running)))
-        self._noted, self._ran = {}, running
+        self._queued, self._running = {}, running
         stats, owners = self._stats(), dict(_owners(running))
         self.cost_ns += time.perf_counter_ns() - begun
         return self.cache_recorder.collect(stats, owners)
@@ -132,7 +133,7 @@ class RequestRecorder(EngineObserver):
             "monitor_ns": self.cost_ns,
         }
 
-    def _tell_session(self, record: SessionRecord | None) -> None:
+    def _record_session(self, record: SessionRecord | None) -> None:
         if record is not None:
             self.cache_recorder.session(record)
 
@@ -161,11 +162,7 @@ class RequestRecorder(EngineObserver):
             first_token=self._dated(min(first_tokens, default=None)),
             ended=self._dated(ended),
             finish=finish,
-            miss_reason=miss.reason
-            if miss is not None
-            else "full"
-            if streams and self._core.config.prefix_cache
-            else None,
+            miss_reason=miss.reason if miss is not None else "full" if streams and self._reuses else None,
             miss_at=None if miss is None else miss.length,
             miss_evicted_tokens=0 if miss is None else miss.evicted_tokens,
             miss_evicted_ago=None if miss is None else miss.evicted_ago,
@@ -185,7 +182,7 @@ def _phase(request: Request, running: list[Request]) -> Phase:
 
 
 def _owners(running: list[Request]) -> Iterable[tuple[int, tuple[int, int]]]:
-    """Whose each open sequence is: the number of a request, and which of its streams."""
+    """Yield the id of each open sequence, the number of its request, and the index of its stream."""
     for request in running:
         for stream in request.streams:
             yield stream.sequence.id, (request.number, stream.index)
@@ -196,32 +193,32 @@ def _is_cancel(error: Exception) -> bool:
 
 
 class Sessions:
-    """Those that were used last, by number; one that was forgotten and speaks again begins anew."""
+    """Counters of the conversations that were used last; an older one starts from zero if it is used again."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[int, SessionRecord] = OrderedDict()
+        self._records: OrderedDict[int, SessionRecord] = OrderedDict()
 
-    def asked(self, request: Request, now: float) -> SessionRecord | None:
-        """A request came in; None if it is no session's."""
+    def began(self, request: Request, now: float) -> SessionRecord | None:
+        """Count a new request; returns None if it belongs to no conversation."""
         if request.session is None:
             return None
-        old = self._known.get(request.session) or _new(request.session, namespace_label(request.namespace), now)
+        old = self._records.get(request.session) or _new(request.session, namespace_label(request.namespace), now)
         return self._keep(
             replace(old, requests=old.requests + 1, live=old.live + 1, tokens=len(request.prompt), used=now)
         )
 
-    def answered(self, request: Request, now: float) -> SessionRecord | None:
-        """A request ended, well or not."""
-        old = None if request.session is None else self._known.get(request.session)
+    def ended(self, request: Request, now: float) -> SessionRecord | None:
+        """Count the tokens of a request that ended, with or without an error."""
+        old = None if request.session is None else self._records.get(request.session)
         if old is None:
             return None
         first = request.streams[0] if request.streams else None
-        said = 0 if first is None else first.output_length
+        output = 0 if first is None else first.output_length
         return self._keep(
             replace(
                 old,
                 live=max(old.live - 1, 0),
-                tokens=len(request.prompt) + said,
+                tokens=len(request.prompt) + output,
                 prompt_tokens=old.prompt_tokens + (len(request.prompt) if request.counted else 0),
                 cached_tokens=old.cached_tokens + (first.cached_tokens if first is not None and request.counted else 0),
                 output_tokens=old.output_tokens + sum(stream.output_length for stream in request.streams),
@@ -230,15 +227,15 @@ class Sessions:
         )
 
     def closed(self, number: int) -> SessionRecord | None:
-        """A conversation is over; None if it never asked for anything."""
-        old = self._known.get(number)
+        """Mark a conversation as closed; returns None if it had no request."""
+        old = self._records.get(number)
         return None if old is None else self._keep(replace(old, closed=True))
 
     def _keep(self, record: SessionRecord) -> SessionRecord:
-        self._known[record.number] = record
-        self._known.move_to_end(record.number)
-        if len(self._known) > SESSIONS:
-            self._known.popitem(last=False)
+        self._records[record.number] = record
+        self._records.move_to_end(record.number)
+        if len(self._records) > SESSIONS:
+            self._records.popitem(last=False)
         return record
 
 

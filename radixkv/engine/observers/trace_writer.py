@@ -1,14 +1,13 @@
-"""Writes down what requests asked for, as a trace that can be replayed: lengths, times and block ids, never a text.
+"""Write a trace of requests that can be replayed: lengths, times and block ids, never a text.
 
-Knows requests that ended, and a file. Knows no cache, model or step: the engine's thread hands over what there is to
-know of a request when it ends, which costs an append, and a thread of its own hashes and writes.
+The engine's thread queues a few facts of each request at its end; a second thread hashes and writes.
 
-A block id stands for the tokens of a block and all that came before them in its namespace, so equal ids mean equal
-prefixes. It is a keyed hash (BLAKE2b), and the key is drawn for each file and never written: who has the file can tell
-what was shared, but not what it was, nor try whether it was a text that he guesses.
+A block id stands for the tokens of a block and all tokens before them in the namespace: equal ids mean equal prefixes.
+It is a keyed hash (BLAKE2b) with a random key for each file. The key is never written, so a reader of the file can see
+which prefixes were shared, but cannot test a guess of their text.
 
-Lines are in the Mooncake format. Each is written when its request ends, so that a process that is killed loses none of
-those that had ended; `timestamp` says when a request came, and readers sort by it.
+Lines are in the Mooncake format. Each is written when its request ends, so that a killed process loses no ended
+request. `timestamp` is the arrival of a request, and readers sort by it.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
     from radixkv.engine.request import Request, TokenIds
 
 _log = logging.getLogger(__name__)
-BEHIND = 10_000
-"""So many requests may wait to be written: beyond that the disk hangs, and recording ends."""
-PATIENCE = 10.0
-"""Seconds for which a closing engine waits for what is still to be written."""
-NAMESPACES = 65_536
-"""Of so many namespaces, those used last, it is known that their ids are the same as before."""
+MAX_QUEUED = 10_000
+"""Requests that may wait to be written; with more of them the disk is too slow, and recording ends."""
+CLOSE_TIMEOUT = 10.0
+"""Seconds that a closing engine waits for requests to be written."""
+MAX_NAMESPACES = 65_536
+"""Namespaces whose keys are kept; the one unused for longest loses its key, and gets a new one if it is used again."""
 
 
 def check_path(path: str | os.PathLike[str] | None) -> Path | None:
@@ -58,7 +57,7 @@ def check_path(path: str | os.PathLike[str] | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What is known of a request at its end. `namespace` counts them from 1; 0 is the one without a name."""
+    """The facts of a request at its end. `namespace` counts namespaces from 1; 0 is the one without a name."""
 
     submitted: float
     prompt: TokenIds
@@ -70,38 +69,38 @@ class _Ended:
 
 
 class TraceWriter(EngineObserver):
-    """One engine's requests, in one new file that only its owner may read."""
+    """Writes the requests of one engine to one new file that only its owner may read."""
 
     def __init__(self, path: Path, block_size: int) -> None:
-        """Begin the file, in blocks of `block_size` tokens. Raises OSError."""
-        self._path, self._file = path, _Whole(path)
+        """Create the file, for blocks of `block_size` tokens. Raises OSError."""
+        self._path, self._file = path, _LineFile(path)
         self._block_size, self._started = block_size, time.perf_counter()
         self._key = secrets.token_bytes(32)
         self._roots: OrderedDict[Hashable, tuple[int, bytes]] = OrderedDict()
         self._namespaces = 0
         self._inbox: SimpleQueue[_Ended | None] = SimpleQueue()
-        self._stopped = False  # nothing more is taken: closed, or given up
+        self._stopped = False  # closed, or ended by an error
         self._thread = threading.Thread(target=self._write_all, name="radixkv-record", daemon=True)
         self._thread.start()
 
     def ended(self, request: Request, error: Exception | None) -> None:
-        """A request ended, with an error or without. On the engine's thread; O(streams), and raises nothing."""
+        """Queue the facts of a request that ended. O(streams); raises nothing."""
         if self._stopped:
             return
         try:
             if not request.streams:
-                return  # it never came in: what was not looked up in the cache is not in the trace
-            if self._inbox.qsize() >= BEHIND:
-                raise OSError(f"{BEHIND} requests wait to be written: the disk does not keep up")
+                return  # it was never admitted, so that its prompt was not looked up in the cache
+            if self._inbox.qsize() >= MAX_QUEUED:
+                raise OSError(f"{MAX_QUEUED} requests wait to be written: the disk does not keep up")
             self._inbox.put(self._facts(request, error))
         except Exception as problem:
             self._give_up(problem)
 
     def close(self) -> None:
-        """Write what is left, and wait for that, but not for ever for a disk that hangs. May be called twice."""
+        """Write the queued requests, and wait at most `CLOSE_TIMEOUT` seconds for that. May be called twice."""
         self._stopped = True
         self._inbox.put(None)
-        self._thread.join(PATIENCE)
+        self._thread.join(CLOSE_TIMEOUT)
 
     # ---- on the engine's thread
 
@@ -118,21 +117,21 @@ class TraceWriter(EngineObserver):
         )
 
     def _root(self, namespace: Hashable) -> tuple[int, bytes]:
-        """A namespace's number, and the key of its ids."""
+        """Return the number of a namespace and the key of its block ids."""
         if namespace is None:
             return 0, self._key
         if namespace not in self._roots:
             self._namespaces += 1
             self._roots[namespace] = self._namespaces, secrets.token_bytes(32)
-            if len(self._roots) > NAMESPACES:
+            if len(self._roots) > MAX_NAMESPACES:
                 self._roots.popitem(last=False)
         self._roots.move_to_end(namespace)
         return self._roots[namespace]
 
-    # ---- on a thread of its own
+    # ---- on the writing thread
 
     def _write_all(self) -> None:
-        """Write until the end, or until something goes wrong, which is said once."""
+        """Write until the end, or until an error, which is logged once."""
         try:
             with self._file:
                 while (ended := self._inbox.get()) is not None:
@@ -145,12 +144,12 @@ class TraceWriter(EngineObserver):
             self._stopped = True
             self._inbox.put(None)
             _log.warning(
-                "recording to %s has ended, the engine goes on, and what was recorded is there: %s", self._path, problem
+                "recording to %s has ended; the engine goes on, and the file keeps its lines: %s", self._path, problem
             )
 
 
 def _line(ended: _Ended, block_size: int, started: float) -> str:
-    """A request's line; `started` is when the recording began. O(tokens of its prompt)."""
+    """Return the line of a request; `started` is the beginning of the recording. O(tokens of the prompt)."""
     fields: dict[str, Any] = {
         "timestamp": max(round((ended.submitted - started) * 1e3), 0),
         "input_length": len(ended.prompt),
@@ -166,15 +165,15 @@ def _line(ended: _Ended, block_size: int, started: float) -> str:
     return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
-class _Whole:
-    """A new file that ends with a whole line whatever happens: what a full disk took in part is cut off again."""
+class _LineFile:
+    """A new file of whole lines: a line that a full disk took in part is truncated."""
 
     def __init__(self, path: Path) -> None:
         self._raw = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
         self._size = 0
 
     def write(self, data: bytes) -> None:
-        """Append all of it, or raise OSError and have appended nothing."""
+        """Append all of the data, or raise OSError and append nothing."""
         rest = memoryview(data)
         try:
             while rest:
@@ -184,7 +183,7 @@ class _Whole:
             raise
         self._size += len(data)
 
-    def __enter__(self) -> _Whole:
+    def __enter__(self) -> _LineFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -192,9 +191,9 @@ class _Whole:
 
 
 def block_ids(tokens: TokenIds, block_size: int, key: bytes) -> list[int]:
-    """An id for each block, the last and part-filled one included: a hash of it and all before, below 2**63.
+    """Return an id below 2**63 for each block, a part-filled last one included. O(tokens).
 
-    O(tokens).
+    The id is a hash of the block and of all blocks before it.
     """
     raw = np.asarray(tokens, np.int32).tobytes()
     before, ids = b"", []
