@@ -22,21 +22,21 @@ _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9.-]+)(?::[0-9]{1,5})?")
 
 
 class Auth:
-    """Tells tenants by their keys; without keys there is one tenant, None, and nobody may ask from elsewhere.
+    """Identify tenants by their API keys. Without keys there is one tenant, None, and only local requests are allowed.
 
-    A server without keys listens to its own machine only, but a page from elsewhere that a browser shows there can send
-    requests, too, and with a DNS name of its own that leads to 127.0.0.1 it can read the answers. So the names that it
-    was asked by, and that it was asked from, must be this machine's.
+    A server without keys listens on loopback only. Still, a foreign web page in a local browser can send requests, and
+    can read the responses if its own DNS name resolves to 127.0.0.1. So the Host and Origin headers must name this
+    machine.
     """
 
     def __init__(self, api_keys: Mapping[str, str]) -> None:
-        """`api_keys` maps names to keys; digests of equal length are kept, not the keys."""
+        """Store digests of equal length of `api_keys`, which maps tenants to keys."""
         self._digests = {name: _digest(key) for name, key in api_keys.items()}
 
     def tenant(self, headers: Headers) -> str | None:
-        """The name of whoever sent these headers; raises ApiError 401 or, without keys, 403.
+        """Return the tenant of a request with these headers; raise ApiError 401 or, without keys, 403.
 
-        Compares with every key, each in a time that does not depend on where they differ.
+        Compares with every key in constant time.
         """
         if not self._digests:
             _check_local(headers)
@@ -45,16 +45,16 @@ class Auth:
         given = _digest(key.strip() if scheme.lower() == "bearer" else "")
         found = [name for name, digest in self._digests.items() if hmac.compare_digest(given, digest)]
         if not found:
-            what = "this API key is not known" if key else "send an API key: Authorization: Bearer KEY"
-            raise ApiError(401, what, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            message = "this API key is not known" if key else "send an API key: Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return found[0]
 
 
 def namespace(tenant: str | None, headers: Headers, cache_key: str | None) -> Hashable:
-    """What the cache knows a request's prefixes by: the tenant's own, or one within it that the client names.
+    """Return the cache namespace of a request: the tenant's own, or one within it that the client names.
 
-    The header goes before the body's prompt_cache_key. No name that a client sends can be another tenant's namespace.
-    Raises ApiError for a name that is too long, or has bytes that mean nothing in a header.
+    The header takes precedence over the body's prompt_cache_key. No name gives access to another tenant's namespace.
+    Raises ApiError for a name that is too long or not printable ASCII.
     """
     sent = headers.get(NAMESPACE_HEADER)
     if sent and not (sent.isascii() and sent.isprintable()):
@@ -68,7 +68,7 @@ def namespace(tenant: str | None, headers: Headers, cache_key: str | None) -> Ha
 
 
 def _check_local(headers: Headers) -> None:
-    """Raise ApiError 403 for a request that a page from elsewhere may have sent."""
+    """Raise ApiError 403 for a request that a foreign web page may have sent."""
     hosts, origins = headers.getlist("host") or [""], headers.getlist("origin")
     for name in (*hosts, *(re.sub("^https?://", "", origin) for origin in origins)):
         authority = _AUTHORITY.fullmatch(name)
@@ -81,14 +81,14 @@ def _digest(key: str) -> bytes:
     return sha256(key.encode()).digest()
 
 
-_LINGER = 1.0  # seconds that the rest of a body may take that is too large
+_LINGER = 1.0  # seconds for which the rest of an oversized body is read
 
 
 class StreamLimiter:
-    """Counts the streams that are being answered, and turns away who would be too many. For one event loop."""
+    """Count the concurrent streams, and refuse requests beyond the limits. For one event loop."""
 
     def __init__(self, settings: Settings) -> None:
-        """Open, and empty."""
+        """Start with no streams."""
         self._most, self._most_per_key = settings.max_streams, settings.max_per_key
         self._retry_after = settings.retry_after
         self._streams: Counter[str | None] = Counter()
@@ -96,12 +96,12 @@ class StreamLimiter:
 
     @property
     def streams(self) -> int:
-        """Streams that are being answered."""
+        """The number of current streams."""
         return self._streams.total()
 
     @contextmanager
     def admit(self, tenant: str | None) -> Iterator[StreamLease]:
-        """Be counted as one stream while the block runs; raises ApiError 429."""
+        """Count one stream while the block runs; raise ApiError 429 beyond the limits."""
         place = StreamLease(self, tenant)
         place.resize(1)
         try:
@@ -110,7 +110,7 @@ class StreamLimiter:
             self._streams[tenant] -= place.streams
 
     def count(self, tenant: str | None, streams: int, more: int) -> None:
-        """Count `more` streams of a request that will have `streams`; raises as `StreamLease.resize`."""
+        """Count `more` streams of a request that will have `streams`; raise as `StreamLease.resize`."""
         if streams > min(self._most, self._most_per_key or self._most):
             raise ApiError(
                 400,
@@ -132,28 +132,28 @@ class StreamLimiter:
 
 
 class StreamLease:
-    """One request inside the gate, as how many `streams` it counts."""
+    """The streams that one request occupies."""
 
     def __init__(self, limiter: StreamLimiter, tenant: str | None) -> None:
-        """Not counted yet."""
+        """Start with no streams."""
         self._limiter, self._tenant = limiter, tenant
         self.streams = 0
 
     def resize(self, streams: int) -> None:
-        """Count as `streams` from now on; raises ApiError 429, or 400 for what can never fit."""
+        """Occupy `streams` from now on; raise ApiError 429, or 400 for a number that can never be admitted."""
         self._limiter.count(self._tenant, streams, streams - self.streams)
         self.streams = streams
 
 
 async def read_body(request: Request, settings: Settings) -> bytes:
-    """What was sent; raises ApiError 415 (compressed), 413 (too large), 408 (too slow)."""
+    """Read a request's body; raise ApiError 415 (compressed), 413 (too large) or 408 (too slow)."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         message = "this server takes no compressed bodies: send it without Content-Encoding"
         raise ApiError(415, message, param="Content-Encoding", code="unsupported_media_type")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > settings.max_body:
-        if "expect" not in request.headers:  # whoever asks first has sent nothing
+        if "expect" not in request.headers:  # with Expect, the client has not sent the body yet
             await _drop(request.stream())
         raise _too_large(settings)
     try:
@@ -177,7 +177,7 @@ async def _received(request: Request, settings: Settings) -> bytes:
 
 
 async def _drop(parts: AsyncGenerator[bytes, None]) -> None:
-    """Take what still comes, for a while: closed while it sends, a client sees a reset connection and no answer."""
+    """Discard the rest of a body for a while: a client that is still sending would see a reset, and no response."""
     with suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(_LINGER):
             async for _ in parts:

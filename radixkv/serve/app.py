@@ -1,4 +1,4 @@
-"""The application: which path leads to which endpoint. Knows no engine's inside and no field of a body."""
+"""The ASGI application: routes, the small endpoints, and error handlers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
 
 def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlette:
-    """An ASGI application that serves `engine`, which stays the caller's to close."""
+    """Create an ASGI application that serves `engine`. The caller closes the engine."""
     service = Service(engine, settings or Settings())
 
     def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
@@ -57,36 +57,36 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
         lifespan=lifespan,
     )
-    app.router.redirect_slashes = False  # a redirect has no body, and clients do not send theirs again
+    app.router.redirect_slashes = False  # clients do not send a body again after a redirect
     app.state.service = service
     return app
 
 
 async def health(service: Service, _: Request) -> Response:
-    """200 while the engine's thread answers, 503 once it is closed. Needs no key, and tells nothing else."""
+    """Return 200 while the engine's thread answers, 503 once it is closed. Needs no key."""
     await service.engine.stats()
     return JSONResponse({"status": "ok"})
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    """Counters and gauges as Prometheus reads them; of all tenants, so any of their keys is good for it."""
+    """Return the Prometheus metrics, which cover all tenants. Any tenant's key is accepted."""
     service.caller(request)
     return Response(await service.metrics.scrape(), media_type=CONTENT_TYPE)
 
 
 async def openapi(service: Service, _: Request) -> Response:
-    """What all paths take and return, for people and tools. Needs no key."""
+    """Return the OpenAPI document. Needs no key."""
     return JSONResponse(document(service.model_name, service.settings))
 
 
 async def models(service: Service, request: Request) -> Response:
-    """The one model, as a list."""
+    """Return a list of the one model."""
     service.caller(request)
     return JSONResponse({"object": "list", "data": [_model_card(service)]})
 
 
 async def model(service: Service, request: Request) -> Response:
-    """The one model; raises ApiError 404 for another name."""
+    """Return the one model; raise ApiError 404 for another name."""
     service.caller(request)
     service.check_model(request.path_params["model"])
     return JSONResponse(_model_card(service))
@@ -103,12 +103,12 @@ def _model_card(service: Service) -> JsonObject:
 
 
 async def _not_routed(_: Request, error: Exception) -> Response:
-    """No such path, or not with this method."""
+    """Respond to an unknown path or method."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = {404: "there is no such path here: see /openapi.json", 405: "this path takes another method"}
-    told = message.get(error.status_code, error.detail)
-    return ApiError(error.status_code, told, code=code, headers=error.headers).response()
+    text = message.get(error.status_code, error.detail)
+    return ApiError(error.status_code, text, code=code, headers=error.headers).response()
 
 
 async def _failed(_: Request, error: Exception) -> Response:

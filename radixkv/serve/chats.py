@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions.
+"""POST /v1/chat/completions: chat completions, whole or as server-sent events.
 
-Knows: what a chat completion looks like, whole and as events. Thinking is `reasoning_content`, beside `content`.
+Thinking is returned as `reasoning_content`, apart from `content`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from radixkv.chat.tool_call_formats import tool_names
 from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.serve import submit
 from radixkv.serve.conversations import ChatPrompt
-from radixkv.serve.errors import about
+from radixkv.serve.errors import errors_about
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.reply import Piece, ReplyReader, TaggedText
 from radixkv.serve.responses import (
@@ -41,7 +41,7 @@ _NO_CONTENT = b'"content":""'
 
 
 async def create(service: Service, request: Request) -> Response:
-    """Answer one chat completion; raises ApiError, RadixKVError."""
+    """Respond to one chat completion request; raise ApiError or RadixKVError."""
     with ExitStack() as cleanup:
         lease = service.admit(request, cleanup)
         body = await service.read(request, read_chat)
@@ -50,7 +50,7 @@ async def create(service: Service, request: Request) -> Response:
         service.check_model(options.model)
         lease.resize(options.params.n)
         prompt = await service.cancellable(request, service.chat_prompt(caller, body.messages, body.tools))
-        with about("messages"):
+        with errors_about("messages"):
             timeout = service.time_left(request)
             handle = await submit.start(
                 service, caller, options, prompt.ids, cleanup, timeout=timeout, session=prompt.session
@@ -62,10 +62,10 @@ async def create(service: Service, request: Request) -> Response:
 
 
 class ChatAnswer:
-    """One chat completion while it is computed."""
+    """Build the response to one chat completion request, while its replies are generated."""
 
     def __init__(self, service: Service, body: ChatRequest, prompt: ChatPrompt, log_fields: dict[str, Any]) -> None:
-        """`log_fields` gets numbers for the log."""
+        """Fill `log_fields` with numbers for the log."""
         self._service, self._body, self._prompt, self._log_fields = service, body, prompt, log_fields
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -75,7 +75,7 @@ class ChatAnswer:
         self._texts = [TaggedText(service.hidden_tags) for _ in self._readers]
 
     def _reader(self, index: int, thinking: bool) -> ReplyReader:
-        """The same request gets the same ids of calls, whole and as events."""
+        """Create the reader of one reply. Equal requests get equal ids of tool calls, whole and as events."""
         prompt_hash = blake2b(self._prompt.ids.tobytes(), digest_size=8).hexdigest()
         return ReplyReader(
             reads_calls=self._body.reads_calls,
@@ -90,7 +90,7 @@ class ChatAnswer:
     # ---- whole
 
     async def whole(self, handle: AsyncHandle) -> bytes:
-        """The response, once all replies are complete."""
+        """Return the whole response, once all replies are complete."""
         completion = await self._read(handle)
         await self._remember(completion)
         choices = all_replies([completion])
@@ -99,7 +99,7 @@ class ChatAnswer:
         )
 
     async def _read(self, handle: AsyncHandle) -> Completion:
-        """Wait for all replies and read them; token by token if some tags are not part of the text."""
+        """Wait for all replies and read them; token by token if decoding leaves out some tags."""
         if self._service.hidden_tags:
             async for chunk in handle:
                 self._readers[chunk.index].push(self._texts[chunk.index].push(chunk))
@@ -129,7 +129,7 @@ class ChatAnswer:
     # ---- events
 
     async def events(self, handle: AsyncHandle) -> AsyncGenerator[bytes, None]:
-        """The response bit by bit: the role, what is said, why it ends; usage if it was asked for."""
+        """Yield the response's events: roles, deltas, finish reasons, and usage if the client requested it."""
         for index in range(len(self._readers)):
             yield self._event(index, {"role": "assistant", "content": ""})
         async for chunk in handle:
@@ -143,13 +143,13 @@ class ChatAnswer:
         yield DONE
 
     def _of_chunk(self, chunk: Chunk) -> bytes:
-        """The events for one token: none while its text is held back."""
+        """Return the events for one chunk: empty while its text is held back."""
         reader = self._readers[chunk.index]
         pieces = reader.push(self._texts[chunk.index].push(chunk))
         if chunk.finish_reason is not None:
             pieces += reader.finish()
         if len(pieces) == 1 and pieces[0].content and chunk.logprobs is None and chunk.finish_reason is None:
-            return self._said(chunk.index, pieces[0].content)
+            return self._content_event(chunk.index, pieces[0].content)
         deltas = [_delta(piece) for piece in pieces]
         logprobs = None if chunk.logprobs is None else self._logprobs(chunk.token_ids, [chunk.logprobs])
         if logprobs is not None and not deltas:
@@ -159,8 +159,8 @@ class ChatAnswer:
             events.append(self._event(chunk.index, {}, reason=self._reason(chunk.index, chunk.finish_reason)))
         return b"".join(events)
 
-    def _said(self, index: int, text: str) -> bytes:
-        """What nearly every event is, put together from parts: `_event` with a content, and nothing else."""
+    def _content_event(self, index: int, text: str) -> bytes:
+        """Return the most frequent event, a delta of content, from prepared parts; equal to `_event`, but faster."""
         if index not in self._parts:
             front, _, back = self._event(index, {"content": ""}).partition(_NO_CONTENT)
             self._parts[index] = front + _NO_CONTENT[:-2], back
@@ -186,7 +186,7 @@ class ChatAnswer:
         return "tool_calls" if self._readers[index].calls and reason == "stop" else reason
 
     async def _remember(self, completion: Completion) -> None:
-        """Before the client knows that this is the end: its next request builds on it."""
+        """Add the replies to the history, before the client sees the end: its next request builds on them."""
         self._service.log_usage(self._log_fields, [completion])
         replies = all_replies([completion])
 
@@ -197,12 +197,12 @@ class ChatAnswer:
                 self._service.conversations.remember(self._prompt, _message(reader), each.token_ids, cut=cut)
 
         if self._service.settings.history_bytes:
-            # Only what was cut needs the tokenizer; the others do not wait while it is at long prompts.
+            # Only cut replies need the tokenizer's thread, where long prompts may be waiting.
             whole = all(map(self._is_whole, replies))
             await (asyncio.to_thread(remember) if whole else self._service.in_background(remember))
 
     def _is_whole(self, reply: Completion) -> bool:
-        """Whether its text is all that was sampled: no stop string or token of the client's own ended it."""
+        """Whether the text has all sampled tokens: no stop string or token of the client's ended it."""
         return reply.finish_reason != "stop" or reply.token_ids[-1] in self._service.engine.model.stop_token_ids
 
 
@@ -218,7 +218,7 @@ def _call(call: ToolCall) -> JsonObject:
 
 
 def _message(reader: ReplyReader) -> Message:
-    """The reply as the client will send it back, and `messages.read_messages` read it."""
+    """Return the reply as a client sends it back, in the form of `schemas.read_messages`."""
     message: Message = {"role": "assistant", "content": reader.content}
     if reader.calls:
         message["tool_calls"] = [call.as_message() for call in reader.calls]

@@ -1,7 +1,4 @@
-"""`radixkv serve MODEL`: arguments to settings, a model to an engine, and then serve it.
-
-Knows: the command's arguments, the environment, and how to say where the server is. Knows no endpoint.
-"""
+"""`radixkv serve MODEL`: convert options to settings, load the engine, and run the server."""
 
 from __future__ import annotations
 
@@ -30,13 +27,13 @@ _OPTION_OF = {
     "drain_timeout": "drain",
     "history_bytes": "history_memory",
 }
-_EXIT_DELAY = 1.0  # seconds to close the engine, and the trace that it writes
+_EXIT_DELAY = 1.0  # seconds for closing the engine and a trace that it writes
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM; returns 0, or 128 and the number of a second signal that cut everything off.
+    """Serve until Ctrl-C or SIGTERM. Return 0, or 128 plus the number of a second signal.
 
-    Raises InvalidInput for arguments that are wrong or unsafe, OSError for an address that is taken, UnsupportedModel.
+    Raises InvalidInput for arguments that are wrong or unsafe, OSError for an address in use, and UnsupportedModel.
     """
     with _naming_options():
         settings = read_settings(arguments, os.environ)
@@ -53,19 +50,19 @@ def run(arguments: argparse.Namespace) -> int:
                 server = Server(AsyncEngine(engine), settings, lambda: _print(f"{name} at {where}/v1"), _exit_soon)
             server.run(sockets=[sock])
     if server.cut_by is not None:
-        os._exit(128 + server.cut_by)  # with torch loaded, Python's own way out takes seconds
+        os._exit(128 + server.cut_by)  # with torch loaded, a regular exit takes seconds
     return 0
 
 
 def _exit_soon(number: int) -> None:
-    """End the process even if a long step, or a long text that is encoded, does not: who asked twice does not wait."""
+    """End the process soon after a second signal, even during a long step or while a long text is encoded."""
     leaving = threading.Timer(_EXIT_DELAY, os._exit, [128 + number])
     leaving.daemon = True
     leaving.start()
 
 
 def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    """Settings from the command line and the environment; raises InvalidInput."""
+    """Return the settings of the command line and the environment; raise InvalidInput."""
     return Settings(
         host=arguments.host,
         port=arguments.port,
@@ -94,7 +91,7 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
 
 @contextmanager
 def _naming_options() -> Iterator[None]:
-    """Raise InvalidInput that begins with a setting's name again with the option that was typed instead."""
+    """In an InvalidInput that starts with a setting's name, replace the name by the command-line option."""
     try:
         yield
     except InvalidInput as error:
@@ -106,7 +103,7 @@ def _naming_options() -> Iterator[None]:
 
 
 def read_keys(given: Iterable[str]) -> dict[str, str]:
-    """name -> key, from NAME=KEY or NAME=@FILE each; raises InvalidInput, which never repeats a key.
+    """Return name -> key, from NAME=KEY or NAME=@FILE each; raise InvalidInput, which never contains a key.
 
     >>> read_keys(["ada=correct-horse"])
     {'ada': 'correct-horse'}
@@ -137,7 +134,7 @@ def _bytes(option: str, text: str) -> int:
 
 
 def _log_to_stderr(quiet: bool) -> None:
-    """One line a request, unless `quiet`; what goes wrong in any case."""
+    """Log one line per request, unless `quiet`, and errors in any case."""
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("radixkv.serve").setLevel(logging.WARNING if quiet else logging.INFO)
 

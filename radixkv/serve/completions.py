@@ -1,7 +1,4 @@
-"""POST /v1/completions and /tokenize: texts and token ids, without a template.
-
-Knows: what a text completion looks like, whole and as events, of one prompt or many.
-"""
+"""POST /v1/completions and /tokenize: texts and token ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.engine.input_processor import encode
 from radixkv.engine.request import TokenIds
 from radixkv.serve import submit
-from radixkv.serve.errors import about
+from radixkv.serve.errors import errors_about
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.responses import (
     DONE,
@@ -35,7 +32,7 @@ from radixkv.serve.service import Caller, Service
 
 
 async def create(service: Service, request: Request) -> Response:
-    """Answer the completions of one body; raises ApiError, RadixKVError."""
+    """Respond to one completion request, which may have several prompts; raise ApiError or RadixKVError."""
     with ExitStack() as cleanup:
         lease = service.admit(request, cleanup)
         body = await service.read(request, read_completion)
@@ -44,7 +41,7 @@ async def create(service: Service, request: Request) -> Response:
         service.check_model(options.model)
         lease.resize(options.params.n * len(body.prompts))
         prompts = [await service.cancellable(request, _encoded(service, prompt)) for prompt in body.prompts]
-        with about("prompt"):
+        with errors_about("prompt"):
             handles = [
                 await submit.start(service, caller, options, ids, cleanup, timeout=service.time_left(request))
                 for ids in prompts
@@ -56,7 +53,7 @@ async def create(service: Service, request: Request) -> Response:
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """The ids of a text, or of messages as a chat completion would encode them; raises ApiError, RadixKVError."""
+    """Return the ids of a text, or of messages as a chat completion encodes them; raise ApiError or RadixKVError."""
     with ExitStack() as cleanup:
         service.admit(request, cleanup)
         body = await service.read(request, read_tokenize)
@@ -68,12 +65,12 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 class CompletionAnswer:
-    """The completions of one body while they are made; choice `prompt * n + stream` is one of them."""
+    """Build the response to one completion request. Reply `i` of prompt `p` is choice `p * n + i`."""
 
     def __init__(
         self, service: Service, body: CompletionRequest, prompts: Sequence[TokenIds], log_fields: dict[str, Any]
     ) -> None:
-        """`log_fields` gets numbers for the log."""
+        """Fill `log_fields` with numbers for the log."""
         self._service, self._body, self._log_fields = service, body, log_fields
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -83,7 +80,7 @@ class CompletionAnswer:
     # ---- whole
 
     async def whole(self, handles: Sequence[AsyncHandle]) -> bytes:
-        """The response, once all replies are complete."""
+        """Return the whole response, once all replies are complete."""
         completions = [await handle.result() for handle in handles]
         self._service.log_usage(self._log_fields, completions)
         choices = list(enumerate(all_replies(completions)))
@@ -99,7 +96,7 @@ class CompletionAnswer:
     # ---- events
 
     async def events(self, handles: Sequence[AsyncHandle]) -> AsyncGenerator[bytes, None]:
-        """The response bit by bit; usage if it was asked for."""
+        """Yield the response's events, and usage if the client requested it."""
         for index, offset in enumerate(self._offsets):
             if offset:
                 yield self._event(index, self._echoed[index // self._body.options.params.n])
@@ -138,7 +135,7 @@ class CompletionAnswer:
         }
 
     def _echo(self, prompt: TextOrIds, ids: TokenIds) -> str:
-        """What stands before the replies to a prompt."""
+        """Return the text that precedes the replies to a prompt: the prompt itself with `echo`."""
         if not self._body.echo:
             return ""
         if isinstance(prompt, str):
@@ -155,7 +152,7 @@ async def _tokens(service: Service, caller: Caller, body: TokenizeRequest) -> li
 
 async def _encoded(service: Service, prompt: TextOrIds) -> TokenIds:
     model = service.engine.model
-    with about("prompt"):
+    with errors_about("prompt"):
         if isinstance(prompt, str):
             service.check_length([prompt])
             return await service.in_background(lambda: service.encoded(prompt))

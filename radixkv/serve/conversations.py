@@ -1,6 +1,6 @@
-"""From a whole conversation, sent by a client that keeps it, to a prompt that begins as the last one ended.
+"""Encode whole conversations, as clients send them, so that a prompt begins as the previous turn ended.
 
-Knows: one model's chat template, and what was said before (history.py). Knows no HTTP and no engine.
+The ids of earlier replies are taken from the history (history.py), so that the cache finds the whole prefix.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
 
 Mode = Literal["auto", "append", "template"]
 MODES = ("auto", "append", "template")
-_TEMPLATES = 64  # how many lists of tools are kept ready ...
-_LARGE = 1 << 16  # ... none of more characters than this
+_TEMPLATES = 64  # templates that are kept, one for each list of tools and date
+_LARGE = 1 << 16  # characters of a list of tools whose template is not kept
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as token ids, up to where the assistant's turn begins.
+    """A conversation as token ids, up to the start of the assistant's turn.
 
-    `known` of its messages end with a reply whose ids are the engine's own; 0 where the template encoded everything.
-    `session` is a number that the requests of one conversation share. The rest is what `remember` needs.
+    The first `known` messages end with a reply whose sampled ids were reused; 0 if the template encoded everything.
+    `session` is a number that the requests of one conversation share. `remember` needs the other fields.
     """
 
     ids: array[int]
@@ -46,14 +46,14 @@ class ChatPrompt:
 
 
 class Conversations:
-    """Encodes conversations, and remembers the ids of replies; may be used from any thread.
+    """Encode conversations, and remember the ids of replies. Thread-safe.
 
-    `mode` says where new messages go, as in `Engine.chat`: "append" puts them behind the ids that are known,
-    "template" renders everything anew around the ids of the replies, "auto" appends unless the template leaves the
-    thinking of earlier replies out. Where appending would lose what the template writes with tools, conversations with
-    tools are rendered. `capacity` bounds the bytes that are remembered; with 0 the template encodes
-    everything. `new_session` numbers the conversations that begin. `limit` is how many tokens a prompt may have: one
-    that grew beyond it by appending is rendered anew, if that makes it shorter.
+    `mode` is as in `Engine.chat`: "append" appends new messages to the remembered ids, "template" renders the whole
+    conversation around the ids of the replies, "auto" appends unless the template omits the thinking of earlier
+    replies. Conversations with tools are rendered if appending would lose text that the template writes with tools.
+    `capacity` limits the remembered bytes; with 0 the template encodes everything. `new_session` numbers new
+    conversations. `limit` is the maximum length of a prompt: an appended prompt beyond it is rendered instead, if that
+    is shorter.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Conversations:
         new_session: Callable[[], int] | None = None,
         limit: int | None = None,
     ) -> None:
-        """For one model's tokenizer, which may have no chat template: then `prompt` raises ChatError.
+        """Serve one model's tokenizer; without a chat template, `prompt` raises ChatError.
 
-        Raises InvalidInput for "append" where that would lose what the template writes even without tools.
+        Raises InvalidInput for "append" if that would lose text of the template even without tools.
         """
         if mode not in MODES:
             raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {mode!r}")
@@ -85,10 +85,10 @@ class Conversations:
                 raise InvalidInput(str(error)) from error
 
     def prompt(self, namespace: Hashable, messages: Sequence[Message], tools: Tools = None) -> ChatPrompt:
-        """The prompt of a conversation; raises ChatError where the template takes no such messages, PromptTooLong.
+        """Return the prompt of a conversation. O(bytes of the messages + tokens), and encoding the new text.
 
-        Raises InvalidInput for tools that it does not write.
-        O(bytes of the messages + tokens), and encoding what is not known.
+        Raises ChatError if the template refuses the messages, InvalidInput for tools that it does not write, and
+        PromptTooLong.
         """
         known = self._index.ids_for(namespace, messages, tools)
         date = known.date or today()
@@ -105,9 +105,9 @@ class Conversations:
     def remember(
         self, prompt: ChatPrompt, reply: Message, emitted_ids: Sequence[int], *, cut: str | None = None
     ) -> None:
-        """Note that `prompt` was answered by `emitted_ids`, and that its client was told `reply`, a message.
+        """Store that `prompt` was answered by `emitted_ids`, and that its client received the message `reply`.
 
-        `cut` is the reply's text, its tags included, if not all that was sampled was told: a stop string ended it.
+        `cut` is the reply's text with its tags, if a stop string or token cut off some of the sampled text.
         """
         ids: array[int] | None = array("i", emitted_ids)
         if cut is not None:
@@ -126,7 +126,7 @@ class Conversations:
 
     @property
     def keeps_thinking(self) -> bool:
-        """Whether the template is known to write the thinking of earlier replies, too."""
+        """Whether the template writes the thinking of earlier replies."""
         try:
             return not self._template("", "").strips_thinking
         except ChatError:
@@ -134,7 +134,7 @@ class Conversations:
 
     @property
     def thinking_tags(self) -> tuple[str, str]:
-        """What stands before and behind the thinking of a reply."""
+        """The tags that enclose the thinking of a reply."""
         try:
             return self._template("", "").form.thinking_tags
         except ChatError:
@@ -142,7 +142,7 @@ class Conversations:
 
     @property
     def stats(self) -> HistoryStats:
-        """What is remembered, and how often it was found."""
+        """The counters of the history."""
         return self._index.stats
 
     # ---- inside
@@ -157,16 +157,16 @@ class Conversations:
     def _appends(self, template: ChatTemplate) -> bool:
         try:
             return history_mode(template, self._mode) == "append"
-        except ChatError:  # it would lose something with tools, and these are some
+        except ChatError:  # with these tools, appending would lose text
             return False
 
     def _from_known(self, template: ChatTemplate, known: Known, messages: Sequence[Message]) -> array[int] | None:
-        """Ids with those that are known in their places; None if there are none, or the template cannot be used so."""
+        """Return the prompt's ids with the remembered ids in place; None if there are none or they cannot be used."""
         if not known.messages:
             return None
         try:
             if not self._appends(template):
-                return template.spliced(messages, known.said, keep_thinking=False)
+                return template.spliced(messages, known.reply_ids, keep_thinking=False)
             new = messages[known.messages :]
             answered = messages[known.messages - 1] if new and new[0].get("role") == "tool" else {}
             return template.continued(known.ids, new, _calls(answered))
@@ -174,19 +174,19 @@ class Conversations:
             return None
 
     def _cut(self, template: ChatTemplate, ids: Sequence[int], text: str) -> array[int] | None:
-        """Ids that say `text`, with which those of a reply begin: those that lie within it, and the rest encoded anew.
+        """Return ids of `text`, the start of a reply: sampled ids as far as they lie within it, the rest encoded.
 
-        None if that cannot be told.
+        None if a token's text is not found in `text`.
         """
         kept = bisect_right(range(len(ids)), len(text), key=lambda n: len(template.said_text(ids[: n + 1])))
         before = template.said_text(ids[:kept])
-        if not text.startswith(before):  # a control token that texts leave out, or characters in parts
+        if not text.startswith(before):  # a control token that decoding leaves out, or part of a character
             return None
         rest = ControlTokens(self._tokenizer).encode(text.removeprefix(before))
         return array("i", ids[:kept]) + array("i", rest)
 
 
 def _calls(reply: Message) -> list[ToolCall]:
-    """The tool calls of a reply that is known."""
+    """Return the tool calls of a remembered reply."""
     functions = [(call["id"], call["function"]) for call in reply.get("tool_calls") or ()]
     return [ToolCall(number, function["name"], function["arguments"]) for number, function in functions]

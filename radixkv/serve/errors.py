@@ -1,7 +1,4 @@
-"""What went wrong, as an OpenAI client expects to be told.
-
-Knows: which status and which words each of radixkv's errors gets. Knows no route.
-"""
+"""Errors of HTTP requests, in OpenAI's form: each error of radixkv has a status, a message, a parameter and a code."""
 
 from __future__ import annotations
 
@@ -26,11 +23,11 @@ from radixkv.errors import (
 
 _log = logging.getLogger(__name__)
 _PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|n|tools)\b")
-_LONGEST = 2000  # characters of a message: what is wrong may itself be long
+_LONGEST = 2000  # characters of a message, which may quote a long value
 
 
 class ApiError(Exception):
-    """A request that is not answered as asked: an HTTP status, a message, which parameter, and a code to test for."""
+    """A request that failed: an HTTP status, a message, the parameter at fault, and a code for programs."""
 
     def __init__(
         self,
@@ -42,43 +39,43 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`kind` is what OpenAI calls the type of an error."""
+        """`kind` is the `type` of OpenAI's errors."""
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.kind = status, message, param, code, kind
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """What the client gets, whether as a response or as the last event of a stream."""
+        """Return the JSON of a response, or of a stream's last event."""
         message = self.message if len(self.message) <= _LONGEST else self.message[:_LONGEST] + "..."
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The whole response."""
-        # ASCII, so that half of a surrogate pair in what was sent cannot keep its sender from being told.
+        """Return the whole response."""
+        # Escaped to ASCII, since a message may quote half of a surrogate pair.
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A body that is not as it should be."""
+    """Return an ApiError 400 for a wrong body."""
     return ApiError(400, message, param=param, code=code)
 
 
 @contextmanager
-def about(param: str) -> Iterator[None]:
-    """Raise what the engine or the template refuses as ApiError 400 that names a field.
+def errors_about(param: str) -> Iterator[None]:
+    """Convert errors of the engine or the template to ApiError 400 with a field's name.
 
-    That is `param`, unless the message begins with the name of another.
+    The field is `param`, unless the message begins with the name of another field.
     """
     try:
         yield
     except (InvalidInput, ChatError) as error:
-        told, named = as_api_error(error), _PARAMETER.match(str(error))
-        told.param, told.code = named[0] if named else param, told.code or "invalid_value"
-        raise told from error
+        converted, named = as_api_error(error), _PARAMETER.match(str(error))
+        converted.param, converted.code = named[0] if named else param, converted.code or "invalid_value"
+        raise converted from error
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of `error`; a fault of ours is not described to strangers."""
+    """Convert any error for the client. An internal error is logged, and not described to the client."""
     match error:
         case ApiError():
             return error

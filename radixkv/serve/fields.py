@@ -1,6 +1,6 @@
-"""A JSON object from outside, field by field: what is wrong with it is said in one sentence that names the field.
+"""Read the fields of a JSON object from a client, and check their types and ranges.
 
-Knows: JSON's types, and fields that are absent, null, unknown or out of range. Knows no endpoint.
+A wrong field raises ApiError 400 with one sentence that names it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ JsonObject = dict[str, Any]
 
 
 def parse_object(body: bytes) -> JsonObject:
-    """The JSON object that a body is; raises ApiError for anything else, numbers and texts outside Unicode included."""
+    """Parse a body that is one JSON object; raise ApiError for another value, NaN, or a text outside Unicode."""
     try:
         parsed = json.loads(body, parse_constant=_no_number)
         if b"\\u" in body:  # only an escape can bring half of a surrogate pair
@@ -36,42 +36,42 @@ def parse_object(body: bytes) -> JsonObject:
 
 
 class Fields:
-    """The fields of one object; each is taken once, null counts as absent, and what nobody took is refused by `close`.
+    """Read the fields of one object, each once; null counts as absent, and `close` refuses the fields left over.
 
-    `at` is where the object stands ("messages[2]"), so that a complaint can say it.
+    `at` is the path of the object, such as "messages[2]", for error messages.
     """
 
     def __init__(self, values: object, at: str = "") -> None:
-        """Raises ApiError unless this is an object."""
+        """Raise ApiError unless `values` is an object."""
         if not isinstance(values, dict):
             raise bad_request(f"{at} must be an object, not {kind_of(values)}", at, "invalid_type")
         self._left: JsonObject = dict(values)
         self._at = at
 
     def path(self, name: str) -> str:
-        """A field's name with all that it stands in."""
+        """Return a field's name with the path of its object."""
         return f"{self._at}.{name}" if self._at else name
 
     def take(self, name: str) -> Any:
-        """A field as it came, None if it is absent."""
+        """Return a field of any type, None if it is absent."""
         return self._left.pop(name, None)
 
     def need(self, name: str) -> Any:
-        """A field as it came; it must be there."""
+        """Return a required field of any type."""
         value = self.take(name)
         if value is None:
             raise bad_request(f"{self.path(name)} is required", self.path(name), "missing_required_parameter")
         return value
 
     def text(self, name: str) -> str | None:
-        """A string."""
+        """Return a string, None if it is absent."""
         value = self.take(name)
         if value is not None and not isinstance(value, str):
             self.wrong(name, "a string", value)
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """true or false."""
+        """Return true or false, `default` if it is absent."""
         value = self.take(name)
         if value is None:
             return default
@@ -80,7 +80,7 @@ class Fields:
         return bool(value)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """A whole number from `low` to `high`."""
+        """Return a whole number from `low` to `high`, None if it is absent."""
         value = self.take(name)
         if value is None:
             return None
@@ -91,7 +91,7 @@ class Fields:
         return int(value)
 
     def number(self, name: str, low: float, high: float) -> float | None:
-        """A number from `low` to `high`."""
+        """Return a number from `low` to `high`, None if it is absent."""
         value = self.take(name)
         if value is None:
             return None
@@ -102,26 +102,26 @@ class Fields:
         return float(value)
 
     def list(self, name: str) -> list[Any] | None:
-        """An array."""
+        """Return an array, None if it is absent."""
         value = self.take(name)
         if value is not None and not isinstance(value, list):
             self.wrong(name, "an array", value)
         return value
 
     def only(self, name: str, allowed: Sequence[Any], why: str) -> None:
-        """A field that may be there as long as it asks for nothing that is not done; `why` says what to do instead."""
+        """Accept a field only with one of the `allowed` values; `why` explains the refusal of others."""
         value = self.take(name)
         if value is not None and not any(value == each and type(value) is type(each) for each in allowed):
             choices = " or ".join(json.dumps(each) for each in allowed)
             self.refuse(name, f"can only be {choices} here: {why}" if allowed else f"is not supported: {why}")
 
     def ignore(self, *names: str) -> None:
-        """Fields that change nothing here, whatever they hold."""
+        """Accept fields with any value, without effect."""
         for name in names:
             self._left.pop(name, None)
 
     def close(self) -> None:
-        """Refuse what nobody took."""
+        """Refuse the fields that were not read."""
         for name in self._left:
             path = self.path(shown(name).strip('"'))
             raise bad_request(f"unknown field {path}: remove it, or check how it is spelt", path, "unknown_parameter")
@@ -137,7 +137,7 @@ class Fields:
 
 
 def kind_of(value: object) -> str:
-    """What JSON calls this.
+    """Return the JSON type of a value.
 
     >>> [kind_of(value) for value in (None, True, 1, 1.5, "a", [], {})]
     ['null', 'a boolean', 'a number', 'a number', 'a string', 'an array', 'an object']
@@ -157,7 +157,7 @@ def kind_of(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a message, cut short."""
+    """Return a value as JSON for a message, shortened."""
     try:
         text = json.dumps(value)
     except ValueError:  # an int of more digits than Python prints

@@ -18,58 +18,59 @@ from typing import Any, TypeAlias
 
 from radixkv.chat.messages import Message
 
-# What a node costs beside its text and its ids: the object, its children's dict, two entries in dicts.
+# Bytes of a node without its texts and ids: the object, its children's dict, two entries in dicts.
 _NODE_BYTES = 700
 
 
 class Node:
-    """One message behind all that stand before it; with `ids`, a reply of the engine's.
+    """A message of a conversation; its parent is the message before it. With `ids` it is a reply of the engine.
 
-    The ids of prompt and reply are the first `base_length` ids of `base`, then `ids`; the last `said` are the reply's.
+    The ids of prompt and reply are the first `shared` ids of `base`, then `ids`. The last `reply_length` of them
+    are the reply's.
     """
 
-    __slots__ = ("base", "base_length", "children", "date", "ids", "key", "parent", "said", "session", "thinking")
+    __slots__ = ("base", "children", "date", "ids", "key", "parent", "reply_length", "session", "shared", "thinking")
 
     def __init__(self, parent: Node | None, key: Any) -> None:
-        """A message that says nothing yet."""
+        """Create a message without ids."""
         self.parent, self.key = parent, key
         self.children: dict[str, Node] = {}
         self.ids: array[int] | None = None
         self.base: Node | None = None
-        self.base_length = self.said = 0
+        self.shared = self.reply_length = 0
         self.thinking: str | None = None
         self.date: str | None = None
         self.session: int | None = None
 
     @property
     def size(self) -> int:
-        """Bytes, near enough."""
+        """Approximate number of bytes."""
         ids = 0 if self.ids is None else self.ids.itemsize * len(self.ids)
         thinking = 0 if self.thinking is None else sys.getsizeof(self.thinking)
         return _NODE_BYTES + _size(self.key) + ids + thinking
 
     def whole(self) -> array[int]:
-        """Ids of prompt and reply. O(tokens)."""
+        """Return the ids of prompt and reply. O(tokens)."""
         assert self.ids is not None
         if self.base is None:
             return self.ids[:]
-        return _front(self.base, self.base_length) + self.ids
+        return _front(self.base, self.shared) + self.ids
 
 
 def nearest(node: Node | None) -> Node | None:
-    """The closest reply before a message."""
+    """Return the last reply at or before a message."""
     while node is not None and node.ids is None:
         node = node.parent
     return node
 
 
 def _front(node: Node, length: int) -> array[int]:
-    """The first `length` ids of a reply and its prompt. O(length)."""
+    """Return the first `length` ids of a reply's prompt and the reply. O(length)."""
     pieces: list[array[int]] = []
     at: Node | None = node
     while at is not None:
         assert at.ids is not None
-        start = at.base_length if at.base is not None else 0
+        start = at.shared if at.base is not None else 0
         if length > start:
             pieces.append(at.ids[: length - start])
             length = start
@@ -77,14 +78,14 @@ def _front(node: Node, length: int) -> array[int]:
     return sum(reversed(pieces), array("i"))
 
 
-def reply_ids(node: Node) -> array[int]:
-    """Ids of the reply alone."""
+def ids_of_reply(node: Node) -> array[int]:
+    """Return the ids of the reply alone."""
     assert node.ids is not None
-    return node.ids[len(node.ids) - node.said :]
+    return node.ids[len(node.ids) - node.reply_length :]
 
 
 def shared_length(first: array[int], second: array[int]) -> int:
-    """How many ids two sequences share from the start; one comparison where one begins with the other."""
+    """Return the length of the common prefix; one comparison if one sequence begins with the other."""
     length = min(len(first), len(second))
     if first[:length] == second[:length]:
         return length
@@ -92,7 +93,7 @@ def shared_length(first: array[int], second: array[int]) -> int:
 
 
 def subtree(node: Node) -> Iterator[Node]:
-    """The node, and all that stand behind it."""
+    """Yield the node and its descendants."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -101,18 +102,16 @@ def subtree(node: Node) -> Iterator[Node]:
 
 
 def check_ids(node: Node) -> None:
-    """Raise AssertionError if a node's ids are not what its place allows."""
+    """Raise AssertionError if a node's ids do not fit its place in the tree."""
     if node.ids is None:
-        assert node.base is None and not node.base_length and not node.said, "a message that is no reply has ids"
+        assert node.base is None and not node.shared and not node.reply_length, "a message without a reply has ids"
         return
-    assert 0 <= node.said <= len(node.ids), "a reply's ids are not all its own"
+    assert 0 <= node.reply_length <= len(node.ids), "a reply's ids are not all its own"
     if node.base is not None:
         above = node.parent
         while above is not None and above is not node.base:
             above = above.parent
-        assert above is node.base and node.base_length <= len(node.base.whole()), (
-            "a reply builds on what is not before it"
-        )
+        assert above is node.base and node.shared <= len(node.base.whole()), "a reply builds on what is not before it"
 
 
 def _size(key: Any) -> int:
@@ -126,54 +125,54 @@ _THINKING = "reasoning_content"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """How much of a conversation the engine said itself.
+    """The longest remembered beginning of a conversation.
 
-    The first `messages` messages end with a reply; `ids` are the prompt it was given and its own, a stop token
-    included. `said` has the ids of each known reply among them, by its position. `date` is the one that the prompt was
-    rendered with, `session` the number of the conversation. All are empty or None where nothing is known.
+    Its `messages` messages end with a reply; `ids` are the prompt's and that reply's, a stop token included.
+    `reply_ids` has the ids of each remembered reply, by its position. `date` is the date in the rendered prompt,
+    `session` the number of the conversation. All are empty or None if nothing is remembered.
     """
 
     messages: int
     ids: array[int]
-    said: Mapping[int, array[int]]
+    reply_ids: Mapping[int, array[int]]
     date: str | None
     session: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryStats:
-    """Counters, which only grow, and gauges: `bytes` of at most `capacity` hold `replies`."""
+    """Counters, which only grow, and gauges: `replies` take `bytes` of at most `capacity`."""
 
-    lookups: int  # conversations with at least one assistant's message that were looked up
-    found: int  # of these, those of which at least one reply was known
+    lookups: int  # conversations with an assistant message that were looked up
+    found: int  # lookups that found at least one reply
     remembered: int
-    forgotten: int  # replies that went to make room
+    forgotten: int  # replies that were evicted to make room
     replies: int
     bytes: int
     capacity: int
 
 
 class HistoryIndex:
-    """From (namespace, tools, messages) to the ids that the engine emitted for them; may be used from any thread.
+    """Map (namespace, tools, messages) to the ids that the engine emitted for them. Thread-safe.
 
-    A tree of messages: what conversations share is stored once, and a reply's ids only from where they differ from
-    those of the reply before. Beyond `capacity` bytes the conversations go that were not asked for the longest, their
+    Messages form a tree: a common beginning of conversations is stored once, and a reply's ids only from where they
+    differ from the previous reply's. Beyond `capacity` bytes the least recently used conversations are evicted, their
     last messages first.
     """
 
     def __init__(self, capacity: int) -> None:
-        """Start empty; `capacity` is in bytes, 0 remembers nothing."""
+        """Start empty. `capacity` is in bytes; 0 remembers nothing."""
         self._capacity = capacity
         self._roots: dict[Hashable, Node] = {}
-        self._recent: OrderedDict[Node, int] = OrderedDict()  # to their bytes; a parent always behind its children
+        self._recent: OrderedDict[Node, int] = OrderedDict()  # node -> bytes; a parent comes after its children
         self._bytes = 0
         self._lookups = self._found = self._remembered = self._forgotten = self._replies = 0
         self._lock = threading.Lock()
 
     def ids_for(self, namespace: Hashable, messages: Sequence[Message], tools: Tools = None) -> Known:
-        """What is known of a conversation: its longest beginning that ends with a reply of the engine's.
+        """Return the longest beginning of a conversation that ends with a remembered reply.
 
-        Makes it the most recent. O(bytes of the messages + tokens).
+        Makes it the most recently used. O(bytes of the messages + tokens).
         """
         keys = [_key(message) for message in messages]
         with self._lock:
@@ -185,8 +184,8 @@ class HistoryIndex:
                 return Known(0, array("i"), {}, None, None)
             last = path[replies[-1]]
             self._touch(last)
-            said = {at: reply_ids(path[at]) for at in replies}
-            return Known(replies[-1] + 1, last.whole(), said, last.date, last.session)
+            reply_ids = {at: ids_of_reply(path[at]) for at in replies}
+            return Known(replies[-1] + 1, last.whole(), reply_ids, last.date, last.session)
 
     def remember(
         self,
@@ -200,31 +199,31 @@ class HistoryIndex:
         date: str | None = None,
         session: int | None = None,
     ) -> None:
-        """Note that `messages`, encoded as `prompt_ids`, were answered by `reply`, which was sampled as `emitted_ids`.
+        """Store that `messages`, encoded as `prompt_ids`, were answered by `reply`, sampled as `emitted_ids`.
 
-        `reply` is the message as the client was told it, and will send it back. O(bytes of the messages + tokens).
+        `reply` is the message as the client received it, and will send it back. O(bytes of the messages + tokens).
         """
         whole = [*messages, reply]
         keys = [_key(message) for message in whole]
         ids = array("i", prompt_ids) + array("i", emitted_ids)
         with self._lock:
             node = self._insert((namespace, _tools_key(tools)), keys)
-            if node.ids is None or not node.children:  # replies behind it may build on the ids that it has
+            if node.ids is None or not node.children:  # later replies may build on its present ids
                 self._replies += node.ids is None
                 self._remembered += 1
                 node.base = nearest(node.parent)
-                shared = 0 if node.base is None else shared_length(node.base.whole(), ids)
-                node.base_length = min(shared, len(prompt_ids))
-                node.ids, node.said = ids[node.base_length :], len(emitted_ids)
+                common = 0 if node.base is None else shared_length(node.base.whole(), ids)
+                node.shared = min(common, len(prompt_ids))
+                node.ids, node.reply_length = ids[node.shared :], len(emitted_ids)
                 node.thinking, node.date = _thinking(reply), date
                 self._update_size(node)
-            node.session = session  # of two conversations that begin alike, whoever got this last is likely to go on
+            node.session = session  # the latest of the conversations that share this reply is likely to continue
             self._touch(node)
             self._trim()
 
     @property
     def stats(self) -> HistoryStats:
-        """What this moment looks like."""
+        """The present counters and gauges."""
         with self._lock:
             return HistoryStats(
                 self._lookups,
@@ -237,7 +236,7 @@ class HistoryIndex:
             )
 
     def check(self) -> None:
-        """Raise AssertionError if the books are wrong. O(all that is remembered)."""
+        """Raise AssertionError if the tree, the order or the counters disagree. O(everything remembered)."""
         with self._lock:
             seen: set[Node] = set()
             for where, root in self._roots.items():
@@ -259,17 +258,17 @@ class HistoryIndex:
 
     @staticmethod
     def _path(node: Node | None, keys: Sequence[str], messages: Sequence[Message]) -> list[Node]:
-        """The nodes of the longest beginning that is in the tree."""
+        """Return the nodes of the longest beginning that is in the tree."""
         path: list[Node] = []
         for key, message in zip(keys, messages, strict=True):
             node = None if node is None else node.children.get(key)
-            if node is None or not _thought_alike(node, message):
+            if node is None or not _same_thinking(node, message):
                 break
             path.append(node)
         return path
 
     def _insert(self, where: Hashable, keys: Sequence[str]) -> Node:
-        """The node of the last message; those that are missing on the way are made."""
+        """Return the node of the last message; create missing nodes."""
         node = self._roots.get(where)
         if node is None:
             node = self._roots[where] = Node(None, where)
@@ -288,7 +287,7 @@ class HistoryIndex:
         self._recent[node] = size
 
     def _touch(self, node: Node | None) -> None:
-        """Make a node the most recent, and what stands before it more recent still: the oldest is always a leaf."""
+        """Make a node the most recent, and its ancestors more recent still, so that the oldest node is a leaf."""
         while node is not None:
             self._recent.move_to_end(node)
             node = node.parent
@@ -298,7 +297,7 @@ class HistoryIndex:
             self._evict(next(iter(self._recent)))
 
     def _evict(self, node: Node | None) -> None:
-        """Drop a leaf, and what stands before it as far as it says nothing and leads nowhere."""
+        """Remove a leaf, and its ancestors that are then leaves without a reply."""
         while node is not None and not node.children:
             self._bytes -= self._recent.pop(node)
             self._replies -= node.ids is not None
@@ -317,7 +316,7 @@ class HistoryIndex:
 
 
 def _key(message: Message) -> str:
-    """A text that two messages share only if they say the same; fields that are empty say nothing."""
+    """Return a text that is equal for equal messages only. Empty fields do not count."""
     plain = {name: value for name, value in message.items() if value or name == "content"}
     plain.pop(_THINKING, None)
     plain["content"] = plain.get("content") or ""
@@ -327,9 +326,9 @@ def _key(message: Message) -> str:
 
 
 def _plain_call(call: Any) -> Any:
-    """A tool call by what a template renders of it: an object in the order of its names, a text as it is.
+    """Return a tool call as a template renders it: an object in the order of its names, or a text.
 
-    Whoever reads messages makes objects of the texts that are some, so that spacing them anew changes nothing.
+    Messages arrive here with JSON texts converted to objects, so that white space in a text does not count.
     """
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         return call
@@ -341,8 +340,8 @@ def _thinking(message: Message) -> str | None:
     return message.get(_THINKING) or None
 
 
-def _thought_alike(node: Node, message: Message) -> bool:
-    """Whether the client sends the reply's thinking back as it was, or not at all."""
+def _same_thinking(node: Node, message: Message) -> bool:
+    """Whether the client sends the reply's thinking back unchanged, or not at all."""
     thinking = _thinking(message)
     return thinking is None or thinking == node.thinking
 

@@ -1,7 +1,6 @@
-"""What an engine and its requests have come to, as Prometheus reads it.
+"""Prometheus metrics of an engine and its requests, with radixkv's names and with vLLM's.
 
-Knows: names, kinds and help of metrics, radixkv's own and vLLM's. Knows no HTTP; no label ever holds what somebody
-said, sent or is called.
+No label ever contains text of a request, or the name of a tenant.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """All that one scrape tells."""
+    """The values of one scrape."""
 
     stats: EngineStats
     requests: RequestCounts
@@ -34,7 +33,7 @@ class _Snapshot:
 
 
 class ServerMetrics:
-    """The metrics of one engine behind one server; they begin with `watch`, or the first scrape."""
+    """The metrics of one engine and its server. Requests are counted from `watch` or the first scrape on."""
 
     def __init__(
         self,
@@ -45,17 +44,17 @@ class ServerMetrics:
         refused: Callable[[], int] = int,
         vllm: bool = False,
     ) -> None:
-        """`model` is what clients call it; `refused` says how many were turned away; `vllm` adds vLLM's names."""
+        """`model` is the name for clients, `refused` counts refused requests, `vllm` adds vLLM's names."""
         self._engine = engine
         self._model, self._history, self._refused, self._vllm = model, history, refused, vllm
         self._watch: RequestWatch | None = None
 
     async def watch(self) -> None:
-        """Count the requests that come from now on. Raises EngineClosed."""
+        """Count requests from now on. Raises EngineClosed."""
         await wrap_future(self._engine.client.thread.call(self._begin))
 
     async def scrape(self) -> bytes:
-        """All metrics of one moment between two steps, in the text format; raises EngineClosed."""
+        """Return all metrics between two steps, in Prometheus' text format; raise EngineClosed."""
         stats, requests = await wrap_future(self._engine.client.thread.call(self._look))
         history = None if self._history is None else self._history()
         snapshot = _Snapshot(stats, requests, history, self._model, self._refused())
@@ -63,7 +62,7 @@ class ServerMetrics:
         return generate_latest(_Once(families))
 
     def _begin(self) -> RequestWatch:
-        """On the engine's thread, so that two who ask at once get one watch."""
+        """Start counting, once. Called on the engine's thread only, so two scrapes cannot start twice."""
         if self._watch is None:
             self._watch = RequestWatch(self._engine.client.core)
         return self._watch
@@ -73,14 +72,14 @@ class ServerMetrics:
 
 
 class _Once(CollectorRegistry):
-    """A registry of families that are there already."""
+    """A registry of metric families that are complete already."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         super().__init__()
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        """The families."""
+        """Yield the families."""
         yield from self._families
 
 
@@ -210,14 +209,14 @@ _OWN_HISTOGRAMS = {
 
 
 def _vllms(snapshot: _Snapshot) -> Iterator[Metric]:
-    """vLLM's names, each with what is the same here; what it counts and radixkv does not know is left out."""
+    """Yield vLLM's metrics with radixkv's values. Metrics without a counterpart in radixkv are left out."""
     stats, cache, requests = snapshot.stats, snapshot.stats.cache, snapshot.requests
     histograms = requests.histograms
     named = {"model_name": snapshot.model, "engine": "0"}
     gauges = {
         "num_requests_running": stats.running,
         "num_requests_waiting": stats.waiting,
-        # Cached and held by nobody counts as free there. The second is its older name: dashboards ask for either.
+        # In vLLM, cached blocks that no request holds count as free. Dashboards use either name; the second is older.
         **dict.fromkeys(("kv_cache_usage_perc", "gpu_cache_usage_perc"), cache.held_blocks / cache.num_blocks),
     }
     counters = {

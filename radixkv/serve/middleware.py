@@ -21,14 +21,14 @@ _log = logging.getLogger("radixkv.serve")
 
 
 class RequestMiddleware:
-    """Wraps the application; `scope["state"]["log_fields"]` is a dict into which endpoints put numbers for the log."""
+    """Wrap the application. Endpoints put numbers for the log into the dict `scope["state"]["log_fields"]`."""
 
     def __init__(self, app: ASGIApp) -> None:
         """Wrap `app`."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; everything else (lifespan) passes."""
+        """Handle one request; pass other scopes (lifespan) on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -45,7 +45,7 @@ class RequestMiddleware:
 
 
 class _Exchange:
-    """One request and its response, as far as it has come."""
+    """One request and the state of its response."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
@@ -63,7 +63,7 @@ class _Exchange:
         await self._send(message)
 
     def log(self) -> None:
-        route = getattr(self._scope.get("route"), "path", "-")  # never what stood in the path instead
+        route = getattr(self._scope.get("route"), "path", "-")  # the route's pattern, never the requested path
         log_fields = "".join(f" {name}={value}" for name, value in self._log_fields.items())
         seconds = time.perf_counter() - self._began
         _log.info("%s %s %s %s %.3fs%s", self._id, self._scope["method"], route, self.status, seconds, log_fields)

@@ -1,7 +1,7 @@
 """The OpenAPI document at /openapi.json: endpoints, request bodies, responses, errors and headers.
 
-Sampling parameters are described by their declarations. Tests compare the document with the server's behaviour:
-schemas.py checks what is described here.
+Sampling parameters are described by their declarations. schemas.py does the checks that this document describes; tests
+compare the two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKEN_ID: JsonObject = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 
 
 def obj(properties: JsonObject, *required: str) -> JsonObject:
-    """An object of these properties and no others."""
+    """An object with these properties only."""
     return {
         "type": "object",
         "properties": properties,
@@ -34,13 +34,13 @@ def obj(properties: JsonObject, *required: str) -> JsonObject:
 
 
 def array(items: JsonObject, *, least: int = 0, most: int | None = None) -> JsonObject:
-    """A list."""
+    """An array of `least` to `most` items."""
     bounds = {} if most is None else {"maxItems": most}
     return {"type": "array", "items": items, "minItems": least, **bounds}
 
 
 def maybe(schema: JsonObject) -> JsonObject:
-    """The schema, or null, which counts as absent."""
+    """A schema, or null, which counts as absent."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -50,12 +50,12 @@ def integer(low: int, high: int) -> JsonObject:
 
 
 def ref(name: str) -> JsonObject:
-    """One of the document's own schemas."""
+    """A reference to one of the document's schemas."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 def answer(properties: JsonObject, **optional: JsonObject) -> JsonObject:
-    """An object that has all of these properties, perhaps some of the optional ones, and may have more."""
+    """An object with all of these properties, perhaps some of the optional ones, and perhaps others."""
     return {"type": "object", "properties": {**properties, **optional}, "required": list(properties)}
 
 
@@ -68,7 +68,7 @@ Every answer has the request's id in `X-Request-Id`."""
 
 
 def document(model_name: str, settings: Settings) -> JsonObject:
-    """The whole document, for a server of this model."""
+    """Return the whole document, for a server of this model."""
     model = {"type": "string", "enum": [model_name], "description": "The model that this server has."}
     chat, completion = _chat_body(model), _completion_body(model)
     return {
@@ -112,12 +112,12 @@ def _get(about: str, found: JsonObject, *statuses: int, parameters: list[JsonObj
 
 
 def _open(path: JsonObject) -> JsonObject:
-    """A path that needs no key."""
+    """Mark a path as needing no key."""
     return {"get": {**path["get"], "security": []}}
 
 
 def _responses(about: str, found: JsonObject, *statuses: int) -> JsonObject:
-    """What is found, and what may go wrong; a fault of ours may happen anywhere."""
+    """The response of success, and those of errors; 500 is possible everywhere."""
     errors = {str(status): {"description": _WHY[status], "content": _json("Error")} for status in (*statuses, 500)}
     for status, header in _HEADERS.items():
         if str(status) in errors:
@@ -130,7 +130,7 @@ def _json(name: str) -> JsonObject:
 
 
 def _events(chunk: str) -> JsonObject:
-    """A stream of events as OpenAPI 3.1 can say it: the schema is that of the JSON in each."""
+    """A stream of events, as far as OpenAPI 3.1 can describe one: the schema is that of the JSON in each event."""
     return {
         "type": "string",
         "contentMediaType": "text/event-stream",
@@ -182,7 +182,7 @@ _CACHE_KEY: JsonObject = {
 
 
 def _chat_body(model: JsonObject) -> JsonObject:
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
     fields = {
         **_options(model),
         "messages": array(_message(), least=1),
@@ -201,7 +201,7 @@ def _chat_body(model: JsonObject) -> JsonObject:
 
 
 def _completion_body(model: JsonObject) -> JsonObject:
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
     ids = array(TOKEN_ID, least=1)
     prompts = array({"anyOf": [{"type": "string"}, ids]}, least=1, most=schemas.MOST_PROMPTS)
     fields = {
@@ -217,7 +217,7 @@ def _completion_body(model: JsonObject) -> JsonObject:
 
 
 def _tokenize_body(model: JsonObject) -> JsonObject:
-    """POST /tokenize."""
+    """The body of POST /tokenize."""
     fields = {
         "model": maybe(model),
         "prompt": STRING,
@@ -229,7 +229,7 @@ def _tokenize_body(model: JsonObject) -> JsonObject:
 
 
 def _options(model: JsonObject) -> JsonObject:
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
     options = obj({"include_usage": BOOLEAN, "include_obfuscation": BOOLEAN})
     return {
         "model": model,
@@ -251,7 +251,7 @@ def _sampling() -> JsonObject:
 
 
 def _parameter(declared: Parameter) -> JsonObject:
-    """A sampling parameter's type and wire range."""
+    """A sampling parameter's type, with its range for HTTP clients."""
     schema = BOOLEAN
     match declared:
         case Integer():
@@ -272,7 +272,7 @@ def _parameter(declared: Parameter) -> JsonObject:
     return {**schema, "description": declared.description} if declared.description else schema
 
 
-# The order in the document: OpenAI's best known parameters first, else as declared.
+# The order in the document: these first and last, the others between them as declared.
 _FIRST, _LAST = ("n", "temperature", "top_p"), ("min_tokens", "ignore_eos")
 _TOKEN = "^[0-9]{1,10}$"
 
@@ -298,7 +298,7 @@ def _content() -> JsonObject:
 
 
 def _said() -> JsonObject:
-    """What an assistant said, as servers tell it and clients send it back."""
+    """An assistant's message, as servers return it and clients send it back."""
     arguments = {"type": ["string", "object", "null"], "description": "JSON as a text, or the object itself."}
     function = obj({"name": _NOT_EMPTY, "arguments": arguments}, "name")
     kind = {"enum": ["function", None]}
@@ -353,7 +353,7 @@ def _whole(kind: str, choice: JsonObject) -> JsonObject:
 
 
 def _chunk(kind: str, choice: JsonObject) -> JsonObject:
-    """One event; the one with the usage, if it was asked for, has no choices."""
+    """One event. The event with the usage, if the client requested it, has no choices."""
     return answer(_head(kind, choice), usage=maybe(ref("Usage")))
 
 
@@ -369,7 +369,7 @@ def _chat_choice() -> JsonObject:
 
 
 def _chat_delta() -> JsonObject:
-    """What was said since the last event of this choice: one of the fields, or none at its end."""
+    """The text since the last event of this choice: one of the fields, or none at its end."""
     call = answer({"index": _INDEX, "id": TEXT, "type": {"const": "function"}, "function": _function()})
     delta = answer({}, role={"const": "assistant"}, content=TEXT, reasoning_content=TEXT, tool_calls=array(call))
     return {"index": _INDEX, "delta": delta, "logprobs": maybe(_chat_logprobs()), "finish_reason": maybe(_ENDS)}

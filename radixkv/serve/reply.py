@@ -18,18 +18,20 @@ from radixkv.engine import Chunk
 
 
 class TaggedText:
-    """Each tag stands where it was sampled, though text before it may come later: the engine holds back what may
-    begin a stop string. A tag behind the first letter of a stop string is as little shown as the rest.
+    """Restore the tags of one stream that are control tokens, which decoding leaves out.
+
+    Each tag is inserted where it was sampled. Text before a tag may arrive later, since the engine holds back the
+    possible start of a stop string. A tag within a stop string is dropped like the string.
     """
 
     def __init__(self, tags: Mapping[int, str]) -> None:
-        """Begin a stream; `tags` are texts by the ids that are left out."""
+        """Begin a stream. `tags` maps the ids that are left out to their texts."""
         self._tags = tags
         self._released = 0
-        self._waiting: deque[tuple[int, str]] = deque()  # where a tag stands in the text, and what it is
+        self._waiting: deque[tuple[int, str]] = deque()  # (position in the text, tag)
 
     def push(self, chunk: Chunk) -> str:
-        """The text that a chunk releases, with its tags. O(its characters)."""
+        """Return the text that a chunk releases, with its tags. O(characters)."""
         start, end = self._released, self._released + len(chunk.text)
         self._waiting += [(end + chunk.held, tag) for token in chunk.token_ids if (tag := self._tags.get(token))]
         parts, at = [], start
@@ -43,7 +45,7 @@ class TaggedText:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a reply, in the order in which it was said; one of the three is set. `number` counts the calls."""
+    """A part of a reply: content, thinking, or tool call `number`."""
 
     content: str = ""
     thinking: str = ""
@@ -120,5 +122,5 @@ class ReplyReader:
 
 
 def tags(form: CallFormat | None, thinking: tuple[str, str]) -> tuple[str, ...]:
-    """The texts that a reader of replies looks for, and that may be control tokens."""
+    """Return the tags that ReplyReader looks for, which may be control tokens."""
     return (*thinking, *CHANNEL_TAGS, *(form.tags if form else ()))

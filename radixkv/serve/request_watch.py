@@ -1,7 +1,6 @@
-"""What requests found in the cache and how long they took, counted as they end. Only ever on the engine's thread.
+"""Count cache hits and latencies of requests as they end, on the engine's thread.
 
-Knows: requests, when the scheduler opens one, and when it ends. Knows no HTTP, no metric's name, and nothing that was
-said. A fault in here is logged and ends the counting, never a request.
+An error in this module is logged and ends the counting, never a request.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ STREAMS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
 class Histogram:
-    """Counts of values up to each bound, and their sum.
+    """Count values up to each bound, and sum them.
 
     >>> histogram = Histogram([1.0, 5.0])
     >>> histogram.observe(3.0)
@@ -51,7 +50,7 @@ class Histogram:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, how many values lie at or below it)."""
+        """(upper bound, number of values at or below it)."""
         found, below = [], 0
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
             below += count
@@ -59,23 +58,22 @@ class Histogram:
         return found
 
     def add(self, other: Histogram) -> None:
-        """Count what another one with the same bounds has counted."""
+        """Add the counts of another histogram with the same bounds."""
         self._counts = [one + two for one, two in zip(self._counts, other._counts, strict=True)]
         self.sum += other.sum
 
     def copy(self) -> Histogram:
-        """The same counts, which stay as they are."""
+        """Return a copy of the counts."""
         twin = Histogram(self._bounds)
         twin._counts, twin.sum = list(self._counts), self.sum
         return twin
 
 
 def _histograms() -> dict[str, Histogram]:
-    """Of requests that finished, by name. `ttft_hit` is of those that found at least half of their prompt.
+    """Create the histograms of finished requests. `ttft_hit` is for requests with half of their prompt cached or more.
 
-    `longest` has the tokens of a request's longest reply.
-    `gap` has the time before each token of a stream but its first, as the token came, of requests that did not finish,
-    too; `gap_mean` has the mean of them once a stream.
+    `longest` counts the tokens of a request's longest reply. `gap` is the time between two tokens of a stream, counted
+    at each token, also for requests that do not finish; `gap_mean` is their mean, counted once a stream.
     """
     seconds = ("ttft_hit", "ttft_miss", "queue", "prefill", "decode", "inference", "total")
     counts = ("prompt_tokens", "output_tokens", "longest", "max_tokens")
@@ -89,10 +87,10 @@ def _histograms() -> dict[str, Histogram]:
 
 @dataclass
 class RequestCounts:
-    """Everything about requests that the engine's own counters do not say; only ever grows.
+    """Counters of requests, in addition to the engine's own; they only grow.
 
-    `lookups` and `missed_tokens` are by why a prompt was not found in full ("full" if it was); a request counts once,
-    at its end, as it was when it came in. `streams` are by why they finished.
+    `lookups` and `missed_tokens` are by the reason of the cache miss, "full" for a whole hit. A request counts once, at
+    its end, with the reason at its admission. `streams` are by finish reason.
     """
 
     lookups: Counter[str] = field(default_factory=Counter)
@@ -101,25 +99,28 @@ class RequestCounts:
     histograms: dict[str, Histogram] = field(default_factory=_histograms)
 
     def copy(self) -> RequestCounts:
-        """The same, which stays as it is."""
+        """Return a copy of all counters."""
         histograms = {name: each.copy() for name, each in self.histograms.items()}
         return RequestCounts(Counter(self.lookups), Counter(self.missed_tokens), Counter(self.streams), histograms)
 
 
 class RequestWatch(EngineObserver):
-    """Counts the requests of a core."""
+    """Count the requests of a core."""
 
     def __init__(self, core: Core) -> None:
-        """Listen from now on."""
+        """Count the requests that are opened from now on."""
         self.counts = RequestCounts()
         self._core = core
         self._failed = False
-        self._live: dict[Request, tuple[str, int]] = {}  # to why they missed, and how many tokens
+        self._live: dict[Request, tuple[str, int]] = {}  # request -> (reason of the miss, missed tokens)
         core.observers.append(self)
 
     def opened(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
-        """A request came in, or came back. Costs a match if something is missing and nobody else has asked why."""
-        if self._failed or request.streams:  # then it comes back: it was counted when it came in
+        """Note that a request was admitted, perhaps after a preemption.
+
+        Costs a match if tokens are missing and no observer has explained the miss yet.
+        """
+        if self._failed or request.streams:  # a preempted request was counted at its first admission
             return
         try:
             self._note(request, tokens, limit, sequence)
@@ -129,20 +130,20 @@ class RequestWatch(EngineObserver):
 
     def _note(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
         missed = len(tokens) - sequence.length
-        if missed <= 1:  # the last token is always computed: its logits are wanted
+        if missed <= 1:  # the last token is always computed, for its logits
             reason = "full"
-        elif request.miss is not None:  # the monitor's recorder has just looked it up
+        elif request.miss is not None:  # the monitor's recorder has just explained the miss
             reason = request.miss.reason
         else:
             reason = self._core.cache.explain(tokens, request.namespace, limit).reason
         begins = request not in self._live
         self._live[request] = (reason, missed)
         if begins:
-            vars(request.channel)["put"] = self._timed(request.channel.put)  # before the class's own
+            vars(request.channel)["put"] = self._timed(request.channel.put)  # overrides the method of this one channel
             request.channel.listen(partial(self._ended, request), end=True)
 
     def _timed(self, put: Callable[[Chunk], None]) -> Callable[[Chunk], None]:
-        """The same, and the time since the last token of the same stream is counted. Costs about a microsecond."""
+        """Wrap `put` to count the time since the previous token of the same stream. Costs about a microsecond."""
         gaps, last = self.counts.histograms["gap"], dict[int, float]()
 
         def timed(chunk: Chunk) -> None:
@@ -155,11 +156,11 @@ class RequestWatch(EngineObserver):
         return timed
 
     def _ended(self, request: Request) -> None:
-        """It ended, however; what this raises, the channel logs."""
-        vars(request.channel).pop("put", None)  # which holds the channel
+        """Count a request at its end. The channel logs an exception of this method."""
+        vars(request.channel).pop("put", None)  # it references the channel
         reason, missed = self._live.pop(request)
         if not request.streams:
-            return  # it never came in
+            return  # the request was never admitted
         if self._core.config.prefix_cache:
             self.counts.lookups[reason] += 1
             self.counts.missed_tokens[reason] += missed
@@ -167,7 +168,7 @@ class RequestWatch(EngineObserver):
             reply = request.channel.wait(0)
         except RadixKVError:
             return
-        if request.max_tokens:  # else only the prompt was asked for
+        if request.max_tokens:  # 0: only the prompt was computed
             self._finished(request, [reply, *reply.alternatives])
 
     def _finished(self, request: Request, replies: list[Completion]) -> None:

@@ -25,12 +25,12 @@ _encode_event = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def all_replies(completions: Iterable[Completion]) -> list[Completion]:
-    """All replies of some requests, those of each prompt together."""
+    """Return all replies of some requests, grouped by prompt."""
     return [each for completion in completions for each in (completion, *completion.alternatives)]
 
 
 def usage(completions: Sequence[Completion]) -> JsonObject:
-    """The tokens of some requests; a prompt counts once, however many replies it has, and so do its cached tokens."""
+    """Return the token counts of some requests. A prompt and its cached tokens count once, for all its replies."""
     prompt = sum(completion.usage.prompt_tokens for completion in completions)
     cached = sum(completion.usage.cached_tokens for completion in completions)
     output = sum(completion.usage.output_tokens for completion in all_replies(completions))
@@ -43,15 +43,15 @@ def usage(completions: Sequence[Completion]) -> JsonObject:
 
 
 class TokenTexts:
-    """What single tokens say."""
+    """The texts of single tokens."""
 
     def __init__(self, tokenizer: Any | None) -> None:
-        """Of a model that may have no tokenizer; then a token's text is its id."""
+        """Without a tokenizer, a token's text is its id."""
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}  # decoding takes microseconds, and an answer may name a token in every place
+        self._known: dict[int, str] = {}  # decoding takes microseconds, and a response may repeat a token
 
     def __getitem__(self, token: int) -> str:
-        """The token's text; part of a character is U+FFFD. O(1), but for the first time."""
+        """Return the token's text; part of a character is U+FFFD. O(1), except the first time."""
         text = self._known.get(token)
         if text is None:
             text = f"<{token}>" if self._tokenizer is None else str(self._tokenizer.decode([token]))
@@ -59,7 +59,7 @@ class TokenTexts:
         return text
 
     def chat_logprobs(self, ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None]) -> list[JsonObject]:
-        """Entries of `logprobs.content` in a chat completion, one a token."""
+        """Return the entries of `logprobs.content` in a chat completion, one per token."""
         return [
             {
                 **self._entry(token, each.chosen),
@@ -71,14 +71,14 @@ class TokenTexts:
 
     def _entry(self, token: int, logprob: float) -> JsonObject:
         text = self[token]
-        # Bytes of a part of a character are not known: the tokenizer says U+FFFD for them.
+        # The tokenizer decodes part of a character to U+FFFD, so its bytes are not available.
         parts = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": finite(logprob), "bytes": parts}
 
     def completion_logprobs(
         self, ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None], offset: int
     ) -> JsonObject:
-        """`logprobs` of a text completion whose first token stands at `offset` in its text."""
+        """Return the `logprobs` of a text completion; its first token is at `offset` of its text."""
         pairs = [(self[token], each) for token, each in zip(ids, logprobs, strict=True) if each is not None]
         offsets = []
         for text, _ in pairs:
@@ -93,10 +93,10 @@ class TokenTexts:
 
 
 async def encode_response(head: JsonObject, choices: Callable[[], Iterable[JsonObject]], spent: JsonObject) -> bytes:
-    """The JSON of a whole response.
+    """Return the JSON of a whole response.
 
-    With log probabilities it takes a while, so it is made beside the event loop, and a choice at a time: encoding one
-    keeps all other threads waiting.
+    It is encoded on another thread than the event loop's, since log probabilities take a while, and one choice at a
+    time, since each call of the encoder blocks all other threads.
     """
 
     def encoded() -> bytes:
@@ -108,7 +108,7 @@ async def encode_response(head: JsonObject, choices: Callable[[], Iterable[JsonO
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity: OpenAI writes -9999 for what cannot be."""
+    """Return at least -9999, which OpenAI writes for an impossible token, since JSON has no infinity."""
     return max(logprob, -9999.0)
 
 
@@ -117,15 +117,15 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Sends events, each as soon as it is there, until they end, the client leaves, or it reads nothing for too long.
+    """Send events as they arrive, until they end, the client disconnects, or it stops reading for too long.
 
-    Leaving is noticed while the next event is waited for, and also while one is being sent.
+    A disconnect is noticed both while waiting for the next event and while sending one.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], send_timeout: float, cleanup: ExitStack) -> None:
-        """`cleanup` is left when everything is over."""
+        """Close `cleanup` at the end of the response."""
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -133,12 +133,12 @@ class EventStream(Response):
         self._events, self._send_timeout, self._cleanup = events, send_timeout, cleanup
 
     def init_headers(self, headers: Any = None) -> None:
-        """As Starlette's, without a length, which nobody knows yet."""
+        """Set the headers as Starlette does, but without a content length."""
         super().init_headers(headers)
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Send the response."""
         log_fields = scope["state"]["log_fields"]
         with self._cleanup:
             try:
@@ -167,7 +167,7 @@ class EventStream(Response):
 
 
 async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
-    """What the first of several that is done returns or raises; the others are cancelled, and waited for."""
+    """Return or raise the result of the first coroutine to finish; cancel the others, and wait for them."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -179,18 +179,18 @@ async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def wait_for_disconnect(receive: Receive) -> NoReturn:
-    """Raise ApiError, which nobody reads, once the client leaves."""
+    """Raise ApiError 499 once the client disconnects."""
     await _disconnected(receive)
     raise ApiError(499, "the client left before its answer was complete", code="client_disconnected")
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` returns; raises ApiError, which nobody reads, if the client leaves first."""
+    """Return the result of `work`; raise ApiError 499 if the client disconnects first."""
     return await first_of(work, wait_for_disconnect(request.receive))
 
 
 def sse_event(body: object) -> bytes:
-    """One event with a JSON value."""
+    """Encode a JSON value as one event."""
     return b"data: " + _encode_event(body).encode() + b"\n\n"
 
 

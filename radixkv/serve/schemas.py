@@ -43,9 +43,9 @@ TextOrIds = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What all requests for replies have in common.
+    """The fields that chat and text completions share.
 
-    `params.max_tokens` counts only if `bounded`; else a reply may fill the context. `cache_key` names a namespace
+    `params.max_tokens` applies only if `bounded`; else a reply may fill the context. `cache_key` names a namespace
     within the tenant's.
     """
 
@@ -59,7 +59,7 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """POST /v1/chat/completions. `reads_calls` says whether tool calls in the reply are taken out of its text."""
+    """The body of POST /v1/chat/completions. `reads_calls`: tool calls are taken out of the reply's text."""
 
     options: RequestOptions
     messages: list[Message]
@@ -69,7 +69,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """POST /v1/completions: one or more prompts, each a text or token ids; `echo` repeats a prompt before its reply."""
+    """The body of POST /v1/completions: prompts, each a text or token ids. `echo` repeats a prompt before its reply."""
 
     options: RequestOptions
     prompts: list[TextOrIds]
@@ -78,7 +78,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    """POST /tokenize: a text, or messages that are rendered as a chat completion would."""
+    """The body of POST /tokenize: a text, or messages that are rendered as in a chat completion."""
 
     model: str | None
     prompt: str | None
@@ -88,7 +88,7 @@ class TokenizeRequest:
 
 
 def read_chat(body: JsonObject) -> ChatRequest:
-    """Check the body of a chat completion; raises ApiError, which names the field."""
+    """Check the body of a chat completion; raise ApiError, which names the wrong field."""
     fields = Fields(body)
     messages = read_messages(fields.need("messages"))
     tools = read_tools(fields.list("tools"))
@@ -100,7 +100,7 @@ def read_chat(body: JsonObject) -> ChatRequest:
 
 
 def read_completion(body: JsonObject) -> CompletionRequest:
-    """Check the body of a text completion; raises ApiError, which names the field."""
+    """Check the body of a text completion; raise ApiError, which names the wrong field."""
     fields = Fields(body)
     prompts = _prompts(fields)
     echo = fields.flag("echo")
@@ -119,7 +119,7 @@ def read_completion(body: JsonObject) -> CompletionRequest:
 
 
 def read_tokenize(body: JsonObject) -> TokenizeRequest:
-    """Check the body of a tokenisation; raises ApiError, which names the field."""
+    """Check the body of a tokenisation; raise ApiError, which names the wrong field."""
     fields = Fields(body)
     model, prompt, cache_key = fields.text("model"), fields.text("prompt"), fields.text("prompt_cache_key")
     messages, tools = fields.list("messages"), read_tools(fields.list("tools"))
@@ -129,11 +129,11 @@ def read_tokenize(body: JsonObject) -> TokenizeRequest:
     return TokenizeRequest(model, prompt, None if messages is None else read_messages(messages), tools, cache_key)
 
 
-# ---- what chat and text completions share
+# ---- fields that chat and text completions share
 
 
 def _options(fields: Fields, bound: int | None, logprobs: int | None) -> RequestOptions:
-    """Take all that is left; what is unknown by then is refused."""
+    """Read the shared fields, which are the last: fields left over are refused."""
     model = fields.need("model")
     if not isinstance(model, str):
         fields.wrong("model", "a string", model)
@@ -155,17 +155,17 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     if not stream:
         fields.refuse("stream_options", "has a meaning only with stream=true")
     options = Fields(given, "stream_options")
-    options.flag("include_obfuscation")  # nothing is padded: whoever can watch the traffic should not see it at all
+    options.flag("include_obfuscation")  # accepted without effect: events are not padded
     wanted = options.flag("include_usage")
     options.close()
     return wanted
 
 
-# ---- sampling parameters, as they are declared
+# ---- sampling parameters, by their declarations
 
 
 def wire_range(name: str) -> tuple[int, int]:
-    """The range in which clients may set an integer parameter."""
+    """Return the range of an integer parameter for HTTP clients."""
     declared = parameters(SamplingParams)[name]
     assert isinstance(declared, Integer)
     return declared.wire
@@ -188,7 +188,7 @@ def _params(fields: Fields, bound: int | None, logprobs: int | None) -> Sampling
 
 
 def _read(fields: Fields, name: str, declared: Parameter) -> Any:
-    """Take a parameter's field, in its JSON type and wire range."""
+    """Read a parameter's field, with its JSON type and its range for HTTP clients."""
     match declared:
         case Integer():
             return fields.integer(name, *declared.wire)
@@ -276,7 +276,7 @@ def _refuse_what_chat_lacks(fields: Fields) -> None:
 
 
 def _prompts(fields: Fields) -> list[TextOrIds]:
-    """OpenAI's four forms: a text, texts, token ids, lists of token ids."""
+    """Read OpenAI's four forms: a text, texts, token ids, lists of token ids."""
     given = fields.need("prompt")
     if isinstance(given, str):
         return [given]
@@ -293,7 +293,7 @@ def _prompts(fields: Fields) -> list[TextOrIds]:
 
 
 def _are_ids(values: Sequence[Any]) -> bool:
-    """Whether these are non-negative whole numbers that a token id could be."""
+    """Whether all values are possible token ids: whole numbers from 0."""
     return all(type(value) is int and 0 <= value < 2**31 for value in values)
 
 
@@ -302,10 +302,9 @@ TOOL_NAME = r"[a-zA-Z0-9_.-]{1,64}"
 
 
 def read_messages(given: object) -> list[Message]:
-    """Check a conversation; raises ApiError, which says where it is wrong.
+    """Check a conversation, and return it in the form of chat templates; raise ApiError, which names the wrong field.
 
-    Results of tool calls come in the order of the calls: most templates write no ids, so that their places alone say
-    which is whose.
+    Results of tool calls are put in the order of the calls: most templates write no ids, so the order must match.
     """
     if not isinstance(given, list) or not given:
         raise bad_request("messages must be an array of at least one message", "messages", "invalid_type")
@@ -313,7 +312,7 @@ def read_messages(given: object) -> list[Message]:
 
 
 def read_tools(given: Sequence[Any] | None) -> list[JsonObject] | None:
-    """Check tool definitions, which stay as they came; raises ApiError. An empty list is none."""
+    """Check tool definitions, and return them unchanged; None for an empty list. Raises ApiError."""
     for at, each in enumerate(given or ()):
         fields = Fields(each, f"tools[{at}]")
         if fields.need("type") != "function":
@@ -324,7 +323,7 @@ def read_tools(given: Sequence[Any] | None) -> list[JsonObject] | None:
 
 
 def _in_order(messages: list[Message]) -> list[Message]:
-    """The messages with the results behind each reply in the order of its calls, if it is clear whose they are."""
+    """Put the results after each reply in the order of its calls, if their ids are unique and known."""
     ordered: list[Message] = []
     places: dict[str, int] = {}
     for is_result, run in groupby(messages, key=lambda message: message["role"] == "tool"):
@@ -375,7 +374,7 @@ def _assistant(fields: Fields, content: str | None) -> Message:
 
 
 def _content(fields: Fields) -> str | None:
-    """A text, or the texts of all parts, a line each."""
+    """Read a text, or join the texts of all parts with line feeds."""
     given = fields.take("content")
     if given is None or isinstance(given, str):
         return given
@@ -391,16 +390,16 @@ def _part(fields: Fields) -> str:
     text = fields.need(str(kind))
     if not isinstance(text, str):
         fields.wrong(str(kind), "a string", text)
-    fields.ignore("cache_control", "annotations")  # hints that some frameworks put there for others
+    fields.ignore("cache_control", "annotations")  # hints of some frameworks for other servers
     fields.close()
     return str(text)
 
 
 def _call(fields: Fields) -> JsonObject:
-    """A tool call; its arguments become an object if they are the text of one, since templates write them as JSON."""
+    """Read a tool call. The JSON text of an arguments object becomes the object, since templates write JSON."""
     call_id = fields.text("id") or fields.need("id")
     fields.only("type", ("function",), "there is no other kind of call")
-    fields.ignore("index")  # left by clients that put a call together from its events
+    fields.ignore("index")  # from clients that assembled a call from its events
     function = Fields(fields.need("function"), fields.path("function"))
     name = function.text("name") or function.need("name")
     arguments = function.take("arguments")
@@ -424,7 +423,7 @@ def _check_function(fields: Fields) -> None:
     parameters = fields.take("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         fields.wrong("parameters", "a JSON schema (an object)", parameters)
-    fields.flag("strict")  # sent by default by some frameworks; arguments are what the model wrote all the same
+    fields.flag("strict")  # accepted without effect: arguments are as the model writes them
     fields.close()
 
 
@@ -432,10 +431,10 @@ def _numbered(fields: Fields, name: str) -> list[tuple[int, Any]]:
     return list(enumerate(fields.list(name) or ()))
 
 
-def written(messages: Sequence[Message], tools: Sequence[JsonObject] | None, *, thinking: bool) -> list[str]:
-    """What a template writes of a conversation, for a first look at how long it is; JSON without its white space.
+def template_texts(messages: Sequence[Message], tools: Sequence[JsonObject] | None, *, thinking: bool) -> list[str]:
+    """Return the texts of a conversation that a template writes, for a lower bound of its length. O(bytes).
 
-    Without `thinking` only that behind the last message of a user counts. O(bytes).
+    JSON is written without white space. Without `thinking`, only thinking after the last user message counts.
     """
     last_user = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=0)
     texts = [_compact(tools)] if tools else []

@@ -1,7 +1,4 @@
-"""The process that serves: a socket, uvicorn, and an end at which streams finish.
-
-Knows: uvicorn, signals and sockets. Knows no endpoint.
-"""
+"""Run the application with uvicorn on a socket, and shut it down so that running streams finish."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ from radixkv.serve.app import create_app
 from radixkv.serve.service import Service
 from radixkv.serve.settings import Settings
 
-_GRACE = 5.0  # seconds for what is left to be read once the engine has closed
-# Seconds that an idle connection is kept. httpx, and so the openai package, keeps its for 5, as uvicorn would: now and
-# then a request would be written into a connection that is just being closed.
+_GRACE = 5.0  # seconds for clients to read the rest, once the engine has closed
+# Seconds for which an idle connection stays open, longer than in httpx (5 s, as uvicorn's default): else the openai
+# package now and then sends a request on a connection that is just being closed.
 _KEEP_ALIVE = 75
 
 
 class Server(uvicorn.Server):
-    """Serves an engine until SIGINT or SIGTERM, and closes it.
+    """Serve an engine until SIGINT or SIGTERM, then close the engine.
 
-    At the end nothing new is taken; what runs has `drain_timeout` to finish, then it ends with an error that says so. A
-    second signal, of either kind, cuts all connections, and is kept in `cut_by`.
+    On shutdown new requests are refused. Running requests have `drain_timeout` to finish, then they end with an error.
+    A second signal, of either kind, drops all connections, and its number is stored in `cut_by`.
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class Server(uvicorn.Server):
         on_ready: Callable[[], None] | None = None,
         on_cut: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_ready` is called once connections are taken, `on_cut` with the number of a second signal."""
+        """Call `on_ready` once connections are accepted, `on_cut` with the number of a second signal."""
         self._engine, self._settings, self._on_ready, self._on_cut = engine, settings, on_ready, on_cut
         self._loop: asyncio.AbstractEventLoop | None = None
         self.cut_by: int | None = None
@@ -58,14 +55,14 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to take connections."""
+        """Start accepting connections."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started and self._on_ready is not None:
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let what runs finish, and close the engine."""
+        """Let running requests finish, and close the engine."""
         drain = self._settings.drain_timeout
         self.service.begin_shutdown()
         closing = asyncio.create_task(self._engine.close(drain > 0, drain or None))
@@ -82,7 +79,7 @@ class Server(uvicorn.Server):
                 await closing
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """What a signal does; called on the main thread, between any two of the event loop's instructions."""
+        """Handle a signal; called on the main thread, between any two of the event loop's instructions."""
         if not self.should_exit:
             self.should_exit = True
             return
@@ -93,25 +90,25 @@ class Server(uvicorn.Server):
             self._on_cut(sig)
 
     async def _cut_after(self, closing: asyncio.Task[None]) -> None:
-        """Wait for the engine, and some time longer for who reads slowly."""
+        """Wait for the engine, then a while for slow readers, and drop the connections."""
         await asyncio.wait([closing])
         await asyncio.sleep(_GRACE)
         self._cut()
 
     async def _drop_connections(self) -> None:
-        """Drop all connections, and wait until that was noticed: else asyncio cancels it, and uvicorn logs a fault."""
+        """Drop all connections, and wait for their tasks: else asyncio cancels them, and uvicorn logs an error."""
         self._cut()
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=_GRACE)
 
     def _cut(self) -> None:
-        """Drop all connections; whoever answers on them sees a client that has left, and stops."""
+        """Drop all connections; their endpoints see a disconnected client, and stop."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take Ctrl-C and SIGTERM as the wish to end, and, unlike uvicorn's own, do not pass them on."""
+        """Shut down on Ctrl-C and SIGTERM. Unlike uvicorn's own method, do not raise the signals again afterwards."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -124,7 +121,7 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the address, and takes no connection yet; raises OSError, at once rather than once loaded."""
+    """Bind a socket that does not listen yet; raise OSError for an address in use, before the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -137,6 +134,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address(sock: socket.socket) -> str:
-    """Where a bound socket is reached, as a URL."""
+    """Return the URL of a bound socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

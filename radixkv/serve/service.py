@@ -1,7 +1,4 @@
-"""What all endpoints share: the engine, who may ask and how much, and what is known of the model's texts.
-
-Knows: no route, no field of a body.
-"""
+"""The state that all endpoints share: the engine, access control, conversations, metrics, and facts about the model."""
 
 from __future__ import annotations
 
@@ -27,34 +24,34 @@ from radixkv.engine.request import TokenIds
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.serve.access import Auth, StreamLease, StreamLimiter, namespace, read_body
 from radixkv.serve.conversations import ChatPrompt, Conversations
-from radixkv.serve.errors import ApiError, about
+from radixkv.serve.errors import ApiError, errors_about
 from radixkv.serve.fields import JsonObject, parse_object
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.reply import tags
 from radixkv.serve.responses import TokenTexts, first_of, usage, wait_for_disconnect
-from radixkv.serve.schemas import written
+from radixkv.serve.schemas import template_texts
 from radixkv.serve.settings import Settings
 
 Result = TypeVar("Result")
-_LARGE = 1 << 17  # bytes of JSON that take some milliseconds
-_LONG = 8  # characters for each token of the context: what is longer is likely to be too long, and is counted first
-_TAIL = 16  # tokens that a tag and the white space behind it take at most, spelt letter by letter
+_LARGE = 1 << 17  # bytes of a body whose parsing takes some milliseconds
+_LONG = 8  # characters per token of the context, beyond which the tokens of a text are counted before it is encoded
+_TAIL = 16  # maximum tokens of a thinking tag and white space after it
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request; `namespace` is what the cache keeps apart."""
+    """The sender of a request: its tenant and its cache namespace."""
 
     tenant: str | None
     namespace: Hashable
 
 
 class Service:
-    """One engine behind one set of endpoints. The engine is its maker's to close.
+    """Serve one engine, which the caller closes.
 
-    `call_format` is how the model writes tool calls, None if that is not known here. `hidden_tags` are the tags of
-    thinking, of channels and of tool calls that are control tokens, which texts leave out, by id. `has_channels`: the
-    model may write what it thinks and what it says as messages of their own.
+    `call_format` is the format of the model's tool calls, None if it is unknown. `hidden_tags` maps ids to the tags of
+    thinking, channels and tool calls that are control tokens, which decoding leaves out. `has_channels` says that the
+    model may write thinking and answer as separate messages.
     """
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
@@ -88,19 +85,19 @@ class Service:
         self.hidden_tags = _hidden_tags(tokenizer, shown, engine.model.stop_token_ids)
         self.has_channels = CHANNEL in template_text(tokenizer)
         self._longest_token = _longest_token(tokenizer)
-        # One thread, since a tokenizer is not for two at once; it goes with the last reference to this.
+        # One thread, since a tokenizer is not thread-safe. It ends with the last reference to this object.
         self.executor = ThreadPoolExecutor(1, "radixkv-serve")
         self._ending = asyncio.Event()
 
     def admit(self, request: Request, cleanup: ExitStack) -> StreamLease:
-        """Let a request in until `cleanup` is left, before any of its body is read; raises ApiError 401, 403, 429."""
+        """Admit a request until `cleanup` closes, before its body is read; raise ApiError 401, 403 or 429."""
         return cleanup.enter_context(self.limiter.admit(self.auth.tenant(request.headers)))
 
     async def read(self, request: Request, check: Callable[[JsonObject], Result]) -> Result:
-        """What was sent, checked; raises ApiError.
+        """Read and check a body; raise ApiError.
 
-        A large body has the time of the thread for templates, rather than everybody's. The request's own time begins
-        when the body is there.
+        A large body is parsed on the background thread, to keep the event loop free. The request's timeout starts when
+        the body has arrived.
         """
         body = await read_body(request, self.settings)
         timeout = self.settings.timeout
@@ -110,10 +107,10 @@ class Service:
         return check(parse_object(body))
 
     async def cancellable(self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` returns, before the engine knows of the request: whoever waits for the thread need not stay.
+        """Return the result of `work`, which runs before a request is submitted to the engine.
 
-        `work` is cancelled if the client leaves first (ApiError 499), or the request's time is over (RequestTimedOut),
-        or the server ends (EngineClosed). What the thread is at comes to its end, and nobody is told of it.
+        `work` is cancelled if the client disconnects (ApiError 499), the request times out (RequestTimedOut) or the
+        server shuts down (EngineClosed). A call that is already running in the background continues, without effect.
         """
         try:
             async with asyncio.timeout_at(request.state.deadline):
@@ -122,7 +119,7 @@ class Service:
             raise self._timed_out() from error
 
     def time_left(self, request: Request) -> float | None:
-        """Seconds that a request still has, None for any number; raises RequestTimedOut."""
+        """Return the seconds until a request's deadline, None without one; raise RequestTimedOut."""
         deadline: float | None = request.state.deadline
         left = None if deadline is None else deadline - asyncio.get_running_loop().time()
         if left is not None and left <= 0:
@@ -130,11 +127,11 @@ class Service:
         return left
 
     def begin_shutdown(self) -> None:
-        """The engine takes nothing new: tell those who wait for the thread. On the event loop."""
+        """Cancel the requests that wait for the background thread. Call on the event loop."""
         self._ending.set()
 
     def caller(self, request: Request, cache_key: str | None = None) -> Caller:
-        """Who sent this; raises ApiError 401."""
+        """Return the sender of a request; raise ApiError 401."""
         tenant = self.auth.tenant(request.headers)
         return Caller(tenant, namespace(tenant, request.headers, cache_key))
 
@@ -149,27 +146,27 @@ class Service:
     async def chat_prompt(
         self, caller: Caller, messages: Sequence[Message], tools: Sequence[JsonObject] | None
     ) -> ChatPrompt:
-        """A conversation as the caller's prompt; raises ApiError 400."""
+        """Return a conversation as the caller's prompt; raise ApiError 400."""
 
         def encoded() -> ChatPrompt:
-            with about("messages"):
-                texts = written(messages, tools, thinking=self.conversations.keeps_thinking)
+            with errors_about("messages"):
+                texts = template_texts(messages, tools, thinking=self.conversations.keeps_thinking)
                 self.check_length(texts, len(messages))
                 return self.conversations.prompt(caller.namespace, messages, tools)
 
         return await self.in_background(encoded)
 
     def check_length(self, texts: Iterable[str], more: int = 0) -> None:
-        """Raise PromptTooLong for what cannot fit whatever its tokens are, without encoding it.
+        """Raise PromptTooLong for texts that cannot fit even as the longest tokens, without encoding them.
 
-        `more` tokens stand around the texts: a template marks each message with at least one.
+        `more` is the number of tokens around the texts: a template marks each message with one or more.
         """
         self._check_tokens(more - (-sum(map(len, texts)) // self._longest_token))
 
     def encoded(self, text: str) -> TokenIds:
-        """Ids of a text; raises PromptTooLong, mostly before more of it is encoded than the context takes.
+        """Return the ids of a text; raise PromptTooLong, usually before much of a long text is encoded.
 
-        For the thread for tokenizers. Raises InvalidInput as `prompts.encode`.
+        Call on the background thread. Raises InvalidInput as `input_processor.encode`.
         """
         model = self.engine.model
         if model.tokenizer is not None and len(text) > _LONG * self.engine.context_limit:
@@ -188,15 +185,15 @@ class Service:
         return "".join(self.token_texts[token] for token in ids[-_TAIL:]).rstrip().endswith(THINK_START)
 
     def log_usage(self, log_fields: dict[str, Any], completions: Sequence[Completion]) -> None:
-        """Numbers of a request that is complete, for the log."""
+        """Add the token counts of a complete request to its log line."""
         spent = usage(completions)
         log_fields["prompt"], log_fields["output"] = spent["prompt_tokens"], spent["completion_tokens"]
         log_fields["cached"] = spent["prompt_tokens_details"]["cached_tokens"]
 
     async def in_background(self, call: Callable[[], Result]) -> Result:
-        """What `call` returns, on the thread for templates and tokenizers: the event loop goes on meanwhile.
+        """Run `call` on the background thread for templates and tokenizers, and return its result.
 
-        Cancelled before its turn has come, it is never called.
+        If the waiting task is cancelled before `call` starts, it never runs.
         """
         return await asyncio.get_running_loop().run_in_executor(self.executor, call)
 
@@ -212,9 +209,9 @@ def _hidden_tags(tokenizer: Any | None, tags: Collection[str], stops: Collection
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {number: token.content for number, token in added.items() if token.special}
     hidden = {number: text for number, text in special.items() if any(text in tag for tag in tags)}
-    return {number: tag for number, tag in hidden.items() if number not in stops}  # a reply's end says nothing
+    return {number: tag for number, tag in hidden.items() if number not in stops}  # a stop token is no tag
 
 
 def _longest_token(tokenizer: Any | None) -> int:
-    """Characters of the longest token; none stands for more."""
+    """Return the number of characters of the longest token."""
     return max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1

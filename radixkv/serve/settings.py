@@ -1,4 +1,4 @@
-"""What a server is told when it starts. Knows names and numbers; knows no engine, no HTTP."""
+"""Settings of a server, checked when they are created."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """Where to listen, who may ask, and how much; raises InvalidInput for what could not be served safely.
+    """Address, API keys and limits of a server; raises InvalidInput for values that are wrong or unsafe.
 
-    `api_keys` maps a tenant's name to its key; without keys everybody is the same tenant, and `host` must be loopback.
-    `model_name` is what clients call the model (default: the engine's own name for it).
-    At most `max_running + max_waiting` streams are being answered at once (a request has one for each prompt and each
-    of `n`), of one tenant at most `max_per_key`; whoever comes on top of that gets 429 and is told to wait
-    `retry_after` seconds. A request counts from before its body is read, so at most `max_running + max_waiting` bodies
-    are held.
-    A body has at most `max_body` bytes and arrives within `body_timeout` seconds, a prompt has at most
-    `max_prompt_tokens` (None: what fits the context). A request ends `timeout` seconds after its body has come (None:
-    never), or once its reader has taken nothing for `send_timeout`. At the end, streams have `drain_timeout` to finish.
-    `history_bytes` bounds what is remembered of conversations, so that a client that sends them again hits the cache;
-    0 remembers nothing. `history` says where new messages go: "append" puts them behind the ids that are known,
-    "template" renders everything around those of the replies, "auto" appends unless the template leaves the thinking of
-    earlier replies out, or appending would lose what it writes. `vllm_metrics` adds vLLM's names to /metrics.
+    `api_keys` maps a tenant's name to its key. Without keys all clients are one tenant, and `host` must be loopback.
+    `model_name` is the model's name for clients; the default is the engine's own name.
+
+    At most `max_running + max_waiting` streams are served at once, and at most `max_per_key` of one tenant; a request
+    has one stream for each prompt and each of `n`. Further requests get 429, with `retry_after` seconds as Retry-After.
+    A request counts before its body is read, which also limits the bodies in memory.
+
+    A body has at most `max_body` bytes and must arrive within `body_timeout` seconds. A prompt has at most
+    `max_prompt_tokens`; None is the context. A request ends `timeout` seconds after its body has arrived (None: never),
+    or when its client has read nothing for `send_timeout`. On shutdown, streams have `drain_timeout` to finish.
+
+    `history_bytes` limits the history of conversations, with which a client that sends them again hits the cache; 0
+    disables it. `history` is the mode: "append" appends new messages to the known ids, "template" renders the whole
+    conversation around the ids of the replies, "auto" appends unless that would lose text or the template omits the
+    thinking of earlier replies. `vllm_metrics` adds metrics with vLLM's names.
     """
 
     host: str = "127.0.0.1"
@@ -50,7 +52,7 @@ class Settings:
     vllm_metrics: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse to be open to the world, and what is no number."""
+        """Check all values, and refuse to be reachable from other machines without keys."""
         for name in ("max_running", "max_body", "retry_after"):
             _at_least(name, getattr(self, name), 1)
         for name in ("max_per_key", "max_prompt_tokens"):
@@ -71,7 +73,7 @@ class Settings:
 
     @property
     def max_streams(self) -> int:
-        """How many streams may be running or waiting together."""
+        """The maximum number of streams, running and waiting."""
         return self.max_running + self.max_waiting
 
     def _check_keys(self) -> None:
@@ -88,7 +90,7 @@ class Settings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`; a name other than localhost is not trusted to be.
+    """Whether only this machine can reach `host`. Names other than localhost are not resolved, and do not count.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org")]
     [True, True, True, False, False]

@@ -15,8 +15,8 @@ from radixkv.serve.schemas import RequestOptions
 from radixkv.serve.service import Caller, Service
 
 Ids = Sequence[int] | TokenIds
-_SPARE = 32  # tokens a stream: a block that a fork copies, and one that is filled in part
-_AHEAD = 64  # chunks of several requests that wait to be sent
+_SPARE = 32  # tokens per stream, for a block that a fork copies, and for a partly filled one
+_AHEAD = 64  # chunks that may wait to be sent
 
 
 async def start(
@@ -29,9 +29,9 @@ async def start(
     timeout: float | None,
     session: int | None = None,
 ) -> AsyncHandle:
-    """Start the engine's part of a request, which ends when `cleanup` is left, and fails after `timeout` seconds.
+    """Submit a request, which is cancelled when `cleanup` closes, and fails after `timeout` seconds.
 
-    `session` is a number that the requests of a conversation share, for the monitor. Raises PromptTooLong, or as
+    `session` is a number that the requests of a conversation share, for the monitor. Raises PromptTooLong, and as
     `AsyncEngine.submit`.
     """
     most = service.settings.max_prompt_tokens
@@ -44,14 +44,14 @@ async def start(
 
 
 def unbounded(params: SamplingParams, room: int) -> SamplingParams:
-    """Replies that share what the context leaves; more of them than fit leave each at least one token."""
+    """Return parameters whose replies share the rest of the context. Each reply has at least one token."""
     if params.n > 1:
         room = room // params.n - _SPARE
     return params.but(max_tokens=max(room, params.min_tokens, 1))
 
 
 async def chunks(handles: Sequence[AsyncHandle]) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """(request, chunk) of all as they come. Raises what any of them raises."""
+    """Yield (request, chunk) of all handles as they arrive. Raises the error of any of them."""
     if len(handles) == 1:
         async for chunk in handles[0]:
             yield 0, chunk
@@ -69,7 +69,7 @@ async def _merged(handles: Sequence[AsyncHandle]) -> AsyncGenerator[tuple[int, C
         try:
             async for chunk in handle:
                 await queue.put((at, chunk))
-        except Exception as error:  # for whoever takes from the queue
+        except Exception as error:  # raised by the consumer of the queue
             end = error
         await queue.put(end)
 

@@ -54,7 +54,7 @@ def test_what_is_found_is_what_was_remembered_of_these_very_messages(acts: list[
         index.check()
         known = index.ids_for(namespace, messages, tools)
         expected = said_before(truth, room, messages)
-        assert {at: list(ids) for at, ids in known.said.items()} == {at: ids for at, (_, ids) in expected.items()}
+        assert {at: list(ids) for at, ids in known.reply_ids.items()} == {at: ids for at, (_, ids) in expected.items()}
         assert known.messages == max(expected, default=-1) + 1
         last = expected.get(known.messages - 1, ([], []))
         assert list(known.ids) == last[0] + last[1]
@@ -72,7 +72,7 @@ def test_bytes_are_bounded_and_what_is_left_is_right(acts: list[Any], capacity: 
             index.remember(namespace, messages, said("assistant", words), prompt, emitted, tools=tools)
             index.check()
         known = index.ids_for(namespace, messages, tools)
-        for at, ids in known.said.items():
+        for at, ids in known.reply_ids.items():
             assert list(ids) in [emitted for _, emitted in truth[(repr(room), frozen(messages[: at + 1]))]]
         if known.messages:
             whole = truth[(repr(room), frozen(messages[: known.messages]))]
@@ -102,7 +102,7 @@ def test_a_reply_that_is_sampled_again_keeps_the_ids_that_later_ones_build_on() 
     index.check()
     known = index.ids_for("x", [opening, first, second, first])
     assert list(known.ids) == [1, 2, 5, 6, 7]
-    assert {at: list(ids) for at, ids in known.said.items()} == {1: [5], 3: [7]}
+    assert {at: list(ids) for at, ids in known.reply_ids.items()} == {1: [5], 3: [7]}
 
 
 def test_ids_that_part_from_those_of_the_reply_before() -> None:
@@ -117,7 +117,7 @@ def test_ids_that_part_from_those_of_the_reply_before() -> None:
         messages = [*messages, words, said("user", str(turn))]
         known = index.ids_for("x", messages)
         assert list(known.ids) == prompt + emitted
-        assert [list(ids) for ids in known.said.values()] == replies[: turn + 1]
+        assert [list(ids) for ids in known.reply_ids.values()] == replies[: turn + 1]
 
 
 def test_the_oldest_conversation_goes_first_and_looking_one_up_keeps_it() -> None:

@@ -18,7 +18,7 @@ from radixkv.errors import RequestTimedOut
 from radixkv.serve import Settings, access
 from radixkv.serve.access import StreamLimiter
 from radixkv.serve.errors import ApiError
-from radixkv.serve.schemas import written
+from radixkv.serve.schemas import template_texts
 from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, tokenizer, until
 
 SMALL = Settings(max_running=2, max_waiting=1)
@@ -250,9 +250,9 @@ def test_nothing_that_cannot_fit_is_encoded(path, fields, monkeypatch):
 def test_thinking_that_a_template_leaves_out_counts_for_nothing():
     said = {"role": "assistant", "content": "Yes.", "reasoning_content": LONG}
     conversation = [*ASKED, said, *ASKED]
-    assert LONG not in written(conversation, None, thinking=False)
-    assert LONG in written(conversation, None, thinking=True)
-    assert LONG in written(conversation[:-1], None, thinking=False)
+    assert LONG not in template_texts(conversation, None, thinking=False)
+    assert LONG in template_texts(conversation, None, thinking=True)
+    assert LONG in template_texts(conversation[:-1], None, thinking=False)
 
 
 def test_a_request_may_not_take_for_ever():
