@@ -322,7 +322,7 @@ def test_a_pin_that_nobody_waits_for_any_more_is_released(monkeypatch):
             assert go_on.wait(timeout=10)
             return pinned(*args)
 
-        monkeypatch.setattr(engine.client.core.scheduler, "pin", slowly)
+        monkeypatch.setattr(engine.client.core.admission, "pin", slowly)
         async with engine:
             task = asyncio.create_task(engine.warm(prompt_of(20), pin=True))
             await until(pins.is_set)

@@ -585,7 +585,7 @@ def test_who_had_begun_and_cannot_come_back_is_told_that_pins_have_changed() -> 
     big = world.submit([*text, 1], GREEDY.but(max_tokens=32))
     for _ in range(4):
         world.step()
-    big.channel._paused = True
+    big.channel.paused = True
     other = world.submit(tokens(4, 5), GREEDY.but(max_tokens=2))
     world.step()
     assert big.preemptions == 1
