@@ -51,7 +51,7 @@ def in_halves(
 
 
 def failure(error: Exception) -> RequestFailed:
-    """What the caller of a request gets that raised `error` on the engine's thread."""
+    """Return the error for the caller of a request that raised `error` on the engine's thread."""
     failed = RequestFailed(f"a step of this request raised {type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed

@@ -30,19 +30,20 @@ TokenIds: TypeAlias = npt.NDArray[np.int32]
 
 @dataclass(eq=False)
 class Request:
-    """One submitted prompt: waiting while it has no streams, running until all of them finished.
+    """One submitted prompt. It waits while it has no streams, and runs until all of them have finished.
 
-    `max_tokens` is what the context leaves of `params.max_tokens`; 0 computes the prompt and samples nothing.
-    `stop_ids` end a stream when they are sampled. `seed` is the first stream's. `deadline` is in seconds of
-    time.perf_counter.
+    `max_tokens` is `params.max_tokens`, cut to the room of the context; 0 computes the prompt and samples nothing.
+    `stop_ids` end a stream when they are sampled. `seed` belongs to the first stream. `deadline` is in seconds of
+    time.perf_counter. `width` is the number of streams, forked or not. `computed_length` is the number of tokens that
+    one stream computes at most; the last sampled token is never run through the model.
 
     Set by the scheduler: `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken` counts
     the later requests that were admitted before it. `prefix_wait` is its wait for a shared prefix. `guaranteed` means
     that all blocks that it may need were promised to it. `publish_late` means that it publishes nothing until a stream
     ends, which takes no block beyond its own. `counted` means that its prompt is in the engine's counters.
 
-    For telemetry: `session` is the number of the conversation that asks, `started_at` when it first came in,
-    `coalesced` whether it waited for a neighbour and found more, `miss` why it did not find all, if it did not.
+    For observers: `session` is the number of its conversation, `started_at` the time of its first admission.
+    `coalesced` means that it waited for a shared prefix and hit more. `miss` explains why it did not hit all.
     """
 
     prompt: TokenIds
@@ -79,7 +80,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Who goes first: a higher priority, then who ran before, then who came first."""
+        """The sort key of requests: a higher priority, then a preempted request, then an earlier arrival."""
         return -self.priority, not self.preemptions, self.number
 
     @property
@@ -89,23 +90,23 @@ class Request:
 
     @property
     def suspended(self) -> list[Stream]:
-        """After a preemption: the streams that wait for the first one to bring the prompt back."""
+        """The streams that wait, after a preemption, until the first one has computed the prompt again."""
         return [stream for stream in self.live if not stream.active]
 
     @property
     def streams_left(self) -> int:
-        """How many streams have not finished, those included that are not forked yet."""
+        """The number of streams that have not finished, including those that are not forked yet."""
         return self.width - len(self.streams) + len(self.live)
 
     @property
     def known(self) -> TokenIds:
-        """The tokens that the first stream needs KV for before it can sample: int32[n], the prompt at least."""
+        """The tokens whose KV the first stream needs before it can sample: int32[n], the prompt at least."""
         return np.array(self.live[0].tokens, np.int32) if self.streams else self.prompt
 
     def start(self, sequence: Sequence) -> None:
-        """Begin, or go on, with one stream, which computes the prompt for all.
+        """Start or resume the first stream, which computes the prompt for all.
 
-        If this raises, `sequence` stays the caller's.
+        If this raises, the caller still owns `sequence`.
         """
         if self.streams:
             self.live[0].resume(sequence)
@@ -114,7 +115,7 @@ class Request:
             self.started_at = time.perf_counter()
 
     def fork(self) -> None:
-        """Give every further stream its own sequence, once the prompt is computed and committed. O(blocks) a stream."""
+        """Fork a sequence for every further stream, once the prompt is committed. O(blocks) per stream."""
         first = self.streams[0]
         for index in range(1, self.width):
             sequence = first.sequence.fork()
@@ -125,7 +126,7 @@ class Request:
                 raise
 
     def completion(self) -> Completion:
-        """What all streams produced; they have finished."""
+        """Return the result of all streams, which have finished."""
         first, *others = [stream.completion() for stream in self.streams]
         return Completion(
             first.text, first.token_ids, first.finish_reason, first.usage, first.logprobs, 0, alternatives=tuple(others)
@@ -134,7 +135,7 @@ class Request:
 
 @dataclass(frozen=True)
 class PrefixWait:
-    """Behind whom a request waits, for how many tokens, until which step, and what was cached when it began."""
+    """A wait until `leader` has computed `shared` tokens, or until step `until`; `cached` tokens were cached before."""
 
     leader: Request
     shared: int
@@ -143,10 +144,10 @@ class PrefixWait:
 
 
 class Stream:
-    """One continuation of a request's prompt: its sequence in the cache, its tokens, its text."""
+    """One continuation of a request's prompt: its sequence in the cache, its tokens and its text."""
 
     def __init__(self, request: Request, index: int, sequence: Sequence) -> None:
-        """Continue `request` on `sequence`, which this stream closes at its end."""
+        """Continue `request` on `sequence`, which this stream owns and closes."""
         self.request = request
         self.index = index
         self.sequence = sequence
@@ -160,30 +161,30 @@ class Stream:
         self.finished_at: float | None = None
         self.reached = sequence.length  # tokens that were computed or hit at least once
         self._uncounted_hits = sequence.length if index == 0 else 0
-        # For an engine that is deterministic (see `reuse`): how far anybody would have computed the same KV, and
-        # whether the tree had some of it before this stream could publish it.
+        # For `AlignedReuse`: the length up to which every request with these tokens would compute the same KV, and
+        # whether another request has published some of it first.
         self.common_length: int = sequence.length if index == 0 else request.streams[0].common_length
         self.diverged = False
         self.recomputed_tokens = 0
 
     @property
     def pending(self) -> int:
-        """Tokens that are known but not computed: the rest of the prompt, or the one sampled last."""
+        """The number of tokens without KV: the rest of the prompt, or the last sampled token."""
         return len(self.tokens) - self.sequence.length
 
     @property
     def active(self) -> bool:
-        """Whether it has a sequence; between a preemption and its return it has none."""
+        """Whether the stream has an open sequence; from a preemption until it resumes it has none."""
         return not self.sequence.closed
 
     @property
     def prefilling(self) -> bool:
-        """Whether the prompt, or what a preemption cost, is not computed yet."""
+        """Whether tokens of the prompt, or tokens lost to a preemption, are not computed yet."""
         return self.sequence.length < len(self.request.prompt) or self.pending > 1
 
     @property
     def output_length(self) -> int:
-        """Tokens sampled so far."""
+        """The number of tokens sampled so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     def accept(self, token: int, logprobs: TokenLogprobs | None) -> Chunk:
@@ -208,10 +209,10 @@ class Stream:
         return Chunk(text, (token,), self.index, logprobs, self.finish_reason, len(self.text.held))
 
     def resume(self, sequence: Sequence, common_length: int | None = None) -> None:
-        """Go on, after a preemption, on a sequence that holds what is still cached, or what another stream has."""
+        """Go on after a preemption, on a sequence with a cached prefix or one forked from another stream."""
         assert not self.active
         self.sequence = sequence
-        gained = max(sequence.length - self.reached, 0)  # somebody else computed what we would have
+        gained = max(sequence.length - self.reached, 0)  # another request computed these
         self.cached_tokens += gained
         self._uncounted_hits += gained
         self.reached += gained
@@ -230,7 +231,7 @@ class Stream:
         return new, hits
 
     def close(self) -> None:
-        """Let go of the blocks, and say how it ended; what is published stays cached. May be called twice."""
+        """Release the blocks, with a hint for eviction; published tokens stay cached. May be called twice."""
         if self.finished_at is None:
             self.finished_at = time.perf_counter()
         self.sequence.close(Hint(kind=self.finish_reason, output_length=self.output_length))
@@ -256,37 +257,37 @@ class Stream:
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """A seed for the `number`-th of many that share `seed`; independent of platform and process."""
+    """Derive the `number`-th seed from `seed`; independent of platform and process."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def common_prefix(first: TokenIds, second: TokenIds) -> int:
-    """How many tokens two prompts share from the start. O(tokens)."""
+    """Return the length of the common prefix of two prompts. O(tokens)."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
-_CONTEXT = 4  # tokens kept in front of new ones: some tokenizers spell a token differently at the start of a text
-_WINDOW = 16  # tokens after which the decoded window is shortened again
+_CONTEXT = 4  # tokens decoded before new ones: some tokenizers spell a token differently at the start of a text
+_WINDOW = 16  # tokens after which the decoded window is cut to the context
 _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Incremental decoding: each token's text, once its characters are complete.
+    """Decodes token by token, and returns the text of complete characters.
 
-    A trailing run of U+FFFD may still become a character when its other bytes arrive, so it is held back.
+    A trailing run of U+FFFD may become a character with the bytes of the next tokens, so it is held back.
     """
 
     def __init__(self, tokenizer: Any, context: abc.Sequence[int]) -> None:
-        """Start behind `context`, the tokens before the first new one (only the last few are used)."""
+        """Start after `context`, the tokens before the first new one (only the last few are used)."""
         self._decode_ids = _decoder(tokenizer)
         self._ids = list(context[-_CONTEXT:])
         self._sent = len(self._decode().rstrip(_REPLACEMENT))
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text that is now certain. O(window)."""
+        """Add a token; returns the text that can no longer change. O(window)."""
         self._ids.append(token)
         text = self._decode()
         certain = text.rstrip(_REPLACEMENT)
@@ -298,7 +299,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """The text held back, incomplete characters as U+FFFD."""
+        """Return the text that was held back, with incomplete characters as U+FFFD."""
         new = self._decode()[self._sent :]
         self._sent += len(new)
         return new
@@ -310,9 +311,9 @@ class Detokenizer:
 
 
 def _decoder(tokenizer: Any) -> Callable[..., str]:
-    """What decodes ids: the Rust tokenizer within, whose wrapper costs four times as much, if that adds nothing.
+    """Return the decode function of the Rust tokenizer, which costs a quarter of its wrapper's.
 
-    A subclass that decodes in its own way is asked itself.
+    A tokenizer class with a decode of its own is called itself.
     """
     kind: Any = type(tokenizer)
     base = next((each for each in kind.__mro__ if "backend_tokenizer" in vars(each)), None)
@@ -323,13 +324,13 @@ def _decoder(tokenizer: Any) -> Callable[..., str]:
 
 
 class TextStream:
-    """The text of one stream; stops at the first stop string and never shows any part of it.
+    """The text of one stream. It ends before the first stop string, and releases no part of a stop string.
 
     Without a tokenizer the text stays empty.
     """
 
     def __init__(self, tokenizer: Any | None, context: abc.Sequence[int], stop: abc.Sequence[str] = ()) -> None:
-        """Decode behind `context` and watch for the strings of `stop`."""
+        """Decode the tokens after `context`, and look for the strings of `stop`."""
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, context)
         self._stop = tuple(stop)
         self.held = ""  # characters that a stop string may begin with
@@ -342,7 +343,7 @@ class TextStream:
         return "".join(self._released)
 
     def push(self, token: int, *, watch: bool = True) -> str:
-        """Add a token; returns the text that it releases. Stop strings count only if `watch`. Sets `stopped`."""
+        """Add a token; returns the text that it releases. Looks for stop strings if `watch`, and sets `stopped`."""
         if self._detokenizer is None:
             return ""
         self.held += self._detokenizer.push(token)
@@ -353,7 +354,7 @@ class TextStream:
         return self._release(at if self.stopped else len(self.held) - (self._undecided() if watch else 0))
 
     def flush(self) -> str:
-        """Release what was held back; for a stream that ended without a stop string."""
+        """Release the text that was held back, at the end of a stream without a stop string."""
         if self._detokenizer is None:
             return ""
         self.held += self._detokenizer.flush()
@@ -366,7 +367,7 @@ class TextStream:
         return text
 
     def _undecided(self) -> int:
-        """Characters at the end that could be the beginning of a stop string."""
+        """Return how many characters at the end could be the beginning of a stop string."""
         for length in range(min(len(self.held), max(map(len, self._stop), default=0)), 0, -1):
             if any(stop.startswith(self.held[-length:]) for stop in self._stop):
                 return length
