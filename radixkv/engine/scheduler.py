@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixkv.cache import PrefixCache, Sequence, WritePlan
+from radixkv.cache import Match, PrefixCache, Sequence, WritePlan
 from radixkv.cache.types import Purpose
 from radixkv.config import EngineConfig
 from radixkv.engine.admission import Admission
@@ -182,11 +182,7 @@ class Scheduler:
                 match = self._reuse.match(request)
                 if self.waiting.delay(request, self.running, match.length):
                     continue
-                fits = self.admission.fits(request, match)
-                if not fits and self.admission.fits_without_paused(request, match):
-                    while not fits and (paused := self.admission.paused_victim()) is not None:
-                        self.preempt(paused)
-                        fits = self.admission.fits(request, match)
+                fits = self._make_room(request, match)
                 if not self.running:
                     return self._start_alone(request)
                 return self._start(request, self._open(request, request.known)) if fits else None
@@ -194,6 +190,17 @@ class Scheduler:
                 self._fail(request, error)
                 return None
         return None
+
+    def _make_room(self, request: Request, match: Match) -> bool:
+        """Preempt paused requests until the request fits, if that can be enough; returns whether it fits."""
+        if self.admission.fits(request, match):
+            return True
+        if self.admission.fits_without_paused(request, match):
+            while (paused := self.admission.paused_victim()) is not None:
+                self.preempt(paused)
+                if self.admission.fits(request, match):
+                    return True
+        return False
 
     def _start_alone(self, request: Request) -> Request | None:
         """Start a request while no other one runs: it must be able to finish, if need be without headroom."""
