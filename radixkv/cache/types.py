@@ -61,7 +61,7 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `open` would find now, and why the match ends there. `str()` is one plain sentence."""
+    """The prefix that `open` would find now, and why the match ends there. `str()` is one plain sentence."""
 
     tokens: int  # asked for
     matched: int  # longest cached prefix
