@@ -91,7 +91,7 @@ class PrefixCache:
         return Match(length, np.frombuffer(blocks, np.int32), tree.idle_blocks(path, length))
 
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
-        """The prefix that `open` would find now, and why the match ends there. Costs a match and a walk along the ghosts."""
+        """The prefix that `open` would find now, and why the match ends there. Costs a match and a look at ghosts."""
         raw = as_bytes(tokens)
         _check_limit(limit)
         node, matched = self._find(raw, namespace)

@@ -1,7 +1,4 @@
-"""`freeze(objects)`: everything reachable from some objects, written down, so that two moments can be compared.
-
-Knows Python's containers and attributes, and nothing of what it walks over.
-"""
+"""`freeze(objects)`: a flat list of all that is reachable from some objects, to compare two moments of them."""
 
 import types
 from array import array
@@ -17,7 +14,7 @@ _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleTyp
 
 
 def freeze(*roots: object) -> list[object]:
-    """The graph below `roots`, as a flat list: equal before and after means that nothing has changed."""
+    """Return the graph below `roots` as a flat list: equal lists before and after mean that nothing has changed."""
     numbers: dict[int, int] = {}
     written: list[object] = []
     waiting: list[Any] = list(reversed(roots))

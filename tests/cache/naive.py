@@ -1,6 +1,6 @@
-"""What the tests of the cache take for granted: a trie of texts, and a pool of slots that holds one value per token.
+"""A naive model of the cache: a trie of texts, and a pool of slots that holds one value per token.
 
-Knows nothing of radix trees, reference counts or policies: everything here is meant to be right at a glance.
+It has no radix tree, no reference counts and no policies, so that it is right at a glance.
 """
 
 import random
@@ -18,7 +18,7 @@ _WEIGHTS = np.random.default_rng(20).integers(1, 2**63, size=1 << 17, dtype=np.u
 
 
 def kv(namespace: Hashable, tokens: Sequence[int] | npt.NDArray[np.int32]) -> Values:
-    """One value per token, decided by the namespace and the whole history up to and including that token."""
+    """Return one value per token, derived from the namespace and the whole history up to and including that token."""
     salt = np.uint64(zlib.crc32(repr(namespace).encode())) << np.uint64(20)
     return np.cumsum((np.asarray(tokens, dtype=np.uint64) + np.uint64(1)) * _WEIGHTS[: len(tokens)]) + salt
 
@@ -35,7 +35,7 @@ class Texts:
             node = node.setdefault(token, {})
 
     def longest_prefix(self, text: Iterable[int]) -> int:
-        """How many leading tokens of `text` are in the set."""
+        """Count the leading tokens of `text` that are in the set."""
         node, length = self.root, 0
         for token in text:
             if token not in node:
@@ -44,7 +44,7 @@ class Texts:
         return length
 
     def blocks(self, block_size: int) -> int:
-        """The fewest blocks that hold every text once: one per full block, one per text that ends inside a block."""
+        """Count the blocks that hold every text once: one per full block, one per text that ends inside a block."""
         count, level, depth = 0, [self.root], 0
         while level:
             if depth and depth % block_size == 0:
@@ -60,7 +60,7 @@ class Texts:
 
 @dataclass
 class Work:
-    """A plan and the values that it is to write."""
+    """A plan and the values to write for it."""
 
     plan: WritePlan
     values: Values
@@ -90,10 +90,10 @@ class Pool:
         sources = {source for work in batch for source, _ in work.plan.copies}
         targets = [target for work in batch for _, target in work.plan.copies]
         assert len(set(targets)) == len(targets), "two copies of one launch write the same block"
-        assert not sources & set(targets), "a copy reads what another copy of the same launch writes"
+        assert not sources & set(targets), "a copy reads a block that another copy of the same launch writes"
         slots = [int(slot) for work in batch for slot in work.plan.slots]
         assert len(set(slots)) == len(slots), "two plans write the same slot"
 
     def read(self, table: npt.NDArray[np.int32], length: int) -> Values:
-        """The values of the first `length` tokens behind a block table."""
+        """Return the values of the first `length` tokens of a block table."""
         return self.slots[np.asarray(table, dtype=np.int64)].reshape(-1)[:length]

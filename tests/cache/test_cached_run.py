@@ -1,4 +1,4 @@
-"""Runs for an audit: cached ones only, every one of them some day, and nothing changes by asking."""
+"""`random_run` returns cached runs only, reaches every run, and changes nothing."""
 
 import random
 from collections.abc import Hashable
@@ -13,7 +13,7 @@ from tests.cache.world import World
 
 
 def texts(cache: PrefixCache, draws: int, seed: int = 0) -> set[tuple[Hashable, int, tuple[int, ...]]]:
-    """What `draws` looks found: namespace, start, tokens up to the end."""
+    """Draw runs `draws` times; return the namespace, start and tokens of each."""
     rng = random.Random(seed)
     found = [cache.random_run(rng) for _ in range(draws)]
     return {(run.namespace, run.start, tuple(run.tokens.tolist())) for run in found if run is not None}
@@ -62,7 +62,7 @@ def test_covers_what_is_held_too() -> None:
 
 
 def test_every_leaf_comes_up() -> None:
-    """Among so many that their order is kept in several pieces, after some of them went."""
+    """With thousands of leaves, the sorted list has several pieces; some leaves were removed."""
     cache = PrefixCache(5000, 1)
     for name in range(5000):
         publish(cache, [name])
@@ -75,7 +75,7 @@ def test_every_leaf_comes_up() -> None:
         seen[run.tokens[0]] += 1
     assert not seen[:1500].any()
     assert seen[1500:].all()
-    assert seen.max() < 4 * 12  # twelve each, more or less
+    assert seen.max() < 4 * 12  # about twelve each
     publish(cache, [9999])
     assert cache.match([9999]).length == 1
     cache.check()
@@ -103,7 +103,7 @@ def test_is_the_callers_own() -> None:
 
 
 def test_finds_the_right_content_whatever_was_published() -> None:
-    """Tokens and blocks of every run are read back and compared, behind forks, copies, trims and rewinds."""
+    """Tokens and blocks of every run are read back and compared, after forks, copies, trims and truncations."""
     world = World(40, 3, seed=4, proofs=0.1)
     rng = random.Random(4)
     for number in range(150):

@@ -1,4 +1,4 @@
-"""Forgetting KV that turned out wrong: all of it and nothing else, or a refusal that changes nothing."""
+"""`discard` forgets exactly the wrong KV, or refuses and changes nothing."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_forgets_a_whole_text(policy: str) -> None:
 
 @pytest.mark.parametrize(("start", "freed"), [(1, 2), (3, 2), (4, 2), (5, 1), (8, 1), (9, 0)])
 def test_cuts_inside_a_node(start: int, freed: int) -> None:
-    """The block in which the cut is stays with what is before it."""
+    """The block that contains the cut stays with the tokens before the cut."""
     cache = PrefixCache(16, 4)
     publish(cache, prompt(1, 10))
     assert discard(cache, prompt(1, 10), start) == freed
@@ -118,7 +118,7 @@ class TestHeld:
         publish(cache, prompt(1, 14))
         reader = held(cache, [*prompt(1, 10), 77])
         assert_refused(cache, prompt(1, 14), 9)
-        assert discard(cache, prompt(1, 14), 10) == 2  # the reader has a copy of the block in which the cut is
+        assert discard(cache, prompt(1, 14), 10) == 2  # the reader has a copy of the block that contains the cut
         reader.close()
 
     def test_by_a_pin_is_refused_until_its_time_is_over(self) -> None:
@@ -134,7 +134,7 @@ class TestHeld:
 
     @pytest.mark.parametrize("start", [0, 3, 7, 9])
     def test_as_a_forks_unpublished_tail_is_refused(self, start: int) -> None:
-        """Nothing is locked, but the fork has the very KV, and would publish it again."""
+        """Nothing is locked, but the fork has the same KV and would publish it again."""
         cache = PrefixCache(16, 4)
         first = cache.open([])
         first.extend(prompt(1, 10))

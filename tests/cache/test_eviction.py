@@ -1,4 +1,4 @@
-"""Who goes first: trims block by block, the policies, inheritance, hints and priorities."""
+"""The order of eviction: trims block by block, the policies, inheritance, hints and priorities."""
 
 import random
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ ALL = tuple(POLICIES)
 
 
 def flood(cache: PrefixCache, blocks: int) -> None:
-    """Take `blocks` blocks for a moment, which evicts what free blocks do not cover."""
+    """Take `blocks` blocks for a moment, which evicts as many as are not free."""
     seq = cache.open([], "flood")
     seq.extend([0] * (blocks * cache.block_size))
     seq.close()
@@ -58,7 +58,7 @@ class TestEveryPolicy:
         publish(cache, prompt(1, 16))
         reader = cache.open(prompt(1, 6))
         flood(cache, cache.free_blocks + cache.evictable_blocks)
-        assert 6 <= cached(cache, prompt(1, 16)) <= 8  # what shares a held block may stay with it
+        assert 6 <= cached(cache, prompt(1, 16)) <= 8  # tokens that share a held block may stay
         assert reader.tokens.tolist() == prompt(1, 6)
 
     @pytest.mark.parametrize("policy", ALL)
@@ -135,14 +135,14 @@ class TestLru:
         publish(cache, other)
         publish(cache, trunk + [60] * 4, hint=Hint(done=True))
         flood(cache, 12 - 4)
-        assert cached(cache, trunk + [60] * 4) == 8  # the done branch went, out of turn
+        assert cached(cache, trunk + [60] * 4) == 8  # the done branch was evicted, out of turn
         flood(cache, 12 - 2)
         assert (cached(cache, trunk), cached(cache, other)) == (8, 0)
 
 
 @dataclass
 class NaiveLru:
-    """LRU over single tokens: each remembers when it was last passed; the least recent childless one goes."""
+    """LRU over single tokens: each records its last use; the least recent one without children is evicted."""
 
     room: int
     children: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
@@ -225,12 +225,12 @@ class TestLfu:
         flood(cache, 12 - 5)
         cache.demote(trunk + [60] * 4, start=8)
         flood(cache, 12 - 4)
-        assert (cached(cache, trunk + [60] * 4), cached(cache, other)) == (8, 8)  # both branches went, out of turn
+        assert (cached(cache, trunk + [60] * 4), cached(cache, other)) == (8, 8)  # both branches are gone, out of turn
         flood(cache, 12 - 2)
         assert (cached(cache, trunk), cached(cache, other)) == (8, 0)
 
     def test_a_repeat_behind_a_limit_is_one_hit(self) -> None:
-        """It splits the text and mends it, which must not count its hits once more."""
+        """The split and the merge must not count the hits again."""
         cache = PrefixCache(12, 4, "lfu")
         often, limited = prompt(1, 8), prompt(2, 8)
         publish(cache, limited)
@@ -336,7 +336,7 @@ class TestDone:
         assert goes_first(cache, texts) == [0, 2, 1]
 
     def test_reaches_up_a_whole_chain_of_turns(self) -> None:
-        """A session of several turns, each its own sequence: done means all of it, as nothing else branches there."""
+        """A session of several turns, each its own sequence: `done` covers all of them, as nothing branches off."""
         cache = PrefixCache(12, 4)
         other = prompt(9, 8)
         publish(cache, other)
@@ -393,7 +393,7 @@ class TestPriority:
 
 
 class TestDemote:
-    """The cache's own verb for a branch that turned out dead after its sequence was closed."""
+    """`demote` marks a branch as done after its sequence was closed."""
 
     def test_makes_a_text_the_first_to_go(self) -> None:
         cache = PrefixCache(8, 4)

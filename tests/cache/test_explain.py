@@ -1,4 +1,4 @@
-"""Why a prefix was, or was not, found: each reason, and nothing of it across namespaces."""
+"""`explain`: each reason for a hit or miss, and no information across namespaces."""
 
 from dataclasses import FrozenInstanceError
 
@@ -12,50 +12,61 @@ from tests.cache.verbs import cached, prompt, publish
 def test_full() -> None:
     cache = PrefixCache(8, 4)
     publish(cache, prompt(1, 10))
-    told = cache.explain(prompt(1, 10))
-    assert (told.tokens, told.matched, told.length, told.reason) == (10, 10, 10, "full")
-    assert (told.diverged_at, told.evicted_tokens, told.evicted_ago, told.pressure) == (None, 0, None, None)
+    explanation = cache.explain(prompt(1, 10))
+    assert (explanation.tokens, explanation.matched, explanation.length, explanation.reason) == (10, 10, 10, "full")
+    assert (explanation.diverged_at, explanation.evicted_tokens, explanation.evicted_ago, explanation.pressure) == (
+        None,
+        0,
+        None,
+        None,
+    )
     assert cache.explain(prompt(1, 7)).reason == "full"
 
 
 def test_never_seen() -> None:
     cache = PrefixCache(8, 4)
-    told = cache.explain([1, 2, 3])
-    assert (told.tokens, told.matched, told.length, told.reason) == (3, 0, 0, "never_seen")
-    assert told.diverged_at is None
+    explanation = cache.explain([1, 2, 3])
+    assert (explanation.tokens, explanation.matched, explanation.length, explanation.reason) == (3, 0, 0, "never_seen")
+    assert explanation.diverged_at is None
 
 
 def test_diverged_at_a_token() -> None:
     cache = PrefixCache(8, 4)
     publish(cache, prompt(1, 10))
-    told = cache.explain([*prompt(1, 6), 77, 78])
-    assert (told.tokens, told.matched, told.length, told.reason, told.diverged_at) == (8, 6, 6, "diverged", 6)
-    assert "6" in str(told)
+    explanation = cache.explain([*prompt(1, 6), 77, 78])
+    assert (
+        explanation.tokens,
+        explanation.matched,
+        explanation.length,
+        explanation.reason,
+        explanation.diverged_at,
+    ) == (8, 6, 6, "diverged", 6)
+    assert "6" in str(explanation)
 
 
 def test_diverged_at_a_fork_of_the_road() -> None:
     cache = PrefixCache(8, 4)
     publish(cache, [*prompt(1, 6), 50])
     publish(cache, [*prompt(1, 6), 60])
-    told = cache.explain([*prompt(1, 6), 70])
-    assert (told.reason, told.diverged_at) == ("diverged", 6)
+    explanation = cache.explain([*prompt(1, 6), 70])
+    assert (explanation.reason, explanation.diverged_at) == ("diverged", 6)
 
 
 def test_held_back_by_limit() -> None:
     cache = PrefixCache(8, 4)
     publish(cache, prompt(1, 10))
-    told = cache.explain(prompt(1, 10), limit=9)
-    assert (told.tokens, told.matched, told.length, told.reason) == (10, 10, 9, "limit")
-    assert "limit" in str(told)
+    explanation = cache.explain(prompt(1, 10), limit=9)
+    assert (explanation.tokens, explanation.matched, explanation.length, explanation.reason) == (10, 10, 9, "limit")
+    assert "limit" in str(explanation)
 
 
 @pytest.mark.parametrize("limit", [0, 5, 6, 7])
 def test_a_limit_is_blamed_only_for_what_it_held_back(limit: int) -> None:
     cache = PrefixCache(8, 4)
     publish(cache, prompt(1, 10))
-    told = cache.explain([*prompt(1, 6), 77], limit=limit)
-    assert told.length == min(6, limit)
-    assert told.reason == ("limit" if limit < 6 else "diverged")
+    explanation = cache.explain([*prompt(1, 6), 77], limit=limit)
+    assert explanation.length == min(6, limit)
+    assert explanation.reason == ("limit" if limit < 6 else "diverged")
     assert PrefixCache(8).explain([1, 2], limit=0).reason == "never_seen"
 
 
@@ -66,12 +77,12 @@ def test_evicted_how_long_ago_and_under_which_pressure() -> None:
     clock.now += 5
     squeeze(cache)
     clock.now += 30
-    told = cache.explain(prompt(1, 12))
-    assert (told.matched, told.reason, told.evicted_tokens) == (0, "evicted", 12)
-    assert told.evicted_ago == pytest.approx(30)
-    assert told.pressure
-    assert told.pressure in str(told)
-    assert "30" in str(told)
+    explanation = cache.explain(prompt(1, 12))
+    assert (explanation.matched, explanation.reason, explanation.evicted_tokens) == (0, "evicted", 12)
+    assert explanation.evicted_ago == pytest.approx(30)
+    assert explanation.pressure
+    assert explanation.pressure in str(explanation)
+    assert "30" in str(explanation)
 
 
 def test_evicted_in_part() -> None:
@@ -80,22 +91,22 @@ def test_evicted_in_part() -> None:
     seq = cache.open([], "other")
     seq.extend([0] * 4 * 6)
     assert cached(cache, prompt(1, 16)) == 8
-    told = cache.explain(prompt(1, 16))
-    assert (told.matched, told.reason, told.evicted_tokens) == (8, "evicted", 8)
+    explanation = cache.explain(prompt(1, 16))
+    assert (explanation.matched, explanation.reason, explanation.evicted_tokens) == (8, "evicted", 8)
     longer = cache.explain([*prompt(1, 16), 5, 5])
     assert (longer.reason, longer.evicted_tokens) == ("evicted", 8)
 
 
 def test_what_was_evicted_is_compared_too() -> None:
-    """A prompt that shares nothing with what was evicted behind its hit was not hurt by the eviction."""
+    """An eviction does not explain the miss of a prompt that diverges from the evicted text."""
     cache = PrefixCache(8, 4)
     publish(cache, prompt(1, 16))
     seq = cache.open([], "other")
     seq.extend([0] * 4 * 6)
-    told = cache.explain([*prompt(1, 8), 99, 99])
-    assert told.matched == 8
-    assert told.reason in {"never_seen", "diverged"}
-    assert told.evicted_tokens == 0
+    explanation = cache.explain([*prompt(1, 8), 99, 99])
+    assert explanation.matched == 8
+    assert explanation.reason in {"never_seen", "diverged"}
+    assert explanation.evicted_tokens == 0
     partly = cache.explain([*prompt(1, 11), 99])
     assert (partly.reason, partly.evicted_tokens) == ("evicted", 3)
 
@@ -120,12 +131,12 @@ def test_nothing_leaks_across_namespaces() -> None:
     publish(cache, prompt(2, 32), "flooding tenant")
     assert cached(cache, prompt(1, 12), "secret tenant") == 0
     for stranger in (None, "other", "flooding tenant"):
-        told = cache.explain(prompt(1, 12), stranger)
-        assert (told.reason, told.evicted_tokens, told.evicted_ago) == ("never_seen", 0, None)
-    told = cache.explain(prompt(1, 12), "secret tenant")
-    assert told.reason == "evicted"
-    assert "flooding" not in str(told)
-    assert "flooding" not in repr(told)
+        explanation = cache.explain(prompt(1, 12), stranger)
+        assert (explanation.reason, explanation.evicted_tokens, explanation.evicted_ago) == ("never_seen", 0, None)
+    explanation = cache.explain(prompt(1, 12), "secret tenant")
+    assert explanation.reason == "evicted"
+    assert "flooding" not in str(explanation)
+    assert "flooding" not in repr(explanation)
 
 
 def test_a_namespace_that_went_and_came_keeps_its_memory_to_itself() -> None:
@@ -151,7 +162,7 @@ def test_clear_forgets_what_was_evicted_too() -> None:
 
 
 def test_ghosts_are_bounded() -> None:
-    """What was evicted long ago is forgotten: the memory does not grow with everything that ever was."""
+    """Old ghosts are forgotten: the memory is bounded."""
     cache = PrefixCache(16, 4)
     for name in range(5_000):
         publish(cache, prompt(name, 16))
@@ -172,12 +183,12 @@ def test_is_one_plain_sentence(length: int) -> None:
 
 
 def test_is_frozen() -> None:
-    told = PrefixCache(8, 4).explain([1])
+    explanation = PrefixCache(8, 4).explain([1])
     with pytest.raises(FrozenInstanceError):
-        told.reason = "full"  # type: ignore[misc]
+        explanation.reason = "full"  # type: ignore[misc]
 
 
-def tell(cache: PrefixCache, tokens: list[int]) -> None:
+def publish_all(cache: PrefixCache, tokens: list[int]) -> None:
     with cache.open(tokens) as sequence:
         sequence.extend(tokens[sequence.length :])
         sequence.commit()
@@ -190,11 +201,11 @@ def evict_for(cache: PrefixCache, blocks: int) -> None:
 
 
 class TestGhostsTellTheTruth:
-    """What hangs behind an evicted text must not be told of another text that took its place."""
+    """Ghosts that followed an evicted text must not explain another text that took its place."""
 
     def test_of_a_node_that_grew_another_way(self) -> None:
         cache = PrefixCache(8, 1)
-        tell(cache, [1, 2, 3, 4, 5, 6])
+        publish_all(cache, [1, 2, 3, 4, 5, 6])
         evict_for(cache, 3)  # 6 went
         evict_for(cache, 5)  # 4 and 5 went
         with cache.open([1, 2, 3]) as sequence:
@@ -205,23 +216,23 @@ class TestGhostsTellTheTruth:
 
     def test_of_a_text_that_came_back_in_part(self) -> None:
         cache = PrefixCache(8, 1)
-        tell(cache, [1, 2, 3, 4, 5, 6])
+        publish_all(cache, [1, 2, 3, 4, 5, 6])
         evict_for(cache, 8)
-        tell(cache, [1, 2, 3])
-        told = cache.explain([1, 2, 3, 4, 5, 6])
-        assert (told.reason, told.evicted_tokens) == ("evicted", 3)
+        publish_all(cache, [1, 2, 3])
+        explanation = cache.explain([1, 2, 3, 4, 5, 6])
+        assert (explanation.reason, explanation.evicted_tokens) == ("evicted", 3)
 
     def test_of_a_text_that_came_back_up_to_where_it_was_trimmed(self) -> None:
         cache = PrefixCache(8, 1)
-        tell(cache, [1, 2, 3, 4])
+        publish_all(cache, [1, 2, 3, 4])
         evict_for(cache, 6)
         evict_for(cache, 8)
-        tell(cache, [1, 2])
+        publish_all(cache, [1, 2])
         assert cache.explain([1, 2, 3, 4]).evicted_tokens == 2
 
     def test_each_evicted_token_is_regretted_once(self) -> None:
         cache = PrefixCache(8, 1)
-        tell(cache, [1, 2, 3, 4, 5, 6])
+        publish_all(cache, [1, 2, 3, 4, 5, 6])
         evict_for(cache, 8)
         cache.open([1, 9]).close()
         assert cache.stats().regret_tokens == 1
@@ -232,17 +243,17 @@ class TestGhostsTellTheTruth:
     def test_the_same_text_evicted_again_and_again_is_remembered_once(self) -> None:
         cache = PrefixCache(8, 1)
         for _ in range(200):
-            tell(cache, [1, 2, 3, 4, 5, 6])
+            publish_all(cache, [1, 2, 3, 4, 5, 6])
             evict_for(cache, 8)
         assert cache.stats().ghosts == 1
-        tell(cache, [7, 8])
+        publish_all(cache, [7, 8])
         evict_for(cache, 8)
         assert cache.stats().ghosts == 2
         assert cache.explain([1, 2, 3, 4, 5, 6]).evicted_tokens == 6
 
     def test_behind_a_token_that_differs_nothing_was_evicted(self) -> None:
         cache = PrefixCache(8, 1)
-        tell(cache, [1, 2, 3, 4, 5, 6])
+        publish_all(cache, [1, 2, 3, 4, 5, 6])
         evict_for(cache, 3)  # 6
         evict_for(cache, 8)  # and the rest
         assert cache.explain([1, 2, 3, 4, 5, 6]).evicted_tokens == 6

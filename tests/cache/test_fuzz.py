@@ -1,4 +1,4 @@
-"""Long runs with fixed seeds under pressure, and one short story told in pools of every size.
+"""Long runs with fixed seeds in small pools, and one short history in pools of every size.
 
 20,000 operations over block sizes, policies and pools in `make test`, 100,000 in `make test-all`, and ten times as many
 with `RADIXKV_LONG=1`.
@@ -16,9 +16,9 @@ from tests.cache.world import Tracked, World
 from tests.selection import mostly_long
 
 OPERATIONS = 1_000_000 if os.environ.get("RADIXKV_LONG") == "1" else 100_000
-STRIDE = 50  # operations from one full check to the next; tables are compared whenever an operation reads them
+STRIDE = 50  # operations between two full checks; tables are compared whenever an operation reads them
 PURPOSES: tuple[Purpose, ...] = ("request", "request", "request", "request", "resume", "audit")
-PROOFS = 0.05  # the share of refusals and questions after which the whole state is compared
+PROOFS = 0.05  # the share of refusals and reads after which the whole state is compared
 POOLS = [
     # block size, blocks, policy, longest suffix, sequences open at a time
     (1, 12, "lru", 4, 4),
@@ -37,7 +37,7 @@ POOLS = [
 
 
 class Story:
-    """Random verbs over one world: mostly what an engine does, and now and then what it should not do."""
+    """Random verbs over one world: mostly those of an engine, and some invalid ones."""
 
     def __init__(self, world: World, suffix: int, most_open: int, seed: int) -> None:
         self.world, self.suffix, self.most_open = world, suffix, most_open
@@ -71,7 +71,7 @@ class Story:
                 self.pause()
 
     def pause(self) -> None:
-        """Everybody leaves: nothing may be stranded. Sometimes the pool is emptied, too."""
+        """Close everything: no block may be stranded. Sometimes evict everything too."""
         self.world.step()
         while self.world.live:
             self.world.close(self.world.live[0])
@@ -171,10 +171,10 @@ def test_long_runs_under_pressure(
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 16])
 def test_out_of_blocks_at_every_possible_point(block_size: int) -> None:
-    """The same story in pools from one block to enough: it runs dry at each of its extends in some of them."""
+    """The same history in pools from one block to enough: each of its extends fails in some of them."""
     refusals = []
     for blocks in range(1, 200):
-        refused = tell(World(blocks, block_size, seed=blocks))
+        refused = run_history(World(blocks, block_size, seed=blocks))
         refusals.append(refused)
         if not any(refused):
             break
@@ -184,8 +184,8 @@ def test_out_of_blocks_at_every_possible_point(block_size: int) -> None:
     assert all(dry), f"never ran dry at extend {dry.index(False)}"
 
 
-def tell(world: World) -> list[bool]:
-    """Two sequences behind one prefix, a fork, a rewind and a void; returns which extends were refused."""
+def run_history(world: World) -> list[bool]:
+    """Run two sequences with one prefix, a fork, a truncation and a void plan; return the refused extends."""
     size = world.block_size
     prefix = [1] * (2 * size + 1)
     refused = []

@@ -1,4 +1,4 @@
-"""What the cache accepts, and how it refuses the rest: a named error, and nothing has changed."""
+"""Valid and invalid arguments: a refusal is a named error and changes nothing."""
 
 from array import array
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Pins: held within a budget, for a while, and what they say about themselves."""
+"""Pins: budget, ttl, and the facts that a pin reports."""
 
 from contextlib import suppress
 
@@ -164,7 +164,7 @@ class TestBudget:
         assert cache.stats().pinned_blocks == 4
 
     def test_holds_for_the_gauge_too(self) -> None:
-        """[0, 0, 0] ends inside a block that the pinned branch has copied: the pin may not cover both unseen."""
+        """[0, 0, 0] ends inside a block that the pinned branch has copied: both blocks count against the budget."""
         cache = PrefixCache(2, 16)
         publish(cache, [0, 0, 0, 5])
         publish(cache, [0, 0, 0, 2])

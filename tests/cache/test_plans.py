@@ -96,7 +96,7 @@ class TestVoidPlans:
         assert cached(cache, [1, 2, 3]) == 0
 
     def test_leave_the_fill_mark_where_it_was(self) -> None:
-        """Another step may have run the void plan's writes already: who appends next must not rely on those slots."""
+        """Another step may have run the void plan's writes already: the next writer must not rely on those slots."""
         cache = PrefixCache(8, block_size=8)
         publish(cache, [1, 2, 3])
         one, two, three = (cache.open([1, 2, 3]) for _ in range(3))
@@ -136,7 +136,7 @@ class TestManyPlans:
         world.wind_down()
 
     def test_hold_their_sources_through_closes_and_evictions(self) -> None:
-        """The source of a pending copy is let go by everybody else, and the pool is asked for every block it has."""
+        """All other owners release the source of a pending copy, and then every block of the pool is taken."""
         world = World(8, 8)
         first = world.open(None, [])
         world.extend(first, [1, 2, 3, 4])
@@ -273,9 +273,9 @@ def test_a_fork_may_share_any_block_of_a_node_also_after_a_merge() -> None:
 
 @pytest.mark.parametrize("branch", [0, 5])
 def test_a_node_that_takes_a_forks_block_for_its_own_does_not_free_it(branch: int) -> None:
-    """Where two texts part inside a block the upper node takes the lower one's copy, of which a fork is an owner, too.
+    """Where two texts part inside a block, the upper node takes the lower one's copy, which a fork owns too.
 
-    With a branch it does so when that is evicted, else when the copy is published.
+    With a branch it does so when the branch is evicted, otherwise when the copy is published.
     """
     cache = PrefixCache(12, 4)
     with cache.open([]) as sequence:
@@ -285,7 +285,7 @@ def test_a_node_that_takes_a_forks_block_for_its_own_does_not_free_it(branch: in
     first.extend([0, 0, 0] + [2] * 5)
     first.commit(publish=False)
     twin = first.fork()
-    with cache.pin([0, 0, 0]):  # whoever publishes may not lengthen the node, then
+    with cache.pin([0, 0, 0]):  # the pinned node may not be lengthened
         first.commit()
     first.close()
     cache.check()

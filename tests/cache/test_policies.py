@@ -89,7 +89,7 @@ class TestAnEntryIsAPolicy:
 
 
 def test_no_other_module_lists_the_policies():
-    """A module that names two of these policies in its code has a list of its own."""
+    """A module with two of these names in its code has its own list."""
     names = {"fifo", "lfu", "slru"}
     files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for path in files.split():
@@ -125,7 +125,7 @@ def test_next_victims_are_evicted_in_that_order(policy, seed):
 
 
 def test_next_victims_of_a_policy_that_learns_and_leads():
-    """While nothing is asked for in between, the order holds as long as the learner leads."""
+    """The order holds while the learner decides and nothing else changes."""
     now = [0.0]
     evictions = Evictions()
     cache = PrefixCache(150, 1, "predictive", clock=lambda: now[0], observer=evictions)

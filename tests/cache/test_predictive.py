@@ -1,4 +1,4 @@
-"""Eviction that learns: what it gains, what it may lose, what it remembers, and the parts that it is made of."""
+"""Eviction that learns: its gains, its losses against LRU, its memory, and its parts."""
 
 import math
 import random
@@ -64,9 +64,9 @@ class TestHits:
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
 @pytest.mark.parametrize("blocks", [30, 150])
 def test_the_shadow_hits_exactly_what_lru_hits(workload: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the other one evicts, as long as its ghosts suffice, which a tiny pool's may not."""
-    shadowed: list[int] = []
-    monkeypatch.setattr(LruBaseline, "compare", lambda baseline, asked, hit, lru_hit, known: shadowed.append(lru_hit))
+    """The learner's evictions do not matter as long as its ghosts suffice; in a tiny pool they may not."""
+    followed: list[int] = []
+    monkeypatch.setattr(LruBaseline, "compare", lambda baseline, asked, hit, lru_hit, known: followed.append(lru_hit))
     requests = WORKLOADS[workload](random.Random(6), 800)
     now = [0.0]
     lru = PrefixCache(blocks, 1, "lru", clock=lambda: now[0])
@@ -74,9 +74,9 @@ def test_the_shadow_hits_exactly_what_lru_hits(workload: str, blocks: int, monke
     now[0] = 0.0
     cache = PrefixCache(blocks, 1, "predictive", clock=lambda: now[0])
     own = list(replay(cache, requests, now))
-    assert shadowed == expected or blocks == 30
-    assert all(told <= true for told, true in zip(shadowed, expected, strict=True))  # what nobody remembers is missed
-    assert sum(shadowed) >= 0.99 * sum(expected)
+    assert followed == expected or blocks == 30
+    assert all(hits <= lru_hits for hits, lru_hits in zip(followed, expected, strict=True))
+    assert sum(followed) >= 0.99 * sum(expected)
     assert own != expected or sum(own) == 0
 
 
@@ -109,7 +109,7 @@ class TestWhoDecides:
         assert not baseline.leads
         baseline.evicted(record, 500)
         assert baseline.leads
-        self.settled(baseline, 600)  # LRU lets go of it, too
+        self.settled(baseline, 600)  # LRU evicts it too
         assert record.kept_to == 400
         assert not baseline.leads
 
@@ -199,7 +199,7 @@ class TestMemory:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[int]:
-    """How far each of several requests, in order, goes down one path."""
+    """The lengths of several requests, in order, along one path."""
     return draw(st.lists(st.integers(1, 30), min_size=1, max_size=8))
 
 
@@ -226,11 +226,11 @@ class TestUse:
             record.settle(float(number), length, 4, 0, 0, hazard_model.classed)
             records.append(record)
             for at in range(1, length + 1):
-                told = record.tail(at)
-                assert told is not None
-                assert told[1].traits.uses == min(MOST_USES, times[at])
-                assert told[1].traits.last == ((at - 1) // 4 == (length - 1) // 4)
-                assert told[0] < at
+                tail = record.tail(at)
+                assert tail is not None
+                assert tail[1].traits.uses == min(MOST_USES, times[at])
+                assert tail[1].traits.last == ((at - 1) // 4 == (length - 1) // 4)
+                assert tail[0] < at
                 times[at], last[at] = times[at] + 1, number
             for known, claim in enumerate(records):
                 assert [at for at in range(1, 31) if last[at] == known] == list(range(claim.start + 1, claim.end + 1))
@@ -282,8 +282,8 @@ class TestHazards:
         hazard_model.reuse(known, 0, 100.0)
         hazard_model.refresh()
         other = hazard_model.classed(Traits(1, 2, 3, 4, 5, True))
-        everybody = (100.0 + 0.5) / (1000.0 + 5.0)
-        assert math.isclose(hazard_model._hazards(other.traits)[0], everybody)
+        of_all = (100.0 + 0.5) / (1000.0 + 5.0)
+        assert math.isclose(hazard_model._hazards(other.traits)[0], of_all)
 
 
 class TestFading:
@@ -347,7 +347,7 @@ def test_nobody_waits_for_all_that_come_of_age_at_once(monkeypatch: pytest.Monke
         served(cache, [text])
     cache.check()
     youngest = sum(map(len, learner(cache)._ages[: bisect_right(EDGES, 3000.0) - 1]))
-    assert youngest == 6  # all that is old is in the bucket of its age by now
+    assert youngest == 6  # all old records have reached the bucket of their age
 
 
 def test_an_age_that_was_passed_over_counts_as_reached() -> None:

@@ -1,4 +1,4 @@
-"""What a sequence is opened for: a request, a request that comes back, or an audit that leaves no trace."""
+"""The purposes of a sequence: a request, a request that comes back, or an audit that leaves no trace."""
 
 import random
 
@@ -83,7 +83,7 @@ def test_whoever_comes_back_wants_it_again() -> None:
 
 @pytest.mark.parametrize("policy", ALL)
 def test_an_audit_leaves_no_trace(policy: str) -> None:
-    """But for two counters, the cache is to the last bit what it was."""
+    """Except for two counters, the cache is bit for bit the same as before."""
     cache = PrefixCache(32, 4, policy)
     for name in range(3):
         publish(cache, prompt(name, 10), hint=Hint(done=name == 1), priority=-(name == 2))
@@ -97,9 +97,9 @@ def test_an_audit_leaves_no_trace(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ALL)
 def test_audits_change_no_eviction(policy: str) -> None:
-    """Two caches with one history, audits in between in one of them, forks, rewinds and splits included.
+    """Two caches with one history; one of them also runs audits with forks, truncations and splits.
 
-    All requests have one priority: a later one is of a node, so it reaches no higher than where an audit split.
+    All requests have one priority: a higher one would be set on a node, and so end where an audit has split it.
     """
     seen = 0
     for seed in range(30):

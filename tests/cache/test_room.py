@@ -1,4 +1,4 @@
-"""What a prompt takes of the room when it is opened, and what a sequence's end would cost."""
+"""`idle_blocks` of a match and `unshared_length` of a sequence, against measurements."""
 
 import random
 
@@ -15,7 +15,7 @@ def room(cache: PrefixCache) -> int:
 
 
 def falls(cache: PrefixCache, tokens: list[int]) -> int:
-    """By how much the room falls when `tokens` are opened."""
+    """Measure by how much free + evictable blocks fall when `tokens` are opened."""
     before = room(cache)
     cache.open(tokens)
     cache.check()
@@ -59,7 +59,7 @@ class TestIdleBlocks:
         assert cache.match(prompt(1, 10)).idle_blocks == 3
 
     def test_are_also_those_that_another_branch_wrote_on_in(self) -> None:
-        """The block above the copy belongs to the path, too: nobody can evict it while the path is held."""
+        """The block above the copy belongs to the path too: it cannot be evicted while the path is held."""
         cache = PrefixCache(16, 4)
         publish(cache, [1, 2, 3, 4])
         publish(cache, [1, 2, 3, 9])
@@ -81,7 +81,7 @@ class TestIdleBlocks:
         twin.close()
 
     def test_may_be_one_more_than_the_room_falls(self) -> None:
-        """Where only a copy is left below a pinned block, whoever opens the copy sets the block above free."""
+        """Where only a copy is left below a pinned block, opening the copy frees the block above."""
         cache = PrefixCache(8, 4)
         publish(cache, [1, 2, 3, 4])
         cache.pin([1, 2, 3])
@@ -139,7 +139,7 @@ class TestUnsharedLength:
         assert (one.unshared_length, twin.unshared_length) == (3, 0)
 
     def test_of_twins_whose_tail_nobody_published_is_that_tail(self) -> None:
-        """The other holds the same KV, but whoever comes back cannot find it."""
+        """The other sequence holds the same KV, but a later open cannot find it."""
         cache = PrefixCache(16, 4)
         one = held(cache, prompt(1, 10))
         one.extend([5, 6, 7])
@@ -194,7 +194,7 @@ class TestUnsharedLength:
             one.close()
             flood(cache, room(cache))
             left = cache.match(tokens).length
-            # what shares a block with held tokens may stay: to evict it would free nothing
+            # tokens that share a block with held tokens may stay: evicting them would free nothing
             assert len(tokens) - unshared <= left < len(tokens) - unshared + size
             lost += unshared
         assert lost > 60

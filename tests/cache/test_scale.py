@@ -15,7 +15,7 @@ DEEP = 20_000
 
 @pytest.fixture(scope="module")
 def deep() -> PrefixCache:
-    """A chain of 20,000 nodes: each reader left one token behind and a branch beside it."""
+    """Make a chain of 20,000 nodes: each reader added one token and a branch."""
     cache = PrefixCache(3 * DEEP, block_size=1)
     seq = cache.open([])
     seq.extend(np.arange(DEEP, dtype=np.int32))
@@ -55,7 +55,7 @@ def test_a_deep_chain_can_be_evicted(deep: PrefixCache) -> None:
 
 
 def test_a_deep_chain_can_be_done_with_and_trimmed() -> None:
-    """Each turn is its own node; the hint climbs up the chain, and the eviction comes down it."""
+    """Each turn is its own node; the hint is passed up the chain, and the eviction goes down it."""
     turns = 1_500
     cache = PrefixCache(turns + 1, block_size=1)
     text = np.arange(turns, dtype=np.int32)
@@ -130,7 +130,7 @@ def test_many_namespaces_at_once() -> None:
 
 
 def test_a_long_decode_does_not_slow_down() -> None:
-    """Ten thousand one-token commits: were each to copy the whole text, this would move 200 MB."""
+    """Ten thousand one-token commits: copying the whole text each time would move 200 MB."""
     cache = PrefixCache(1 << 12, 16)
     seq = cache.open([])
     for token in range(10_000):

@@ -36,12 +36,12 @@ class Verbs(RuleBasedStateMachine):
     def start(self, block_size: int, blocks: int, policy: str, seed: int) -> None:
         blocks = 200 + 5000 // block_size if self.exact else blocks
         self.world = World(blocks, block_size, policy, exact=self.exact, seed=seed)
-        self.heard: list[list[int]] = [[]]
+        self.earlier: list[list[int]] = [[]]
 
     def prompt(self, which: int, cut: int, suffix: list[int]) -> list[int]:
-        """The start of something said before, and then something else."""
-        said = self.heard[which % len(self.heard)][:cut] + suffix
-        self.heard.append(said)
+        """Return the beginning of an earlier text, continued by `suffix`."""
+        said = self.earlier[which % len(self.earlier)][:cut] + suffix
+        self.earlier.append(said)
         return said
 
     def one(self, which: int) -> Tracked:
@@ -77,7 +77,7 @@ class Verbs(RuleBasedStateMachine):
     def extend(self, which: int, tokens: list[int]) -> None:
         one = self.one(which)
         if self.world.extend(one, tokens):
-            self.heard.append(one.tokens + tokens)
+            self.earlier.append(one.tokens + tokens)
 
     @precondition(lambda self: self.some_open)
     @rule(which=pick)
@@ -125,12 +125,12 @@ class Verbs(RuleBasedStateMachine):
         which=pick, cut=st.integers(0, 60), suffix=suffixes, space=st.sampled_from(NAMESPACES), back=st.integers(0, 2)
     )
     def ask(self, which: int, cut: int, suffix: list[int], space: str | None, back: int) -> None:
-        said = self.heard[which % len(self.heard)][:cut] + suffix
+        said = self.earlier[which % len(self.earlier)][:cut] + suffix
         self.world.ask_without_a_trace(space, said, None if back == 0 else max(0, len(said) - back))
 
     @rule(which=pick, cut=st.integers(0, 60), space=st.sampled_from(NAMESPACES), ttl=st.sampled_from((None, 0.5, 3.5)))
     def pin(self, which: int, cut: int, space: str | None, ttl: float | None) -> None:
-        self.world.pin(space, self.heard[which % len(self.heard)][:cut], ttl)
+        self.world.pin(space, self.earlier[which % len(self.earlier)][:cut], ttl)
 
     @precondition(lambda self: self.world.pins)
     @rule(which=pick)
@@ -139,11 +139,11 @@ class Verbs(RuleBasedStateMachine):
 
     @rule(which=pick, cut=st.integers(0, 60), space=st.sampled_from(NAMESPACES), start=st.integers(0, 40))
     def demote(self, which: int, cut: int, space: str | None, start: int) -> None:
-        self.world.demote(space, self.heard[which % len(self.heard)][:cut], start)
+        self.world.demote(space, self.earlier[which % len(self.earlier)][:cut], start)
 
     @rule(which=pick, cut=st.integers(0, 60), space=st.sampled_from(NAMESPACES), start=st.integers(0, 40))
     def discard(self, which: int, cut: int, space: str | None, start: int) -> None:
-        self.world.discard(space, self.heard[which % len(self.heard)][:cut], start)
+        self.world.discard(space, self.earlier[which % len(self.earlier)][:cut], start)
 
     @rule()
     def look_at_something(self) -> None:

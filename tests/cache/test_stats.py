@@ -1,4 +1,4 @@
-"""Counters that only grow, gauges that add up, regret, and what an observer hears."""
+"""Counters that only grow, gauges that add up, regret, and the events of an observer."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import FrozenInstanceError
@@ -145,28 +145,28 @@ EVENTS = sorted(name for name in vars(Observer) if not name.startswith("_"))
 
 
 class Listener:
-    """Keeps a picture of the tree from what it is told alone."""
+    """Rebuilds the tree from its events alone."""
 
     def __init__(self) -> None:
         self.roots: dict[int, Hashable] = {}
         self.parents: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
         self.sequences: dict[int, Hashable] = {}
-        self.heard: list[tuple[object, ...]] = []
+        self.events: list[tuple[object, ...]] = []
 
     def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
         assert sequence not in self.sequences
         self.sequences[sequence] = namespace
-        self.heard.append(("opened", namespace, asked, hit, purpose))
+        self.events.append(("opened", namespace, asked, hit, purpose))
 
     def forked(self, sequence: int, parent: int) -> None:
         assert sequence not in self.sequences
         self.sequences[sequence] = self.sequences[parent]
-        self.heard.append(("forked",))
+        self.events.append(("forked",))
 
     def closed(self, sequence: int, length: int) -> None:
         del self.sequences[sequence]
-        self.heard.append(("closed", length))
+        self.events.append(("closed", length))
 
     def rooted(self, node: int, namespace: Hashable) -> None:
         assert node not in self.roots
@@ -181,11 +181,11 @@ class Listener:
         assert tokens > 0
         self.parents[node] = parent
         self.tokens[node] = tokens
-        self.heard.append(("inserted", start, tokens))
+        self.events.append(("inserted", start, tokens))
 
     def grown(self, node: int, tokens: int) -> None:
         self.tokens[node] += tokens
-        self.heard.append(("grown", tokens))
+        self.events.append(("grown", tokens))
 
     def split(self, node: int, upper: int, tokens: int) -> None:
         assert upper not in self.tokens
@@ -193,29 +193,29 @@ class Listener:
         self.tokens[upper] = tokens
         self.tokens[node] -= tokens
         self.parents[upper], self.parents[node] = self.parents[node], upper
-        self.heard.append(("split", tokens))
+        self.events.append(("split", tokens))
 
     def merged(self, node: int, upper: int) -> None:
         self.tokens[node] += self.tokens.pop(upper)
         self.parents[node] = self.parents.pop(upper)
-        self.heard.append(("merged",))
+        self.events.append(("merged",))
 
     def trimmed(self, node: int, tokens: int, blocks: int, gone: bool) -> None:
         self.tokens[node] -= tokens
         assert gone == (self.tokens[node] == 0)
         if gone:
             del self.tokens[node], self.parents[node]
-        self.heard.append(("trimmed", tokens, blocks, gone))
+        self.events.append(("trimmed", tokens, blocks, gone))
 
     def evicted(self, number: int, node: int, start: int, tokens: int, *_: object) -> None:
-        assert self.heard[-1][:2] == ("trimmed", tokens)
+        assert self.events[-1][:2] == ("trimmed", tokens)
 
     def regretted(self, number: int, tokens: int, ago: float) -> None:
         assert tokens > 0
 
     def copied(self, sequence: int, source: int, target: int) -> None:
         assert source != target
-        self.heard.append(("copied", source, target))
+        self.events.append(("copied", source, target))
 
     def namespace(self, node: int) -> Hashable:
         while node not in self.roots:
@@ -223,81 +223,81 @@ class Listener:
         return self.roots[node]
 
     def names(self) -> list[object]:
-        return [event[0] for event in self.heard]
+        return [event[0] for event in self.events]
 
 
 class Clumsy:
-    """Hears everything but one kind of event, at which it raises."""
+    """Accepts all events except one kind, at which it raises."""
 
     def __init__(self, fatal: str) -> None:
         self.fatal = fatal
-        self.heard: list[str] = []
+        self.events: list[str] = []
 
     def __getattr__(self, event: str) -> Callable[..., None]:
-        def hear(*_: object) -> None:
-            self.heard.append(event)
+        def note(*_: object) -> None:
+            self.events.append(event)
             if event == self.fatal:
                 raise ZeroDivisionError
 
-        return hear
+        return note
 
 
 class TestObserver:
     def test_hears_what_happens(self) -> None:
-        ear = Listener()
-        cache = PrefixCache(16, 4, observer=ear)
+        observer = Listener()
+        cache = PrefixCache(16, 4, observer=observer)
         publish(cache, prompt(1, 10), "a")
-        assert ear.heard == [("opened", "a", 10, 0, "request"), ("inserted", 0, 10), ("closed", 10)]
-        ear.heard.clear()
+        assert observer.events == [("opened", "a", 10, 0, "request"), ("inserted", 0, 10), ("closed", 10)]
+        observer.events.clear()
         publish(cache, [*prompt(1, 6), 50], "a")
-        assert set(ear.names()[:2]) == {"opened", "split"}
-        assert ear.names()[2:] == ["copied", "inserted", "closed"]
-        assert {("opened", "a", 7, 6, "request"), ("split", 6), ("inserted", 6, 1)} < set(ear.heard)
-        ear.heard.clear()
+        assert set(observer.names()[:2]) == {"opened", "split"}
+        assert observer.names()[2:] == ["copied", "inserted", "closed"]
+        assert {("opened", "a", 7, 6, "request"), ("split", 6), ("inserted", 6, 1)} < set(observer.events)
+        observer.events.clear()
         squeeze(cache)
-        assert sum(int(str(event[1])) for event in ear.heard if event[0] == "trimmed") == 11
+        assert sum(int(str(event[1])) for event in observer.events if event[0] == "trimmed") == 11
 
     def test_hears_what_a_sequence_is_for(self) -> None:
-        ear = Listener()
-        cache = PrefixCache(16, 4, observer=ear)
+        observer = Listener()
+        cache = PrefixCache(16, 4, observer=observer)
         cache.open([1], purpose="resume").close()
         cache.open([1, 2], purpose="audit").fork()
-        told = [event for event in ear.heard if event[0] == "opened"]
+        told = [event for event in observer.events if event[0] == "opened"]
         assert told == [("opened", None, 1, 0, "resume"), ("opened", None, 2, 0, "audit")]
 
     def test_knows_whose_tree_a_node_is_in(self) -> None:
-        ear = Listener()
-        cache = PrefixCache(16, 4, observer=ear)
+        observer = Listener()
+        cache = PrefixCache(16, 4, observer=observer)
         for namespace in ("a", "b", "a"):
             publish(cache, prompt(1, 10), namespace)
             publish(cache, prompt(1, 5) + prompt(2, 5), namespace)
-        assert sorted(str(ear.namespace(node)) for node in ear.tokens) == ["a"] * 3 + ["b"] * 3
+        assert sorted(str(observer.namespace(node)) for node in observer.tokens) == ["a"] * 3 + ["b"] * 3
 
     def test_hears_a_leaf_grow(self) -> None:
-        ear = Listener()
-        cache = PrefixCache(16, 4, observer=ear)
+        observer = Listener()
+        cache = PrefixCache(16, 4, observer=observer)
         seq = held(cache, prompt(1, 10))
         seq.extend([1, 2])
         seq.commit()
-        assert ear.heard[-1] == ("grown", 2)
+        assert observer.events[-1] == ("grown", 2)
 
     def test_hears_nothing_of_questions_and_refusals(self) -> None:
-        ear = Listener()
-        cache = PrefixCache(4, 4, observer=ear)
+        observer = Listener()
+        cache = PrefixCache(4, 4, observer=observer)
         seq = held(cache, prompt(1, 10))
-        ear.heard.clear()
+        observer.events.clear()
         cache.match(prompt(1, 5))
         cache.explain(prompt(1, 5))
         cache.stats()
         with pytest.raises(OutOfBlocks):
             seq.extend([1] * 100)
-        assert ear.heard == []
+        assert observer.events == []
 
     @pytest.mark.parametrize("block_size", [1, 3, 16])
     def test_can_draw_the_tree_from_what_it_hears(self, block_size: int) -> None:
-        """Node by node, what an observer adds up is what the cache counts, through splits, merges and trims."""
-        ear = Listener()
-        cache = PrefixCache(200 // block_size, block_size, observer=ear)
+        """Node by node, the totals of the events equal the counters, through splits, merges and trims."""
+        observer = Listener()
+        cache = PrefixCache(200 // block_size, block_size, observer=observer)
         trimmed = 0
         for number in range(400):
             text = [number // 50 % 3] * (number * 7 % 30) + [number % 5] * (number * 11 % 17)
@@ -311,17 +311,17 @@ class TestObserver:
             twin.close()
             seq.close()
             stats = cache.stats()
-            assert len(ear.tokens) == stats.nodes
-            trimmed = sum(int(str(event[1])) for event in ear.heard if event[0] == "trimmed")
+            assert len(observer.tokens) == stats.nodes
+            trimmed = sum(int(str(event[1])) for event in observer.events if event[0] == "trimmed")
             assert trimmed == stats.evicted_tokens
         assert trimmed > 0
-        assert ear.names().count("copied") == cache.stats().copied_blocks
-        assert ear.sequences == {}
-        assert {"split", "inserted", "trimmed", "forked"} <= set(ear.names())
+        assert observer.names().count("copied") == cache.stats().copied_blocks
+        assert observer.sequences == {}
+        assert {"split", "inserted", "trimmed", "forked"} <= set(observer.names())
 
     @pytest.mark.parametrize("event", EVENTS)
     def test_that_raises_harms_nothing(self, event: str, caplog: pytest.LogCaptureFixture) -> None:
-        """Whichever event it fails at: the cache is as one that nobody listens to, and one line is logged."""
+        """Any event may fail: the cache goes on as one without an observer, and one line is logged."""
         clumsy = Clumsy(event)
         loud, quiet = PrefixCache(9, 4, observer=clumsy), PrefixCache(9, 4)
         for number in range(12):
@@ -344,10 +344,10 @@ class TestObserver:
             assert loud.stats() == quiet.stats()
         for name in (5, 6, 5):
             for cache in (loud, quiet):
-                publish(cache, prompt(name, 36))  # all of the pool: what it drives out is wanted again
+                publish(cache, prompt(name, 36))  # all of the pool: the evicted text is requested again
                 cache.check()
         assert loud.stats() == quiet.stats()
-        assert clumsy.heard.index(event) == len(clumsy.heard) - 1, "it was told of more"
+        assert clumsy.events.index(event) == len(clumsy.events) - 1, "it was told of more"
         (record,) = caplog.records
         assert record.exc_info is not None
         assert isinstance(record.exc_info[1], ZeroDivisionError)

@@ -1,4 +1,4 @@
-"""What an engine does with one request, in one call. Knows the four verbs of a sequence, and no content."""
+"""The verbs of one request in one call."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any

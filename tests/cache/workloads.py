@@ -1,4 +1,4 @@
-"""Serial workloads for whoever compares policies: chains of blocks with a time each, some kind to LRU and some not."""
+"""Serial workloads to compare policies: chains of blocks with a time each, some that suit LRU and some that do not."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from radixkv.cache import Hint, PrefixCache
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of whole blocks (block size 1), and what its user could tell."""
+    """A prompt of whole blocks (block size 1), and the facts for its hint."""
 
     time: float
     chain: list[int]
@@ -18,7 +18,7 @@ class Request:
 
 
 def replay(cache: PrefixCache, requests: list[Request], now: list[float], *, hints: bool = True) -> Iterator[int]:
-    """Serve one request after the other; each one's hit in blocks."""
+    """Serve one request after the other; yield the hit of each in blocks."""
     for request in requests:
         now[0] = request.time
         sequence = cache.open(request.chain)
@@ -30,14 +30,14 @@ def replay(cache: PrefixCache, requests: list[Request], now: list[float], *, hin
 
 
 def hits(requests: list[Request], blocks: int, policy: str) -> tuple[int, PrefixCache]:
-    """Blocks hit in all, and the cache."""
+    """Return the blocks that were hit in all, and the cache."""
     now = [0.0]
     cache = PrefixCache(blocks, 1, policy, clock=lambda: now[0])
     return sum(replay(cache, requests, now)), cache
 
 
 class Fresh:
-    """Token ids that nobody used."""
+    """A source of unused token ids."""
 
     def __init__(self) -> None:
         self.last = 0
@@ -48,7 +48,7 @@ class Fresh:
 
 
 def scan(rng: random.Random, count: int) -> list[Request]:
-    """Half of the requests are for forty hot texts, the others for what nobody asks for again."""
+    """Half of the requests are for forty hot texts; the texts of the others never come again."""
     new = Fresh()
     hot = [new.run(5) for _ in range(40)]
     return [Request(float(i), rng.choice(hot) if rng.random() < 0.5 else new.run(8)) for i in range(count)]
@@ -63,7 +63,7 @@ def documents(rng: random.Random, count: int) -> list[Request]:
 
 
 def kinds(rng: random.Random, count: int) -> list[Request]:
-    """Texts alike but for how their first turn ended: after a tool call they are continued, else never."""
+    """Texts that differ in the reason why their first turn ended: only after a tool call are they continued."""
     new, requests = Fresh(), []
     for i in range(count // 2):
         chain, returns = new.run(6), rng.random() < 0.4
@@ -74,7 +74,7 @@ def kinds(rng: random.Random, count: int) -> list[Request]:
 
 
 def walk(rng: random.Random, count: int) -> list[Request]:
-    """What was used last is what is used next: a random walk over 400 texts."""
+    """Recently used texts are used next: a random walk over 400 texts."""
     new, place, requests = Fresh(), 0, []
     texts = [new.run(rng.randint(1, 8)) for _ in range(400)]
     for i in range(count):
@@ -84,7 +84,7 @@ def walk(rng: random.Random, count: int) -> list[Request]:
 
 
 def stack(rng: random.Random, count: int) -> list[Request]:
-    """Reuse by stack distance alone: nothing but recency tells anything."""
+    """Reuse by stack distance alone: only recency carries information."""
     new, requests = Fresh(), []
     texts = [new.run(rng.randint(1, 6)) for _ in range(400)]
     for i in range(count):
@@ -95,7 +95,7 @@ def stack(rng: random.Random, count: int) -> list[Request]:
 
 
 def turns(rng: random.Random, count: int) -> list[Request]:
-    """Conversations that grow, part and are retried."""
+    """Conversations that grow, branch and are retried."""
     new, said, requests = Fresh(), [[-1]], []
     said = [new.run(3)]
     for i in range(count):

@@ -1,6 +1,6 @@
-"""The cache beside its naive model: every verb does the thing, then asserts all that the contract promises about it.
+"""The cache and its naive model side by side: every verb runs on both, then asserts the promises of the contract.
 
-Knows the public names of `radixkv.cache` and nothing of what is behind them.
+It uses the public names of `radixkv.cache` only.
 """
 
 import random
@@ -32,7 +32,7 @@ SHAPES: tuple[Callable[[Sequence[int]], Ids], ...] = (
 
 @dataclass
 class Tracked:
-    """What the model knows of one open sequence."""
+    """The model of one open sequence."""
 
     seq: CacheSequence
     namespace: Hashable
@@ -46,13 +46,13 @@ class Tracked:
 
     @property
     def readable(self) -> bool:
-        """Whether the block table's content can be relied on: a planned copy may not have run yet."""
+        """Whether the block table's content is valid: a planned copy may not have run yet."""
         return self.plan is None or self.executed
 
 
 @dataclass
 class Pinned:
-    """What the model knows of one pin."""
+    """The model of one pin."""
 
     pin: Pin
     namespace: Hashable
@@ -61,7 +61,7 @@ class Pinned:
 
 
 class World:
-    """One cache, one pool, and everything that was ever published. `exact`: the pool is too large to evict."""
+    """One cache, one pool, and all texts that were ever published. `exact`: the pool is too large to evict."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class World:
         self.texts: dict[Hashable, Texts] = {}
         self.live: list[Tracked] = []
         self.pins: list[Pinned] = []
-        self.marks: dict[int, int] = {}  # block -> slots that were ever reserved since it was handed out
-        self.private: set[int] = set()  # blocks that were never in a published table since they were handed out
+        self.marks: dict[int, int] = {}  # block -> slots reserved since it was last taken
+        self.private: set[int] = set()  # blocks that were in no published table since they were last taken
         self.before = self.cache.stats()
 
-    # What may be asked of the model
+    # Reading the model
 
     def held_texts(self) -> dict[Hashable, Texts]:
-        """What open sequences and pins protect from eviction."""
+        """The texts that open sequences and pins protect from eviction."""
         held: dict[Hashable, Texts] = {}
         for open_one in self.live:
             held.setdefault(open_one.namespace, Texts()).add(open_one.tokens[: open_one.published])
@@ -98,7 +98,7 @@ class World:
         return held
 
     def shared_length(self, one: Tracked) -> int:
-        """How much of a sequence's text others protect from eviction."""
+        """Length of a sequence's text that others protect from eviction."""
         others = [other.tokens[: other.published] for other in self.live if other.namespace == one.namespace]
         others.remove(one.tokens[: one.published])
         others += [each.tokens for each in self.pins if each.namespace == one.namespace and self.now < each.expires]
@@ -111,17 +111,17 @@ class World:
         return least, most
 
     def state(self) -> list[object] | None:
-        """Everything there is to know about the cache and what holds it; in long runs only now and then."""
+        """The whole state of the cache and its holders; in long runs only for some steps."""
         return self._frozen() if self.rng.random() < self.proofs else None
 
     def assert_unchanged(self, before: list[object] | None) -> None:
-        assert before is None or before == self._frozen(), "something was left behind"
+        assert before is None or before == self._frozen(), "the cache has changed"
 
     def _frozen(self) -> list[object]:
         return freeze(self.cache, [one.seq for one in self.live], [pinned.pin for pinned in self.pins])
 
     def available(self) -> int:
-        """Blocks that an extend can have; `stats` first lets go of pins whose time is over."""
+        """Blocks that an extend can take; `stats` first releases expired pins."""
         self.cache.stats()
         return self.cache.free_blocks + self.cache.evictable_blocks
 
@@ -129,13 +129,13 @@ class World:
         self.texts = self.held_texts()
 
     def forget_what_is_gone(self) -> None:
-        """Shrink the model to what is cached now, so that long runs do not slow down."""
+        """Shrink the model to the cached texts, so that long runs do not slow down."""
         self.texts = {namespace: self.cached_texts(namespace, texts) for namespace, texts in self.texts.items()}
 
     def shaped(self, tokens: Sequence[int]) -> Ids:
         return self.rng.choice(SHAPES)(tokens)
 
-    # Questions
+    # Reading the cache
 
     def match(self, namespace: Hashable, prompt: Sequence[int]) -> Match:
         least, most = self.bounds(namespace, prompt)
@@ -148,16 +148,16 @@ class World:
 
     def explain(self, namespace: Hashable, prompt: Sequence[int], limit: int | None = None) -> None:
         matched = self.match(namespace, prompt).length
-        told = self.cache.explain(self.shaped(prompt), namespace, limit)
-        assert told.tokens == len(prompt)
-        assert told.matched == matched
-        assert told.length == (matched if limit is None else min(matched, limit))
-        assert told.reason in {"full", "never_seen", "diverged", "evicted", "limit"}
-        assert (told.reason == "limit") == (told.length < matched)
-        if told.length == matched:
-            assert (told.reason == "full") == (matched == len(prompt))
-        assert "\n" not in str(told)
-        assert str(told)
+        explanation = self.cache.explain(self.shaped(prompt), namespace, limit)
+        assert explanation.tokens == len(prompt)
+        assert explanation.matched == matched
+        assert explanation.length == (matched if limit is None else min(matched, limit))
+        assert explanation.reason in {"full", "never_seen", "diverged", "evicted", "limit"}
+        assert (explanation.reason == "limit") == (explanation.length < matched)
+        if explanation.length == matched:
+            assert (explanation.reason == "full") == (matched == len(prompt))
+        assert "\n" not in str(explanation)
+        assert str(explanation)
 
     def ask_without_a_trace(self, namespace: Hashable, prompt: Sequence[int], limit: int | None = None) -> None:
         """`match` and `explain`, and a proof that they changed nothing at all."""
@@ -168,7 +168,7 @@ class World:
         self.assert_unchanged(before)
 
     def random_run(self) -> CachedRun | None:
-        """Something that is cached, with the right content, and nothing has changed."""
+        """Check that `random_run` returns a cached run with the right content, and changes nothing."""
         before = self.state()
         run = self.cache.random_run(self.rng)
         self.assert_unchanged(before)
@@ -208,14 +208,14 @@ class World:
         assert counts or after.regret_tokens == before.regret_tokens
         assert after.opened_sequences - before.opened_sequences == 1
         assert after.evicted_blocks == before.evicted_blocks
-        freed = after.free_blocks - before.free_blocks  # a branch's block that the new lock made redundant
+        freed = after.free_blocks - before.free_blocks  # a branch's block became redundant by the new lock
         assert before.cached_blocks - after.cached_blocks == found.idle_blocks
         assert 0 <= freed <= 1
         self.assert_sequence(opened)
         return opened
 
     def extend(self, one: Tracked, tokens: Sequence[int]) -> bool:
-        """Plan `tokens`; False if the pool had no room, which is checked to be the truth."""
+        """Plan `tokens`; return False if the pool had no room, after checking that it had none."""
         if one.plan is not None:
             self.assert_refused(PlanPending, lambda: one.seq.extend(tokens))
             return False
@@ -239,7 +239,7 @@ class World:
         return True
 
     def need(self, one: Tracked, count: int) -> tuple[int, int]:
-        """The fewest and the most blocks that `count` more tokens need: most is one more if a copy is possible."""
+        """The fewest and the most blocks that `count` more tokens need; a possible copy takes one more."""
         length, size = len(one.tokens), self.block_size
         new = -(-(length + count) // size) - -(-length // size)
         offset = length % size
@@ -248,7 +248,7 @@ class World:
         return new, new + 1
 
     def is_private(self, one: Tracked, block: int) -> bool:
-        """Whether nobody but this sequence can have anything to do with a block."""
+        """Whether only this sequence can own a block."""
         others = (other for other in self.live if other is not one)
         return block in self.private and not any(
             block in other.table or any(block in copy for copy in (other.plan.copies if other.plan else ()))
@@ -379,7 +379,7 @@ class World:
         self.pins.remove(pinned)
 
     def demote(self, namespace: Hashable, prompt: Sequence[int], start: int) -> None:
-        """Change who goes next, and nothing else that can be seen."""
+        """Change the order of eviction, and nothing else that is visible."""
         before, hit = self.cache.stats(), self.match(namespace, prompt).length
         self.cache.demote(self.shaped(prompt), namespace, start)
         after = self.cache.stats()
@@ -387,7 +387,7 @@ class World:
         assert self.match(namespace, prompt).length == hit
 
     def discard(self, namespace: Hashable, prompt: Sequence[int], start: int) -> None:
-        """Forget what stands behind `start` of a text, whole, and nothing else; or refuse because somebody has it."""
+        """Forget exactly the tokens of a text from `start` on, or refuse because they are held."""
         self.cache.stats()
         before, state = self.cache.stats(), self.state()
         wrong = list(prompt[: self.match(namespace, prompt).length])
@@ -415,7 +415,7 @@ class World:
         return self.texts.get(namespace, Texts())
 
     def somebody_has(self, namespace: Hashable, wrong: Sequence[int], start: int, blocks: set[int]) -> bool:
-        """Whether anybody protects a token of `wrong` from `start` on, or reads one in these blocks."""
+        """Whether a token of `wrong` from `start` on is protected, or read in these blocks."""
         if self.held_texts().get(namespace, Texts()).longest_prefix(wrong) > start:
             return True
         first = start // self.block_size
@@ -434,10 +434,10 @@ class World:
         assert self.cache.evictable_blocks == 0
 
     def drain(self) -> None:
-        """Take every block that is said to be there, and not one more.
+        """Take exactly the blocks that are reported as free or evictable.
 
-        This evicts all that nobody holds, but for what lies in held blocks: to evict that would free nothing. So it is
-        with tails inside of them, and with what one twin has published and left while the other reads it unpublished.
+        This evicts all unheld tokens except those inside held blocks: evicting these would free nothing. Examples are
+        tails inside such blocks, and tokens that a closed twin has published while the other reads them unpublished.
         """
         flood, taken = self.open("flood", []), 0
         first = self.available()
@@ -462,13 +462,13 @@ class World:
         assert self.cache.free_blocks == taken
 
     def wait(self, seconds: float) -> None:
-        """Time passes; pins whose time is over are let go at the next `stats`."""
+        """Let time pass; the next `stats` releases expired pins."""
         self.now += seconds
         self.cache.stats()
         self.pins = [pinned for pinned in self.pins if self.now < pinned.expires]
 
     def wind_down(self) -> None:
-        """Close and release everything, then see that nothing is stranded and all blocks can be had."""
+        """Close and release everything, then check that nothing is stranded and all blocks can be taken."""
         self.step()
         self.verify()
         while self.live:
@@ -482,7 +482,7 @@ class World:
         assert self.cache.free_blocks == self.num_blocks
         self.cache.check()
 
-    # What must always hold
+    # Invariants
 
     def assert_refused(self, error: type[Exception], verb: Callable[[], object]) -> None:
         self.cache.stats()
@@ -519,7 +519,7 @@ class World:
         self.before = stats
 
     def known_blocks(self) -> int:
-        """How many blocks open sequences, their plans' copies and pins can be seen to hold."""
+        """Count the blocks that open sequences, their plans' copies and pins visibly hold."""
         seen = self.read_blocks()
         for pinned in self.pins:
             if self.now < pinned.expires:
@@ -527,14 +527,14 @@ class World:
         return len(seen)
 
     def read_blocks(self) -> set[int]:
-        """Those that open sequences and their plans' copies read."""
+        """The blocks that open sequences and their plans' copies read."""
         seen = {block for one in self.live for block in one.table}
         return seen | {source for one in self.live if one.plan for source, _ in one.plan.copies}
 
     def assert_little_is_stranded(self) -> None:
-        """What can be matched is stored once, in as few blocks as can be, but for one per open sequence or pin.
+        """Check that cached texts take the fewest blocks, plus at most one per open sequence or pin.
 
-        So nothing is stranded while nobody holds anything.
+        So nothing is stranded while nothing is held.
         """
         cached = {namespace: self.cached_texts(namespace, texts) for namespace, texts in self.texts.items()}
         own = {block for one in self.live for block in one.table[one.published // self.block_size :]}
@@ -561,7 +561,7 @@ class World:
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading tokens two texts share."""
+    """Count the leading tokens that two texts share."""
     shared = min(len(left), len(right))
     if left[:shared] == right[:shared]:
         return shared
@@ -569,7 +569,7 @@ def common(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def leaves(texts: Texts) -> list[list[int]]:
-    """The texts that are no prefix of another."""
+    """The texts that are not a prefix of another one."""
     found: list[list[int]] = []
     waiting: list[tuple[list[int], dict]] = [([], texts.root)]  # type: ignore[type-arg]  # recursive
     while waiting:
