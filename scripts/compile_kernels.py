@@ -1,11 +1,10 @@
-"""Compile the Triton kernels for GPUs that this machine need not have, and read what came out: `make kernels`.
+"""Compile the Triton kernels for GPUs that this machine need not have, and inspect the code: `make kernels`.
 
-What is compiled is what the wrappers launch: they run on CPU tensors, under a driver that takes each launch for a
-request to compile. Ends in a table of registers, shared memory, spills, loads and tensor-core instructions, and fails
-if a kernel does not compile, spills, takes more than its share of a processor, loads what it could load wider, does not
-pipeline its loads, or multiplies half-width numbers without tensor cores. `--pinned` is the choice that the tests make;
-`--json` ends in one line for a program. Takes some minutes on two cores; a kernel that Triton has in its own cache,
-keyed by all source that it was made from, is not compiled again.
+The wrappers' own launches are compiled: they run on CPU tensors, under a driver that compiles each launch instead of
+running it. Ends in a table of registers, shared memory, spills, loads and tensor-core instructions. Fails if a kernel
+does not compile, spills, takes more than its share of a processor, has too narrow loads, does not pipeline its loads, or
+multiplies half-width numbers without tensor cores. `--pinned` compiles the tests' choice; `--json` ends in one line for
+a program. Takes some minutes on two cores. Kernels in Triton's own cache, keyed by their source, are not compiled again.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from radixkv_kernels.attention import AMD, Kind, parts
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a kernel is compiled for, and what one processor of it has."""
+    """A target of compilation, and the resources of one of its processors."""
 
     target: GPUTarget
-    generation: int  # as `kinds` means it
+    generation: int  # as in `kinds`
     most_shared: int  # KiB that one program may have
     shared: int  # KiB for all programs
-    reserved: int  # KiB of them that each program costs beside
+    reserved: int  # KiB that each program takes in addition
     registers: int  # 32-bit, for all programs
 
 
@@ -67,7 +66,7 @@ class Row:
 
 
 class CompileOnly:
-    """A Triton driver for a GPU that is not there."""
+    """A Triton driver for a GPU that does not exist."""
 
     def __init__(self, name: str) -> None:
         self.target, self.number = GPUS[name].target, list(GPUS).index(name)
@@ -76,7 +75,7 @@ class CompileOnly:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.number  # Triton keeps what it has compiled by device, so each target is another one
+        return self.number  # Triton keeps compiled kernels by device, so each target is another device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -87,7 +86,7 @@ class CompileOnly:
 
 @contextmanager
 def compiled_for(name: str) -> Iterator[list[Any]]:
-    """While this is open, a launch compiles for the target, runs nothing, and adds its kernel to the list."""
+    """Let a launch compile for the target, run nothing, and add its kernel to the list while this is open."""
     seen: list[Any] = []
     run = jit.JITFunction.run
 
@@ -104,14 +103,14 @@ def compiled_for(name: str) -> Iterator[list[Any]]:
 
 
 def compiled(job: tuple[str, Case, str]) -> Row:
-    """One launch, compiled and read; what Triton refuses is a row, too."""
+    """Compile one launch and inspect its code; a launch that Triton refuses is also a row."""
     target, case, name = job
     launch = launches(case, GPUS[target].generation)[name]
     start = time.perf_counter()
     try:
         with compiled_for(target) as seen:
             launch.call()
-    except Exception as error:  # whatever the compiler raises: the table says so, and the others are compiled
+    except Exception as error:  # compilers raise exceptions of any type: the table has the reason
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return Row(target, case.name, name, launch.kind, 0.0, None, [f"does not compile: {reason[:200]}"])
     seconds = round(time.perf_counter() - start, 2)
@@ -122,7 +121,7 @@ def compiled(job: tuple[str, Case, str]) -> Row:
 
 
 def faults(code: Code, case: Case, name: str, kind: Kind | None, gpu: Gpu, threads: int) -> list[str]:
-    """What a kernel may not be."""
+    """Return the faults of a kernel."""
     found = []
     if code.spilled:
         found.append(f"{code.spilled} bytes spilled")
@@ -140,12 +139,12 @@ def faults(code: Code, case: Case, name: str, kind: Kind | None, gpu: Gpu, threa
 
 
 def widths(code: Code, load: str) -> set[int]:
-    """How wide something is loaded; before 3.9, Triton does not say what an inlined load is for: then the widest."""
+    """Return the widths of a load in bits; Triton before 3.9 does not name inlined loads: then the widest load."""
     return set(code.loads.get(load, ())) or {max(code.loads.get(UNNAMED, (0,)))}
 
 
 def needed(case: Case, name: str, kind: Kind | None, threads: int) -> dict[str, int]:
-    """How wide each tile that is read must be loaded: 128 bits, or a thread's share of the tile, if that is less."""
+    """Return the width at which each tile must be loaded: 128 bits, or a thread's share of the tile if it is less."""
     element = 8 * case.dtype.itemsize
     if kind is not None:
         keys, values = parts(case.key_dim), parts(case.value_dim)
@@ -163,13 +162,13 @@ def needed(case: Case, name: str, kind: Kind | None, threads: int) -> dict[str, 
 
 
 def unlike(kind: Kind, code: Code, gpu: Gpu, threads: int) -> list[str]:
-    """Where a kernel is not what its kind of tile says: so many at once, and so many tiles of keys in flight."""
+    """Return where a kernel differs from its kind of tile, in programs per processor and in tiles in flight."""
     found = []
     if kind.resident * (code.shared + (gpu.reserved << 10)) > gpu.shared << 10:
         found.append(f"{code.shared} bytes of shared memory do not fit {kind.resident} times")
     if kind.resident * threads * (-(-code.registers // 8) * 8) > gpu.registers:
         found.append(f"{code.registers} registers a thread do not fit {kind.resident} times")
-    if gpu.target.backend == "cuda":  # AMD's keep what is in flight in registers
+    if gpu.target.backend == "cuda":  # AMD's GPUs keep tiles in flight in registers
         found += [
             f"{load} has {code.buffers.get(load, 0)} buffers for {kind.stages} stages"
             for load in ("key0", "value0")
@@ -179,7 +178,7 @@ def unlike(kind: Kind, code: Code, gpu: Gpu, threads: int) -> list[str]:
 
 
 def jobs(options: argparse.Namespace) -> list[tuple[str, Case, str]]:
-    """What is to be compiled: (target, case, launch)."""
+    """Return the launches to compile: (target, case, launch)."""
     return [
         (target, case, name)
         for target in options.target or (["sm_80", "sm_90"] if options.pinned else GPUS)
@@ -191,9 +190,9 @@ def jobs(options: argparse.Namespace) -> list[tuple[str, Case, str]]:
 
 
 def main() -> int:
-    """Compile, print the table, and say whether anything is at fault."""
+    """Compile, print the table, and return 1 if a kernel has a fault."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    arguments.add_argument("--pinned", action="store_true", help="only what the tests compile")
+    arguments.add_argument("--pinned", action="store_true", help="only the kernels that the tests compile")
     arguments.add_argument("--json", action="store_true", help="end in one line of JSON")
     arguments.add_argument("--target", action="append", choices=GPUS, help="only for this GPU; may be repeated")
     arguments.add_argument("--case", help="only cases whose name contains this")
@@ -203,8 +202,8 @@ def main() -> int:
     with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
         for row in pool.map(compiled, todo):
             rows.append(row)
-            told = f"{row.target} {row.case}, {row.launch}: {row.seconds} s {'; '.join(row.faults)}"
-            print(f"[{len(rows)}/{len(todo)}] {told}", file=sys.stderr, flush=True)
+            message = f"{row.target} {row.case}, {row.launch}: {row.seconds} s {'; '.join(row.faults)}"
+            print(f"[{len(rows)}/{len(todo)}] {message}", file=sys.stderr, flush=True)
     print("\n".join(table(rows)), "", *summary(rows), sep="\n")
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
@@ -212,7 +211,7 @@ def main() -> int:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """The rows in Markdown; `loads` are those of keys and values, or of what is moved, by their bits."""
+    """Return the rows in Markdown; `loads` are those of keys and values, or of moved numbers, by their bits."""
     head = (
         "GPU", "heads", "launch", "rows x keys", "warps", "stages", "registers", "KiB shared", "spilled", "loads",
         "tensor cores", "at fault",
@@ -225,7 +224,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def line(row: Row) -> tuple[str, ...]:
-    """A row's cells."""
+    """Return a row's cells."""
     kind = ("", "", "")
     if row.kind is not None:
         kind = (f"{row.kind.rows} x {row.kind.keys}", str(row.kind.warps), str(row.kind.stages))
@@ -241,7 +240,7 @@ def line(row: Row) -> tuple[str, ...]:
 
 
 def summary(rows: list[Row]) -> list[str]:
-    """One line for each target."""
+    """Return one line for each target."""
     lines = []
     for target in dict.fromkeys(row.target for row in rows):
         codes = [row.code for row in rows if row.target == target and row.code is not None]

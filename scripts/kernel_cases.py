@@ -1,8 +1,4 @@
-"""The heads and features that the Triton kernels are compiled for, and the wrappers' calls that launch them.
-
-Knows models' shapes and the public functions of `radixkv_kernels`. Does not know GPUs, nor what becomes of a launch
-(`compile_kernels`).
-"""
+"""The heads and features for which `compile_kernels` compiles the Triton kernels, and the calls that launch them."""
 
 from __future__ import annotations
 
@@ -17,12 +13,12 @@ from radixkv_kernels.attention import Kind, kinds
 from radixkv_kernels.work_list import WorkList
 
 KINDS = ("tails", "sharers", "chunks")
-"""Launches of attention, by kind of tile: private tails, some sharers, many sharers and chunks."""
+"""Launches of attention, by kind of tile: private tails, few rows, many rows and prefills."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Heads of one model, and what its attention asks for."""
+    """Heads of one model, and the features of its attention."""
 
     name: str
     key_dim: int
@@ -38,7 +34,7 @@ class Case:
 
 
 def _everywhere() -> list[Case]:
-    """Each head size in each dtype, with all features; heads a group and block sizes take turns."""
+    """Return each head size in each dtype, with all features; group sizes and block sizes alternate."""
     found: list[Case] = []
     for size, dims in enumerate(((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))):
         for turn, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
@@ -88,7 +84,7 @@ class Launch:
 
 
 def launches(case: Case, generation: int) -> dict[str, Launch]:
-    """The wrappers' calls, by name, with the kinds of tile of a generation of GPUs."""
+    """Return the wrappers' calls, by name, with the kinds of tile of a generation of GPUs."""
     key_pool, value_pool = _pool(case, case.key_dim), _pool(case, case.value_dim)
     query = torch.zeros(2, case.heads, case.key_dim, dtype=case.dtype).transpose(0, 1)
     new = [
@@ -121,7 +117,7 @@ def launches(case: Case, generation: int) -> dict[str, Launch]:
 
 
 def _one_tile(case: Case) -> WorkList:
-    """A list of one item that one row reads."""
+    """Return a work list of one item that one row reads."""
     one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
     return WorkList(
         case.block_size, case.window, zero, zero, one, zero, one, one.astype(bool), zero, zero, zero,
@@ -130,6 +126,6 @@ def _one_tile(case: Case) -> WorkList:
 
 
 def _pool(case: Case, dim: int) -> torch.Tensor:
-    """[kv_heads, blocks, block_size, dim] as a GPU lays it out; never touched, so it takes no memory."""
+    """Return [kv_heads, blocks, block_size, dim] in a GPU's layout; it is never written, so it takes no memory."""
     count = 3 + (1 << 31) // (case.kv_heads * case.block_size * dim) if case.wide else 2
     return torch.empty(count, case.kv_heads, case.block_size, dim, dtype=case.dtype).transpose(0, 1)

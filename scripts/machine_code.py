@@ -1,7 +1,6 @@
-"""What a compiled Triton kernel says about itself: registers, shared memory, spills, and how wide it loads what.
+"""Read the code of a compiled Triton kernel: registers, shared memory, spills, and the widths of its loads.
 
-Knows the disassembly of NVIDIA's and AMD's instructions, and the lines of source that it names. Does not know what is
-compiled, for which heads, nor what is a fault (`compile_kernels`).
+Loads are attributed to variables by the lines of source in the disassembly of NVIDIA's and AMD's instructions.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import triton
 
 UNNAMED = "unnamed"
-"""What a load is for whose line of source is not known."""
+"""The name of loads whose line of source is unknown."""
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -36,7 +35,7 @@ AMD_BITS = {"x4": 128, "x3": 96, "x2": 64, None: 32}
 
 Place = tuple[str, int]
 Load = tuple[tuple[Place, ...], int, bool]
-"""The lines of source that a load comes from, innermost first; how many bits; whether nothing waits for it."""
+"""A load's lines of source, innermost first; its bits; whether it is asynchronous."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,15 @@ class Code:
     registers: int
     shared: int  # bytes
     spilled: int  # bytes, or registers on AMD
-    widths: dict[int, int]  # bits: instructions that load so many from global memory
-    loads: dict[str, dict[int, int]]  # the same by the variable that they are for, as the compiler emitted them
-    asynchronous: dict[str, int]  # name: instructions that copy to shared memory past the registers
-    buffers: dict[str, int]  # name: tiles of it that lie in shared memory at once, in a pipelined loop
-    tensor_cores: dict[str, int]  # instruction: how often
+    widths: dict[int, int]  # bits: instructions that load this width from global memory
+    loads: dict[str, dict[int, int]]  # the same by variable, as the compiler emitted them
+    asynchronous: dict[str, int]  # name: instructions that copy to shared memory without registers
+    buffers: dict[str, int]  # name: tiles in shared memory at once, in a pipelined loop
+    tensor_cores: dict[str, int]  # instruction: number
 
 
 def read(kernel: Any) -> Code:
-    """What a compiled kernel is made of; takes some 0.2 s for NVIDIA's, whose code is disassembled."""
+    """Read a compiled kernel; takes about 0.2 s for NVIDIA's GPUs, whose code is disassembled."""
     registers, spilled, text, bits, loads = _amd(kernel) if "amdgcn" in kernel.asm else _nvidia(kernel)
     named: dict[str, Counter[int]] = {}
     asynchronous: Counter[str] = Counter()
@@ -79,9 +78,9 @@ def _widest_first(widths: Counter[int]) -> dict[int, int]:
 
 
 def _nvidia(kernel: Any) -> tuple[int, int, str, list[int], list[Load]]:
-    """Registers, spilled bytes, disassembly, the widths of its loads, and the loads of the PTX that it came from.
+    """Return registers, spilled bytes, disassembly, the widths of its loads, and the loads of its PTX.
 
-    Where an instruction comes from is known in PTX; ptxas moves and repeats loads, but each keeps its width.
+    PTX has the source of each instruction; ptxas moves and repeats loads, but each keeps its width.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -102,7 +101,7 @@ def _ptx_loads(text: str) -> Iterator[Load]:
         if "inline asm" in line:
             inline, fresh = "begin" in line, True
         elif found := PTX_LINE.search(line):
-            # Triton's loads are inline assembly, of which each line counts as one more line of source.
+            # Triton's loads are inline assembly, and each of its lines counts as one more line of source.
             if fresh or not inline:
                 pairs = ((found[1], found[2]), (found[3], found[4]))
                 places = tuple((files[file], int(number)) for file, number in pairs if file)
@@ -113,7 +112,7 @@ def _ptx_loads(text: str) -> Iterator[Load]:
 
 
 def _amd(kernel: Any) -> tuple[int, int, str, list[int], list[Load]]:
-    """Registers, spilled registers and scratch bytes, assembly, the widths of its loads, and the loads."""
+    """Return registers, spilled registers and scratch bytes, assembly, the widths of its loads, and the loads."""
     text = kernel.asm["amdgcn"]
     spilled = _number(r"\.vgpr_spill_count:\s+(\d+)", text) + _number(r"\.private_segment_fixed_size:\s+(\d+)", text)
     loads = list(_amd_loads(text))
@@ -130,7 +129,7 @@ def _amd_loads(text: str) -> Iterator[Load]:
 
 
 def _name(places: tuple[Place, ...]) -> str:
-    """The variable that a load is for: the first assignment on the way out of the calls that it stands in."""
+    """Return the variable of a load: the target of the innermost enclosing assignment."""
     for file, number in places:
         lines = _source(Path(file).name)
         found = re.match(r"\s*(\w+)(?:, \w+)* = ", lines[number - 1]) if 0 < number <= len(lines) else None
@@ -141,7 +140,7 @@ def _name(places: tuple[Place, ...]) -> str:
 
 @cache
 def _source(name: str) -> list[str]:
-    """A kernel file's lines; none for a file that is not ours."""
+    """Return a kernel file's lines; none for files of other packages."""
     import radixkv_kernels
 
     path = Path(radixkv_kernels.__path__[0]) / name
@@ -149,7 +148,7 @@ def _source(name: str) -> list[str]:
 
 
 def _buffers(text: str) -> dict[str, int]:
-    """Tiles that a pipelined loop keeps in shared memory, by the name of the tile."""
+    """Return the tiles that a pipelined loop keeps in shared memory, by the name of the tile."""
     found = re.findall(r"%([a-z]+\d?)(?:_\d+)? = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x\w+,", text)
     return {name: int(number) for name, number in found}
 
@@ -161,5 +160,5 @@ def _number(pattern: str, text: str) -> int:
 
 
 def _tool(name: str, *arguments: str) -> str:
-    """What one of the tools that come with Triton prints."""
+    """Return the output of one of the tools that come with Triton."""
     return subprocess.run([str(TOOLS / name), *arguments], capture_output=True, text=True, check=True).stdout

@@ -1,7 +1,6 @@
-"""Have transformers compute in float64 what it computes in float32 whatever the model's dtype.
+"""Let transformers compute in float64 where it always uses float32.
 
-Softmaxes, norms and routers widen to float32, which is narrower than float64: their rounding would hide small faults.
-Knows torch's functions; does not know models.
+Softmaxes, norms and routers convert to float32, which is narrower than float64: their rounding would hide small errors.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from torch.nn import functional
 
 
 def _kept(tensor: Tensor, dtype: Any) -> bool:
-    """Whether a cast would lose half of a float64's bits."""
+    """Return whether a cast would lose half of a float64's bits."""
     return tensor.dtype == torch.float64 and dtype == torch.float32
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """While this is open, on all threads, nothing narrows float64 to float32."""
+    """Keep float64 from being narrowed to float32, on all threads, while this is open."""
     own = {(owner, name): getattr(owner, name) for owner, name in _WIDE}
     for (owner, name), wide in _WIDE.items():
         setattr(owner, name, wide(own[owner, name]))
@@ -34,7 +33,7 @@ def exact() -> Iterator[None]:
 
 
 def _to(own: Any) -> Any:
-    """`Tensor.to`, whose dtype may be said by name, or be any of its arguments."""
+    """Wrap `Tensor.to`, whose dtype may be a keyword or any of its arguments."""
 
     def to(self: Tensor, *args: Any, **options: Any) -> Any:
         dtype = options.get("dtype", next((each for each in args if isinstance(each, torch.dtype)), None))
@@ -48,17 +47,17 @@ def _to(own: Any) -> Any:
 
 
 def _type(own: Any) -> Any:
-    """`Tensor.type`."""
+    """Wrap `Tensor.type`."""
     return lambda self, dtype=None, **options: self if _kept(self, dtype) else own(self, dtype, **options)
 
 
 def _float(own: Any) -> Any:
-    """`Tensor.float`."""
+    """Wrap `Tensor.float`."""
     return lambda self, *args: self if self.dtype == torch.float64 else own(self, *args)
 
 
 def _softmax(own: Any) -> Any:
-    """A softmax, which may widen, or narrow, before it does anything."""
+    """Wrap a softmax, which may convert its input first."""
     return lambda x, *args, dtype=None, **options: own(x, *args, dtype=None if _kept(x, dtype) else dtype, **options)
 
 

@@ -1,7 +1,4 @@
-"""Each architecture in a process of its own, some at once, so that one that hangs, grows or dies stops nothing.
-
-Knows processes and their limits. Does not know what a verdict is about.
-"""
+"""Try each architecture in a process of its own, several at once: one that hangs, grows or dies stops no other."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from model_parts.verdict import Verdict
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one architecture may take: seconds, and bytes of address space (Linux alone enforces those)."""
+class ProcessLimits:
+    """The limits of one architecture: seconds, and bytes of address space (only Linux enforces these)."""
 
     seconds: float = 120.0
     memory: int = 8 << 30
@@ -35,8 +32,8 @@ class _Running:
     ends: float
 
 
-def judged(todo: Sequence[tuple[str, tuple[str, ...]]], at_once: int, limits: Limits) -> Iterator[Verdict]:
-    """Yield a verdict of each, as they come. Whoever stops asking stops what still runs."""
+def judged(todo: Sequence[tuple[str, tuple[str, ...]]], at_once: int, limits: ProcessLimits) -> Iterator[Verdict]:
+    """Yield the verdicts as they come. Closing the iterator stops the running processes."""
     context = multiprocessing.get_context("forkserver")  # torch is imported once, and forked from there
     context.set_forkserver_preload(["model_parts.verdict", "radixkv.chat", "radixkv.models.adapter"])
     waiting, running = list(reversed(todo)), list[_Running]()
@@ -54,7 +51,7 @@ def judged(todo: Sequence[tuple[str, tuple[str, ...]]], at_once: int, limits: Li
             _stop(each)
 
 
-def _start(context: Any, name: str, kinds: tuple[str, ...], limits: Limits) -> _Running:
+def _start(context: Any, name: str, kinds: tuple[str, ...], limits: ProcessLimits) -> _Running:
     answer, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, name, kinds, limits.memory), daemon=True)
     process.start()
@@ -63,7 +60,7 @@ def _start(context: Any, name: str, kinds: tuple[str, ...], limits: Limits) -> _
 
 
 def _work(answer: Connection, name: str, kinds: tuple[str, ...], memory: int) -> None:
-    """In the process: judge, and say so. Ctrl-C is for the parent, who ends this one."""
+    """Judge, and send the verdict. Runs in the process; the parent handles Ctrl-C and ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
     from transformers.utils import logging
@@ -77,8 +74,8 @@ def _work(answer: Connection, name: str, kinds: tuple[str, ...], memory: int) ->
     answer.send(judge(name, kinds))
 
 
-def _ended(each: _Running, limits: Limits) -> Verdict:
-    """What a process said; if it said nothing, why."""
+def _ended(each: _Running, limits: ProcessLimits) -> Verdict:
+    """Return the verdict of a process; if it sent none, the reason."""
     try:
         if each.answer.poll():
             verdict: Verdict = each.answer.recv()
@@ -93,6 +90,6 @@ def _ended(each: _Running, limits: Limits) -> Verdict:
 
 
 def _stop(each: _Running) -> None:
-    each.process.kill()  # whatever it had to say, it has said
+    each.process.kill()  # its verdict, if any, has been received
     each.process.join()
     each.answer.close()

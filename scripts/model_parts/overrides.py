@@ -1,6 +1,6 @@
-"""What an architecture needs to be itself in a small model: the right kinds of layers, and sizes that fit each other.
+"""The settings that an architecture needs in a small model: the right kinds of layers, and sizes that fit each other.
 
-Knows configurations by model type; everything else has the sizes of `recipes.SMALL`.
+They are given by model type; all other fields have the sizes of `recipes.SMALL`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def _each(*kinds: str, **fields: Any) -> dict[str, dict[str, Any]]:
-    """The same fields for several model types."""
+    """Return the same fields for several model types."""
     return {kind: dict(fields) for kind in kinds}
 
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    # Windows in some layers, where a short model would have none, or no other.
+    # Windows in some layers; a short model would have windows in no layer or in all layers.
     **_each("gemma3_text", "gemma4_text", "gemma4_unified_text", "exaone4", "olmo3", layer_types=MIXED),
     **_each("dots1", "laguna", "mellum", "kolibri1", "vaultgemma", "cwm", layer_types=MIXED),
     **_each("cohere2", "cohere2_moe", "modernbert-decoder", "granite_swa", layer_types=MIXED),
@@ -29,7 +29,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8, "layer_types": MIXED, "rope_parameters": _ROPE},
     "cohere_compass_text": {"layer_types": MIXED, "rope_parameters": dict.fromkeys(MIXED, _ROPE)},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    # Attention and something else.
+    # Attention and other kinds of layers.
     **_each("lfm2", "lfm2_moe", layer_types=["conv", "full_attention"] * 2),
     **_each("bailing_hybrid", "granitemoehybrid", "kimi_linear", layer_types=_HYBRID),
     **_each("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", layer_types=_HYBRID),
@@ -123,7 +123,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         text_config={"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     ),
 }
-"""Model type -> fields of its configuration; a part that is a configuration takes a dict of its own."""
+"""Model type -> fields of its configuration; a nested configuration is a dict."""
 
 
 def _rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -138,7 +138,7 @@ _LONG = _rope(
     long_mscale=1.5,
     original_max_position_embeddings=64,
 )
-_GROUPED = {"experts_implementation": "grouped_mm"}  # what transformers takes unasked; there is none in float64
+_GROUPED = {"experts_implementation": "grouped_mm"}  # transformers' default, which does not run in float64
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM with linear RoPE": ("llama", _rope("linear", factor=4.0)),
@@ -199,4 +199,4 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "OlmoForCausalLM with clipping": ("olmo", {"clip_qkv": 0.5}),
     "BertLMHeadModel with both directions": ("bert", {"is_decoder": False}),
 }
-"""What else a class can be, by configuration: name -> model type and its fields beside those above."""
+"""Other architectures of a class, by configuration: name -> model type and fields in addition to those above."""

@@ -1,7 +1,6 @@
-"""A small random model of every class that AutoModelForCausalLM maps to, in float64.
+"""Build a small random model of every class that AutoModelForCausalLM maps to, in float64.
 
-Knows the names that configurations use, and what each architecture needs beside them (`overrides`). Does not know
-radixkv: whether it runs such a model is found out in a trial.
+Fields of configurations are set by name; `overrides` has the other settings that an architecture needs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from model_parts.overrides import OVERRIDES, VARIANTS
 
 WINDOW = 53
-"""Shorter than the trial's prompts, and longer than what loading tries unless a layer names its window."""
+"""Shorter than the trial's prompts, and longer than the self-test's unless a layer names its window."""
 
 CONTEXT = 128
 """The longest sequence: the trial fills it."""
@@ -65,17 +64,17 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("shape_vocab_size", "pronunciation_vocab_size"), 97),
     **dict.fromkeys(("nemo_conv_channels", "ext_pw_out_channel", "depthwise_separable_out_channel"), 32),
     **dict.fromkeys(("o_lora_rank", "router_hidden_size"), 16),
-    **dict.fromkeys(("image_token_id", "image_token_index"), 90),  # text may have them, too
+    **dict.fromkeys(("image_token_id", "image_token_index"), 90),  # text may also have them
     **dict.fromkeys(("video_token_id", "video_token_index"), 91),
     **dict.fromkeys(("audio_token_id", "audio_token_index"), 92),
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""What a field of this name is set to, in every configuration that has it and leaves it to us."""
+"""The value of each field, in every configuration that has it, unless an override sets it."""
 
 _IF_SET: dict[str, Any] = {
-    **dict.fromkeys(("head_dim", "swa_head_dim"), 16),  # not what hidden_size and heads would give
+    **dict.fromkeys(("head_dim", "swa_head_dim"), 16),  # differs from hidden_size / heads
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), WINDOW),
     "index_topk": 7,  # fewer than a prompt has, or nothing is left out
     "index_n_heads": 2,
@@ -89,15 +88,15 @@ _IF_SET: dict[str, Any] = {
     **dict.fromkeys(("output_proj_dims", "mm_embed_dim", "output_channels", "mlp_dim", "out_hidden_size"), 32),
     "original_max_position_embeddings": CONTEXT,
 }
-"""The same, where a configuration's own default is not None: setting these would make another architecture of it."""
+"""The same for fields whose own default is not None; setting them elsewhere would change the architecture."""
 
 
 class CannotBeBuilt(Exception):
-    """transformers itself cannot make a model of this class here; the message says why."""
+    """transformers itself cannot make a model of this class here; the message has the reason."""
 
 
 def classes() -> dict[str, tuple[str, ...]]:
-    """Every class that AutoModelForCausalLM maps to, with the model types that lead to it; sorted by name."""
+    """Return every class that AutoModelForCausalLM maps to, with its model types; sorted by name."""
     found: dict[str, list[str]] = {}
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         found.setdefault(name if isinstance(name, str) else name[0], []).append(kind)
@@ -105,18 +104,18 @@ def classes() -> dict[str, tuple[str, ...]]:
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """Some of the other architectures that these classes can be: "CLASS with WHAT" -> its model type."""
-    known = classes()
-    return {name: (kind,) for name, (kind, _) in VARIANTS.items() if class_of(name) in known}
+    """Return other architectures of these classes: "CLASS with FEATURE" -> its model type."""
+    every = classes()
+    return {name: (kind,) for name, (kind, _) in VARIANTS.items() if class_of(name) in every}
 
 
 def class_of(name: str) -> str:
-    """The class behind a variant's name, or behind its own."""
+    """Return the class of a variant's name, or of its own."""
     return name.partition(" with ")[0]
 
 
 def build(name: str, kinds: tuple[str, ...]) -> Any:
-    """A random model of class `name`, or of a variant, in float64, the same each time. Raises CannotBeBuilt."""
+    """Build a random model of a class or variant in float64, the same each time. Raises CannotBeBuilt."""
     fields = dict(VARIANTS[name][1]) if name in VARIANTS else {}
     options = {"attn_implementation": "eager", "experts_implementation": fields.pop("experts_implementation", "eager")}
     try:
@@ -133,17 +132,17 @@ def build(name: str, kinds: tuple[str, ...]) -> Any:
 
 
 def _kind(kinds: tuple[str, ...]) -> str:
-    """Of the types that lead to a class, the one of its text alone, else the first."""
+    """Return the type for text only among the types of a class, else the first."""
     return next((kind for kind in kinds if kind.endswith("_text")), kinds[0])
 
 
 def config(kind: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """A small configuration of this model type, with `more` fields."""
+    """Return a small configuration of this model type, with `more` fields."""
     return _small(CONFIG_MAPPING[kind], more)
 
 
 def _small(kind: Any, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """A small configuration of this class with `more` fields, small parts included."""
+    """Return a small configuration of this class with `more` fields, small parts included."""
     fields = {**OVERRIDES.get(kind.model_type, {}), **more}
     for name, part in getattr(kind, "sub_configs_defaults", {}).items():
         fields[name] = _small(_class_of(part), fields.get(name, {}))
@@ -151,12 +150,12 @@ def _small(kind: Any, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
 
 
 def _class_of(part: Any) -> Any:
-    """The configuration class of a part: named outright, or by its model type."""
+    """Return the configuration class of a part, which is named directly or by its model type."""
     return part if isinstance(part, type) else CONFIG_MAPPING[part.model_type]
 
 
 def _make(kind: Any, overrides: dict[str, Any]) -> Any:
-    """A configuration whose fields are small, but for those that say otherwise."""
+    """Return a configuration with small fields, except for `overrides`."""
     fields = _defaults(kind)
     given = {name: SMALL[name] for name in fields if name in SMALL}
     given |= {name: _IF_SET[name] for name in fields if name in _IF_SET and fields[name] is not None}
@@ -169,7 +168,7 @@ def _make(kind: Any, overrides: dict[str, Any]) -> Any:
 
 
 def _defaults(kind: Any) -> dict[str, Any]:
-    """Field -> default of a configuration's class."""
+    """Return the default of each field of a configuration's class."""
     if dataclasses.is_dataclass(kind):
         return {field.name: field.default for field in dataclasses.fields(kind)}
     return {name: each.default for name, each in inspect.signature(kind.__init__).parameters.items()}
@@ -177,7 +176,7 @@ def _defaults(kind: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def _spread(model: Any) -> Any:
-    """The model with weights so large that attention, gates and routers matter, and no two tokens come out alike."""
+    """Give the model large weights, so that attention, gates and routers matter, and all tokens differ."""
     torch.manual_seed(12)
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:

@@ -1,7 +1,6 @@
-"""Try one model in a real engine, against itself alone: every row of logits, and every greedy token.
+"""Compare one model in a real engine with its own forward: every row of logits, and every greedy token.
 
-Knows prompts that share prefixes, branch inside blocks and fork, and what the model says about each of them when
-nothing is cached, chunked or batched. Does not know how a model was built, nor what becomes of the finding.
+The prompts share prefixes, branch inside blocks and fork. The model's own forward caches, chunks and batches nothing.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from radixkv import Engine, RadixKVError, SamplingParams
 from radixkv.errors import UnsupportedModel
 
 EXACT, LOOSE = 1e-9, 1e-4
-"""Allowed error of logits in float64; and where the model itself computes in float32."""
+"""Allowed error of logits in float64, and for models that compute in float32 themselves."""
 
 _PADDING = 0
-_NEVER = {_PADDING: -100.0}  # padding is no text: some models count no position for it
+_NEVER = {_PADDING: -100.0}  # padding is not text: some models count no position for it
 _GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logit_bias=_NEVER)
 _FORKED = SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=3, ignore_eos=True, logit_bias=_NEVER)
 
 
 class Wrong(Exception):
-    """The model was loaded, and answers something else than it does alone."""
+    """The model was loaded, and its answers differ from its own."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """How a model fared: "paged", or "fallback" or "refused" with the reason.
+    """The result of a trial: "paged", or "fallback" or "refused" with the reason.
 
-    `error` is the largest difference of any logit, `layers` what the engine says about each attention call.
+    `error` is the largest difference of any logit, `layers` the engine's record of each attention call.
     """
 
     result: str
@@ -53,32 +52,31 @@ class Found:
 def attempt(model: Any) -> Found:
     """Load `model` into an engine and try it, as exactly as the model's own code allows.
 
-    Raises Wrong, ArithmeticError for a model that says the same whatever it reads, or whatever the engine raises that
-    it should not.
+    Raises Wrong, ArithmeticError for a model whose logits do not depend on its input, and unexpected engine errors.
     """
     try:
         with exact():
-            listens(model)
-    except RuntimeError:  # it adds float64 to what it has made in float32
+            check_dependence(model)
+    except RuntimeError:  # it adds float64 to float32 results of its own
         return _in_float32(model)
     with exact():
         return _loaded(model, EXACT)
 
 
 def _in_float32(model: Any) -> Found:
-    """The trial of a model whose own forward cannot be made to compute in float64 throughout."""
+    """Try a model whose own forward cannot compute in float64 throughout."""
     try:
-        listens(model)
+        check_dependence(model)
         note = ""
     except RuntimeError:
-        listens(model.float())
+        check_dependence(model.float())
         note = "tried in float32: its own forward does not run in float64"
     found = _loaded(model, LOOSE)
     return replace(found, note="; ".join(filter(None, [note, found.note])))
 
 
 def _loaded(model: Any, tolerance: float) -> Found:
-    """What comes of loading a model, and of asking it if it is loaded."""
+    """Load a model, and try it if it loads."""
     own = copy.deepcopy(model)
     options: dict[str, Any] = {
         "num_blocks": 240,
@@ -88,7 +86,7 @@ def _loaded(model: Any, tolerance: float) -> Found:
         "max_sequences": 8,
     }
     try:
-        with _heard() as warnings:
+        with _collected() as warnings:
             engine = Engine.load(model, monitor=False, **options)
     except UnsupportedModel as reason:
         return Found("refused", str(reason))
@@ -98,25 +96,25 @@ def _loaded(model: Any, tolerance: float) -> Found:
 
 
 @contextmanager
-def _heard() -> Iterator[list[str]]:
-    """What radixkv warns of while this is open."""
-    said: list[str] = []
+def _collected() -> Iterator[list[str]]:
+    """Collect radixkv's warnings while this is open."""
+    messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("radixkv").addHandler(handler)
     try:
-        yield said
+        yield messages
     finally:
         logging.getLogger("radixkv").removeHandler(handler)
 
 
 def _why_fallback(warnings: list[str]) -> str:
-    """The reason that loading gave; it says so in one warning."""
+    """Return the reason that loading gave in its warning."""
     return next(text for text in warnings if "by the fallback: " in text).partition("by the fallback: ")[2]
 
 
 def _tried(engine: Engine, own: Any, tolerance: float) -> Found:
-    """What came of an engine's answers."""
+    """Ask the engine, and compare its logits and tokens."""
     witness = Witness(engine)
     try:
         spoken = _talk(engine)
@@ -136,15 +134,15 @@ def _tried(engine: Engine, own: Any, tolerance: float) -> Found:
     return Found(result, error=worst, layers=engine.model.layers, note=_generates(own, spoken))
 
 
-# ---- what is asked
+# ---- prompts
 
 
 def _talk(engine: Engine) -> list[tuple[list[int], list[int]]]:
-    """Ask for prompts, one and several at once; (prompt, reply) of what was answered greedily.
+    """Ask for prompts, one and several at once; return (prompt, reply) of the greedy answers.
 
-    The first is cached. Then come at once one that leaves it inside a block, a short one, a single token, one that goes
-    on behind its reply, and one that falls into three streams behind a prefix: they part inside a block, too. At last
-    one that goes on to the end of the context, and the short one again with nobody beside it and nothing cached.
+    The first prompt becomes cached. Then five run at once: one that leaves it inside a block, a short one, a single
+    token, one that continues its reply, and one that forks into three streams inside a block. At last come one that
+    continues to the end of the context, and the short one again, alone and with nothing cached.
     """
     rng = random.Random(7)
 
@@ -154,15 +152,15 @@ def _talk(engine: Engine) -> list[tuple[list[int], list[int]]]:
     stem = text(71)
     first = stem + text(6)
     spoken = _answered(engine, [first], [_GREEDY])
-    beside = [stem[:59] + text(17), text(9), text(1), [*first, *spoken[0][1], *text(5)], stem[:66]]
-    spoken += _answered(engine, beside, [_GREEDY, _GREEDY, _GREEDY, _GREEDY, _FORKED])[:4]
-    again = _answered(engine, [first, beside[0]], [_GREEDY, _GREEDY])
+    others = [stem[:59] + text(17), text(9), text(1), [*first, *spoken[0][1], *text(5)], stem[:66]]
+    spoken += _answered(engine, others, [_GREEDY, _GREEDY, _GREEDY, _GREEDY, _FORKED])[:4]
+    again = _answered(engine, [first, others[0]], [_GREEDY, _GREEDY])
     if again != spoken[:2]:
-        raise Wrong("asked again, with everything cached, it answers something else")
+        raise Wrong("asked again, with everything cached, it gives another answer")
     rest = min(engine.context_limit, 2 * len(first)) - len(first) - 2
     spoken += _answered(engine, [first + text(rest)], [replace(_GREEDY, max_tokens=2)])
-    if _answered(engine, [beside[1]], [_GREEDY], namespace="another") != spoken[2:3]:
-        raise Wrong("a short prompt gets another answer beside long ones than alone")
+    if _answered(engine, [others[1]], [_GREEDY], namespace="another") != spoken[2:3]:
+        raise Wrong("a short prompt gets another answer with long ones than alone")
     return spoken
 
 
@@ -174,31 +172,31 @@ def _answered(
 
 
 def _check_reach(engine: Engine, witness: Witness) -> None:
-    """The trial is only worth something if it met what it is about."""
+    """Check that the trial covered all cases."""
     stats = engine.stats()
     met = {
         "cached tokens": stats.cache.hit_tokens >= 100,
         "copied blocks": witness.copied >= 3,
         "decodes of several sequences in one step": witness.joint_decodes >= 3,
-        "decodes beside a prefill": witness.mixed_steps >= 1,
-        "chunks behind others": any(0 < row.start < len(row.history) - 1 for row in witness.rows),
+        "decodes with a prefill": witness.mixed_steps >= 1,
+        "chunks after others": any(0 < row.start < len(row.history) - 1 for row in witness.rows),
     }
     missed = [name for name, reached in met.items() if not reached]
     assert not missed, f"the trial had no {', '.join(missed)}"
 
 
-# ---- what the model says alone
+# ---- the model's own forward
 
 
 def _logits(own: Any, tokens: Sequence[int]) -> Tensor:
-    """The model's own logits [tokens, vocab] of one forward without cache, as anybody would call it."""
+    """Return the model's own logits [tokens, vocab] of one plain forward without cache."""
     with torch.inference_mode():
         found: Tensor = own(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return found
 
 
-def listens(own: Any) -> None:
-    """Raise ArithmeticError if the model's answer hardly depends on what it was told: it would pass any trial."""
+def check_dependence(own: Any) -> None:
+    """Raise ArithmeticError if the model's logits hardly depend on its input: it would pass any trial."""
     rng = random.Random(1)
     tokens = [rng.randrange(3, own.get_input_embeddings().num_embeddings) for _ in range(30)]
     other = [*tokens[:24], tokens[24] % 50 + 4, *tokens[25:]]
@@ -209,16 +207,16 @@ def listens(own: Any) -> None:
 
 
 def _check_greedy(own: Any, prompt: list[int], reply: list[int]) -> None:
-    """Each token of a reply is the one that the model itself finds most likely behind all before it."""
+    """Check that each token of a reply is the model's own most likely one."""
     logits = _logits(own, prompt + reply[:-1])[len(prompt) - 1 :].clone()
     logits[:, _PADDING] = -torch.inf
     expected = logits.argmax(-1).tolist()
     if expected != reply:
-        raise Wrong(f"greedy tokens {reply} instead of {expected} behind a prompt of {len(prompt)}")
+        raise Wrong(f"greedy tokens {reply} instead of {expected} after a prompt of {len(prompt)}")
 
 
 def _worst(own: Any, rows: Sequence[Row]) -> float:
-    """The largest difference between a row and the model's own; each longest history takes a forward of its own."""
+    """Return the largest difference between a row and the model's own; each longest history takes a forward."""
     known: dict[tuple[int, ...], Tensor] = {}
     for row in sorted(rows, key=lambda each: len(each.history), reverse=True):
         if row.history not in known:
@@ -232,25 +230,25 @@ def _worst(own: Any, rows: Sequence[Row]) -> float:
 
 
 def _largest(differences: Sequence[float]) -> float:
-    """The largest of them, and NaN if there is one."""
+    """Return the largest difference, or NaN if there is one."""
     return max(differences, key=lambda each: (math.isnan(each), each))
 
 
 def _frozen(config: Any) -> int:
-    """Up to how many tokens radixkv differs from the model's own forward on purpose: see `radixkv.models.rope`."""
+    """Return the length up to which radixkv differs from the model's forward on purpose (`radixkv.models.rope`)."""
     rope = getattr(config, "rope_parameters", None) or {}
     return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else 0
 
 
 def _among_themselves(rows: Sequence[Row]) -> float:
-    """The largest difference between two rows that are behind the same tokens, whoever was beside them."""
+    """Return the largest difference between two rows after the same tokens, in any two batches."""
     first: dict[tuple[int, ...], Tensor] = {}
     same = [(row.logits, first.setdefault(row.history, row.logits)) for row in rows]
     return _largest([float((one - other).abs().max()) for one, other in same])
 
 
 def _between_ways(own: Any, tokens: Sequence[int]) -> float:
-    """How far the model's logits differ with sdpa, which is what transformers takes unasked; 0.0 where it has none."""
+    """Return the difference of the model's logits with sdpa, transformers' default; 0.0 for models without sdpa."""
     eager = _logits(own, tokens)
     try:
         own.set_attn_implementation("sdpa")
@@ -263,7 +261,7 @@ def _between_ways(own: Any, tokens: Sequence[int]) -> float:
 
 
 def _generates(own: Any, spoken: list[tuple[list[int], list[int]]]) -> str:
-    """What is to be said about transformers' `generate`: nothing where it says the same."""
+    """Return a note if transformers' `generate` differs from the model's forward, else nothing."""
     prompt, reply = spoken[0]
     own.generation_config.eos_token_id = own.generation_config.forced_eos_token_id = None
     try:

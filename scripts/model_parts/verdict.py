@@ -1,7 +1,4 @@
-"""One architecture's line: what came of building it and of its trial, and what its attention is like.
-
-Knows recipes and trials. Does not know processes, tables or pages.
-"""
+"""Build one architecture, try it, and describe its attention: one line of the page."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ AT_FAULT = ("wrong", "failed")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a class: `result` is one of RESULTS, `error` the largest difference of a logit, if it loads."""
+    """The result of a class: `result` is one of RESULTS, `error` the largest difference of a logit, if it loads."""
 
     name: str
     kinds: tuple[str, ...]
@@ -30,38 +27,38 @@ class Verdict:
 
 
 def judge(name: str, kinds: tuple[str, ...]) -> Verdict:
-    """Build a model of this class and try it; whatever goes wrong is part of the verdict."""
+    """Build a model of this class and try it; every failure becomes part of the verdict."""
     start = time.perf_counter()
 
-    def said(result: str, **more: Any) -> Verdict:
+    def verdict(result: str, **more: Any) -> Verdict:
         return Verdict(name, kinds, result, seconds=round(time.perf_counter() - start, 2), **more)
 
     try:
         model = recipes.build(name, kinds)
         found = trial.attempt(model)
     except recipes.CannotBeBuilt as error:
-        return said("cannot be built", reason=str(error))
+        return verdict("cannot be built", reason=str(error))
     except trial.Wrong as error:
-        return said("wrong", reason=str(error))
+        return verdict("wrong", reason=str(error))
     except Exception as error:  # nothing else may come out of building, loading and asking
-        return said("failed", reason=f"{type(error).__name__}: {error}")
+        return verdict("failed", reason=f"{type(error).__name__}: {error}")
     if found.result == "refused":
-        return said("refused", reason=found.reason, note=found.note)
+        return verdict("refused", reason=found.reason, note=found.note)
     about = attention(found.layers, model.config.get_text_config())
-    return said(found.result, reason=found.reason, attention=about, error=found.error, note=found.note)
+    return verdict(found.result, reason=found.reason, attention=about, error=found.error, note=found.note)
 
 
 def attention(layers: tuple[Any, ...], config: Any) -> str:
-    """What a model's attention is like, as the engine found it; experts as the configuration says."""
+    """Describe a model's attention from the engine's record; experts are taken from the configuration."""
     parts = [_heads(layers, config)]
-    for what, some in (
+    for feature, some in (
         ("window", [layer for layer in layers if layer.window]),
         ("chunks", [layer for layer in layers if getattr(layer, "chunk", None)]),
         ("softcap", [layer for layer in layers if layer.softcap]),
         ("sinks", [layer for layer in layers if layer.sinks]),
     ):
         if some:
-            parts.append(what if len(some) == len(layers) else f"{what} in {len(some)} of {len(layers)}")
+            parts.append(feature if len(some) == len(layers) else f"{feature} in {len(some)} of {len(layers)}")
     if any(layer.key_dim != layer.value_dim for layer in layers):
         parts.append("K wider than V")
     if len({layer.shape for layer in layers}) > 1:

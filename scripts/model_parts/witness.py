@@ -1,7 +1,6 @@
-"""Stand beside an engine's runner: see every chunk and copy that it runs, and what it answers.
+"""Record every input, copy and row of logits of an engine's runner.
 
-Knows slots and the tokens that were written to them, so that each row of logits comes with the whole history that it is
-behind. Does not know models, nor what the logits should be.
+The tokens of every slot are tracked, so that each row of logits has the whole history of tokens before it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Row:
-    """Logits behind the last token of a history; `start` of its tokens were in the pool before, the rest was run."""
+    """Logits after the last token of a history; the first `start` tokens were in the pool before the step."""
 
     history: tuple[int, ...]
     start: int
@@ -24,11 +23,11 @@ class Row:
 
 
 class Witness:
-    """Takes the place of a runner's `run`, and writes down what passes."""
+    """Replaces a runner's `run`, and records its calls."""
 
     def __init__(self, engine: Any) -> None:
         """Watch the runner of `engine` from now on; nothing has run yet."""
-        core = engine.core  # an engine shows nobody its logits; it is the engine itself that is on trial
+        core = engine.core  # an engine's public interface has no logits
         self._run, self._size = core.runner.run, core.cache.block_size
         self._tokens = np.full((core.cache.num_blocks, self._size), -1, dtype=np.int64)
         self.rows: list[Row] = []
@@ -36,7 +35,7 @@ class Witness:
         core.runner.run = self.run
 
     def run(self, chunks: Sequence[Any], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """As the runner's."""
+        """Run a step by the runner, and record it."""
         logits: Tensor = self._run(chunks, copies)
         read = [self._tokens[source].copy() for source, _ in copies]
         for (_, target), tokens in zip(copies, read, strict=True):
@@ -49,9 +48,9 @@ class Witness:
         return logits
 
     def _history(self, chunk: Any) -> tuple[int, ...]:
-        """What stands in the pool up to the end of a chunk, as its block table has it."""
+        """Return the tokens in the pool up to the end of an input, along its block table."""
         found = self._tokens[chunk.block_table].reshape(-1)[: chunk.start + len(chunk.tokens)]
-        assert (found >= 0).all(), "a chunk reads a slot that nobody wrote"
+        assert (found >= 0).all(), "an input reads a slot that was never written"
         return tuple(found.tolist())
 
     def _count(self, lengths: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:

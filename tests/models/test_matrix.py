@@ -196,7 +196,7 @@ def ended(process: Process, *, says: Any = None, silent: bool = False) -> Any:
     elif not silent:
         theirs.close()
     running = jobs._Running("LlamaForCausalLM", ("llama",), process, answer, 0.0)
-    return jobs._ended(running, jobs.Limits(seconds=2.0))
+    return jobs._ended(running, jobs.ProcessLimits(seconds=2.0))
 
 
 def test_a_process_is_ended_whatever_it_says() -> None:
