@@ -1,10 +1,10 @@
 """Compile the Triton kernels for GPUs that this machine need not have, and inspect the code: `make kernels`.
 
-The wrappers' own launches are compiled: they run on CPU tensors, under a driver that compiles each launch instead of
-running it. Ends in a table of registers, shared memory, spills, loads and tensor-core instructions. Fails if a kernel
-does not compile, spills, takes more than its share of a processor, has too narrow loads, does not pipeline its loads, or
-multiplies half-width numbers without tensor cores. `--pinned` compiles the tests' choice; `--json` ends in one line for
-a program. Takes some minutes on two cores. Kernels in Triton's own cache, keyed by their source, are not compiled again.
+The wrappers run on CPU tensors, under a driver that compiles each launch instead of running it. Ends in a table of
+registers, shared memory, spills, loads and tensor-core instructions. Fails if a kernel does not compile, spills, takes
+more than its share of a processor, loads too few bits at once, does not pipeline its loads, or multiplies half-width
+numbers without tensor cores. `--pinned` compiles the tests' choice; `--json` ends in one line for a program. Takes some
+minutes on two cores. Kernels in Triton's own cache, keyed by their source, are not compiled again.
 """
 
 from __future__ import annotations
