@@ -1,0 +1,199 @@
+"""Count the words that plain technical English does without, in docstrings, comments and pages.
+
+    python scripts/prose.py             rates per 1,000 words, and each place that is over a limit
+    python scripts/prose.py --files     the counts of each file, highest first
+    python scripts/prose.py --lower     lower the allowances to the present counts
+
+Code is not a person: it holds, records and returns. A sentence names its nouns instead of circumscribing them. Code
+spans, quoted text, URLs and fenced code do not count. `scripts/prose_allowances.json` lists files that may exceed a
+limit for now; an allowance is only ever lowered. `tests/test_prose.py` calls `problems`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parent.parent
+SOURCES = ("radixkv", "kernels/radixkv_kernels", "monitor/radixkv_monitor", "traces/radixkv_traces")
+PAGES = ("docs/*.md", "README.md", "CONTRIBUTING.md")
+ALLOWANCES = TOP / "scripts" / "prose_allowances.json"
+ALL_FILES = False
+"""Whether a file without an allowance may not exceed its limit; if not, it counts in the total only."""
+
+PER_FILE = 4  # a file may have up to this many times the rate of the whole
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A group of words, and how many of them 1,000 words may have."""
+
+    pattern: re.Pattern[str]
+    limit: float
+
+
+def words(*alternatives: str) -> re.Pattern[str]:
+    return re.compile(rf"\b(?:{'|'.join(alternatives)})\b", re.IGNORECASE)
+
+
+KINDS = {
+    "people": Kind(words("who", "whom", "whoever", "nobody", "somebody", "everybody", "anybody"), 0.4),
+    "what": Kind(words("what", "whatever"), 1.5),
+    "speech": Kind(words("knows?", "tells?", "told", "hears?", "heard", "gives? way", "gave way"), 1.0),
+    "place": Kind(words("behind", "beside", "anew", "but for", "so many"), 0.3),
+    "formula": Kind(re.compile(r"^[ \t#]*(?:Knows|Does not know)\b", re.MULTILINE), 0.0),
+}
+LEFT_OUT = re.compile(r"`[^`]*`|\"[^\"\n]*\"|https?://\S+")
+FENCED = re.compile(r"```.*?```", re.DOTALL)
+
+
+@dataclass
+class Prose:
+    """The prose of one file: its number of words, and by kind the lines and sentences of the hits."""
+
+    words: int = 0
+    hits: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+
+    def add(self, text: str, line: int) -> None:
+        """Count a passage that begins in this line."""
+        plain = LEFT_OUT.sub(_blank, text)
+        self.words += len(plain.split())
+        for name, kind in KINDS.items():
+            for match in kind.pattern.finditer(plain):
+                at = match.start() + len(match[0]) - len(match[0].lstrip())
+                self.hits[name].append((line + plain.count("\n", 0, at), _sentence(text, at)))
+
+
+def _blank(match: re.Match[str]) -> str:
+    """As long as the match, and with its line ends."""
+    return re.sub(r"[^\n]", " ", match[0])
+
+
+def _sentence(text: str, at: int) -> str:
+    start = max(text.rfind(end, 0, at) + len(end) if end in text[:at] else 0 for end in (". ", ".\n", "\n\n", "| "))
+    stops = [found for end in (". ", ".\n", "\n\n", " |") if (found := text.find(end, at)) >= 0]
+    return " ".join(text[start : min(stops, default=len(text)) + 1].split())
+
+
+def passages(path: Path) -> Iterator[tuple[str, int]]:
+    """Each docstring, block of comments or page, with its first line."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield FENCED.sub(_blank, text), 1
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            value = first.value.value if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) else None
+            if isinstance(value, str):
+                yield value, node.body[0].lineno
+    block, begin, last = "", 0, -1
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last + 1:
+                yield block, begin
+                block, begin = "", token.start[0]
+            block, last = f"{block}\n{token.string}" if block else token.string, token.start[0]
+    yield block, begin
+
+
+def read(path: Path) -> Prose:
+    """The prose of a file."""
+    found = Prose()
+    for text, line in passages(path):
+        found.add(text, line)
+    return found
+
+
+def read_all(top: Path = TOP) -> dict[str, Prose]:
+    """By path, all packages and pages."""
+    paths = [path for source in SOURCES for path in sorted((top / source).rglob("*.py"))]
+    paths += [path for page in PAGES for path in sorted(top.glob(page))]
+    return {str(path.relative_to(top)): read(path) for path in paths}
+
+
+def rates(files: dict[str, Prose]) -> dict[str, float]:
+    """By kind, hits per 1,000 words over all files."""
+    total = sum(found.words for found in files.values())
+    return {kind: 1000 * sum(len(found.hits[kind]) for found in files.values()) / max(total, 1) for kind in KINDS}
+
+
+Allowances = dict[str, dict[str, float]]
+"""By path and kind, how many hits a file may have; under "total", rates of the whole."""
+
+
+def most(path: str, kind: str, words: int, allowances: Allowances) -> float:
+    """How many hits a file may have."""
+    limit = PER_FILE * KINDS[kind].limit * words / 1000
+    allowed = allowances.get(path, {}).get(kind)
+    return max(limit, allowed) if allowed is not None else limit if ALL_FILES else float("inf")
+
+
+def problems(files: dict[str, Prose], allowances: Allowances) -> list[str]:
+    """One line for each hit in a file that has too many, and for each kind that the whole has too many of."""
+    found = [
+        f"{path}:{line}: {kind}: {sentence}"
+        for path, prose in files.items()
+        for kind, hits in prose.hits.items()
+        if len(hits) > most(path, kind, prose.words, allowances)
+        for line, sentence in hits
+    ]
+    for kind, rate in rates(files).items():
+        limit = max(KINDS[kind].limit, allowances.get("total", {}).get(kind, 0.0))
+        if rate > limit + 0.005:
+            found.append(f"all files together: {kind}: {rate:.2f} in 1,000 words, {limit:.2f} at most")
+    return found
+
+
+def lowered(files: dict[str, Prose], allowances: Allowances | None) -> Allowances:
+    """The allowances, none higher than before; without any, as they begin."""
+    now: Allowances = {"total": {kind: round(rate, 2) for kind, rate in rates(files).items()}}
+    for path, prose in files.items():
+        over = {kind: len(hits) for kind, hits in prose.hits.items()}
+        limits = {kind: PER_FILE * KINDS[kind].limit * prose.words / 1000 for kind in KINDS}
+        now[path] = {kind: float(count) for kind, count in over.items() if count > limits[kind]}
+    if allowances is not None:
+        now = {
+            path: {kind: min(now[path][kind], allowances[path][kind]) for kind in now[path].keys() & allowances[path]}
+            for path in now.keys() & allowances.keys()
+        }
+    now["total"] = {kind: rate for kind, rate in now.get("total", {}).items() if rate > KINDS[kind].limit}
+    return {path: kinds for path, kinds in now.items() if kinds}
+
+
+def allowed() -> Allowances:
+    """The allowances of the checkout; none if the file is gone."""
+    found: Allowances = json.loads(ALLOWANCES.read_text()) if ALLOWANCES.exists() else {}
+    return found
+
+
+def main() -> int:
+    """Print rates and problems; 1 if there are problems."""
+    arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    arguments.add_argument("--files", action="store_true", help="print the counts of each file, highest first")
+    arguments.add_argument("--lower", action="store_true", help="lower the allowances to the present counts")
+    options, files = arguments.parse_args(), read_all()
+    if options.lower:
+        fewer = lowered(files, allowed() if ALLOWANCES.exists() else None)
+        ALLOWANCES.write_text(json.dumps(fewer, indent=1, sort_keys=True) + "\n")
+    for kind, rate in rates(files).items():
+        print(f"{kind:8} {rate:6.2f} in 1,000 words, {KINDS[kind].limit:.1f} at most")
+    if options.files:
+        for path, prose in sorted(files.items(), key=lambda item: -sum(map(len, item[1].hits.values()))):
+            counts = ", ".join(f"{kind} {len(hits)}" for kind, hits in prose.hits.items() if hits)
+            print(f"{path}: {prose.words} words, {counts or '-'}")
+    found = problems(files, allowed())
+    print(*found, sep="\n")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
