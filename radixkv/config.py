@@ -100,15 +100,15 @@ class EngineConfig:
     )
     num_blocks: int | None = _setting(None, "blocks of the KV pool; overrides kv_memory", least=1)
     block_size: int = _setting(16, "tokens per block", least=1)
-    eviction: str = _setting("lru", "eviction policy, a name of radixkv.cache.POLICIES")
+    eviction: str = _setting("lru", "eviction policy, a name of radixkv.cache.POLICIES (an unknown name lists them)")
     device: str = _setting("auto", "cpu, cuda, cuda:1, ...; auto is cuda where there is a GPU")
     dtype: Any = _setting(  # noqa: RUF009 - it returns a field
         "auto", "float32, bfloat16, ...; auto is float32 on a CPU, elsewhere the dtype of the weights"
     )
     attention: str = _setting(
         "auto",
-        "attention backend; auto is triton on CUDA where it serves the model, and torch elsewhere; where neither "
-        "is right it leaves attention to the model's own code (the fallback)",
+        "attention backend: torch, triton, or auto (triton on CUDA where it serves the model, torch elsewhere, and the "
+        "model's own code where neither is right)",
         choices=ATTENTION,
     )
     compile: bool | str = _setting(
@@ -121,21 +121,22 @@ class EngineConfig:
     prefill_chunk: int = _setting(512, "tokens of one prompt per step", least=1)
     order: str = _setting(
         "fcfs",
-        "which waiting request runs first within a priority: the oldest (fcfs), or the one with the longest cached "
-        "prefix",
+        "which waiting request of a priority runs first: the oldest (fcfs), or the one with the longest cached prefix "
+        "(longest-prefix)",
         choices=ORDERS,
     )
     max_overtakes: int = _setting(32, "later requests that may overtake a waiting one", least=0)
     victim: str = _setting(
         "cheapest",
-        "which request is preempted when blocks run out: the cheapest to resume, or the last one admitted",
+        "which request is preempted when blocks run out: the one that is cheapest to resume (cheapest), or the one "
+        "that was admitted last (last)",
         choices=VICTIMS,
     )
     prefix_cache: bool = _setting(True, "reuse cached prefixes; False computes every prompt in full, for comparisons")
     deterministic: bool = _setting(
         False,
-        "requests that run one at a time get the same bits whether they hit or not; hits end on multiples of "
-        "prefill_chunk, which must be whole blocks",
+        "give a request that runs alone the same bits whether it hits or not; hits end on multiples of prefill_chunk, "
+        "which must be whole blocks",
         _FLAG,
     )
     scrub: bool | float = _setting(
