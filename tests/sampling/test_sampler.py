@@ -32,7 +32,7 @@ STOPS = frozenset({4, 9})
 
 
 def by_hand(logits: list[float], row: SampleRow) -> tuple[list[float], int, float]:
-    """(probabilities, drawn token, how far the draw is from another token) of one row, the slow and plain way."""
+    """Return (probabilities, sampled token, distance of the draw from another token) of one row, in plain Python."""
     p = row.params
     values = list(logits)
     reply = list(row.history[row.prompt_length :])
@@ -96,7 +96,7 @@ ROWS = st.builds(
 
 
 def logits_for(count: int, seed: int, vocab: int = 150, spread: float = 3.0) -> torch.Tensor:
-    """Random logits, coarse enough that some are equal."""
+    """Return random logits, coarse enough that some are equal."""
     noise = torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * spread
     return (noise * 32).round() / 32
 

@@ -1,4 +1,4 @@
-"""Servers to ask: an engine whose replies are written down, and the bundled tokenizer, behind an application."""
+"""Test servers: the application over an engine with scripted replies and the bundled tokenizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fake_model(**changes: Any) -> FakeModel:
 
 
 def says(text: str) -> Callable[[list[int]], int]:
-    """A brain that answers every conversation with this text, and then stops."""
+    """Return a brain that replies with this text to every conversation, then stops."""
     opening = tokenizer().encode("<|im_start|>assistant\n", add_special_tokens=False)
     reply = [*tokenizer().encode(text, add_special_tokens=False), 2]
 
@@ -55,7 +55,7 @@ def says(text: str) -> Callable[[list[int]], int]:
 
 @dataclass
 class Served:
-    """What a test asks, and what it looks at."""
+    """A client of the application, and the objects that a test inspects."""
 
     client: TestClient
     engine: Engine
@@ -78,7 +78,7 @@ class Served:
 
 @contextmanager
 def served(settings: Settings | None = None, **options: Any) -> Iterator[Served]:
-    """An application that is asked in the same process; at the end nothing may be held."""
+    """Run an application in this process; at the end no blocks and no streams may be held."""
     options.setdefault("num_blocks", 512)
     options.setdefault("model", fake_model())
     engine, runner = make_engine(**options)
@@ -92,7 +92,7 @@ def served(settings: Settings | None = None, **options: Any) -> Iterator[Served]
 
 @dataclass
 class Hosted:
-    """A server on a port, as clients see it, and its inside."""
+    """A server on a port, and the objects that a test inspects."""
 
     url: str
     port: int
@@ -106,19 +106,19 @@ class Hosted:
         return self.server.service
 
     def stop(self) -> None:
-        """What Ctrl-C does."""
+        """Do the same as Ctrl-C."""
         self.server.should_exit = True
 
 
 @contextmanager
 def hosted(settings: Settings | None = None, **options: Any) -> Iterator[Hosted]:
-    """A real server on a free port, on a thread of its own."""
+    """Run a real server on a free port, on its own thread."""
     options.setdefault("num_blocks", 512)
     options.setdefault("model", fake_model())
     engine, runner = make_engine(**options)
     ready = threading.Event()
     with engine, bind("127.0.0.1", 0) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # else the kernel reads ahead for slow readers
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # else the kernel buffers much for slow readers
         server = Server(AsyncEngine(engine), settings or Settings(port=0, drain_timeout=5), ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
@@ -134,7 +134,7 @@ def hosted(settings: Settings | None = None, **options: Any) -> Iterator[Hosted]
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """For what happens on another thread soon, and is told to nobody."""
+    """Wait for a condition that another thread will soon make true."""
     for _ in range(20_000):
         if condition():
             return
@@ -143,14 +143,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def events(text: str) -> list[Any]:
-    """The events of a stream that came to its end."""
+    """Return the events of a complete stream."""
     *lines, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert done == "[DONE]"
     return [json.loads(line) for line in lines]
 
 
 def texts(events: Sequence[Any], field: str = "content") -> dict[int, str]:
-    """What was said in each choice."""
+    """Return the text of each choice."""
     said: dict[int, str] = {}
     for choice in (choice for event in events for choice in event["choices"]):
         text = choice["delta"].get(field, "") if "delta" in choice else choice["text"]

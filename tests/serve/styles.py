@@ -1,10 +1,10 @@
-"""Chat templates of the kinds that there are, as far as they differ in what becomes of earlier turns."""
+"""Chat templates of several kinds, which differ in how they render earlier turns."""
 
 from __future__ import annotations
 
 from tests.chat.worlds import CHATML, THINKING
 
-# As Mistral's: the system prompt and the tools stand in the last user's turn, wherever that is.
+# Like Mistral's: the system prompt and the tools are in the last user turn.
 MISTRAL = """{%- set said = messages[1:] if messages[0].role == 'system' else messages %}
 {%- set last = namespace(at=0) %}
 {%- for m in said %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}
@@ -23,7 +23,7 @@ MISTRAL = """{%- set said = messages[1:] if messages[0].role == 'system' else me
 
 STYLES = {"ChatML": CHATML, "thinking": THINKING, "Mistral": MISTRAL}
 
-# As Qwen3's: thinking may come apart or inside the content, and only what follows the last user's turn keeps it.
+# Like Qwen3's: thinking may be a field or part of the content, and only replies after the last user turn keep it.
 QWEN = """{%- if tools or messages[0].role == 'system' %}<|im_start|>system
 {% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
 {%- if tools %}

@@ -1,4 +1,4 @@
-"""Endpoints return what the engine returns, in OpenAI's shapes."""
+"""Endpoints return the engine's results in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_a_conversation_that_is_sent_again_is_found_in_the_cache():
         first = server.chat()
         again = server.chat(messages=[*ASKED, first["choices"][0]["message"], {"role": "user", "content": "And?"}])
     spent = first["usage"]["total_tokens"]
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == spent - 1  # the last one was never run
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == spent - 1  # the last token was never computed
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_reply_is_remembered_before_its_end_is_told(stream):
-    """Random words, which a tokenizer would spell anew."""
+    """Random token ids, which a tokenizer would encode differently."""
     with served() as server:
         body = {**CHAT, "max_tokens": 20, "n": 3, "temperature": 1, "ignore_eos": True}
         if stream:
@@ -87,7 +87,7 @@ def test_stop_strings_end_a_reply_and_are_not_part_of_it():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_cut_reply_with_thinking_is_continued_as_it_was_told(stream):
-    """What was cut away ends with the words that were told: they are there once in the next prompt."""
+    """The words before a stop string occur once in the next prompt."""
     brain = says("<think>a</think> ha STOPha")
     with served(brain=brain) as server:
         body = {**CHAT, "stop": "STOP"}
@@ -154,7 +154,7 @@ def test_large_answers_are_made_beside_the_event_loop(path, monkeypatch):
     wanted = {"logprobs": True, "top_logprobs": 20} if "chat" in path else {"logprobs": 20}
     asked = {"messages": ASKED} if "chat" in path else {"prompt": "Once"}
     with served() as server:
-        monkeypatch.setattr(server.service, "opens_thinking", lambda _: False)  # which reads a few tokens of its own
+        monkeypatch.setattr(server.service, "opens_thinking", lambda _: False)  # tokenize reads a few tokens itself
         monkeypatch.setattr(server.service, "token_texts", Counting(Decodes()))
         body = {"model": "fake", **asked, **wanted, "max_tokens": 30, "n": 4, "ignore_eos": True}
         assert server.post(path, body).status_code == 200
@@ -212,7 +212,7 @@ def test_a_template_may_open_the_thinking():
 
 
 def test_tags_that_are_control_tokens_are_read_all_the_same():
-    """Some tokenizers make <tool_call> a special token, which decoded texts leave out."""
+    """In some tokenizers <tool_call> is a special token, which decoding leaves out."""
     special = type(tokenizer()).from_pretrained(tokenizer().name_or_path)
     special.add_special_tokens(
         {
@@ -275,7 +275,7 @@ def test_logprobs_of_a_completion():
         assert [each for part in parts for each in part[field]] == shown[field]
 
 
-# ---- the rest
+# ---- other endpoints
 
 
 def test_models_health_and_tokens():

@@ -1,4 +1,4 @@
-"""Who may ask, what of the cache is theirs, and what a server refuses to be."""
+"""API keys, cache namespaces, and settings that a server refuses as unsafe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A body that is wrong is refused with a sentence that names the field; what asks for nothing is taken."""
+"""A wrong body is refused with a sentence that names the field; fields without effect are accepted."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_tools_that_the_template_does_not_write_are_refused() -> None:
 
 
 def test_what_frameworks_send_along_is_taken():
-    """Fields that ask for nothing, as clients and frameworks write them."""
+    """Fields without effect, as clients and frameworks send them."""
     said = {
         "role": "assistant",
         "content": None,

@@ -1,4 +1,4 @@
-"""Replies in channels over HTTP: what is thought and what is said come apart, and are found again."""
+"""Replies in channels over HTTP: thinking and answer are separated, and found in the history."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_thinking_and_answer_come_apart() -> None:
         told = server.events(CHATS, CHAT)
         assert texts(told) == {0: "hello you"}
         assert texts(told, "reasoning_content") == {0: "Hmm, hello you?"}
-        assert sum(bool(event["choices"][0]["delta"].get("reasoning_content")) for event in told) > 3  # bit by bit
+        assert sum(bool(event["choices"][0]["delta"].get("reasoning_content")) for event in told) > 3  # as events
 
 
 def test_a_reply_without_thinking_has_none() -> None:
     with saying(STYLE.says("hello you"), "hello you") as server:
-        for _ in range(2):  # the second in no channel at all
+        for _ in range(2):  # the second reply is in no channel
             said = message(server.chat())
             assert said["content"] == "hello you" and "reasoning_content" not in said
 
@@ -60,7 +60,7 @@ def test_what_was_sampled_is_found_again(with_thinking: bool) -> None:
         before = answer["usage"]["prompt_tokens"]
         answer = server.chat(messages=messages)
         assert server.service.conversations.stats.found == 2
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= before  # up to where thinking was left out
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= before  # up to the omitted thinking
         assert message(answer)["content"] == "bye"
 
 

@@ -1,4 +1,4 @@
-"""Whole conversations to prompts: what was sampled stays as it was sampled, what is new is the template's."""
+"""Prompts of whole conversations keep the sampled ids of replies; the template renders new messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def decoded(prompt: ChatPrompt) -> str:
 
 
 def spelled(text: str, seed: int) -> list[int]:
-    """Ids of a text in pieces that an encoder would not always choose."""
+    """Return ids of a text, split into other tokens than an encoder may choose."""
     chooses, ids = random.Random(seed), []
     while text:
         piece, text = text[: (size := chooses.randint(1, 4))], text[size:]
@@ -62,9 +62,9 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 @settings(max_examples=30, deadline=None)
 @given(turns=st.lists(st.tuples(TEXT, TEXT, st.integers(0, 9)), min_size=1, max_size=4))
 def test_what_is_rendered_is_what_the_template_renders(style: str, turns: list[Any]) -> None:
-    """With mode "template", whatever ids were sampled; and each reply is there as it was sampled.
+    """In mode "template", each reply is in the prompt as it was sampled, with any ids.
 
-    The one for thinking strips what stands before an answer, where its thinking was.
+    The template for thinking removes the thinking before an answer.
     """
     told, messages, replies = conversations(style, "template"), [{"role": "system", "content": "Be brief."}], []
     for asked, words, seed in turns:
@@ -89,7 +89,7 @@ def within(part: list[int], whole: list[int]) -> bool:
 @settings(max_examples=30, deadline=None)
 @given(turns=st.lists(st.tuples(TEXT, TEXT, st.integers(0, 9), st.booleans()), min_size=2, max_size=4))
 def test_a_prompt_begins_with_all_that_was_computed(style: str, turns: list[Any]) -> None:
-    """Appending, a reply that was cut short included, even where the template would render earlier turns anew."""
+    """Appending keeps all ids, those of a cut reply, too, even if the template renders earlier turns differently."""
     told, messages, computed = conversations(style), [{"role": "system", "content": "Be brief."}], []
     for asked, answer, seed, is_cut in turns:
         messages = [*messages, user(asked)]
@@ -135,7 +135,7 @@ SAID = "<think>\nhm\n</think>\n\nhello you hello"
 @settings(max_examples=40, deadline=None)
 @given(cut=st.integers(0, len(SAID)), seed=st.integers(0, 9), style=st.sampled_from(["ChatML", "thinking"]))
 def test_thinking_that_a_stop_string_cut_is_what_the_client_was_told(cut: int, seed: int, style: str) -> None:
-    """Wherever it was cut, and whatever stands behind: the same words, say."""
+    """A reply may be cut anywhere, also before equal words."""
     told, asked = conversations(style, "append"), [user("hello")]
     reader = ReplyReader(reads_calls=False, thinking=False)
     reader.push(SAID[:cut])
@@ -151,7 +151,7 @@ def test_thinking_that_a_stop_string_cut_is_what_the_client_was_told(cut: int, s
 
 def test_a_cut_behind_what_texts_leave_out_is_not_remembered() -> None:
     told, asked = conversations("ChatML"), [user("hello")]
-    emitted = [END, *spelled("hello you hello", 1)]  # with ignore_eos, say
+    emitted = [END, *spelled("hello you hello", 1)]  # as with ignore_eos
     told.remember(told.prompt("x", asked), assistant("hello you hel"), emitted, cut="hello you hel")
     assert told.prompt("x", [*asked, assistant("hello you hel"), user("more")]).known == 0
     told.remember(told.prompt("x", asked), assistant("hello you hello"), emitted)
@@ -189,7 +189,7 @@ def test_nothing_is_known_in_another_namespace_or_with_other_tools():
     told.remember(told.prompt("x", messages, more), assistant("b"), [*spelled("b", 1), END])
     messages = [*messages, assistant("b"), user("ou")]
     assert told.prompt("x", messages, more).known == 4
-    turned = told.prompt("x", messages, more[::-1])  # the template writes them in their order
+    turned = told.prompt("x", messages, more[::-1])  # the template writes the keys in their order
     assert (turned.known, list(turned.ids)) == (0, encoded(rendered("ChatML", messages, more[::-1])))
 
 
@@ -201,7 +201,7 @@ def test_a_conversation_keeps_the_date_on_which_it_began(mode: Mode):
     told.remember(first, assistant("hello"), [*spelled("hello", 1), END])
     again = told.prompt("x", [user("hello"), assistant("hello"), user("more")])
     assert again.date == "31 Dec 1999"
-    assert ("31 Dec 1999" in decoded(again)) == (mode == "template")  # appending, the beginning is what it was
+    assert ("31 Dec 1999" in decoded(again)) == (mode == "template")  # appending keeps the beginning
     assert told.prompt("y", again.messages).date != "31 Dec 1999"
 
 
@@ -218,7 +218,7 @@ def test_the_requests_of_a_conversation_share_a_number():
 
 
 def test_conversations_that_begin_alike_are_numbered_apart() -> None:
-    """Whoever got a reply last is taken for who goes on from it; each keeps its number once it says something else."""
+    """The conversation that got a reply last is expected to continue it; each keeps its number once they differ."""
     numbers = iter(range(10, 20))
     told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, new_session=numbers.__next__)
 
@@ -278,7 +278,7 @@ def test_what_the_template_refuses_is_refused_whether_the_beginning_is_known_or_
 
 
 def test_a_new_message_that_only_the_whole_conversation_makes_sense_of():
-    """A template may refuse what is rendered around a dummy reply: then it gets the whole."""
+    """If a template refuses the conversation around a dummy reply, it renders the whole conversation."""
     picky = CHATML.replace(
         "{%- for m in messages if",
         "{% if messages[0].content == 'x' %}{{ raise_exception('x') }}{% endif %}{%- for m in messages if",
@@ -291,7 +291,7 @@ def test_a_new_message_that_only_the_whole_conversation_makes_sense_of():
 
 
 def test_a_prompt_that_appending_makes_too_long_is_rendered_anew_if_that_is_shorter():
-    """A template that wants the tools in the last user's turn gets them in each by appending."""
+    """For a template with the tools in the last user turn, appending writes them in each turn."""
     messages: list[dict[str, Any]] = [user("a")]
     limits = {}
     for limit in (None, 10_000, 260):
@@ -304,13 +304,13 @@ def test_a_prompt_that_appending_makes_too_long_is_rendered_anew_if_that_is_shor
     assert limits[260] == (0, whole)
     assert whole < 260 < limits[None][1]
     for limit in (None, len(encoded(rendered("ChatML", [*messages, assistant("hello"), user("b")]))) - 1):
-        told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, limit=limit)  # rendering anew would not be shorter
+        told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, limit=limit)  # rendering would not be shorter
         told.remember(told.prompt("x", messages), assistant("hello"), encoded("hello<|im_end|>"))
         assert told.prompt("x", [*messages, assistant("hello"), user("b")]).known == 2
 
 
 def test_what_is_certainly_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the longest token of the vocabulary is; nor is it where the beginning is known."""
+    """A long conversation is refused without encoding it, also if its beginning is known."""
     told, lengths = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, limit=500), []
     told.remember(told.prompt("x", [user("a")]), assistant("hello"), [*spelled("hello", 1), END])
     encode = ControlTokens.encode
@@ -331,10 +331,10 @@ LOSSY_WITH_TOOLS = CHATML + "{%- if tools and messages|length > 2 %}{{ 'turns ' 
 
 
 def test_what_appending_would_lose_is_rendered() -> None:
-    """A template that counts turns: behind known ids there would be another number."""
+    """A template counts turns, and would write another number after known ids."""
 
     def third(told: Conversations, tools: Any) -> str:
-        """The prompt of the third turn; both replies are known."""
+        """Return the prompt of the third turn; both replies are known."""
         messages = [user("a")]
         for _ in range(2):
             told.remember(told.prompt("x", messages, tools), assistant("hello"), [*spelled("hello", 1), END])
@@ -370,7 +370,7 @@ def test_without_bytes_to_remember_with_the_template_encodes_everything():
 
 
 def test_a_server_is_told_what_becomes_of_thinking() -> None:
-    """Appending keeps the thinking that this template would leave out, and so all that was computed."""
+    """Appending keeps thinking that this template would omit, and so the whole cached prefix."""
     lost = {}
     for history in ("auto", "append"):
         model = fake_model(tokenizer=copy.deepcopy(tokenizer()))
@@ -398,7 +398,7 @@ def test_what_cannot_hold_a_conversation_says_so():
 
 
 def test_a_mistral_like_template_moves_what_stands_in_the_last_turn():
-    """What the styles of these tests are for: rendered anew, the second prompt parts from the first early on."""
+    """Check the premise of these templates: rendered again, the second prompt soon differs from the first."""
     messages = [{"role": "system", "content": "Be brief."}, user("a"), assistant("b"), user("c")]
     first, second = (encoded(rendered("Mistral", messages[:end], TOOLS)) for end in (2, 4))
     same = next(at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])

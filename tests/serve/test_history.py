@@ -1,4 +1,4 @@
-"""The index of what was said: exactly what was remembered is found, in its own namespace, within its bytes."""
+"""The history index finds exactly the remembered replies, within a namespace, and keeps to its capacity."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def frozen(messages: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
 def said_before(
     truth: dict[Any, tuple[list[int], list[int]]], room: Any, messages: list[dict[str, Any]]
 ) -> dict[int, tuple[list[int], list[int]]]:
-    """Position of each known reply -> its prompt and its ids, by a plain dict of whole conversations."""
+    """Return position -> (prompt, ids) of each known reply, from a plain dict of whole conversations."""
     keys = {at: (repr(room), frozen(messages[: at + 1])) for at in range(len(messages))}
     return {at: truth[key] for at, key in keys.items() if key in truth}
 
@@ -95,7 +95,7 @@ def test_what_conversations_share_is_stored_once() -> None:
 def test_a_reply_that_is_sampled_again_keeps_the_ids_that_later_ones_build_on() -> None:
     index, opening, first, second = HistoryIndex(1 << 20), said("user", "q"), said("assistant", "a"), said("user", "r")
     index.remember("x", [opening], first, [1, 2], [3, 4])
-    index.remember("x", [opening], first, [1, 2], [5])  # nothing builds on it yet: the newer ids are more likely cached
+    index.remember("x", [opening], first, [1, 2], [5])  # no reply builds on it yet: newer ids win
     assert list(index.ids_for("x", [opening, first]).ids) == [1, 2, 5]
     index.remember("x", [opening, first, second], first, [1, 2, 5, 6], [7])
     index.remember("x", [opening], first, [1, 2], [8, 9])
@@ -106,7 +106,7 @@ def test_a_reply_that_is_sampled_again_keeps_the_ids_that_later_ones_build_on() 
 
 
 def test_ids_that_part_from_those_of_the_reply_before() -> None:
-    """As where a template renders anew: each prompt shares something with the last one, and goes on otherwise."""
+    """As with a rendered history: each prompt shares a prefix with the previous one, then differs."""
     index, words = HistoryIndex(1 << 20), said("assistant", "a")
     prompts = [[1, 2, 3, 4], [1, 2, 3, 9, 9, 9], [1, 2, 3, 9, 7], [1, 8], [1]]
     replies = [[5, 6], [6, 6], [5], [4, 4, 4], [8]]
@@ -156,7 +156,7 @@ def call(arguments: Any, call_id: str = "call_0_0") -> dict[str, Any]:
 
 
 def test_a_reply_comes_back_as_a_client_writes_it() -> None:
-    """Empty fields say nothing, an object as arguments may be spaced anew, and thinking may be left out."""
+    """Empty fields do not count, nor does white space in a JSON object; thinking may be omitted."""
     index, asked = HistoryIndex(1 << 20), said("user", "Paris?")
     reply = {"role": "assistant", "content": "", "tool_calls": [call({"city": "Paris", "days": 2})]}
     index.remember("x", [asked], {**reply, "reasoning_content": "so"}, [1], [2])
@@ -170,7 +170,7 @@ def test_a_reply_comes_back_as_a_client_writes_it() -> None:
     assert found(reasoning_content="so") and found(reasoning_content=None)
     assert not found(reasoning_content="otherwise")
     assert not found(tool_calls=[call({"city": "Paris", "days": 3})])
-    assert not found(tool_calls=[call({"days": 2, "city": "Paris"})])  # a template would render that otherwise
+    assert not found(tool_calls=[call({"days": 2, "city": "Paris"})])  # a template would render this differently
     assert not found(tool_calls=[call({"city": "Paris", "days": 2}, "call_9_9")])
     assert not found(tool_calls=[call('{"city": "Paris", "days": 2')])
     assert not found(content="Paris.") and not found(tool_calls=None)
@@ -180,7 +180,7 @@ def test_a_reply_comes_back_as_a_client_writes_it() -> None:
     "arguments", ["[1,2]", "[1,2", "5", '"Paris"', '{"a":' * 200 + "1" + "}" * 200], ids=lambda text: text[:6]
 )
 def test_arguments_that_are_no_object_are_the_same_only_letter_by_letter(arguments: str) -> None:
-    """A template writes them as they are, so spaced anew they are other tokens."""
+    """A template writes such arguments unchanged, so other white space gives other tokens."""
     index, asked = HistoryIndex(1 << 20), said("user", "Paris?")
 
     def sent(arguments: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What is too much, too long or too slow is refused with a sentence that helps, and so are settings that are wrong."""
+"""Too many, too long and too slow requests are refused with a helpful sentence, and so are wrong settings."""
 
 from __future__ import annotations
 
@@ -79,17 +79,17 @@ def test_a_body_counts_before_it_is_there(path):
             slow.sendall(head + b"{")
             until(lambda: host.service.limiter.streams == 1)
             with socket.create_connection(("127.0.0.1", host.port), 20) as another:
-                another.sendall(head)  # it is not waited for what never comes
+                another.sendall(head)  # the server does not wait for the missing rest
                 assert another.recv(10_000).startswith(b"HTTP/1.1 429 ")
-        until(lambda: host.service.limiter.streams == 0)  # its client left
+        until(lambda: host.service.limiter.streams == 0)  # its client disconnected
 
 
 @contextmanager
 def busy(host):
-    """Others' prompts take a while."""
+    """Occupy the background thread with the prompt of another request."""
     others = threading.Event()
     try:
-        host.service.executor.submit(others.wait, 120)  # longer than `until` has patience
+        host.service.executor.submit(others.wait, 120)  # longer than `until` waits
         yield
         assert not others.is_set() and host.service.limiter.streams == 0
     finally:
@@ -98,7 +98,10 @@ def busy(host):
 
 WAITING = [
     ("/v1/chat/completions", {"messages": ASKED}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": " " * 150_000}]}),  # read by the thread, too
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": " " * 150_000}]},
+    ),  # read in the background, too
     ("/v1/completions", {"prompt": "x"}),
     ("/tokenize", {"prompt": "x"}),
     ("/tokenize", {"messages": ASKED}),
@@ -135,7 +138,7 @@ def test_the_engine_has_the_time_that_is_left(monkeypatch):
 
         monkeypatch.setattr(server.service.engine, "submit", noted)
         server.chat(max_tokens=1)
-        over = SimpleNamespace(state=SimpleNamespace(deadline=0.0))  # between being encoded and being handed over
+        over = SimpleNamespace(state=SimpleNamespace(deadline=0.0))  # after encoding, before submitting
 
         async def left() -> None:
             server.service.time_left(over)
@@ -160,7 +163,7 @@ def test_bodies_that_are_too_large():
 def test_who_still_sends_what_is_too_large_hears_so(length, monkeypatch):
     monkeypatch.setattr(access, "_LINGER", 20)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode()
-    body = b" " * 20_000_000  # more than the sockets between take
+    body = b" " * 20_000_000  # more than the socket buffers hold
     sent = body if "Length" in length else b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     with hosted(Settings(max_body=200)) as host, socket.create_connection(("127.0.0.1", host.port), 20) as client:
         client.sendall(head + sent)
@@ -195,7 +198,7 @@ def test_prompts_that_are_too_long():
 
         assert "at most 20" in refused("/v1/completions", prompt=list(range(5, 30)))
         assert "at most 20" in refused("/v1/chat/completions", messages=[{"role": "user", "content": "x y z " * 10}])
-        # What cannot fit whatever its tokens are is not even encoded.
+        # A text that cannot fit even as the longest tokens is not encoded.
         assert "at least" in refused("/v1/completions", prompt="x" * 100_000)
         assert "at least" in refused("/v1/chat/completions", messages=[{"role": "user", "content": "x" * 100_000}])
     with served(model=fake_model(max_length=10)) as server:
@@ -204,7 +207,7 @@ def test_prompts_that_are_too_long():
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_a_text_is_encoded_only_as_far_as_it_may_fit(path, monkeypatch):
-    """Where the vocabulary has a long run of spaces, the first look tells little."""
+    """If the vocabulary has a long run of spaces, the first bound is weak."""
     lengths, words = [], copy.deepcopy(tokenizer())
     encode = words.encode
 
@@ -262,7 +265,7 @@ def test_a_request_may_not_take_for_ever():
         asking = threading.Thread(target=lambda: answers.append(ask(host, {**CHAT, "ignore_eos": True})))
         asking.start()
         assert host.runner.began.acquire(timeout=20)
-        threading.Event().wait(0.1)  # past its time; the step that is under way ends, and it with it
+        threading.Event().wait(0.1)  # past its deadline; it ends with the running step
         host.runner.gate.release(100)
         asking.join(20)
     assert answers[0].status_code == 504 and answers[0].json()["error"]["code"] == "timeout"

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus reads them: every number is the engine's own, and none tells what was said."""
+"""Prometheus metrics equal the engine's own numbers, and contain no text of requests."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("monitor", [False, True])
 def test_why_prompts_missed_is_counted_once_a_request(monitor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the monitor's telemetry, which has asked already, and without."""
+    """With the monitor's telemetry, which has explained the miss already, and without."""
     monkeypatch.setenv("RADIXKV_MONITOR", "1")
 
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
         prompt = list(range(1, 13))
-        await engine.generate([prompt], greedy(1))  # never seen
+        await engine.generate([prompt], greedy(1))  # not in the cache
         await engine.generate([prompt], greedy(1))  # all but the last token
-        await engine.generate([[*prompt[:8], 30, 31]], greedy(1))  # diverged behind 8
-        await engine.generate([[40 + at % 9 for at in range(100)]], greedy(1))  # makes room for itself
+        await engine.generate([[*prompt[:8], 30, 31]], greedy(1))  # diverges after 8 tokens
+        await engine.generate([[40 + at % 9 for at in range(100)]], greedy(1))  # evicts others
         await engine.generate([prompt], greedy(1))
         numbers = read(await metrics.scrape())
         lookups = {dict(labels)["reason"]: value for (name, labels), value in numbers.items() if "lookups" in name}
@@ -120,7 +120,7 @@ def test_times_and_sizes_of_requests() -> None:
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
         prompt = list(range(1, 11))
         replies = [(await engine.generate([prompt], params))[0] for params in (greedy(6), greedy(4, n=2), greedy(1))]
-        await engine.warm([20, 21, 22])  # samples nothing: it has no first token
+        await engine.warm([20, 21, 22])  # warming samples no token
         numbers = read(await metrics.scrape())
         first = [numbers["radixkv:ttft_seconds_count", (("cached", how),)] for how in ("less", "most")]
         assert first == [1, 2]
@@ -136,7 +136,7 @@ def test_times_and_sizes_of_requests() -> None:
 
 
 def test_each_gap_between_tokens_is_counted_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stall is one long gap, not many that are somewhat longer."""
+    """A stall is one long gap, not several slightly longer gaps."""
     times = iter([0.0, 0.02, 0.04, 3.04, *(10.0, 10.0), *(10.02, 10.3), *(20.0, 20.5)])
     monkeypatch.setattr("radixkv.serve.request_watch.perf_counter", times.__next__)
 
@@ -179,7 +179,7 @@ def test_vllms_names_say_the_same() -> None:
             "request_generation_tokens_sum": 9,
             "request_max_num_generation_tokens_sum": 6,
             "request_params_max_tokens_sum": 6,
-            # What older dashboards ask for.
+            # The names that older dashboards use.
             "gpu_cache_usage_perc": 0,
             "time_per_output_token_seconds_count": 6,
         }

@@ -1,4 +1,4 @@
-"""The official `openai` package against a real server over the bundled model: each answer is the engine's own."""
+"""The official `openai` package against a real server with the bundled model: responses equal the engine's."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Served:
         return openai.AsyncOpenAI(base_url=self.url, api_key=KEYS[name], max_retries=0, timeout=60)
 
     def own(self, prompt: Any, params: SamplingParams = GREEDY) -> Any:
-        """What the engine says itself, out of another namespace's cache."""
+        """Return the engine's own reply, computed in another namespace."""
         return self.engine.generate([prompt], params, namespace="own")[0]
 
 
@@ -127,7 +127,7 @@ def test_a_conversation_that_is_sent_again_hits_all_but_the_last_token(served: S
             assert reply.choices[0].message.content == session.send(text, GREEDY).text
             assert reply.usage.prompt_tokens_details.cached_tokens == max(computed - 1, 0)
             computed = reply.usage.total_tokens
-            messages.append(reply.choices[0].message)  # as the client's own class, with all its empty fields
+            messages.append(reply.choices[0].message)  # the client's own class, with empty fields
 
 
 def test_the_monitor_sees_conversations_and_whose_they_are(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_tenants_and_cache_keys_share_no_prefix(served: Served) -> None:
     assert cached("bob", "mine") == 0
     assert cached("ada", "another") == 0
     named = {"X-RadixKV-Namespace": "mine"}
-    assert cached("ada", "a third", extra_headers=named) > 0  # another way to say it, which goes before
+    assert cached("ada", "a third", extra_headers=named) > 0  # the header, which takes precedence
     assert cached("ada", "a third") == 0
 
 
@@ -295,7 +295,7 @@ def test_the_example_of_an_agent_runs_and_hits(served: Served) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     costs = [tuple(map(int, found)) for found in re.findall(r"\((\d+) of (\d+) prompt", done.stdout)]
-    assert len(costs) == 8  # four questions: a call, and an answer from its result
+    assert len(costs) == 8  # four questions, each with a call and an answer from its result
     assert all(cached > 0.6 * prompt for cached, prompt in costs[1:])
     for stock in (4, 14, 7, 31):
         assert f" {stock} " in done.stdout

@@ -1,4 +1,4 @@
-"""The document that is served says what is checked: whatever is made from it, or against it, gets a fitting answer."""
+"""The OpenAPI document describes the checks: generated valid and invalid requests get the documented responses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_answers_are_as_documented(server, path: str, method: str, wrong: bool, 
     operation = schema[path][method]
     mode = schemathesis.GenerationMode.NEGATIVE if wrong else schemathesis.GenerationMode.POSITIVE
     if wrong and method == "get":
-        return  # there is nothing to get wrong
+        return  # a GET has no body
 
     @settings(
         max_examples=count,
@@ -81,7 +81,7 @@ def responses(path: str, method: str = "post") -> Any:
 
 
 def fits(schema: Any, value: Any) -> bool:
-    """Whether JSON is as a schema of the document says; `contentSchema` is for what is in a string, here `value`."""
+    """Whether JSON fits a schema of the document; `contentSchema` describes the JSON in a string, here `value`."""
     return jsonschema_rs.Draft202012Validator({**schema, "components": DOCUMENT["components"]}).is_valid(value)
 
 
@@ -109,7 +109,7 @@ def test_every_event_and_every_whole_answer_is_as_documented(path) -> None:
 
 
 def test_what_clients_send_back_is_documented_and_taken() -> None:
-    """As the clients of several frameworks have it."""
+    """Messages as the clients of several frameworks send them."""
     parts = [
         {"type": "text", "text": "No.", "annotations": [], "cache_control": {}},
         {"type": "refusal", "refusal": "!"},
@@ -158,7 +158,7 @@ def test_the_statuses_of_each_path_are_those_that_it_gives() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
 def test_every_documented_field_is_known(path):
-    """Each may be null, if it need not be there; and what is not documented is refused."""
+    """Each optional field may be null, and undocumented fields are refused."""
     body = body_of(path)
     read = {"/v1/chat/completions": schemas.read_chat, "/v1/completions": schemas.read_completion}.get(
         path, schemas.read_tokenize
@@ -180,7 +180,7 @@ def test_every_documented_field_is_known(path):
 )
 @settings(max_examples=60, deadline=None)
 def test_no_value_anywhere_breaks_the_reading(value):
-    """Each field of a chat completion, one at a time, holds anything that JSON can say."""
+    """Each field of a chat completion, one at a time, may have any JSON value."""
     for name in body_of("/v1/chat/completions")["properties"]:
         try:
             schemas.read_chat({**CHAT, name: value})

@@ -1,4 +1,4 @@
-"""Replies are taken apart the same way however they come in pieces."""
+"""Replies are split in the same way for any pieces in which they arrive."""
 
 from __future__ import annotations
 

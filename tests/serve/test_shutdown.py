@@ -1,4 +1,4 @@
-"""The end: what runs finishes, what is new is turned away, and nobody is left waiting."""
+"""Shutdown: running requests finish, new ones are refused, and none is left waiting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def asking(host, body, answers):
 
 
 def given(host: Hosted) -> list[Any]:
-    """Grows by each request that the engine is given: what it has not got when the end comes, it does not take."""
+    """Record each request that the engine gets: it accepts none after the shutdown has begun."""
     start, requests = host.engine.client.start, []
 
     def noted(request: Any) -> Any:
@@ -79,7 +79,7 @@ def test_what_does_not_finish_in_time_is_told_so():
             assert host.runner.began.acquire(timeout=20)
         host.stop()
         until(lambda: host.engine.client.thread._closed)
-        host.runner.gate.release()  # the step that is under way
+        host.runner.gate.release()  # the running step
         for client in clients:
             client.join(20)
         host.thread.join(20)
@@ -91,7 +91,7 @@ def test_what_does_not_finish_in_time_is_told_so():
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_who_waits_to_be_encoded_is_told_at_once(path):
-    """Whatever is being encoded meanwhile; the engine would not take it any more."""
+    """Requests that wait for the background thread end at once; the engine would refuse them."""
     others = threading.Event()
     with hosted(Settings(drain_timeout=60)) as host:
         try:
@@ -159,7 +159,7 @@ def test_who_does_not_read_to_the_end_is_not_waited_for(monkeypatch, caplog):
 
 @contextmanager
 def command() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The real command and model: its process, and its address."""
+    """Run the real command with the real model; return its process and address."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RADIXKV_MONITOR": "0"}
     arguments = [sys.executable, "-m", "radixkv", "serve", "tiny", "--port", "0", "--kv-memory", "32MB", "--quiet"]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -173,7 +173,7 @@ def command() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @contextmanager
 def streaming(url: str, tokens: int) -> Iterator[Iterator[str]]:
-    """The lines of a reply that has begun."""
+    """Return the lines of a reply that has begun."""
     body = {**CHAT, "model": "tiny", "stream": True, "max_tokens": tokens, "ignore_eos": True}
     with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
@@ -183,7 +183,7 @@ def streaming(url: str, tokens: int) -> Iterator[Iterator[str]]:
 
 @pytest.mark.long
 def test_the_command_serves_until_it_is_told_to_stop():
-    """By a real signal: the stream that runs comes to its end, and so does the process, with 0."""
+    """After a real signal, the running stream ends complete, and the process exits with 0."""
     with command() as (process, url):
         with streaming(url, 60) as lines:
             process.send_signal(signal.SIGTERM)

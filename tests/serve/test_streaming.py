@@ -1,4 +1,4 @@
-"""Streams say what whole answers say; whoever leaves or dawdles costs nobody else anything."""
+"""Streams equal whole responses; clients that disconnect or read slowly do not slow others down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDLESS = {**CHAT, "stream": True, "ignore_eos": True, "max_tokens": 600}
 def send(
     host: Hosted, body: dict, receive_buffer: int | None = None, path: str = "/v1/chat/completions"
 ) -> socket.socket:
-    """A client that has asked, and has read nothing yet."""
+    """A client that has sent a request, and has read nothing yet."""
     client = socket.socket()
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -48,7 +48,7 @@ def test_events_come_before_the_reply_is_complete():
             roles = json.loads(next(lines).removeprefix("data: "))["choices"][0]["delta"]
             assert roles == {"role": "assistant", "content": ""}
             assert "content" in json.loads(next(lines).removeprefix("data: "))["choices"][0]["delta"]
-            assert host.engine.core.scheduler.running  # nobody let it run to its end
+            assert host.engine.core.scheduler.running  # the request has not run to its end
 
 
 @settings(max_examples=15, deadline=None)
@@ -104,7 +104,7 @@ def test_a_reply_comes_to_its_end_while_others_prompts_are_encoded(stream):
 
 
 def test_who_leaves_frees_his_request_within_a_step():
-    """Whole answers and streams, whoever waits for the first token or is in the middle."""
+    """Whole responses and streams, before the first token and in the middle."""
     for stream, steps in ((True, 0), (True, 5), (False, 0), (False, 5)):
         with hosted() as host:
             host.runner.gate = threading.Semaphore(steps)
@@ -112,8 +112,8 @@ def test_who_leaves_frees_his_request_within_a_step():
             for _ in range(steps + 1):
                 assert host.runner.began.acquire(timeout=20)
             leave(client)
-            until(lambda host=host: host.service.limiter.streams == 0)  # the server knows, and has told the engine
-            host.runner.gate.release()  # the step that was under way
+            until(lambda host=host: host.service.limiter.streams == 0)  # the server has cancelled the request
+            host.runner.gate.release()  # the running step
             until(lambda host=host: not host.engine.core.scheduler.running)
             assert len(host.runner.steps) == steps + 1
             host.runner.gate.release(100)
@@ -161,12 +161,12 @@ def test_who_leaves_before_his_request_began_frees_it_too():
         until(lambda: host.service.limiter.streams == 0)
         host.runner.gate.release(100)
         until(lambda: (stats := host.engine.stats()).running + stats.waiting == 0 and stats.cancelled > 0)
-        assert host.engine.stats().finished == 0  # the second one may have left before the engine knew of it
+        assert host.engine.stats().finished == 0  # the second may have disconnected before it was submitted
         check(host.engine)
 
 
 def test_a_slow_reader_slows_nobody_else():
-    """Who reads nothing is paused once the sockets between are full; others run to their end meanwhile."""
+    """A stream without a reader is paused once the socket buffers are full; others finish meanwhile."""
     wordy = {**ENDLESS, "logprobs": True, "top_logprobs": 20}
     with hosted() as host:
         dawdlers = [send(host, {**wordy, "seed": at}, receive_buffer=4096) for at in range(3)]
@@ -178,7 +178,7 @@ def test_a_slow_reader_slows_nobody_else():
         body = b""
         while b"[DONE]" not in body:
             body += dawdlers[0].recv(1 << 16)
-        assert host.engine.stats().finished == 2  # he missed nothing, and the others are where they were
+        assert host.engine.stats().finished == 2  # the slow reader missed nothing, and the others are still paused
         for each in dawdlers:
             leave(each)
         until(lambda: host.service.limiter.streams == 0)
@@ -208,7 +208,7 @@ def test_an_error_in_the_middle_is_an_event():
 def test_one_prompt_that_fails_ends_the_stream_of_all_at_once():
     with served(fault=lambda chunks: 1 / 0 if any(7 in chunk.tokens for chunk in chunks) else None) as server:
         body = {"model": "fake", "prompt": [[5, 6], [7] * 8], "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        body["logit_bias"] = {"7": -100}  # the other one never says what fails
+        body["logit_bias"] = {"7": -100}  # the other stream does not fail
         answer = server.post("/v1/completions", body)
         until(lambda: not server.engine.stats().running)
         assert (server.engine.stats().failed, server.engine.stats().cancelled) == (1, 1)
@@ -231,7 +231,7 @@ def test_many_streams_at_once_lose_nothing():
 
 
 def test_clients_of_all_kinds_leave_nothing_behind():
-    """Some read to the end, some leave at once, in the middle or before they have asked, some send nonsense."""
+    """Clients read to the end, or disconnect at once, in the middle or before sending, or send nonsense."""
     said = "One two three four five six seven."
     whole: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Thinking in tags of a template's own, control tokens among them, comes apart over HTTP, too."""
+"""Thinking in a template's own tags, control tokens included, is separated over HTTP, too."""
 
 from __future__ import annotations
 

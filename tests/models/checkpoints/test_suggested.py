@@ -1,4 +1,4 @@
-"""What a generation_config.json suggests for sampling, and what of it counts."""
+"""Sampling parameters that a generation_config.json suggests."""
 
 from __future__ import annotations
 
