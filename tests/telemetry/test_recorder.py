@@ -32,7 +32,7 @@ class Told(Verbs):
     )
     def start(self, block_size: int, blocks: int, policy: str, seed: int, late: bool, pause: int) -> None:
         self.world = World(blocks, block_size, policy, seed=seed, proofs=0.1)
-        self.heard = [[]]
+        self.earlier = [[]]
         world = self.world
         if late:  # somebody begins to watch a cache that is in use
             world.open(None, [1, 2, 3])
