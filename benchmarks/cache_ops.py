@@ -1,4 +1,4 @@
-"""What the prefix cache's operations cost, beside SGLang 0.5.23's Rust core on the same work in the same run.
+"""Time the prefix cache's operations, and SGLang 0.5.23's Rust core on the same work in the same run.
 
     python benchmarks/cache_ops.py [--quick] [--rounds 3] [--only turns,match]
 
@@ -6,16 +6,16 @@ Each workload (benchmarks/peers/workloads.py: seeded, identical for both) runs i
 round, the engines in turn, so that both meet the same disturbances; a figure is the median over the rounds. Clock:
 CPU time of the one thread, its reading (about 0.4 us) included.
 
-What is timed here: `open`, `extend`, `commit`, `close` and `match` of radixkv.cache, from int32 arrays or plain lists
-to block tables, write plans and slot arrays, allocation and eviction included; validation, a namespace, ghosts and
-counters are on. What is timed there: `match_prefix` + `path_device_indices` + `lock`; `evict` where room is missing;
-`insert`; `unlock`; not its slot allocator, nor making its token arrays except where the row says lists, nor any
-namespace. Rows: "turn" is all of it; "insert 8k" is extend + commit here and `insert` alone there; "evict 64" is what
-room-making adds to an `extend` here and to the same step there. With lengths that are no multiple of 16 SGLang keeps
-whole pages only; radixkv keeps every token. Identity is checked while timing: slots hold the tokens they should,
+For radixkv, `open`, `extend`, `commit`, `close` and `match` are timed, from int32 arrays or plain lists to block
+tables, write plans and slot arrays. Allocation, eviction, validation, a namespace, ghosts and counters are included.
+For SGLang, `match_prefix` + `path_device_indices` + `lock`, `evict` where room is missing, `insert` and `unlock` are
+timed. Its slot allocator, namespaces and, except in the rows with lists, the making of its token arrays are left out.
+Rows: "turn" is a whole request; "insert 8k" is extend + commit here and `insert` alone there; "evict 64" is the time
+that an eviction adds to an `extend` here and to the same step there. With lengths that are not a multiple of 16 SGLang
+keeps whole pages only; radixkv keeps every token. Results are checked while timing: slots hold the right tokens,
 evicted counts are exact, nothing leaks, and at page-aligned lengths the hit rates of both agree to 0.003 (both are
 LRU; SGLang evicts whole nodes, radixkv trims to the block). The bars in microseconds were set on a quiet machine: the
-line below the table says what an empty Python call costs on this one, now. Without SGLang's wheel only our rows are
+line below the table gives the cost of an empty Python call on this one, now. Without SGLang's wheel only our rows are
 printed. The last line is JSON.
 """
 
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 
-import sglang_core  # noqa: E402  # found beside this file, not installed
+import sglang_core  # noqa: E402  # lies next to this file, not installed
 
 
 class Row(NamedTuple):
@@ -129,7 +129,7 @@ class Runs:
         self.medians: dict[tuple[str, str], dict[str, float]] = {}
 
     def of(self, engine: str, workload: str) -> dict[str, float] | None:
-        """What `engine` did in `workload`; None where it did not take part."""
+        """The medians of `engine` in `workload`; None if it did not take part."""
         if ("radixkv", workload) not in self.medians:
             self._measure(workload, self.engines if workload in COMPARED else ("radixkv",))
         return self.medians.get((engine, workload))

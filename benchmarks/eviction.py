@@ -1,10 +1,10 @@
-"""Token hit rates of predictive eviction beside LRU's on two recorded traces.
+"""Compare the token hit rates of predictive eviction and LRU on two recorded traces.
 
     python benchmarks/eviction.py [--traces DIR] [--half 1|2]
 
-The traces and the model of serving are those of `trace_lru.py`; the clock tells the trace's times, and each close says
-how the turn ended and how much was generated. Without the full traces the package's samples are replayed. Seconds are
-CPU time. The last line is JSON.
+The traces and the model of serving are those of `trace_lru.py`. The clock shows the trace's times, and each close
+carries the reason of the turn's end and the number of generated tokens. Without the full traces the package's samples
+are replayed. Seconds are CPU time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def run(name: str, requests: list[TraceRequest], block_tokens: int) -> list[dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    beside = Path(__file__).resolve().parents[2] / "shared" / "traces"
-    parser.add_argument("--traces", type=Path, default=beside, help="folder with the full traces")
+    folder = Path(__file__).resolve().parents[2] / "shared" / "traces"
+    parser.add_argument("--traces", type=Path, default=folder, help="folder with the full traces")
     parser.add_argument("--half", type=int, choices=(1, 2), help="replay only this half of each trace")
     options = parser.parse_args()
     sources = [(name, options.traces / name, size) for name, size in TRACES.items()]

@@ -1,15 +1,14 @@
-"""Token hit rates of LRU, and of the best that any policy could do, on two recorded traces, beside what an independent
-simulation of the same model found.
+"""Compare the token hit rates of LRU, and of the optimum of any policy, with an independent simulation of two traces.
 
     python benchmarks/trace_lru.py [--traces DIR]
 
 The traces are Mooncake's conversation trace (12,031 requests; github.com/kvcache-ai/Mooncake,
 `conversation_trace.jsonl`) and 80 coding-agent sessions (5,421 requests; github.com/callanjfox/kv-cache-tester), both
 in 512-token blocks. Requests are served one at a time in file order (`radixkv_traces.simulate.replay`): by the real
-PrefixCache, and for the optimum by an exact model of its rules that knows the future. Capacities are shares of a
-trace's unique blocks. A row passes within 0.002 of what is expected: block-granular eviction does, evicting whole nodes
-falls short by up to 7 points. Without the full traces the package's samples are replayed, which have nothing to compare
-with. Seconds are CPU time of one replay. The last line is JSON.
+PrefixCache, and for the optimum by an exact model of its rules with all later requests as input. Capacities are shares
+of a trace's unique blocks. A row passes within 0.002 of the expected rate: block-granular eviction does, evicting whole
+nodes falls short by up to 7 points. Without the full traces the package's samples are replayed, for which no expected
+rates exist. Seconds are CPU time of one replay. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def row(name: str, workload: Workload, policy: str, index: int, expected: tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    beside = Path(__file__).resolve().parents[2] / "shared" / "traces"
-    parser.add_argument("--traces", type=Path, default=beside, help="folder with the full traces")
+    folder = Path(__file__).resolve().parents[2] / "shared" / "traces"
+    parser.add_argument("--traces", type=Path, default=folder, help="folder with the full traces")
     folder: Path = parser.parse_args().traces
     rows = []
     for name, expected in EXPECTED.items():

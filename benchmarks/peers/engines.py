@@ -1,12 +1,10 @@
-"""What `cache_ops.py` asks of a prefix cache: four verbs of a request, and a few untimed questions.
-
-Knows the verbs' meaning and nothing of any engine. A request goes
+"""The interface of a prefix cache in `cache_ops.py`: four verbs of a request, and some untimed methods. A request goes
 
     open(prompt) -> reserve(full) -> [prepare] -> publish -> release
 
-`open` finds the longest cached prefix, lists its slots (or blocks) and holds it. `reserve` makes room for what is
-missing of `full`: it evicts if need be. `publish` makes it matchable. `release` lets go. `prepare`, `key` and all
-that checks identity are outside the clock.
+`open` finds the longest cached prefix, lists its slots (or blocks) and holds it. `reserve` makes room for the missing
+tokens of `full`, by eviction if need be. `publish` makes them matchable. `release` ends the hold. `prepare`, `key` and
+all checks are outside the clock.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class Ticket(Protocol):
 class Engine(Protocol):
     """A prefix cache of `capacity` token slots in blocks (pages) of `page`."""
 
-    freed_by_eviction: int  # tokens, counted by whoever takes the slots back
+    freed_by_eviction: int  # tokens, counted when their slots are taken back
 
     def key(self, ids: Ids) -> Any:
         """The engine's own container of token ids."""
@@ -37,15 +35,15 @@ class Engine(Protocol):
     def open(self, prompt: Any) -> Any: ...
     def reserve(self, ticket: Any, full: Any) -> None: ...
     def prepare(self, ticket: Any) -> tuple[int, Slots, list[tuple[Slots, Slots]]]:
-        """Where the missing tokens go: (position of the first, their slots, copies (from, to) to do before)."""
+        """Return the missing tokens' place: position of the first, slots, copies (from, to) to do first."""
 
     def publish(self, ticket: Any) -> None: ...
     def release(self, ticket: Any) -> None: ...
     def match(self, key: Any) -> Any:
-        """The longest cached prefix and where it lies, without holding it."""
+        """Find the longest cached prefix and its slots, without holding it."""
 
     def found(self, match: Any) -> tuple[int, Slots]:
-        """Length and slots of what `match` returned."""
+        """Length and slots of a result of `match`."""
 
     def held(self, ticket: Any) -> Slots:
         """The slots of the cached prefix of a request."""

@@ -1,7 +1,7 @@
 """Let a serving engine's wheel be imported where its GPU libraries and web servers are not installed.
 
-Knows names of packages that a prefix cache never calls. Knows nothing of the engine. A stubbed package yields empty
-classes for every attribute, so `import` lines and class statements run; calling into one does nothing useful.
+Only packages that a prefix cache never calls are stubbed. A stubbed package yields empty classes for every attribute,
+so `import` lines and class statements run; calling into one does nothing useful.
 """
 
 from __future__ import annotations

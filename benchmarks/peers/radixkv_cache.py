@@ -1,4 +1,4 @@
-"""radixkv's own cache behind the verbs of `engines.py`: open / extend / commit / close, everything switched on.
+"""radixkv's own cache with the verbs of `engines.py`: open / extend / commit / close, everything switched on.
 
 Token ids are validated, each call names a namespace, ghosts and counters are on (they cannot be switched off), and
 with `observed` an observer counts every event.
@@ -87,7 +87,7 @@ class RadixKV:
         self.cache.check()
         stats = self.cache.stats()
         assert stats.free_blocks + stats.cached_blocks == stats.num_blocks and not stats.held_blocks, stats
-        assert self.observer is None or self.observer.events, "the observer was told nothing"
+        assert self.observer is None or self.observer.events, "the observer received no event"
 
     def _slots(self, blocks: Any) -> Slots:
         return (blocks.astype(np.int64)[:, None] * self.page + np.arange(self.page)).ravel()

@@ -1,7 +1,7 @@
-"""SGLang 0.5.23's UnifiedRadixCache (its default Rust core) behind the verbs of `engines.py`, from its own wheel.
+"""SGLang 0.5.23's UnifiedRadixCache (its default Rust core) with the verbs of `engines.py`, from its own wheel.
 
-The wheel is unpacked beside the checkout's other ignored files, never committed (`HOW` says how); what its import
-needs of GPU libraries and web servers is stubbed, its cache is untouched. Its page allocator is replaced by one that
+The wheel is unpacked into an ignored folder of the checkout, never committed (see `HOW`). The GPU libraries and web
+servers that its import needs are stubbed; its cache is untouched. Its page allocator is replaced by one that
 counts, and slots are numbered upwards, both outside the clock: the row times the tree and nothing else. Ids come as
 the array("q") that SGLang keeps, converted outside the clock (`as_lists`: inside). With lengths that are no multiple
 of the page, SGLang matches and inserts whole pages, and the caller takes the slots of the last, part-filled page
@@ -174,5 +174,5 @@ class SGLang:
 
     def check(self) -> None:
         resident = self.cache.full_evictable_size() + self.cache.full_protected_size()
-        assert not self.cache.full_protected_size(), "somebody still holds a lock"
+        assert not self.cache.full_protected_size(), "a lock is still held"
         assert self.free + resident == self.capacity // self.page * self.page, (self.free, resident, self.capacity)

@@ -1,8 +1,8 @@
 """The seeded workloads of `cache_ops.py`, the same for every engine; each returns plain numbers.
 
-Knows the verbs of `engines.py` and the clock (CPU time of this thread, which a busy machine disturbs less than wall
-time). Checks while it times, outside the clock: what is held or matched must be the slots into which these very
-tokens were written, evicted counts must be exact, and in the end every slot is free or in the tree.
+The clock is CPU time of this thread, which a busy machine disturbs less than wall time. Checks run outside the clock:
+held and matched slots must contain the prompt's own tokens, evicted counts must be exact, and in the end every slot is
+free or in the tree.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def put(engine: Engine, store: Store, ids: Ids) -> int:
 
 
 def match(make: Make, shape: str, length: int, repeats: int) -> Numbers:
-    """A fully cached prompt beside 1,000 others.
+    """Match a fully cached prompt among 1,000 others.
 
     node: published at once. grown: 512 tokens a turn, as one session does. chain: grown likewise, and another prompt
-    branches off (16 tokens) behind each turn, so that the path has length / 512 nodes in every engine.
+    branches off (16 tokens) after each turn, so that the path has length / 512 nodes in every engine.
     """
     engine, store, rng = make(ROOMY), Store(), np.random.default_rng(SEED)
     for _ in range(1000):
@@ -152,7 +152,7 @@ def insert(make: Make, repeats: int, prefix: int = 2048, suffix: int = 8192) -> 
 
 def evict(make: Make, leaves: int, repeats: int, leaf: int = 64, prefix: int = 512) -> Numbers:
     """A pool of `leaves` leaves below one shared prefix: the last ones have room, then each new leaf evicts an old one,
-    and in the end one request evicts half of all. What eviction adds is the difference.
+    and in the end one request evicts half of all. The cost of eviction is the difference.
     """
     rng = np.random.default_rng(SEED)
     shared = tokens(rng, prefix)
@@ -220,7 +220,7 @@ def timed_bulk(engine: Engine, count: int) -> float:
 
 
 def traced_bytes(make: Make, leaves: int, leaf: int = 64, prefix: int = 512) -> Numbers:
-    """What Python allocates for a leaf; another engine's native memory would not be seen."""
+    """Bytes that Python allocates for a leaf; native memory of another engine would not be counted."""
     rng = np.random.default_rng(SEED)
     engine, store = make(prefix + leaves * leaf), Store(prefix + leaves * leaf)
     shared = tokens(rng, prefix)
@@ -322,7 +322,7 @@ def turns(make: Make, order: str, new: int, sessions: int, in_flight: int = 16) 
 
 
 def call_nanoseconds() -> Numbers:
-    """CPU time of one empty Python call: how fast this machine is just now, for whoever compares absolute figures."""
+    """CPU time of one empty Python call: the present speed of this machine, to compare absolute figures by."""
 
     def nothing() -> None:
         pass
