@@ -162,7 +162,7 @@ def _checked(listen: str) -> tuple[str, int]:
     address, _, query = listen.partition("?")
     host, port = tcp_address(address)
     if query not in ("", "allow=remote"):
-        raise InvalidInput(f"{query!r} behind an address means nothing: there is only ?allow=remote")
+        raise InvalidInput(f"{query!r} is not an option of an address: there is only ?allow=remote")
     if not is_loopback(host) and not query:
         raise InvalidInput(
             f"{host} can be reached from other machines, and the token would travel in the clear: use 127.0.0.1 and a "

@@ -159,10 +159,10 @@ class Publisher:
                 self._run_once()
                 failures = 0
             except Exception:
-                _log.exception("the monitor's publisher stumbled, and goes on")
+                _log.exception("the monitor's publisher failed in one turn, and continues")
                 failures += 1
                 if failures >= _FAILURES:
-                    _log.error("the monitor's publisher gives up: this engine can no longer be watched")
+                    _log.error("the monitor's publisher ends: this engine can no longer be watched")
                     self._reason = "the publisher failed: the engine's log says why"
                 time.sleep(0.05 * failures)
         try:

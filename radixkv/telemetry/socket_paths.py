@@ -61,7 +61,7 @@ def _folder_problem(folder: Path) -> str | None:
     try:
         above = folder.parent.stat()
         if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
-            return f"anybody may rename what is in {folder.parent}"
+            return f"other users may rename the files in {folder.parent}"
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         return error.strerror or str(error)

@@ -1,7 +1,4 @@
-"""What telemetry should say, counted from the cache's own insides, and what a mirror's records add up to.
-
-Knows nothing of how the recorder does it: walks the whole cache each time.
-"""
+"""An observed cache with its mirror, and the expected telemetry, counted by a full walk of the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +9,27 @@ from typing import Any
 
 from radixkv.cache import PrefixCache
 from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import NEXT_VICTIMS, NodeRecord
+
+OFFSET = 1000.0  # seconds between the cache's clock and the recorder's
+
+
+def watched(
+    num_blocks: int = 16, block_size: int = 4, **options: Any
+) -> tuple[PrefixCache, Recorder, Mirror, list[float]]:
+    """A cache, its recorder, an empty mirror, and the time."""
+    now = [0.0]
+    cache = PrefixCache(num_blocks, block_size, clock=lambda: now[0])
+    recorder = Recorder(clock=lambda: now[0] + OFFSET, **options)
+    recorder.attach(cache)
+    return cache, recorder, Mirror(), now
+
+
+def collect_and_check(cache: PrefixCache, recorder: Recorder, mirror: Mirror) -> None:
+    mirror.apply(recorder.collect())
+    cache.check()
+    assert_matches_cache(mirror, cache, OFFSET)
 
 
 def expand(runs: Iterable[int]) -> list[int]:
@@ -23,13 +40,13 @@ def expand(runs: Iterable[int]) -> list[int]:
     ]
 
 
-def assert_tells_the_truth(mirror: Mirror, cache: PrefixCache, offset: float) -> None:
-    """Each record is what a full walk finds, and together they give the pool's gauges."""
+def assert_matches_cache(mirror: Mirror, cache: PrefixCache, offset: float) -> None:
+    """Check that each record is that of a full walk, and that together they give the pool's gauges."""
     assert_nodes(mirror, cache, offset)
     assert_sequences(mirror, cache)
     assert_pool(mirror, cache)
     assert mirror.next_victims == tuple(cache.next_victims(NEXT_VICTIMS))
-    assert_a_latecomer_knows_as_much(mirror)
+    assert_snapshot_is_complete(mirror)
 
 
 def assert_nodes(mirror: Mirror, cache: PrefixCache, offset: float) -> None:
@@ -67,7 +84,9 @@ def assert_sequences(mirror: Mirror, cache: PrefixCache) -> None:
 
 
 def assert_pool(mirror: Mirror, cache: PrefixCache) -> None:
-    """Blocks of unlocked nodes are cached, of locked ones and of sequences held, under pins pinned; others are free."""
+    """Check the blocks: cached under unlocked nodes, held under locked ones and in sequences, pinned under pins, else
+    free.
+    """
     stats = cache.stats()
     cached = {block for node in mirror.nodes.values() if not node.locks for block in expand(node.blocks)}
     held = {block for node in mirror.nodes.values() if node.locks for block in expand(node.blocks)}
@@ -95,7 +114,7 @@ def table(mirror: Mirror, node: NodeRecord, block_size: int) -> list[int]:
     return blocks
 
 
-def assert_a_latecomer_knows_as_much(mirror: Mirror) -> None:
+def assert_snapshot_is_complete(mirror: Mirror) -> None:
     late = Mirror()
     late.apply(mirror.everything())
     assert vars(late) == vars(mirror)

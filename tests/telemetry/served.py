@@ -1,4 +1,4 @@
-"""A publisher with an engine that is none behind it, and readers of its socket, for the tests of who is served what."""
+"""A publisher with a fake engine, and readers of its socket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.records import Changes, NodeRecord
 from tests.telemetry.wire import FACTS, node
 
-PATIENCE = 20.0  # seconds until a test gives up: never what it takes
+PATIENCE = 20.0  # seconds until a test gives up; it never takes as long
 
 
 def wait_until(true: Callable[[], object], what: str = "it") -> None:
@@ -36,12 +36,14 @@ def wait_until(true: Callable[[], object], what: str = "it") -> None:
 
 @contextmanager
 def runtime_folder() -> Iterator[Path]:
-    """A folder for sockets whose path is short enough, in the place of the user's own; without other engines."""
+    """A folder with a short path for sockets, in place of the user's own; without other engines."""
     folder = Path(tempfile.mkdtemp(prefix="rkv"))
     with (
         mock.patch.dict(os.environ, XDG_RUNTIME_DIR=str(folder)),
-        mock.patch.object(socket_paths, "gettempdir", return_value=str(folder)),  # where engines of others may be
-        mock.patch.dict(socket_paths._taken, clear=True),  # and names that engines of other tests still have
+        mock.patch.object(
+            socket_paths, "gettempdir", return_value=str(folder)
+        ),  # where engines of other processes may be
+        mock.patch.dict(socket_paths._taken, clear=True),  # names that engines of other tests still have
     ):
         yield folder / "radixkv"
     shutil.rmtree(folder)
@@ -49,7 +51,7 @@ def runtime_folder() -> Iterator[Path]:
 
 @contextmanager
 def room(size: int) -> Iterator[None]:
-    """No file of this process gets longer: the system refuses to write on, as a full disk does."""
+    """Limit the size of files of this process, so that writing fails as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -59,16 +61,16 @@ def room(size: int) -> Iterator[None]:
 
 
 class Engine:
-    """Collects at once what it is told to change, or never while it is `stuck`."""
+    """Collects its changes at once, or never while it is `stuck`."""
 
     def __init__(self) -> None:
-        self.mirror = Mirror()  # the truth
+        self.mirror = Mirror()  # the expected state
         self.fresh: dict[int, NodeRecord] = {}
         self.steps = 0
         self.collected = 0
         self.stuck = False
         self.waiting: list[Future[Changes]] = []
-        self.lock = threading.Lock()  # of the truth: tests change it while the publisher asks
+        self.lock = threading.Lock()  # of the mirror: tests change it while the publisher reads it
 
     def change(self, *nodes: NodeRecord) -> None:
         with self.lock:
@@ -98,7 +100,7 @@ class Engine:
 
 @contextmanager
 def serving(listen: str | None = None, **limits: float) -> Iterator[tuple[Publisher, Engine]]:
-    """A publisher that runs in a folder of its own, and its engine."""
+    """A publisher in a folder of its own, and its engine."""
     engine = Engine()
     limits = {"hz": 500.0, **limits}
     with runtime_folder():
@@ -111,15 +113,15 @@ def serving(listen: str | None = None, **limits: float) -> Iterator[tuple[Publis
 
 
 def unix(path: object) -> socket.socket:
-    """A connection that has said nothing yet."""
+    """A connection that has sent nothing yet."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(PATIENCE)
     connection.connect(str(path))
     return connection
 
 
-def last_words(connection: socket.socket) -> str:
-    """What the publisher says before it hangs up."""
+def remaining_text(connection: socket.socket) -> str:
+    """The last bytes that the publisher sends before it closes the connection."""
     data = b""
     try:
         while piece := connection.recv(65_536):
@@ -131,12 +133,12 @@ def last_words(connection: socket.socket) -> str:
 
 
 def threads_and_files() -> tuple[set[str], int]:
-    """What a process has of both: to be compared with later."""
+    """The names of all threads and the number of open files, to compare later."""
     return {thread.name for thread in threading.enumerate()}, len(os.listdir("/dev/fd"))
 
 
 class Reader:
-    """A monitor: reads frames, adds them up, and says what was wrong with their order."""
+    """A monitor: it reads frames, adds them up, and checks their order."""
 
     def __init__(self, target: object, token: str = "", hz: float = 500.0) -> None:
         self.socket: socket.socket = connect(target, token, hz)  # type: ignore[arg-type]
@@ -179,12 +181,12 @@ class Reader:
             assert time.monotonic() < deadline, f"read in vain until {what}"
             self.read()
 
-    def until_it_knows(self, engine: Engine) -> None:
+    def until_current(self, engine: Engine) -> None:
         self.until(lambda: self._whole and self.mirror.stats.get("steps") == engine.steps, "the mirror knows all")
         assert self.mirror.nodes == engine.mirror.nodes
 
     def until_the_end(self) -> str | None:
-        """What the last frame said, if anything did."""
+        """The reason in the last frame, if there was one."""
         deadline = time.monotonic() + PATIENCE
         try:
             while data := self.socket.recv(65_536):
@@ -200,7 +202,7 @@ class Reader:
 
 
 def many(count: int, blocks: int = 4, seed: int = 0) -> list[NodeRecord]:
-    """Nodes of some size."""
+    """This number of nodes, with several runs of blocks each."""
     return [
         node(at, max(0, at - 1), tuple(number for run in range(blocks) for number in (seed + at + 2 * run, 1)))
         for at in range(1, count + 1)

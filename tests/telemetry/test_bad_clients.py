@@ -1,4 +1,4 @@
-"""Garbage, crowds, silence and sudden death end one client at most, and the healthy ones notice nothing."""
+"""Garbage, crowds, silence and killed processes end at most one client, and do not affect the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from radixkv.telemetry.protocol import Attach, Hello, encode
-from tests.telemetry.served import Reader, last_words, serving, unix, wait_until
+from tests.telemetry.served import Reader, remaining_text, serving, unix, wait_until
 from tests.telemetry.wire import FACTS, node
 
 GARBAGE = {
@@ -33,9 +33,9 @@ def test_garbage_is_answered_with_a_reason_and_the_end(name):
         healthy = Reader(publisher.path)
         connection = unix(publisher.path)
         connection.sendall(GARBAGE[name])
-        assert "bye" in last_words(connection)
+        assert "bye" in remaining_text(connection)
         engine.change(node(1))
-        healthy.until_it_knows(engine)
+        healthy.until_current(engine)
         assert healthy.gaps == 0
         assert publisher.attached == 1
         healthy.close()
@@ -60,7 +60,7 @@ def test_a_hundred_connections_at_once_leave_the_healthy_alone():
                 elif turn % 3 == 1:
                     connection.sendall(b"\xff")
             engine.change(node(1, blocks=(turn, 1)))
-        healthy.until_it_knows(engine)
+        healthy.until_current(engine)
         assert healthy.gaps == 0
         wait_until(lambda: len(publisher._clients._clients) == 1, "all others are forgotten")
         healthy.close()
@@ -74,7 +74,7 @@ def test_half_open_connections_end_in_time_and_take_nobodys_place():
         reader = Reader(publisher.path)
         reader.until(lambda: len(reader.frames) >= 2)
         for connection in silent:
-            assert last_words(connection) == ""
+            assert remaining_text(connection) == ""
         assert publisher.attached == 1
         reader.close()
 
@@ -90,7 +90,7 @@ def test_of_those_who_say_nothing_the_first_has_to_go():
                     publisher._clients._clients - before and len(publisher._clients._clients) == count
                 )
             )
-        assert last_words(silent.pop(0)) == ""
+        assert remaining_text(silent.pop(0)) == ""
         for connection in silent:
             connection.sendall(encode(Attach()))
         wait_until(lambda: publisher.attached == 2)
@@ -106,11 +106,11 @@ def test_eight_are_served_and_the_ninth_is_told_so():
         assert (ninth.until_the_end() or "").startswith("busy: 8 monitors")
         engine.change(node(1))
         for reader in readers:
-            reader.until_it_knows(engine)
+            reader.until_current(engine)
         readers.pop().close()
         wait_until(lambda: publisher.attached == 7)
         readers.append(Reader(publisher.path))
-        readers[-1].until_it_knows(engine)
+        readers[-1].until_current(engine)
         for reader in readers:
             reader.close()
 
@@ -135,7 +135,7 @@ def test_a_killed_client_is_forgotten():
 def test_other_users_are_turned_away(monkeypatch):
     with serving() as (publisher, _):
         monkeypatch.setattr("radixkv.telemetry.socket_paths.peer_user", lambda connection: os.geteuid() + 1)
-        assert last_words(unix(publisher.path)) == ""
+        assert remaining_text(unix(publisher.path)) == ""
         assert publisher.attached == 0
         monkeypatch.undo()
         reader = Reader(publisher.path)

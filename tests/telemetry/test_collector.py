@@ -1,4 +1,4 @@
-"""The engine is asked one question at a time, as often as somebody wants to know; who waits gets a fresh answer."""
+"""The collector requests one collection at a time, at the requested rate; waiting callers get a fresh one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ RARELY = 0.001
 
 
 class Engine:
-    """Answers when a test says so. Its time stands still; `stirred` is what the publisher's thread does when woken."""
+    """Answers when a test says so. Its clock stands still; `stirred` acts as the woken publisher's thread."""
 
     def __init__(self) -> None:
         self.is_pending = True
         self.fault: Exception | None = None
         self.asked: list[Future[Changes]] = []
         self.told: list[float] = []
-        self.waiting: list[Event] = []  # for the answer
+        self.waiting: list[Event] = []  # callers that wait for the answer
         self.wakes = 0
         self.stirred: Callable[[], object] = lambda: None
         self.collector = Collector(self.collect, self.pending, self.tell, self.wake, max_hz=100.0)
@@ -53,7 +53,7 @@ class Engine:
         self.collector.poll(now, hz)
 
     def answer(self) -> None:
-        """The question that is open, by its number."""
+        """Answer the open request with its number."""
         self.asked[-1].set_result(Changes(float(len(self.asked))))
 
 
@@ -103,7 +103,7 @@ def test_what_has_nothing_new_is_not_asked_for_it(engine: Engine) -> None:
     assert engine.collector.next_request(HZ) == 2500.25
 
 
-# ---- who waits for a fresh answer
+# ---- waiting for a fresh answer
 
 
 def test_who_waits_has_it_asked_at_once_and_goes_on_when_the_answer_is_told(engine: Engine) -> None:
@@ -126,7 +126,7 @@ def test_an_answer_that_was_under_way_lets_nobody_go_who_came_later(engine: Engi
     def publisher() -> None:
         engine.stirred = lambda: None
         engine.answer()
-        engine.turn(3000.0)  # takes that, and asks anew
+        engine.turn(3000.0)  # delivers that answer, and requests the next one
         seen.append([event.is_set() for event in engine.waiting])
 
     engine.stirred = publisher
@@ -195,16 +195,16 @@ def test_that_an_engine_was_closed_is_no_news_and_lets_go(engine: Engine, caplog
 
 def test_the_end_lets_go_of_all_who_wait(engine: Engine) -> None:
     engine.stirred = engine.turn
-    assert not engine.collector.wait_for_fresh(0.0)  # asked, and not answered
+    assert not engine.collector.wait_for_fresh(0.0)  # requested, and not answered
     engine.stirred = lambda: None
-    assert not engine.collector.wait_for_fresh(0.0)  # not even asked
+    assert not engine.collector.wait_for_fresh(0.0)  # not even requested
     events = [*engine.collector._waiting_now, *engine.collector._waiting_next]
     assert len(events) == 2
     engine.collector.close()
     assert all(event.is_set() for event in events)
 
 
-# ---- the engine's own thread, which does not wait for itself
+# ---- the engine's own thread, which must not wait for itself
 
 
 def test_what_was_answered_is_waited_for_until_it_is_told(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Engines are found while they live and no longer, and in no folder that somebody else could have made."""
+"""Engines are found while they live and no longer, and never in a folder that another user could have made."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_without_a_runtime_folder_there_is_one_in_the_temporary_folder(folder, m
 
 @pytest.fixture
 def only(folder, monkeypatch):
-    """The one folder that there is, not made yet."""
+    """The only folder, not created yet."""
     monkeypatch.setattr(socket_paths, "folders", lambda: [folder])
     return folder
 
@@ -80,7 +80,7 @@ def test_a_folder_of_somebody_else_is_refused(only, monkeypatch):
 
 def test_a_folder_that_anybody_may_rename_is_refused(only):
     only.parent.chmod(0o777)
-    with pytest.raises(UnsafeFolder, match="anybody may rename"):
+    with pytest.raises(UnsafeFolder, match="other users may rename"):
         own_folder()
     only.parent.chmod(0o1777)  # sticky, as /tmp is
     assert own_folder() == only
@@ -106,7 +106,7 @@ def test_nothing_is_read_in_a_folder_that_is_not_private(claimed):
     path.parent.chmod(0o700)
 
 
-# ---- who is there
+# ---- listing engines
 
 
 def test_an_engine_is_found_with_what_it_said(claimed):
@@ -145,8 +145,8 @@ def rewritten(path: Path, **other: object) -> None:
 
 def test_another_process_of_the_same_number_is_not_taken_for_the_engine(claimed):
     path, listener = claimed
-    listener.close()  # the socket is there, and nobody listens
-    assert [found.alive for found in engines(dead=True)] == [True]  # by its process
+    listener.close()  # the socket exists, and has no listener
+    assert [found.alive for found in engines(dead=True)] == [True]  # alive by its process
     rewritten(path, process="another-boot:17")
     assert [found.alive for found in engines(dead=True)] == [False]
     assert engines() == []
@@ -188,10 +188,10 @@ def test_values_of_wrong_types_are_passed_over(claimed):
         rewritten(path, **{**good, name: ["x"]})
         assert engines() == [] or name == "socket"
     rewritten(path, **{**good, "socket": "/somewhere/else.sock"})
-    assert [found.socket for found in engines()] == [str(path)]  # nobody is sent elsewhere
+    assert [found.socket for found in engines()] == [str(path)]  # the client is not redirected
 
 
-# ---- a place of one's own
+# ---- claiming a socket
 
 
 def test_stale_files_of_the_same_number_are_taken_over(folder):
@@ -208,7 +208,7 @@ def test_stale_files_of_the_same_number_are_taken_over(folder):
 
 
 def test_a_socket_that_somebody_listens_on_is_left_alone(folder):
-    """As in two containers that share the folder, where both have the same number."""
+    """Two containers may share the folder, with processes of the same number."""
     folder.mkdir(mode=0o700)
     taken = folder / f"{os.getpid()}.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
@@ -302,11 +302,11 @@ def test_addresses():
 
 def test_what_lies_about_in_the_folder_holds_nobody_up(claimed):
     path, _ = claimed
-    os.mkfifo(path.parent / "99.json")  # opened, it would wait for a writer for ever
+    os.mkfifo(path.parent / "99.json")  # opening it would wait for a writer for ever
     (path.parent / "98.json").mkdir()
     said = json.loads(path.with_suffix(".json").read_text())
     (path.parent / "97.json").write_text(json.dumps({**said, "process": "another-boot:17"}))
-    (path.parent / "97.sock").mkdir()  # cannot be removed as a file is
+    (path.parent / "97.sock").mkdir()  # cannot be removed as a file
     assert [found.socket for found in engines()] == [str(path)]
     for name in ("98.json", "97.sock"):
         (path.parent / name).rmdir()
@@ -317,7 +317,7 @@ def test_a_socket_that_nobody_has_described_goes_once_nobody_listens(claimed):
     begun, killed, other = (path.with_name(name) for name in ("96.sock", "95.sock", "94.sock"))
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as gone:
         listener.bind(str(begun))
-        listener.listen()  # its engine is about to say whose it is
+        listener.listen()  # its engine is about to write the description
         gone.bind(str(killed))
         other.write_text("no socket at all")
         assert [found.socket for found in engines()] == [str(path)] and killed.exists()  # it may be about to listen

@@ -1,4 +1,4 @@
-"""A real engine is found and watched by its socket, and leaves its last minutes behind when it breaks."""
+"""A real engine is found and watched by its socket, and saves its last minutes when its thread fails."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_crash_leaves_the_last_minutes_behind(folder: Path, caplog: pytest.Log
 
 
 def breaking() -> RequestEngine:
-    """An engine that has done something, and whose thread then breaks."""
+    """An engine that has served requests, and then fails in its thread."""
     engine, _ = make_engine(100, 4, monitor=True)
     engine.generate([[1, 2, 3]], FOUR)
     engine.client.thread._step = lambda: 1 // 0  # type: ignore[assignment, return-value]

@@ -1,4 +1,4 @@
-"""What an engine tells of itself: requests, sessions, counters and why there were misses; and that it harms nobody."""
+"""An engine's telemetry: requests, sessions, counters and reasons of misses; a fault in it harms no request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import RequestRecord
 from tests.chat.worlds import chat_engine
 from tests.engine.fakes import FakeRunner, make_engine
-from tests.telemetry.expected import assert_tells_the_truth
+from tests.telemetry.expected import assert_matches_cache
 from tests.telemetry.served import runtime_folder
 
 FOUR = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -33,19 +33,19 @@ def folder() -> Iterator[Path]:
 
 
 def look(engine: RequestEngine, mirror: Mirror) -> Mirror:
-    """What a watcher knows now, and that it is the truth."""
+    """Collect, check against the cache, and return the mirror."""
 
     def collect() -> None:
         mirror.apply(engine.monitoring.recorder.collect())  # type: ignore[union-attr]
         offset = engine.monitoring.recorder.cache_recorder._offset  # type: ignore[union-attr]
-        assert_tells_the_truth(mirror, engine.core.cache, offset)
+        assert_matches_cache(mirror, engine.core.cache, offset)
 
     engine.client.thread.ask(collect)
     return mirror
 
 
 def watched(num_blocks: int = 100, block_size: int = 4, **options: Any) -> tuple[Engine, FakeRunner, Mirror]:
-    """An engine that nobody but the test watches: its publisher is closed before it asked for anything."""
+    """An engine that only the test collects from: its publisher is closed before its first collection."""
     options = {"monitor": True, **options}
     engine, runner = make_engine(num_blocks, block_size, **options)
     engine.monitoring.publisher.close()  # type: ignore[union-attr]
@@ -56,7 +56,7 @@ def watched(num_blocks: int = 100, block_size: int = 4, **options: Any) -> tuple
 
 @contextmanager
 def let_through(gate: threading.Semaphore) -> Iterator[None]:
-    """At the end, and if a test fails, the steps go on, so that the engine can close."""
+    """Let the steps go on at the end, also of a failed test, so that the engine can close."""
     try:
         yield
     finally:
@@ -177,7 +177,7 @@ def test_ends_have_names() -> None:
         runner.gate = threading.Semaphore(0)
         cancelled, late = engine.submit([1, 2], FOUR), engine.submit([3], FOUR, timeout=0.05)
         cancelled.cancel()
-        time.sleep(0.06)  # its time is over before the first step is
+        time.sleep(0.06)  # its timeout passes before the first step
         runner.gate.release(1000)
         with pytest.raises(RequestTimedOut):
             late.result()
@@ -211,7 +211,7 @@ def test_sessions_count_what_their_requests_found_and_forks_are_sessions_of_thei
         assert first.output_tokens == usages[0].output_tokens + usages[1].output_tokens
         assert (second.requests, second.closed, second.cached_tokens) == (1, True, usages[2].cached_tokens)
         assert sorted(str(record.session) for record in mirror.ended.values()) == ["1", "1", "2", "None"]
-    talk.close()  # behind the engine's end
+    talk.close()  # after the engine's end
 
 
 def test_a_fault_of_telemetry_costs_no_request(

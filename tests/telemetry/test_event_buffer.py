@@ -1,4 +1,4 @@
-"""What is noted while a cache works stays small, whoever looks and however late."""
+"""The memory of noted events stays bounded, however late they are collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the flight recorder of a running publisher writes down, and for whom it waits."""
+"""The recordings of a running publisher's flight recorder, and the collections that it waits for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_flight_recording_is_the_state_of_now(tmp_path):
         engine.change(node(3, blocks=(99, 1)))
         publisher.flight(tmp_path / "a.rec")
         assert replay(tmp_path / "a.rec").nodes == engine.mirror.nodes
-    publisher.flight(tmp_path / "b.rec")  # behind the end, too
+    publisher.flight(tmp_path / "b.rec")  # after the end, too
     assert replay(tmp_path / "b.rec").nodes == engine.mirror.nodes
 
 
@@ -50,7 +50,7 @@ def test_the_engines_thread_gives_its_last_changes_and_waits_for_nothing(tmp_pat
 
 
 def test_what_is_being_told_is_waited_for_on_the_engines_thread_too(tmp_path, monkeypatch):
-    """Else it would be missing between what was told and the last changes."""
+    """Otherwise it would be missing between the published and the last changes."""
     busy, free = threading.Event(), threading.Event()
 
     def rest() -> None:

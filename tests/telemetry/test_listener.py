@@ -1,4 +1,4 @@
-"""Who may come in over TCP, and a socket that can be found again whoever cleans up."""
+"""Trusted connections over TCP, and a socket that is restored after its files were removed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_tcp_asks_for_the_token():
         for token in ("wrong", "wröng", publisher.token[:-1], publisher.token + "x"):
             reader = Reader(address, token)
             assert "wrong token" in (reader.until_the_end() or "")
-            assert len(reader.frames) == 1  # it learnt nothing else
+            assert len(reader.frames) == 1  # it received nothing else
             reader.close()
-        for token in (publisher.token, ""):  # which is looked up, as the engine runs here
+        for token in (publisher.token, ""):  # the token is looked up, because the engine runs here
             reader = Reader(address, token)
-            reader.until_it_knows(engine)
+            reader.until_current(engine)
             reader.close()
         reader = Reader(publisher.path)  # and the Unix socket serves as before
-        reader.until_it_knows(engine)
+        reader.until_current(engine)
         reader.close()
 
 
@@ -72,12 +72,12 @@ def test_remote_is_allowed_to_who_says_so():
         assert publisher.tcp.startswith("0.0.0.0:")
 
 
-# ---- whoever cleans up
+# ---- removed files
 
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """The door looks after itself at every turn."""
+    """Let the listener check its files in every turn."""
     monkeypatch.setattr(listener, "_CHECK_INTERVAL", 0.0)
 
 
@@ -86,7 +86,7 @@ def turned(publisher, true):
 
 
 def obstruct(folder):
-    """A file in the place of a folder, however fast that is made again."""
+    """Put a file in the place of a folder, even if that is created again at once."""
     while not folder.is_file():
         shutil.rmtree(folder, ignore_errors=True)
         folder.touch()
@@ -100,13 +100,13 @@ def test_a_folder_that_is_removed_is_made_again_and_who_was_attached_stays(round
     with serving() as (publisher, engine):
         engine.change(node(1))
         old = Reader(publisher.path)
-        old.until_it_knows(engine)
+        old.until_current(engine)
         shutil.rmtree(publisher.path.parent)
         turned(publisher, lambda: found_at(publisher))
         fresh = Reader(publisher.path)
         engine.change(node(2))
         for reader in (fresh, old):
-            reader.until_it_knows(engine)
+            reader.until_current(engine)
             reader.close()
 
 

@@ -1,4 +1,4 @@
-"""A mirror is the sum of what it was told; who joins late gets the same by `everything()`."""
+"""A mirror is the sum of all changes; `everything()` makes an equal one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_who_joins_late_knows_the_same(every):
     mirror = mirror_of(*every)
     late = mirror_of(Changes(0.0, nodes=(node(1),), stats={"old": 1.0}), mirror.everything())
     assert vars(late) == vars(mirror)
-    for name in ("ended", "sessions", "evictions"):  # in the same order, so that the same go first
+    for name in ("ended", "sessions", "evictions"):  # in the same order, so that the same ones are dropped first
         assert list(getattr(late, name)) == list(getattr(mirror, name))
 
 
@@ -64,7 +64,7 @@ def test_next_victims_stay_until_others_are_sent_and_are_unknown_after_a_reset_w
 def test_requests_end_once_and_the_oldest_of_those_are_forgotten():
     many = ENDED_REQUESTS + 5
     mirror = mirror_of(Changes(1.0, requests=tuple(request(at) for at in range(many))))
-    assert len(mirror.live) == many  # none that has not ended is forgotten
+    assert len(mirror.live) == many  # requests that have not ended are all kept
     mirror.apply(Changes(2.0, requests=tuple(request(at, "finished") for at in range(many))))
     assert not mirror.live
     assert list(mirror.ended) == list(range(5, many))
@@ -83,5 +83,5 @@ def test_a_late_regret_changes_what_is_remembered_and_brings_nothing_back():
     mirror.apply(Changes(2.0, evictions=(eviction(0, 3.0), eviction(5, 4.0), eviction(EVICTIONS + 2, 5.0))))
     assert 0 not in mirror.evictions
     assert mirror.evictions[5] == replace(eviction(5), wanted_again=4.0)
-    assert mirror.evictions[EVICTIONS + 2].wanted_again == 5.0  # wanted again before anybody heard that it went
+    assert mirror.evictions[EVICTIONS + 2].wanted_again == 5.0  # the eviction and its regret in one collection
     assert list(mirror.evictions) == list(range(3, EVICTIONS + 3))

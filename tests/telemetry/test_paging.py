@@ -1,4 +1,4 @@
-"""What is cut into pages is whole again behind the last, is of one moment, and fits into frames."""
+"""Pages add up to the changes that were cut, are of one moment, and fit into frames."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_snapshot_in_pages_is_everything(nodes):
     assert {frame.seq for frame in frames} == {5}
     assert (len(frames) > 1) == (nodes == 5000)
     copy = Mirror()
-    copy.apply(Changes(1.0, nodes=(node(10**6),)))  # what was known before is void
+    copy.apply(Changes(1.0, nodes=(node(10**6),)))  # the earlier state is dropped
     for sent in frames:
         (got,) = Decoder().feed(encode(sent))
         copy.apply(got.changes)
@@ -54,7 +54,7 @@ def test_what_is_cut_into_pages_is_one_moment():
 @given(CHANGES)
 def test_pages_lose_nothing_and_only_the_first_resets(changes):
     cut = paginate(changes)
-    assert cut == [changes]  # so small
+    assert cut == [changes]  # small enough for one page
 
 
 def test_pages_stay_below_the_cap_whatever_is_in_them():

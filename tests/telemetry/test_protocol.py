@@ -1,4 +1,4 @@
-"""Frames survive the wire in any pieces; whatever is no frame is a ProtocolError, and costs bounded memory."""
+"""Frames survive any split of the stream; other bytes raise ProtocolError, and cost bounded memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def delta(**body: object) -> bytes:
 
 
 def tried(decoder: Decoder, data: bytes) -> tuple[list[Frame], str]:
-    """The frames that came, and what was said of the rest. Any other error than ProtocolError fails the test."""
+    """The decoded frames, and the message of the error. Any error other than ProtocolError fails the test."""
     got: list[Frame] = []
     try:
         got.extend(decoder.feed(data))
@@ -133,7 +133,7 @@ BODY = st.fixed_dictionaries({"time": TIME}, optional=dict.fromkeys(Changes.__sl
     st.fixed_dictionaries({}, optional={**dict.fromkeys(KEYS, ANYTHING), "body": ANYTHING | BODY}),
 )
 def test_frames_of_wrong_types_are_refused(name, fields):
-    """A frame that is taken has fields of the right types: it can be packed again and is the same."""
+    """An accepted frame has fields of the right types: encoding it again gives the same frame."""
     data = framed({"v": 1, "t": name, "seq": 1, "ts": 0.0, **fields})
     frames, refused = tried(Decoder(), data)
     assert len(frames) == (0 if refused else 1)
@@ -231,7 +231,7 @@ def test_bombs_are_refused(name):
 
 
 def test_bombs_cost_bounded_memory():
-    """Of a fresh process, as the most that one ever had does not go down; its own, which getrusage does not tell."""
+    """Measured in a fresh process by its own peak, which never falls; getrusage would include the parent's."""
     if not Path("/proc/self/status").exists():
         pytest.skip("this system does not say how much memory a process had")
     code = (
@@ -244,7 +244,7 @@ def test_bombs_cost_bounded_memory():
 
 
 def test_a_frame_has_so_many_arrays_and_maps_and_no_more():
-    assert list(Decoder().feed(delta(weather=[[]] * 65_533)))  # with theirs, and what they are in, and no more
+    assert list(Decoder().feed(delta(weather=[[]] * 65_533)))  # with the three arrays around them, exactly the limit
     assert "at most 65536 arrays" in refusal(delta(weather=[[]] * 65_535, gone_nodes=[]))
     assert list(Decoder().feed(delta(stats={})))
     assert "at most 3 maps" in refusal(delta(stats={}, weather={}))

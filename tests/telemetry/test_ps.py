@@ -1,4 +1,4 @@
-"""`radixkv ps` lists what runs, says what does not answer, and is friendly about nothing."""
+"""`radixkv ps` lists running engines, reports those that do not answer, and handles an empty list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.telemetry.wire import FACTS
 
 
 class Busy(Engine):
-    """Has some stats to tell."""
+    """An engine with some stats."""
 
     def collect(self):
         future = super().collect()
@@ -61,7 +61,7 @@ def running(folder):
 
 def test_nothing_runs(folder, capsys):
     assert main(["ps"]) == 0
-    assert capsys.readouterr().out.startswith("No engine runs here.")
+    assert capsys.readouterr().out.startswith("No engine is running.")
     assert main(["ps", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
 
@@ -114,7 +114,7 @@ def test_for_scripts(running, capsys):
 
 
 def test_an_engine_that_hangs_is_listed_as_such_beside_the_others(running, capsys, monkeypatch):
-    monkeypatch.setattr(module, "_PATIENCE", 0.3)
+    monkeypatch.setattr(module, "_TIMEOUT", 0.3)
     path, listener = claim()  # listens, and never answers
     advertise(FACTS, path)
     assert main(["ps"]) == 0
@@ -133,7 +133,7 @@ def test_what_an_engine_says_instead_is_shown(running, capsys):
 
 
 def test_names_do_not_steer_the_terminal(folder, capsys, monkeypatch):
-    monkeypatch.setattr(module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(module, "_TIMEOUT", 0.05)
     path, listener = claim()
     advertise(type(FACTS)(*[*FACTS.pack()[:4], "\x1b[2Jevil\n", *FACTS.pack()[5:]]), path)
     assert main(["ps"]) == 0
@@ -146,9 +146,9 @@ def test_names_do_not_steer_the_terminal(folder, capsys, monkeypatch):
 
 def test_it_loads_no_torch_and_ctrl_c_ends_it_cleanly(folder):
     code = (
-        # A shell's background job, which a CI may be, has its children ignore Ctrl-C.
+        # A shell's background job, which a CI may be, lets its children ignore Ctrl-C.
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from radixkv.cli import main\nfrom radixkv.cli import ps\nps._PATIENCE = 60.0\n"
+        "from radixkv.cli import main\nfrom radixkv.cli import ps\nps._TIMEOUT = 60.0\n"
         "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
         "print('ready', flush=True)\nsys.exit(main(['ps']))"
     )
@@ -158,7 +158,7 @@ def test_it_loads_no_torch_and_ctrl_c_ends_it_cleanly(folder):
     assert child.stdout is not None
     assert child.stdout.readline() == b"ready\n"
     listener.setblocking(True)
-    connection, _ = listener.accept()  # now it waits for us
+    connection, _ = listener.accept()  # now the command waits for the engine
     connection.recv(4096)
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=20)

@@ -1,4 +1,4 @@
-"""A publisher begins whole or not at all, and leaves nothing behind: no thread, no file, in no process."""
+"""A publisher starts completely or not at all, and leaves no thread and no file, in any process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_engines_of_one_process_have_names_of_their_own():
 
 
 def test_nothing_is_left_behind_the_end():
-    with serving() as (publisher, _):  # what is made once a process is made now
+    with serving() as (publisher, _):  # one-time initialisation happens now
         Reader(publisher.path).close()
     before = threads_and_files()
     with serving("tcp://127.0.0.1:0") as (publisher, _):
@@ -53,7 +53,7 @@ def test_nothing_is_left_behind_the_end():
 def test_a_publisher_that_cannot_start_leaves_nothing():
     before = threads_and_files()
     with runtime_folder() as folder:
-        folder.touch()  # neither here nor in the temporary folder, which others can write to
+        folder.touch()  # neither here nor in the temporary folder, which other users can write to
         (folder.parent / f"radixkv-{os.geteuid()}").touch()
         engine = Engine()
         publisher = Publisher(FACTS, engine.collect, engine.pending, "tcp://127.0.0.1:0")
@@ -92,7 +92,7 @@ def test_a_child_process_neither_serves_nor_removes_the_parents_socket():
             os._exit(0 if there and os.path.exists(publisher.path) else 1)
         assert os.waitpid(child, 0)[1] == 0
         engine.change(node(1))
-        reader.until_it_knows(engine)
+        reader.until_current(engine)
         assert [found.pid for found in engines()] == [os.getpid()]
         reader.close()
 

@@ -1,4 +1,4 @@
-"""What happens to a node is told although it happens to its neighbour: cuts, merges, copies, pins and latecomers."""
+"""Changes of a node caused by a neighbour are recorded: splits, merges, copies, pins and late observers."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from radixkv.cache import PrefixCache
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.recorder import Recorder, runs
 from tests.cache.verbs import prompt, publish
-from tests.telemetry.expected import expand
-from tests.telemetry.watching import OFFSET, tell, watched
+from tests.telemetry.expected import OFFSET, collect_and_check, expand, watched
 
 
 def branched() -> tuple[PrefixCache, Recorder, Mirror, list[float], list[int], list[int]]:
-    """Two texts that part inside a block: the first one's block is the trunk's, too, the second one has a copy."""
+    """Two texts that differ inside a block: the first one shares the trunk's block, the second one has a copy."""
     cache, recorder, mirror, now = watched()
     one, other = prompt(1, 6) + [50] * 4, prompt(1, 6) + [60] * 4
     now[0] = 1.0
     publish(cache, one)
     now[0] = 2.0
     publish(cache, other)
-    tell(cache, recorder, mirror)
+    collect_and_check(cache, recorder, mirror)
     return cache, recorder, mirror, now, one, other
 
 
 def test_what_a_cut_leaves_above_is_told() -> None:
     cache, recorder, mirror, _, one, _ = branched()
     cache.discard(one, start=8)
-    tell(cache, recorder, mirror)
+    collect_and_check(cache, recorder, mirror)
     assert sorted(record.tokens for record in mirror.nodes.values()) == [0, 2, 4, 6]
 
 
 def test_a_trunk_that_takes_over_a_copy_is_told() -> None:
     cache, recorder, mirror, _, one, other = branched()
     cache.discard(one, start=6)
-    tell(cache, recorder, mirror)
+    collect_and_check(cache, recorder, mirror)
     trunk, branch = sorted((each for each in mirror.nodes.values() if each.tokens), key=lambda each: each.start)
     assert expand(trunk.blocks)[-1] == expand(branch.blocks)[0]
     assert (trunk.used, trunk.born) == (OFFSET + 2, OFFSET + 1)
     cache.discard(other, start=6)
-    tell(cache, recorder, mirror)
+    collect_and_check(cache, recorder, mirror)
     (trunk,) = (each for each in mirror.nodes.values() if each.tokens)
     assert (trunk.used, trunk.hits) == (OFFSET + 2, 1), "it inherits"
 
@@ -52,26 +51,26 @@ def test_a_parent_inherits_the_time_of_what_was_evicted_below_it() -> None:
     now[0] = 9.0
     publish(cache, one)
     publish(cache, other)
-    tell(cache, recorder, mirror)
+    collect_and_check(cache, recorder, mirror)
     cache.discard(other, start=6)
     cache.discard(one, start=6)
-    tell(cache, recorder, mirror)
+    collect_and_check(cache, recorder, mirror)
     assert [each.used for each in mirror.nodes.values() if each.tokens] == [OFFSET + 9]
 
 
 def test_pinned_blocks_follow_pins_and_blocks_that_change_under_them() -> None:
     cache, recorder, mirror, _, one, other = branched()
     pins = [cache.pin(one[:6])]
-    tell(cache, recorder, mirror)
+    collect_and_check(cache, recorder, mirror)
     pins.append(cache.pin(other))
-    tell(cache, recorder, mirror)
+    collect_and_check(cache, recorder, mirror)
     before = cache.stats().pinned_blocks
     cache.discard(one, start=6)
-    tell(cache, recorder, mirror)
+    collect_and_check(cache, recorder, mirror)
     assert cache.stats().pinned_blocks == before - 1, "the trunk shares the copy now"
     for pin in reversed(pins):
         pin.release()
-        tell(cache, recorder, mirror)
+        collect_and_check(cache, recorder, mirror)
     assert cache.stats().pinned_blocks == 0
 
 
@@ -83,7 +82,7 @@ def test_what_a_fork_alone_holds_is_told_although_a_node_has_it() -> None:
     twin = first.fork()
     first.commit()
     first.close()
-    tell(cache, recorder, mirror)
+    collect_and_check(cache, recorder, mirror)
     assert expand(mirror.sequences[twin.id].blocks) == twin.block_table.tolist()
 
 
@@ -95,7 +94,7 @@ def test_who_comes_late_dates_what_is_there_by_now() -> None:
     recorder, mirror = Recorder(clock=lambda: now[0] + OFFSET), Mirror()
     recorder.attach(cache)
     publish(cache, prompt(1, 4), "a")
-    tell(cache, recorder, mirror)
+    collect_and_check(cache, recorder, mirror)
     assert {(each.born, each.used) for each in mirror.nodes.values()} == {(OFFSET + 50, OFFSET + 50)}
 
 

@@ -1,4 +1,4 @@
-"""The recorder over the real cache: whatever happens, what it told adds up to what a full walk finds."""
+"""The recorder over the real cache: its collections add up to a full walk of the cache."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from radixkv.telemetry.records import NEXT_VICTIMS, RequestRecord, SessionRecord
 from tests.cache.test_stateful import Verbs, how_long, sizes
 from tests.cache.verbs import held, prompt, publish
 from tests.cache.world import World
-from tests.telemetry.expected import assert_tells_the_truth, expand
-from tests.telemetry.watching import OFFSET, watched
+from tests.telemetry.expected import OFFSET, assert_matches_cache, expand, watched
 
 
 class Told(Verbs):
-    """Every verb of the cache, and a look at any time."""
+    """All operations of the cache, with collections at any time."""
 
     @initialize(
         block_size=sizes,
@@ -34,7 +33,7 @@ class Told(Verbs):
         self.world = World(blocks, block_size, policy, seed=seed, proofs=0.1)
         self.earlier = [[]]
         world = self.world
-        if late:  # somebody begins to watch a cache that is in use
+        if late:  # observe a cache that is already in use
             world.open(None, [1, 2, 3])
             world.extend(world.live[0], [1, 2, 3])
         self.recorder = Recorder(clock=lambda: world.now + OFFSET)
@@ -45,7 +44,7 @@ class Told(Verbs):
 
     @invariant()
     def all_is_told(self) -> None:
-        """Every step, or every second or third: in between, changes pile up."""
+        """Collect every step, or every second or third, so that changes accumulate."""
         if not hasattr(self, "mirror"):
             return
         self.skipped += 1
@@ -62,7 +61,7 @@ class Told(Verbs):
         assert not self.recorder.pending
         self.mirror.apply(changes)
         self.world.cache.check()
-        assert_tells_the_truth(self.mirror, self.world.cache, OFFSET)
+        assert_matches_cache(self.mirror, self.world.cache, OFFSET)
         self.evicted += sum(record.tokens for record in changes.evictions if record.number not in before)
         assert self.evicted == self.world.cache.stats().evicted_tokens
         again = self.recorder.collect()
@@ -129,7 +128,7 @@ def test_an_eviction_says_what_went_why_and_whether_it_was_wanted_again() -> Non
     assert not recorder.collect().evictions, "only a request regrets"
     cache.open(prompt(1, 12)).close()
     now[0] = 21.0
-    cache.open(prompt(1, 16)).close()  # the rest of it: the first time counts
+    cache.open(prompt(1, 16)).close()  # the rest of it; only the first time counts
     mirror.apply(recorder.collect())
     (again,) = mirror.evictions.values()
     assert (again.number, again.wanted_again) == (record.number, OFFSET + 20)
@@ -195,7 +194,7 @@ def test_a_sequence_says_whose_it_is_and_since_when() -> None:
 
 
 def test_what_nobody_collects_takes_no_room() -> None:
-    """A thousand lives in a small pool: what is kept is bounded by the tree and by rings."""
+    """A thousand requests in a small pool: memory is bounded by the tree and by ring buffers."""
     cache, recorder, mirror, _ = watched(8)
     mirror.apply(recorder.collect())
     for number in range(2000):
@@ -211,7 +210,7 @@ def test_what_nobody_collects_takes_no_room() -> None:
     assert [record.number for record in changes.requests] == list(range(2000 - ENDED_REQUESTS, 2000))
     assert len(recorder._events.opened_at) == 0
     mirror.apply(changes)
-    assert_tells_the_truth(mirror, cache, OFFSET)
+    assert_matches_cache(mirror, cache, OFFSET)
 
 
 def test_who_was_told_as_live_is_told_as_ended_however_many_ended_since() -> None:

@@ -1,4 +1,4 @@
-"""A recording says what was written, ends well where a crash cut it, and names what it is not."""
+"""A recording returns the written frames, ends properly after a crash, and rejects other files."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def delta(at: int) -> bytes:
 
 
 def seconds_of(recorder: FlightRecorder, path: Path) -> list[int]:
-    """Which seconds a saved recording tells of; it begins with a snapshot, or something is wrong."""
+    """The seconds that a saved recording covers; it must begin with a snapshot."""
     size = recorder.save(path, 0.0)
     assert size == path.stat().st_size
     hello, first, *rest = read_recording(path)
@@ -122,7 +122,7 @@ def seconds_of(recorder: FlightRecorder, path: Path) -> list[int]:
 
 
 def recorded(total: int, **limits: float) -> FlightRecorder:
-    """What is left of so many seconds, with a delta in each."""
+    """The frames that remain after this number of seconds, with a delta in each."""
     recorder = FlightRecorder(FACTS, **limits)  # type: ignore[arg-type]
     for at in range(total):
         if recorder.is_due(float(at)):
@@ -155,7 +155,7 @@ def test_what_was_collected_last_comes_behind(tmp_path):
     recorder = recorded(3)
     recorder.save(tmp_path / "a.rec", 0.0, [DELTAS[2]])
     assert list(read_recording(tmp_path / "a.rec"))[-1] == DELTAS[2]
-    assert seconds_of(recorder, tmp_path / "a.rec") == [0, 1, 2]  # it was for that file alone
+    assert seconds_of(recorder, tmp_path / "a.rec") == [0, 1, 2]  # `more` was written to that file only
 
 
 def test_a_full_disk_loses_neither_what_is_kept_nor_the_file_of_before(tmp_path):

@@ -1,4 +1,4 @@
-"""Who reads slowly, or not at all, loses frames and is told so; what that costs is bounded, and nobody else's."""
+"""Slow clients lose frames and get a gap; their memory is bounded, and other clients are not affected."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ def test_a_stalled_reader_costs_frames_and_bounded_memory_and_hurts_nobody():
         most = 0
         for step in range(30):
             engine.change(*many(1000, seed=step))
-            healthy.until_it_knows(engine)
+            healthy.until_current(engine)
             most = max(most, publisher.buffered)
         assert healthy.gaps == 0
-        assert most <= (256 + 256 + 256) * 1024  # the buffer, a page, and what the healthy one had not taken yet
-        stalled.until_it_knows(engine)
+        assert (
+            most <= (256 + 256 + 256) * 1024
+        )  # the buffer, a page, and the bytes that the healthy client had not read yet
+        stalled.until_current(engine)
         assert stalled.gaps > 0
         engine.change(node(1, blocks=(5, 5)))
-        stalled.until_it_knows(engine)  # and it gets deltas again
+        stalled.until_current(engine)  # and it gets deltas again
         assert isinstance(stalled.frames[-1], Delta)
         for reader in (stalled, healthy):
             reader.close()
@@ -40,7 +42,7 @@ def test_a_slow_reader_of_a_moving_target_ends_up_with_the_truth():
             engine.change(*many(1000, seed=step))
             wait_until(lambda: not engine.pending())
             slow.read(2000)
-        slow.until_it_knows(engine)
+        slow.until_current(engine)
         assert slow.gaps > 0
         slow.close()
 
@@ -72,7 +74,7 @@ def test_a_stalled_reader_delays_no_end():
     with serving() as (publisher, engine):
         stalled, healthy = Reader(publisher.path), Reader(publisher.path)
         engine.change(*many(6000))
-        healthy.until_it_knows(engine)
+        healthy.until_current(engine)
         publisher.close("enough")
         assert healthy.until_the_end() == "enough"
         assert not publisher._thread.is_alive()
@@ -97,7 +99,7 @@ def test_a_delta_that_would_go_over_the_buffer_is_dropped(size, dropped):
 
 
 def test_who_is_sent_away_in_the_middle_of_a_frame_gets_the_rest_of_it_and_then_the_reason():
-    whole = encode(Bye("x" * 900_000))  # some large frame, of which the socket takes a part
+    whole = encode(Bye("x" * 900_000))  # a large frame, of which the socket takes a part
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
@@ -107,7 +109,7 @@ def test_who_is_sent_away_in_the_middle_of_a_frame_gets_the_rest_of_it_and_then_
         client.send_delta(b"nor is this")
         assert client.wants_to_send
         client.say_bye(encode(Bye("enough")), 0.0)
-        theirs.sendall(b"what now")  # must not cost it the last words
+        theirs.sendall(b"what now")  # must not lose the last frame
         assert not client.read()
         assert not client.closed
         data = b""

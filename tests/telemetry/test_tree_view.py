@@ -1,4 +1,4 @@
-"""The frozen view of the tree: what it says, how it prints, and that Graphviz could read it."""
+"""The frozen view of the tree: its values, its text, and valid input for Graphviz."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from radixkv.telemetry.records import (
 from tests.telemetry.wire import FACTS, eviction, node, request
 
 RECORDING = Path(__file__).parent / "data" / "version_1.rec"
-FIELDS: dict[type[Record], tuple[int, str]] = {  # how many values every version writes, and all fields in wire order
+FIELDS: dict[type[Record], tuple[int, str]] = {  # values in every version, and all fields
     EngineFacts: (
         16,
         "engine pid started version model device dtype attention eviction num_blocks block_size bytes_per_block "

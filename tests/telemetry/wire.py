@@ -1,4 +1,4 @@
-"""Records of every kind, drawn by Hypothesis, and small hand-made ones, for the tests of what travels."""
+"""Records of every kind, drawn by Hypothesis, and small hand-made ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PRIORITY = st.integers(-(2**63) + 1, 2**63 - 1)
 
 
 def records(kind: type) -> st.SearchStrategy:
-    """Any record of a kind: by its annotations, but for what has a range of its own."""
+    """Any record of a kind, drawn from its annotations; some fields have a range of their own."""
     own = {"head": HEAD, "priority": PRIORITY, "blocks": COUNT if kind is EvictionRecord else RUNS}
     own |= {"num_blocks": st.integers(1, MOST_POOL), "block_size": st.integers(1, 2**63 - 1)}
     return st.builds(kind, **{name: own.get(name, _any(hint)) for name, hint in get_type_hints(kind).items()})

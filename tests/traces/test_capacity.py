@@ -16,7 +16,7 @@ from radixkv_traces.cli import kv_bytes_per_token, parse_capacity
     [
         ("2.5%", 5),
         (" 100% ", 200),
-        ("0.1%", 1),  # never less than a block
+        ("0.1%", 1),  # at least one block
         ("7", 7),
         ("1000", 1000),
         ("1ktok", 15),

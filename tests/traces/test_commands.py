@@ -1,4 +1,4 @@
-"""radixkv-replay simulate, fragmentation and generate, as a person calls them."""
+"""The commands simulate, fragmentation and generate of radixkv-replay, called as by a user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Say = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    """Runs a command: its status, what it printed, and what it complained of."""
+    """Run a command: its status, its output, and its error output."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         try:

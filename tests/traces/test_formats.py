@@ -1,4 +1,4 @@
-"""Lines of recorded traces: what is read, and where a bad one says it is bad."""
+"""Lines of recorded traces: valid values, and the reported place of invalid ones."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_bad_line_names_file_line_and_field(tmp_path: Path, field: str | None,
     file = tmp_path / "trace.jsonl"
     file.write_text(f"{line()}\n\n{text}\n{line()}\n")
     requests = read(file)
-    assert next(requests).input_length == 1100  # what comes before is delivered: reading streams
+    assert next(requests).input_length == 1100  # lines before the bad one are delivered: reading streams
     with pytest.raises(TraceError, match=r"trace\.jsonl:3: ") as caught:
         next(requests)
     assert (caught.value.file, caught.value.line, caught.value.field) == (str(file), 3, field)

@@ -1,4 +1,4 @@
-"""Memory by scheme, against a replay that goes step by step, token by token."""
+"""Memory by scheme, compared with a replay that goes step by step, token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=2
 
 
 def naive(lengths: list[tuple[int, int]], memory: int, need: str, size: int) -> tuple[float, ...]:
-    """(used, reserved, sequences, preemptions, steps), sums over single steps while somebody waits."""
+    """(used, reserved, sequences, preemptions, steps), summed over single steps while requests wait."""
 
     def reserved(length: int, final: int) -> int:
         return size if need == "slab" else -(-length // size) * size
@@ -51,7 +51,7 @@ def naive(lengths: list[tuple[int, int]], memory: int, need: str, size: int) -> 
 
 
 def refusing(lengths: list[tuple[int, int]], memory: int, size: int, slab: int) -> dict[str, set[int]]:
-    """Which requests would never fit: in a slab, in the largest power of two, in the pages that there are."""
+    """Which requests never fit: in a slab, in the largest power of two, in all pages."""
     finals = dict(enumerate(prompt + max(1, output) for prompt, output in lengths))
     largest = max(1 << power for power in range(8) if 1 << power <= memory)
     most = {"contiguous": slab, "buddy": largest, "paged": memory // size * size}

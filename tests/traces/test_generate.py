@@ -1,4 +1,4 @@
-"""Made-up workloads: the same bytes from the same seed, blocks shared where texts agree, what docstrings say."""
+"""Made-up workloads: the same bytes from the same seed, blocks shared where texts agree, the stated distributions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_same_arguments_give_the_same_requests_and_another_seed_gives_others
 
 
 def test_the_bytes_are_the_same_on_every_machine_and_in_every_version() -> None:
-    """A change here changes what published commands give: say so in the changelog."""
+    """A change here changes the output of published commands: add a line to the changelog."""
     text = "\n".join(to_line(each) for kind in KINDS for each in made(kind, 3))
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "c92cf8f3c6313408"
 
@@ -139,7 +139,7 @@ def test_questions_share_documents() -> None:
     seen: set[int] = set()
     shared = 0
     for mine in by_session(requests).values():
-        shared += mine[0].blocks[5] in seen  # behind the instruction: in the first document
+        shared += mine[0].blocks[5] in seen  # after the instruction: in the first document
         seen.update(mine[0].blocks)
     assert 100 < shared < 300
 

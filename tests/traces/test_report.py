@@ -1,4 +1,4 @@
-"""Pictures and tables of what was found: that they are there, say what the numbers say, and that bad input is named."""
+"""Pictures and tables of results: they exist, show the right numbers, and reject bad input."""
 
 import json
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""The scripts that users copy from run, on what ships, and say what is true."""
+"""The example scripts run on the shipped samples, and print true figures."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The replay, against a cache so plain that it is obviously right."""
+"""The replay, compared with a cache that is simple enough to be obviously right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def naive(requests: list[TraceRequest], capacity: int, block_tokens: int) -> tup
     """Block by block LRU over leaves: (hit tokens, evicted blocks). A block's id stands for its whole prefix."""
     used: dict[int, None] = {}  # cached blocks, least recently used first
     parents: dict[int, int] = {}  # cached block -> the block before it
-    children: dict[int, int] = {}  # cached block -> cached blocks right behind it
+    children: dict[int, int] = {}  # cached block -> cached blocks right after it
     hit_tokens = evicted = 0
     for request in requests:
         chain = list(request.blocks)
@@ -122,7 +122,7 @@ def test_wrong_sizes_and_policies_are_refused() -> None:
 
 @pytest.fixture
 def hints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Hashable, Hint | None]]:
-    """Time, namespace and hint of each sequence that is closed; the cache checks itself after each of them."""
+    """The time, namespace and hint of each closed sequence; the cache checks itself after each of them."""
     given: list[tuple[float, Hashable, Hint | None]] = []
     caches: list[PrefixCache] = []
     close = Sequence.close

@@ -1,4 +1,4 @@
-"""Which files are read as what, what text is in requests and in blocks, and where a bad file says that it is bad."""
+"""Recognised formats, the text of requests and of blocks, and the reported place of invalid values."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_each_assistant_turn_is_a_request(tmp_path: Path) -> None:
 
 
 def test_what_nobody_answered_is_a_request_too(tmp_path: Path) -> None:
-    """A log of requests has the messages that were sent, and no reply."""
+    """A log of requests has the sent messages, and no reply."""
     logged = [{"id": 1, "messages": [USER]}, {"id": 2, "messages": [USER, SAYS, {**USER, "timestamp": 70}]}]
     found = requests("\n".join(map(json.dumps, logged)), path=tmp_path)
     assert [(each.session, each.turn, each.timestamp, len(each.messages)) for each in found] == [
@@ -190,7 +190,7 @@ def test_a_bad_array_names_the_line(tmp_path: Path, text: str, line: int) -> Non
 
 
 class Drops(io.StringIO):
-    """A text that comes a few characters at a time."""
+    """A text that is read a few characters at a time."""
 
     def read(self, size: int | None = -1, /) -> str:
         return super().read(min(7, size or 7))
@@ -268,7 +268,7 @@ def test_any_object_is_a_request_or_a_trace_error_that_names_a_field(odd: dict[s
 
 
 class Memory:
-    """A file in memory, as packages give them."""
+    """A file in memory, as packages provide them."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content

@@ -1,4 +1,4 @@
-"""Prefixes get numbers, blocks get a size, and sessions take turns."""
+"""Numbers of prefixes, sizes of blocks, and turns of sessions."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def to_line(request: TraceRequest) -> str:
 
 def _ids(line: Line) -> array[int]:
     if "hash_ranges" in line.fields:
-        raise line.wrong("hash_ranges", "given beside hash_ids")
+        raise line.wrong("hash_ranges", "given in addition to hash_ids")
     values = line.fields["hash_ids"]
     if not isinstance(values, list):
         raise line.wrong("hash_ids", f"{short_repr(values)} is not a list")

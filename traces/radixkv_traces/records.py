@@ -89,7 +89,7 @@ class Line:
         """Return the field "namespace", or its synonym "tenant"."""
         names = [self.name(field) for field in ("namespace", "tenant")]
         if None not in names and names[0] != names[1]:
-            raise self.wrong("tenant", f"{short_repr(names[1])} beside another namespace")
+            raise self.wrong("tenant", f"{short_repr(names[1])} differs from the field namespace")
         return names[0] if names[0] is not None else names[1]
 
 

@@ -42,7 +42,9 @@ def read(path: str) -> Simulation | Run:
     summary = _json(where)
     rows = summary.get("rows")
     if not isinstance(rows, list) or not all(map(_is_row, rows)):
-        raise InvalidInput(f"{path}: not what `simulate --json` prints: its rows have no policy, capacity and hit rate")
+        raise InvalidInput(
+            f"{path}: not the output of `simulate --json`: its rows have no policy, capacity and hit rate"
+        )
     if not rows:
         raise InvalidInput(f"{path}: the simulation has no rows")
     return Simulation(where.stem, summary, rows)

@@ -1,4 +1,4 @@
-"""Targets that answer without a model: one of this process, one behind HTTP."""
+"""Targets that answer without a model: one in this process, one over HTTP."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FakeTarget:
 
 
 class Replies(BaseHTTPRequestHandler):
-    """Streams `max_tokens` pieces and says what was cached; `server.fault` says what goes wrong."""
+    """Streams `max_tokens` pieces and reports cached tokens; `server.fault` chooses an error."""
 
     protocol_version = "HTTP/1.1"
 
@@ -99,7 +99,7 @@ class Replies(BaseHTTPRequestHandler):
         return None
 
     def log_message(self, *_):
-        """Nothing."""
+        """Log nothing."""
 
     def _piece(self, body):
         if "messages" in body:
@@ -120,12 +120,12 @@ class Replies(BaseHTTPRequestHandler):
 
 @contextmanager
 def http_server(fault=None):
-    """A server on a free port of this machine; `url`, `bodies` that it got, and its faults' events."""
+    """A server on a free local port; `url`, the received `bodies`, and the events of its faults."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Replies)
     server.daemon_threads = True
     server.fault, server.bodies = fault, []
     server.hanging, server.go_on = threading.Event(), threading.Event()
-    server.handle_error = lambda *_: None  # whoever hangs up does so on purpose
+    server.handle_error = lambda *_: None  # clients that disconnect do so on purpose
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""A small server, driven as any server that speaks OpenAI's HTTP would be."""
+"""A small server, replayed against as any server with OpenAI's HTTP API."""
 
 import asyncio
 import socket
@@ -69,7 +69,7 @@ def test_messages_and_tools_go_through_the_chat():
 def test_a_server_that_tells_nothing_leaves_its_figures_open():
     with http_server("tells nothing") as server:
         (outcome,) = play(server, BLOCKS)
-    assert outcome.answer.output_tokens == 3  # as many as pieces came
+    assert outcome.answer.output_tokens == 3  # the number of pieces
     assert outcome.answer.cached_tokens is None
 
 

@@ -1,4 +1,4 @@
-"""When requests are sent, what is noted, and what is left of a replay that was stopped."""
+"""The times of sent requests, their outcomes, and the result of a replay that was stopped."""
 
 import asyncio
 from array import array
@@ -48,7 +48,7 @@ def test_closed_loop_waits_for_the_answer_before():
     target = FakeTarget(pause=0.02)
     played = play(target, recorded(("a", 0), ("a", 1), ("a", 2), ("b", 1)), loop="closed")
     mine = [outcome for outcome in played.outcomes if outcome.session == "a"]
-    assert [outcome.number for outcome in mine] == [0, 1, 3]  # by time: b's comes between
+    assert [outcome.number for outcome in mine] == [0, 1, 3]  # by time: b's request is between them
     assert all(before.ended <= after.sent for before, after in pairwise(mine))
     assert target.most == 2
 

@@ -1,4 +1,4 @@
-"""Prompts made up from block ids: what was shared stays shared, and nothing else is."""
+"""Prompts made up from block ids share exactly the recorded prefixes."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def request(blocks, length=None, *, output=7, timestamp=0.0, block_tokens=None):
 
 
 def shared(one, other):
-    """How many tokens two prompts have in common from the start."""
+    """The length of the common prefix of two prompts."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

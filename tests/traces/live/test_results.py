@@ -1,4 +1,4 @@
-"""Figures of outcomes whose every latency is known."""
+"""Figures of outcomes with given latencies."""
 
 from array import array
 

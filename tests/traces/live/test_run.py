@@ -1,4 +1,4 @@
-"""`radixkv-replay run`, from its arguments to its files, on the bundled model and on a small server."""
+"""`radixkv-replay run`, from its arguments to its files, with the bundled model and with a small server."""
 
 import csv
 import json
@@ -29,7 +29,7 @@ def trace(tmp_path):
 
 
 def replayed(capsys, *arguments):
-    """Exit status, summary, and what was said on stderr."""
+    """Run the command: its exit status, its summary, and its error output."""
     status = main(["run", *arguments, "--json"])
     said = capsys.readouterr()
     return status, json.loads(said.out) if said.out else None, said.err
@@ -49,7 +49,7 @@ def test_an_engine_hits_what_the_blocks_share_and_all_of_it_is_on_disk(trace, tm
     cached, uncached = found["runs"]["radixkv"], found["runs"]["radixkv, no cache"]
     assert cached["prompt_tokens"] == uncached["prompt_tokens"] == 300
     # One session at a time: a's turns, then b's. b's first has 60 tokens, so its fourth block is not whole, and its
-    # second prompt goes on where that ended.
+    # second prompt extends it.
     assert cached["cached_tokens"] == 0 + 64 + 32 + 60
     assert uncached["cached_tokens"] == 0
     assert (cached["finished"], cached["output_tokens"]) == (4, 9)
@@ -83,7 +83,7 @@ def test_warm_up_is_kept_apart(trace, capsys):
     _, found, _ = replayed(capsys, trace, "--block-tokens", "16", "--asap", "--concurrency", "1", "--warmup", "2")
     figures = found["runs"]["radixkv"]
     assert (figures["requests"], figures["warmup_requests"]) == (2, 2)
-    assert figures["cached_tokens"] == 64 + 60  # what the first turns left
+    assert figures["cached_tokens"] == 64 + 60  # cached by the first turns
 
 
 def test_sessions_take_turns_where_that_is_asked_for(trace, capsys):
@@ -178,7 +178,7 @@ def test_ctrl_c_prints_and_writes_what_was_measured(tmp_path):
         deadline = time.monotonic() + 60
         while not server.bodies and child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(0.5)  # its answer comes; were it late, the assertion on `finished` would say so
+        time.sleep(0.5)  # its answer arrives; if it were late, the assertion on `finished` would fail
         child.send_signal(signal.SIGINT)
         said, complaint = child.communicate(timeout=60)
     assert child.returncode == 130, complaint

@@ -196,7 +196,7 @@ def _models(server: Server, call: _Call) -> list[str]:
     except (OSError, http.client.HTTPException) as error:
         raise TargetError(f"{server.url} does not answer: {error}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise TargetError(f"{server.url}: what it answers to /v1/models is no list of models") from error
+        raise TargetError(f"{server.url}: its answer to /v1/models is not a list of models") from error
     finally:
         call.connection.close()
 
