@@ -68,12 +68,9 @@ class InputProcessor:
         self._check_params(params, stop_ids)
         check_namespace(namespace)
         check_seconds("timeout", timeout)
-        if not is_int(priority):
-            raise InvalidInput(f"priority must be an int, got {priority!r}")
-        if session is not None and not is_int(session):
-            raise InvalidInput(f"session is a number that the requests of a conversation share, got {session!r}")
+        _check_numbers(priority, session)
         room = self.context_limit - len(ids)
-        if room < 1:
+        if sample and room < 1:
             raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens and leaves no room for a reply: the model takes {model.max_length} "
                 f"tokens, the pool holds {self._pool_tokens}"
@@ -133,6 +130,13 @@ def check_seconds(name: str, value: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise InvalidInput(f"{name} must be a number of seconds above 0, or None for no limit; got {value!r}")
+
+
+def _check_numbers(priority: object, session: object) -> None:
+    if not is_int(priority):
+        raise InvalidInput(f"priority must be an int, got {priority!r}")
+    if session is not None and not is_int(session):
+        raise InvalidInput(f"session is a number that the requests of a conversation share, got {session!r}")
 
 
 def _per_prompt(params: Params, count: int) -> list[SamplingParams | None]:

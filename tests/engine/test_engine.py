@@ -405,6 +405,15 @@ def test_warm_computes_and_pins():
         check(engine)
 
 
+def test_a_prompt_that_fills_the_pool_can_be_warmed_and_not_answered():
+    engine, _ = make_engine(num_blocks=8)
+    with engine:
+        assert engine.warm(prompt_of(32)).usage.prompt_tokens == 32 == engine.context_limit
+        with pytest.raises(PromptTooLong, match="leaves no room for a reply"):
+            engine.generate([prompt_of(32)], GREEDY)
+        check(engine)
+
+
 def test_a_pin_never_takes_what_running_requests_were_promised():
     engine, runner = make_engine(num_blocks=20)
     with engine:
