@@ -39,24 +39,27 @@ KEYS: tuple[Binding, ...] = (
         Binding(str(at), f"show('{view.name}')", view.title, show=False, tooltip=view.about)
         for at, view in enumerate(VIEWS, 1)
     ),
-    Binding("question_mark", "help", "Help", tooltip="this help"),
-    Binding("space", "freeze", "Freeze", tooltip="freeze the picture, or go on; a recording pauses"),
+    Binding("question_mark", "help", "Help", tooltip="show this help"),
+    Binding("space", "freeze", "Freeze", tooltip="freeze the screen, or resume; a recording pauses"),
     Binding(
-        "left_square_bracket", f"scrub({-SCRUB_STEP})", "Past", tooltip="5 seconds back: the last ten minutes are kept"
+        "left_square_bracket",
+        f"scrub({-SCRUB_STEP})",
+        "Past",
+        tooltip="go back 5 seconds; the last ten minutes are kept",
     ),
-    Binding("right_square_bracket", f"scrub({SCRUB_STEP})", "forth", show=False, tooltip="5 seconds forth"),
-    Binding("left_curly_bracket", f"scrub({-SCRUB_LEAP})", "back", show=False, tooltip="a minute back"),
-    Binding("right_curly_bracket", f"scrub({SCRUB_LEAP})", "forth", show=False, tooltip="a minute forth"),
-    Binding("less_than_sign", "speed(-1)", "slower", show=False, tooltip="play a recording more slowly"),
+    Binding("right_square_bracket", f"scrub({SCRUB_STEP})", "forward", show=False, tooltip="go forward 5 seconds"),
+    Binding("left_curly_bracket", f"scrub({-SCRUB_LEAP})", "back", show=False, tooltip="go back a minute"),
+    Binding("right_curly_bracket", f"scrub({SCRUB_LEAP})", "forward", show=False, tooltip="go forward a minute"),
+    Binding("less_than_sign", "speed(-1)", "slower", show=False, tooltip="play a recording slower"),
     Binding("greater_than_sign", "speed(1)", "faster", show=False, tooltip="play a recording faster"),
-    Binding("b", "baseline", "Baseline", tooltip="count from now on; again: from the beginning"),
-    Binding("r", "record", "Record", tooltip="record to a file in the current folder, or stop that"),
-    Binding("e", "export", "Export", tooltip="write what you see to a file: JSON, CSV or SVG"),
-    Binding("m", "maximise", "Maximise", show=False, tooltip="only the view, without the lines around it"),
-    Binding("t", "theme", "Theme", show=False, tooltip="the dark theme, or the light one"),
-    Binding("ctrl+z", "suspend_process", "Suspend", show=False, tooltip="back to the shell for a while; fg returns"),
+    Binding("b", "baseline", "Baseline", tooltip='count "run" from now on; again: from the start'),
+    Binding("r", "record", "Record", tooltip="start or stop recording to a file in the current folder"),
+    Binding("e", "export", "Export", tooltip="export this view to a file: JSON, CSV or SVG"),
+    Binding("m", "maximise", "Maximise", show=False, tooltip="hide or show the lines around the view"),
+    Binding("t", "theme", "Theme", show=False, tooltip="switch between the dark and the light theme"),
+    Binding("ctrl+z", "suspend_process", "Suspend", show=False, tooltip="suspend to the shell; fg resumes"),
     Binding("q", "quit", "Quit", tooltip="quit"),
-    Binding("ctrl+c", "quit", "Quit", show=False, priority=True, tooltip="quit, wherever you are"),
+    Binding("ctrl+c", "quit", "Quit", show=False, priority=True, tooltip="quit from any screen"),
 )
 
 
@@ -222,7 +225,7 @@ class MonitorApp(App[None]):
     def action_speed(self, steps: int) -> None:
         """Play a recording faster or slower."""
         if self.playback.replay is None:
-            self.notify("Only a recording has a speed: radixkv-monitor --replay FILE", severity="warning")
+            self.notify("Only recordings have a speed: use radixkv-monitor --replay FILE", severity="warning")
         else:
             self.playback.replay.faster(steps)
             self.tick()
@@ -230,7 +233,7 @@ class MonitorApp(App[None]):
     def action_baseline(self) -> None:
         """Count "run" from now on."""
         began = self.playback.set_baseline()
-        self.notify("Counting from now on; b: from the beginning" if began else "Counting from the beginning")
+        self.notify('Counting "run" from now on' if began else 'Counting "run" since the monitor attached')
         self.tick()
 
     def action_record(self) -> None:
@@ -257,7 +260,7 @@ class MonitorApp(App[None]):
         if has_shell():
             super().action_suspend_process()
         else:
-            self.notify("There is no shell to go back to: q quits", severity="warning")
+            self.notify("There is no shell to return to; q quits", severity="warning")
 
     def action_maximise(self) -> None:
         """Hide the status lines around the view, or show them again."""
@@ -288,13 +291,13 @@ class MonitorApp(App[None]):
         for entry in VIEWS:
             show = partial(self.call_later, self.action_show, entry.name)
             yield SystemCommand(entry.title, entry.about.capitalize(), show)
-        yield SystemCommand("Freeze", "Freeze the picture, or go on", self.action_freeze)
-        yield SystemCommand("Record", "Record to a file, or stop that", self.action_record)
+        yield SystemCommand("Freeze", "Freeze the screen, or resume", self.action_freeze)
+        yield SystemCommand("Record", "Start or stop recording to a file", self.action_record)
         yield SystemCommand("Save the past", "Write the last ten minutes to a file", self.action_save)
-        yield SystemCommand("Export", "Write what you see to a file", self.action_export)
-        yield SystemCommand("Baseline", "Count from now on, or from the beginning", self.action_baseline)
-        yield SystemCommand("Dark or light", "The light theme, or the dark one again", self.action_theme)
-        yield SystemCommand("Bare", "Only the view, without the lines around it", self.action_maximise)
+        yield SystemCommand("Export", "Export this view to a file", self.action_export)
+        yield SystemCommand("Baseline", 'Count "run" from now on, or since the monitor attached', self.action_baseline)
+        yield SystemCommand("Dark or light", "Switch between the dark and the light theme", self.action_theme)
+        yield SystemCommand("Bare", "Hide or show the lines around the view", self.action_maximise)
 
     # ---- files
 

@@ -179,7 +179,7 @@ def _reference_levels(blocks: Blocks) -> Levels:
 
 _REFERENCES = (
     LegendEntry("free", theme.FREE),
-    LegendEntry("nobody", theme.UNKNOWN),
+    LegendEntry("no reader", theme.UNKNOWN),
     *(
         LegendEntry(name, shade)
         for name, shade in zip(("1 reader", "2", "3-4", "5-8", "9 or more"), theme.REFERENCES, strict=True)
@@ -218,7 +218,7 @@ def assign_shades(session_shades: list[int | None], sizes: dict[int, int]) -> No
 def _session_legend(blocks: Blocks) -> tuple[LegendEntry, ...]:
     return (
         LegendEntry("free", theme.FREE),
-        LegendEntry("nobody's", theme.UNKNOWN),
+        LegendEntry("no session", theme.UNKNOWN),
         LegendEntry("several", theme.SHARED),
         LegendEntry("others", theme.OTHERS),
         *(

@@ -50,22 +50,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="radixkv-monitor",
-        description="Shows a running engine: its radix tree, its pool, who holds what, hits, misses and evictions.",
-        epilog="Without a target it attaches to the engine that runs here, or asks which one. It changes nothing.",
+        description="Show a running engine: its radix tree and block pool, requests, hits, misses and evictions.",
+        epilog="Without a target, attach to the engine on this machine, or ask which one. The engine is not changed.",
     )
     parser.add_argument(
         "target", nargs="?", metavar="TARGET", help="a process id, a socket, tcp://HOST:PORT, or a recording"
     )
-    parser.add_argument("--demo", action="store_true", help="a made-up workload over a real cache; needs no engine")
+    parser.add_argument(
+        "--demo", action="store_true", help="show a made-up workload over a real cache; needs no engine"
+    )
     parser.add_argument("--replay", metavar="FILE", type=Path, help="play a recording")
     parser.add_argument("--record", metavar="FILE", type=Path, help="record to a new file from the first state on")
-    parser.add_argument("--view", choices=VIEW_NAMES, default="overview", help="the screen to begin with")
-    parser.add_argument("--sort", metavar="NAME", help="sort the views that can be by this column or order")
-    parser.add_argument("--theme", choices=("dark", "light"), default="dark", help="the colours to begin with")
-    parser.add_argument("--once", action="store_true", help="print a summary of now, and exit")
-    parser.add_argument("--json", action="store_true", help="with --once: as JSON")
-    parser.add_argument("--token", default="", help="of an engine behind tcp://; looked up if it runs here")
-    parser.add_argument("--log", metavar="FILE", type=Path, help="write a log to a file; nothing is logged otherwise")
+    parser.add_argument("--view", choices=VIEW_NAMES, default="overview", help="the view to start with")
+    parser.add_argument("--sort", metavar="NAME", help="sort the views by this column or order")
+    parser.add_argument("--theme", choices=("dark", "light"), default="dark", help="the theme to start with")
+    parser.add_argument("--once", action="store_true", help="print a summary and exit")
+    parser.add_argument("--json", action="store_true", help="with --once: print JSON")
+    parser.add_argument(
+        "--token", default="", help="the token of an engine at tcp://; not needed on the engine's own machine"
+    )
+    parser.add_argument(
+        "--log", metavar="FILE", type=Path, help="write a log to this file; otherwise nothing is logged"
+    )
     parser.add_argument("--version", action="version", version=f"radixkv {version('radixkv')}")
     return parser
 

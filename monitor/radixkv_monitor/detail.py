@@ -36,9 +36,9 @@ def next_to_go(state: State) -> str:
         return "nothing is evictable"
     node = state.nodes.get(victims[0])
     if node is None:
-        return f"next to go: node {victims[0]}"
-    why = "first to go: done" if node.demoted else f"idle {duration(state.now - node.used)}"
-    return f"next to go: node {node.id} ({plural(count_blocks(node.blocks), 'block')}, {why})"
+        return f"next victim: node {victims[0]}"
+    why = "marked as done" if node.demoted else f"idle {duration(state.now - node.used)}"
+    return f"next victim: node {node.id} ({plural(count_blocks(node.blocks), 'block')}, {why})"
 
 
 def _place_in_order(state: State, branch: Branch) -> list[str]:
@@ -59,7 +59,7 @@ def _place_in_order(state: State, branch: Branch) -> list[str]:
 def holder_name(state: State, sequence: SequenceRecord) -> str:
     """Name a sequence by its request and stream."""
     if sequence.request is None:
-        return f"sequence {sequence.id}, which no request opened"
+        return f"sequence {sequence.id} without a request"
     request = state.live.get(sequence.request)
     phase = f" ({request.phase})" if request is not None else ""
     return f"request {sequence.request}, stream {sequence.index}{phase}"
@@ -76,7 +76,7 @@ def why_held(state: State, branch: Branch) -> list[str]:
         reasons.append("Held by a pin." if node.pins == 1 else f"Held by {node.pins} pins.")
     unknown = node.holders - len(here) - node.pins
     if unknown > 0:
-        reasons.append(f"Held by {plural(unknown, 'holder')} that this monitor was not told of.")
+        reasons.append(f"Held by {plural(unknown, 'holder')} that the engine did not report.")
     return reasons + _held_from_below(state, branch) or [_not_held(branch)]
 
 
@@ -94,15 +94,15 @@ def _held_from_below(state: State, branch: Branch) -> list[str]:
     noun = "a locked child, node" if len(locked) == 1 else "locked children, nodes"
     named = "; ".join(f"{holder_name(state, each)}, at node {each.node}" for each in through[:MOST_NAMED])
     rest = f"; {len(through) - MOST_NAMED} more" if len(through) > MOST_NAMED else ""
-    return [f"Held by {noun} {children}{more}" + (f": {named}{rest}." if named else ": by a pin below.")]
+    return [f"Held by {noun} {children}{more}" + (f": {named}{rest}." if named else ", because of a pin below.")]
 
 
 def _not_held(branch: Branch) -> str:
     if branch.is_root:
         return "A namespace: it holds no blocks itself."
     if branch.children:
-        return f"Held by nobody: evictable once what is below it is gone ({plural(branch.nodes - 1, 'node')})."
-    return "Held by nobody: evictable now."
+        return f"Not held. Evictable after its descendants ({plural(branch.nodes - 1, 'node')})."
+    return "Not held. Evictable now."
 
 
 def node_detail(state: State, branch: Branch) -> Detail:
@@ -112,7 +112,7 @@ def node_detail(state: State, branch: Branch) -> Detail:
         return _account_of_root(state, branch)
     notes = why_held(state, branch) + _place_in_order(state, branch)
     if node.demoted:
-        notes.append("Its user said that it is done: first to go.")
+        notes.append("Marked as done by its user, so it is evicted first.")
     return Detail(f"Node {node.id}", _facts(state, branch), notes)
 
 
@@ -125,11 +125,11 @@ def _facts(state: State, branch: Branch) -> list[tuple[str, str]]:
         ("references", f"{node.holders} here, {node.locks - node.holders} below"),
         ("hits", f"{node.hits:,}"),
         ("last used", f"{duration(state.now - node.used)} ago"),
-        ("born", f"{duration(state.now - node.born)} ago"),
+        ("created", f"{duration(state.now - node.born)} ago"),
         ("blocks", f"{blocks:,} ({size(blocks * per)})"),
         ("block ids", block_ids(node)),
         ("parent", str(node.parent)),
-        ("below", _below(branch)),
+        ("descendants", _below(branch)),
         ("begins with", " ".join(map(str, node.head)) + (" …" if node.tokens > len(node.head) else "")),
     ]
     if node.priority:
@@ -142,7 +142,7 @@ def _facts(state: State, branch: Branch) -> list[tuple[str, str]]:
 def _below(branch: Branch) -> str:
     below = branch.nodes - 1
     if not below:
-        return "nothing: a leaf"
+        return "none (a leaf)"
     return f"{plural(below, 'node')}, {plural(branch.tokens - branch.node.tokens, 'token')}"
 
 
@@ -172,7 +172,7 @@ def block_detail(blocks: Blocks, block: int, per: int) -> Detail:
     owners = blocks.map.all_owners(block)
     if owners:
         facts += _facts_of_owner(state, blocks, block, owners)
-    notes = [_readers(state, blocks, owners)] if owners else ["Free: the next to be taken, or some other time."]
+    notes = [_readers(state, blocks, owners)] if owners else ["Free: available for new tokens."]
     if per > 1:
         notes.append(_neighbours(states))
     title = f"Block {block:,}" if per == 1 else f"Block {block:,}, first of {per} in its cell"
@@ -186,7 +186,7 @@ def _facts_of_owner(state: State, blocks: Blocks, block: int, owners: list[Owner
     if span is not None:
         facts.append(("tokens", f"{span[0]:,} to {span[1]:,} of its text"))
     session = blocks.sessions.of(tip)
-    facts.append(("session", {SHARED: "several", UNKNOWN: "none that was seen"}.get(session, str(session))))
+    facts.append(("session", {SHARED: "several", UNKNOWN: "none seen"}.get(session, str(session))))
     node = state.nodes.get(tip)
     if node is not None:
         facts += [("hits", f"{node.hits:,}"), ("last used", f"{duration(state.now - node.used)} ago")]
@@ -228,7 +228,7 @@ def _readers(state: State, blocks: Blocks, owners: list[Owner]) -> str:
         named.append(f"{len(through) - MOST_NAMED:,} more")
     if pins:
         named.append(plural(pins, "pin"))
-    return f"Its node is held by {'; '.join(named)}." if named else "Held by nobody: eviction may take it."
+    return f"Its node is held by {'; '.join(named)}." if named else "Not held: eviction may take it."
 
 
 def _neighbours(states: list[int]) -> str:

@@ -23,16 +23,16 @@ from radixkv_monitor.shutdown import exit_on_signals
 from radixkv_monitor.theme import DARK, THEMES
 
 WORDS = (
-    ("free", "blocks that hold nothing"),
-    ("cached", "blocks that only the tree holds: they go when room is needed"),
-    ("active", "blocks of sequences that are open now: they stay"),
-    ("pinned", "blocks that a pin holds: they stay until it is released or runs out"),
-    ("● ○ ◆ ▽", "nodes that a sequence holds, that nobody holds, that a pin holds, that are first to go"),
-    ("hit rate", "prompt tokens found in the cache, of all; each request counts once, at its admission"),
-    ("hit, miss", "of times to the first token: at least half of the prompt was cached, or less"),
-    ("regret", "tokens that were asked for again after they had been evicted"),
-    ("audit", "cached blocks that were computed again, to see that they are what they should be"),
-    ("stale", "the engine cannot be reached: what you see is the last that it told"),
+    ("free", "blocks without content"),
+    ("cached", "blocks that only the tree holds; evicted when room is needed"),
+    ("active", "blocks of open sequences; never evicted"),
+    ("pinned", "blocks that a pin holds, until it is released or expires"),
+    ("● ○ ◆ ▽", "nodes held by a sequence, not held, held by a pin, marked as done"),
+    ("hit rate", "cached share of all prompt tokens; a request counts when it is admitted"),
+    ("hit, miss", "at least half of the prompt was cached, or less"),
+    ("regret", "tokens that were requested again after they were evicted"),
+    ("audit", "cached blocks that were computed again, to verify their content"),
+    ("stale", "the engine cannot be reached; the screen shows its last state"),
 )
 """The meaning of the words on the screens."""
 
@@ -66,7 +66,7 @@ class HelpScreen(ModalScreen[None]):
     def _text(self) -> Content:
         parts = [
             Content.styled("radixkv-monitor", "bold $primary"),
-            Content("  shows; it changes nothing in the engine.\n"),
+            Content("  shows a running engine and changes nothing in it.\n"),
         ]
         for title, bindings in self._sections:
             parts.append(Content.styled(f"\n{title}\n", "bold"))
@@ -100,7 +100,7 @@ class ExportScreen(ModalScreen[str | None]):
             ("j", "[@click=screen.choose('json')]JSON: the rows of this view[/]"),
             ("c", "[@click=screen.choose('csv')]CSV: the rows of this view[/]"),
             ("s", "[@click=screen.choose('svg')]SVG: a picture of the screen[/]"),
-            ("esc", "[@click=screen.choose('')]nothing[/]"),
+            ("esc", "[@click=screen.choose('')]cancel[/]"),
         )
         parts = [Content.styled("Write a file into the current folder\n\n", "bold")]
         parts += [

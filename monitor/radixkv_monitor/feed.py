@@ -103,7 +103,7 @@ class Feed(ABC):
 
     def save(self, path: Path) -> int:
         """Write the whole history to a file; return the number of frames. Raises OSError and ValueError likewise."""
-        raise ValueError(f"{self.title} remembers nothing")
+        raise ValueError(f"{self.title} has no history")
 
 
 class ThreadFeed(Feed):
@@ -182,5 +182,5 @@ class ThreadFeed(Feed):
     def save(self, path: Path) -> int:
         """Write the whole history to a file."""
         if self.span is None:
-            raise ValueError("nothing to save yet: no engine has told its state")
+            raise ValueError("nothing to save yet: no engine has sent its state")
         return save(path, self.builder.timeline.all_frames())

@@ -19,8 +19,8 @@ DEMO_PAST = 60.0
 """The age of the demo's engine when it is first shown, in seconds."""
 
 NO_ENGINE = (
-    "no engine of yours runs on this machine. Every radixkv engine tells of itself unless it was loaded with "
-    "monitor=False: start one, or see a made-up one with --demo"
+    "no engine of yours runs on this machine. Every radixkv engine can be monitored unless it was loaded with "
+    "monitor=False: start one, or see a simulated one with --demo"
 )
 
 

@@ -85,7 +85,7 @@ class SocketFeed(ThreadFeed):
                 data = connection.recv(_CHUNK)
             except TimeoutError:
                 if time.monotonic() - last_received > SILENCE_TIMEOUT:
-                    return f"it has been silent for {duration(time.monotonic() - last_received)}"
+                    return f"no data for {duration(time.monotonic() - last_received)}"
                 continue
             if not data:
                 return self.builder.end_reason or "the engine closed the connection"
@@ -140,7 +140,7 @@ class DemoFeed(ThreadFeed):
 
     def _run(self) -> None:
         source = self._source()
-        self._status = Status("connecting", source.facts.started, "The demo lives its first minute")
+        self._status = Status("connecting", source.facts.started, "The demo simulates its first minute")
         self.builder.take(Hello(source.facts, ts=self._clock()))
         when = source.facts.started
         for seq in count(1):

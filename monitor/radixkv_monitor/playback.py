@@ -104,7 +104,7 @@ class Playback:
     def _source_text(self) -> str:
         status = self.feed.status
         if status.link == "stale":
-            return f"Not connected since {clock(status.since)}, what you see is old: {status.sentence}"
+            return f"Not connected since {clock(status.since)}, showing the last state: {status.sentence}"
         if status.link == "connecting":
             return status.sentence or f"Looking for an engine at {self.feed.title}"
         return status.sentence
@@ -117,7 +117,7 @@ class Playback:
         if state is None:
             return ""
         ago = duration(max(0.0, self.feed.now - state.time))
-        return f"{clock(state.time)}, {ago} ago; reading goes on; space: back to the present, [ ]: through the past"
+        return f"{clock(state.time)}, {ago} ago; reading goes on; space: return to the present, [ ]: move"
 
     def _recording_text(self) -> str:
         recording = self.feed.recording

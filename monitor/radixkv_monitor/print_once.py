@@ -34,7 +34,7 @@ def first_state(feed: Feed, patience: float) -> State:
             time.sleep(0.02)
         state = feed.latest
         if state is None:
-            why = feed.status.sentence or "nothing was told"
+            why = feed.status.sentence or "no state was received"
             raise EngineNotFound(why if feed.title in why else f"{feed.title}: {why}")
         return replace(state, now=max(state.time, feed.now))
     finally:
@@ -68,10 +68,10 @@ def to_text(state: State) -> str:
         f"engine      {facts.model}, {facts.device} {facts.dtype}, pid {facts.pid}, up {duration(up)}",
         f"pool        {count(pool.total)} blocks: {', '.join(f'{name} {share(n, pool.total)}' for name, n in parts)}",
         f"hit rate    {summary.hit_lifetime} of {count(summary.hit_lifetime.whole)} prompt tokens",
-        f"first token {duration(hit.median)} if half of the prompt was cached ({hit.count} seen), "
-        f"{duration(miss.median)} otherwise ({miss.count} seen); medians",
+        f"first token {duration(hit.median)} if half of the prompt was cached ({hit.count} requests), "
+        f"{duration(miss.median)} otherwise ({miss.count} requests); medians",
         f"requests    {summary.running} running, {summary.waiting} waiting, {count(summary.finished)} finished, "
         f"{count(summary.failed)} failed, {count(summary.preemptions)} preemptions",
-        f"regret      {count(summary.regret_lifetime.part)} tokens were asked for again after they had been evicted",
+        f"regret      {count(summary.regret_lifetime.part)} tokens were requested again after they were evicted",
     )
     return "\n".join(lines)

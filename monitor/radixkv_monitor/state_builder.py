@@ -63,7 +63,7 @@ class StateBuilder:
         self.stop_recording()
         with self._lock:
             if self.facts is None or self.latest is None:
-                raise ValueError("nothing to record yet: no engine has told its state")
+                raise ValueError("nothing to record yet: no engine has sent its state")
             ts = self._mirror.time
             self.recording = LiveRecording(path, self.facts, snapshot_frames(self._mirror, self._seq, ts), ts)
 

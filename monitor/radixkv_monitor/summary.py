@@ -228,7 +228,8 @@ def _bad(state: State, summary: Summary) -> Iterable[str]:
     if state.end_reason.startswith(CRASHED):
         yield state.end_reason
     if summary.differing_blocks:
-        yield f"{summary.differing_blocks:,} of {plural(summary.audited_blocks, 'audited block')} not what it should be"
+        audited = plural(summary.audited_blocks, "audited block")
+        yield f"{summary.differing_blocks:,} of {audited} differ when recomputed"
     if state.stale:
         yield "not connected: these numbers are old"
     if summary.failed_minute:
@@ -240,9 +241,9 @@ def _warnings(summary: Summary) -> Iterable[str]:
         yield f"{plural(summary.waiting, 'request')} waiting, the longest for {duration(summary.longest_wait)}"
     if summary.preemptions_minute:
         when = "in the last minute" if summary.watched >= MINUTE else "of requests of the last minute"
-        yield f"{plural(summary.preemptions_minute, 'preemption')} {when}: the pool is small for what runs"
+        yield f"{plural(summary.preemptions_minute, 'preemption')} {when}: the pool is too small for this load"
     if (summary.regret_minute.share or 0) >= REGRET_SHARE:
-        yield f"{summary.regret_minute} of the tokens asked for in the last minute had been evicted"
+        yield f"{summary.regret_minute} of the tokens requested in the last minute had been evicted"
     if summary.pool.total and (summary.pool.active + summary.pool.pinned) / summary.pool.total >= HELD_SHARE:
         yield f"{share(summary.pool.active + summary.pool.pinned, summary.pool.total)} of the pool is held"
 

@@ -357,7 +357,7 @@ def test_a_silent_engine_counts_as_gone(engines: Engines, feed: SocketFeed, monk
         send(engine, Hello(FACTS), snapshot(1.0, 1))
         feed.start()
         until(lambda: feed.status.link == "stale")
-        assert "silent" in feed.status.sentence
+        assert "no data" in feed.status.sentence
 
 
 # ---- recordings

@@ -173,7 +173,7 @@ def test_what_others_select_is_lit_and_found() -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
         view.select(Selection(node=3, block=20))
         await pilot.pause()
-        assert view.block == 20 and "node 3 is lit" in text(view, ".headline")
+        assert view.block == 20 and "node 3 is highlighted" in text(view, ".headline")
         assert np.flatnonzero(view.map._shown & 0x40).tolist() == [8, 9, 20]
         view.select(Selection(node=4, block=20))
         await pilot.pause()

@@ -27,7 +27,7 @@ from tests.monitor import samples
 def test_a_prompt_that_departs_from_what_is_cached() -> None:
     request = samples.request(cached_tokens=80, miss_reason="diverged", miss_at=80)
     assert miss_sentence(request) == (
-        "80 of 100 prompt tokens (80%) were cached. At token 80 the prompt departs from everything that is cached."
+        "80 of 100 prompt tokens (80%) were cached. At token 80 the prompt diverges from all cached prompts."
     )
     assert miss_word(request) == "diverged @80"
 
@@ -41,8 +41,8 @@ def test_a_prompt_whose_rest_was_evicted() -> None:
         miss_pressure="to make room for 3 blocks when 1 were free",
     )
     assert miss_sentence(request).endswith(
-        "From token 60 on, 16 tokens more would have matched, but went 12 s before, to make room for 3 blocks when 1 "
-        "were free."
+        "From token 60 on, 16 more tokens would have matched, but were evicted 12 s before, to make room for 3 blocks "
+        "when 1 were free."
     )
 
 
@@ -57,11 +57,11 @@ def test_new_and_whole_and_unadmitted_prompts() -> None:
 def test_an_eviction_and_its_regret() -> None:
     record = samples.eviction(node=7, start=32, tokens=64, blocks=4, idle_s=95.0, hits=2)
     assert eviction_sentence(record) == (
-        "Tokens 32 to 96 of node 7 went, to make room for 4 blocks when 0 were free: 4 blocks, unused for 1.6 min, "
-        "hit 2 times until then. Nobody has asked for them since."
+        "Tokens 32 to 96 of node 7 were evicted, to make room for 4 blocks when 0 were free: 4 blocks, unused for "
+        "1.6 min, hit 2 times before. They have not been requested since."
     )
     regretted = samples.eviction(time=1000.0, wanted_again=1012.0)
-    assert "asked for again 12 s later" in eviction_sentence(regretted)
+    assert "requested again 12 s later" in eviction_sentence(regretted)
 
 
 def test_every_phase_has_a_glyph_of_its_own_and_a_style() -> None:

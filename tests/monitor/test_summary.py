@@ -125,12 +125,12 @@ YOUNG = replace(FACTS, started=1940.0)
 @pytest.mark.parametrize(
     ("stats", "values", "level", "opening"),
     [
-        ({"audited_blocks": 120, "differing_blocks": 3}, {}, "bad", "3 of 120 audited blocks not what it should be"),
+        ({"audited_blocks": 120, "differing_blocks": 3}, {}, "bad", "3 of 120 audited blocks differ when recomputed"),
         ({}, {"stale": True}, "bad", "Not connected"),
         ({"failed": 2}, {}, "bad", "2 requests failed in the last minute"),
         ({"preemptions": 7}, {"facts": YOUNG}, "warn", "7 preemptions in the last minute"),
         ({"preemptions": 7}, {}, "warn", "7 preemptions of requests of the last minute"),
-        ({"cache.query_tokens": 100, "cache.regret_tokens": 12}, {}, "warn", "12% of the tokens asked for"),
+        ({"cache.query_tokens": 100, "cache.regret_tokens": 12}, {}, "warn", "12% of the tokens requested"),
         ({"cache.held_blocks": 64, "cache.cached_blocks": 0}, {}, "warn", "100% of the pool is held"),
     ],
 )

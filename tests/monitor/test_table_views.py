@@ -68,7 +68,7 @@ def test_requests_show_phases_waterfall_and_why(size: tuple[int, int]) -> None:
 
     async def script(pilot: Pilot[None]) -> None:
         text = "\n".join(screen(pilot.app))
-        assert "1 running, 1 waiting, 2 that ended" in text
+        assert "1 running, 1 waiting, 2 ended" in text
         assert "● decode" in text and "✗ failed" in text and "… waiting" in text
         assert "█" in text
         assert numbers(view) == [4, 3, 2, 1]
@@ -112,7 +112,7 @@ def test_the_cursor_tells_the_miss_and_selects_the_request() -> None:
         await pilot.press("end")
         await pilot.pause()
         assert view.table.cursor is not None and view.table.cursor.request.number == 1
-        assert any("At token 60 the prompt departs" in line for line in screen(pilot.app))
+        assert any("At token 60 the prompt diverges" in line for line in screen(pilot.app))
         await pilot.press("up", "home", "down", "k", "j")
         assert view.table.cursor is not None and view.table.cursor.request.number == 3
 
@@ -219,7 +219,7 @@ def test_evictions_show_regret_and_lead_to_the_node(size: tuple[int, int]) -> No
 
     async def script(pilot: Pilot[None]) -> None:
         text = screen(pilot.app)
-        assert any("352 tokens went, 320 (91%) wanted again" in line for line in text)
+        assert any("352 tokens evicted, 320 (91%) regretted" in line for line in text)
         assert any("! after 500 ms" in line for line in text)
         await pilot.press("enter")  # node 6: nothing is left of it
         await pilot.pause()

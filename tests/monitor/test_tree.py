@@ -90,7 +90,7 @@ def test_rows_and_the_account_of_the_node_are_on_screen(size: tuple[int, int]) -
     async def script(pilot: Pilot[None], view: TreeView) -> None:
         await pilot.press("down", "up")
         text = "\n".join(screen(pilot.app))
-        for matching in ("team", "default", "0-32", "32-132", "◆ ", "▽ ", "tokens", "next to go: node 4"):
+        for matching in ("team", "default", "0-32", "32-132", "◆ ", "▽ ", "tokens", "next victim: node 4"):
             assert matching in text, matching
         await pilot.press("down")
         text = "\n".join(screen(pilot.app))
@@ -156,7 +156,7 @@ def test_s_goes_through_all_orders_and_back(size: tuple[int, int]) -> None:
 def test_the_filter_shows_matches_n_walks_them_and_escape_ends_it(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: TreeView) -> None:
         await pilot.press("slash", *"min:100", "enter")
-        assert ids(view) == [1, 2, 3, 4] and "2 fit the filter" in headline(view) and at(view) == 3
+        assert ids(view) == [1, 2, 3, 4] and "2 match the filter" in headline(view) and at(view) == 3
         await pilot.press("n")
         assert at(view) == 4
         await pilot.press("n")
@@ -343,21 +343,21 @@ def account(shown: State, number: int) -> str:
 
 def test_why_a_node_is_held() -> None:
     shown = small()
-    assert "Held by nobody: evictable once what is below it is gone (1 node)." in account(shown, 3)
-    assert "evictable now" in account(shown, 5) and "Eviction takes 1 node before it." in account(shown, 5)
-    assert "Eviction takes it next" in account(shown, 4) and "it is done: first to go" in account(shown, 4)
+    assert "Not held. Evictable after its descendants (1 node)." in account(shown, 3)
+    assert "Evictable now" in account(shown, 5) and "Eviction takes 1 node before it." in account(shown, 5)
+    assert "Eviction takes it next" in account(shown, 4) and "Marked as done by its user" in account(shown, 4)
     nodes = {**shown.nodes, 2: node(2, 1, locks=1), 3: node(3, 2, 32, 100, locks=3, holders=3)}
     nodes[4] = node(4, 2, 32, 500, locks=1)
     held = replace(shown, nodes=nodes, sequences={9: SequenceRecord(9, None, 0, 3, 132, 0, (), 0.0)})
-    assert "Held by sequence 9, which no request opened." in account(held, 3)
-    assert "2 holders that this monitor was not told of" in account(held, 3)
-    assert "locked children, nodes 3, 4: sequence 9, which no request opened, at node 3." in account(held, 2)
+    assert "Held by sequence 9 without a request." in account(held, 3)
+    assert "2 holders that the engine did not report" in account(held, 3)
+    assert "locked children, nodes 3, 4: sequence 9 without a request, at node 3." in account(held, 2)
     assert "Namespace team" in account(shown, 1)
 
 
 def test_the_eviction_order_is_the_one_that_the_engine_sent() -> None:
     shown = small(next_victims=(5, 4))
-    assert detail.next_to_go(shown) == "next to go: node 5 (2 blocks, idle 7.0 s)"
+    assert detail.next_to_go(shown) == "next victim: node 5 (2 blocks, idle 7.0 s)"
     assert "Eviction takes it next" in account(shown, 5) and "Eviction takes 1 node before it." in account(shown, 4)
     assert "Eviction takes at least 1 node before it." in account(replace(shown, next_victims=(5,)), 4)
     assert "Eviction takes" not in account(shown, 3), "eviction takes leaves"

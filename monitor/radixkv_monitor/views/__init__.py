@@ -133,12 +133,12 @@ class Entry:
 
 
 VIEWS = (
-    Entry("Overview", "how the engine is doing: hits, pool, times, trouble"),
-    Entry("Tree", "the radix tree: what is cached, who holds it"),
+    Entry("Overview", "health of the engine: hits, pool, latency, problems"),
+    Entry("Tree", "the radix tree: cached tokens and their holders"),
     Entry("Pool", "the blocks: free, active, cached, pinned"),
-    Entry("Sessions", "conversations, and what they found in the cache"),
-    Entry("Evictions", "what had to go, and what was wanted again"),
-    Entry("Requests", "requests in time, and why a prompt was not found"),
+    Entry("Sessions", "conversations and their cache hits"),
+    Entry("Evictions", "evicted tokens, and those requested again"),
+    Entry("Requests", "requests over time, and why prompts missed"),
 )
 """In the order of the keys 1 to 6."""
 

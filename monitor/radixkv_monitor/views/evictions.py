@@ -40,7 +40,7 @@ class EvictionsView(TableView[EvictionRow]):
     """Evicted runs: age, reason, regret."""
 
     title = "evictions"
-    empty = "nothing was evicted yet: the pool has had room for everything"
+    empty = "no evictions yet: the pool had room for everything"
     columns: ClassVar[Sequence[Column[EvictionRow]]] = (
         Column("ago", 8, lambda row: row.ago, duration, sort="time", sort_key=lambda row: row.eviction.number,
                right=True),
@@ -50,8 +50,9 @@ class EvictionsView(TableView[EvictionRow]):
         Column("blocks", 7, lambda row: row.eviction.blocks, rank=2, right=True),
         Column("unused for", 10, lambda row: row.eviction.idle_s, duration, sort="time unused", rank=1, right=True),
         Column("hits", 5, lambda row: row.eviction.hits, sort="hits", rank=1, right=True),
-        Column("wanted again", 15, lambda row: row.wanted_after, cell=_wanted_again, sort="regret", descending=False,
-               search=lambda row: "" if row.wanted_after is None else "wanted again regret", export="wanted_after_s"),
+        Column("requested again", 15, lambda row: row.wanted_after, cell=_wanted_again, sort="regret", descending=False,
+               search=lambda row: "" if row.wanted_after is None else "requested wanted again regret",
+               export="wanted_after_s"),
         Column("left", 6, lambda row: row.eviction.gone, lambda gone: "gone" if gone else "head", "dim", rank=3),
         Column("reason", 24, lambda row: row.eviction.pressure, style="dim", rank=4, grows=True),
     )  # fmt: skip
@@ -75,8 +76,8 @@ class EvictionsView(TableView[EvictionRow]):
         regret = int(state.stats.get("cache.regret_tokens", 0))
         wanted = sum(1 for row in rows if row.wanted_after is not None)
         return (
-            f"{plural(tokens, 'token')} went, {regret:,} ({share(regret, tokens)}) wanted again · "
-            f"{wanted:,} of {len(rows):,} regretted"
+            f"{plural(tokens, 'token')} evicted, {regret:,} ({share(regret, tokens)}) regretted · "
+            f"{wanted:,} of {len(rows):,} evictions"
         )
 
     def detail(self, row: EvictionRow, state: State) -> Content:
@@ -101,18 +102,18 @@ class EvictionsView(TableView[EvictionRow]):
         if self._state is not None and row.eviction.node in self._state.nodes:
             self.post_message(NodeSelected(row.eviction.node, show=True))
         else:
-            self.notify(f"Nothing is left of node {row.eviction.node}.")
+            self.notify(f"Node {row.eviction.node} is no longer cached.")
 
 
 def eviction_sentence(record: EvictionRecord) -> str:
     """Say which tokens were evicted, why, and whether they were requested again."""
-    what = f"Tokens {record.start:,} to {record.start + record.tokens:,} of node {record.node}"
-    hits = f"hit {plural(record.hits, 'time')} until then" if record.hits else "never hit"
-    head = f"{what} went, {record.pressure or 'to make room'}: {plural(record.blocks, 'block')}, unused for "
+    tokens = f"Tokens {record.start:,} to {record.start + record.tokens:,} of node {record.node}"
+    hits = f"hit {plural(record.hits, 'time')} before" if record.hits else "never hit"
+    head = f"{tokens} were evicted, {record.pressure or 'to make room'}: {plural(record.blocks, 'block')}, unused for "
     return f"{head}{duration(record.idle_s)}, {hits}. {_regret(record)}"
 
 
 def _regret(record: EvictionRecord) -> str:
     if record.wanted_again is None:
-        return "Nobody has asked for them since."
-    return f"They were asked for again {duration(record.wanted_again - record.time)} later: that is a regret."
+        return "They have not been requested since."
+    return f"They were requested again {duration(record.wanted_again - record.time)} later, which is a regret."

@@ -236,7 +236,7 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
         ),
         *panel.spark(counters.series(history, "output_tokens", state.now, span, width), height),
         panel.numbers(
-            (duration(summary.seconds_per_step), "a step"), (_plain(summary.tokens_per_step), "tokens in it")
+            (duration(summary.seconds_per_step), "per step"), (_plain(summary.tokens_per_step), "tokens per step")
         ),
     ]
 
@@ -266,27 +266,27 @@ def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sa
         panel.numbers((short(summary.evicted_per_second), "tokens/s"), (str(summary.regret_minute), "regret in 1 min")),
         *panel.spark(counters.series(history, "cache.evicted_tokens", state.now, span, width), height),
         panel.numbers(
-            (short(summary.regret_lifetime.part), "came back,"),
-            (share(summary.regret_lifetime.part, state.stats.get("cache.evicted_tokens", 0.0)), "of all that went"),
+            (short(summary.regret_lifetime.part), "regret tokens,"),
+            (share(summary.regret_lifetime.part, state.stats.get("cache.evicted_tokens", 0.0)), "of evicted"),
         ),
     ]
 
 
-def trouble(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Preemptions, failures, audits, and the cost of telemetry to the engine."""
-    audited = f"wrong of {plural(summary.audited_blocks, 'audited block')}" if summary.audited_blocks else "audits yet"
+    audited = f"of {plural(summary.audited_blocks, 'audited block')} differ" if summary.audited_blocks else "audits yet"
     lines = [
-        panel.title("Trouble"),
+        panel.title("Problems"),
         panel.numbers(
-            (count(summary.preemptions_minute), "preemptions in 1 min"), (count(summary.preemptions), "ever")
+            (count(summary.preemptions_minute), "preemptions in 1 min"), (count(summary.preemptions), "in total")
         ),
         panel.numbers(
-            (count(summary.failed_minute), "failed in 1 min"), (short(summary.recomputed_tokens), "computed twice")
+            (count(summary.failed_minute), "failed in 1 min"), (short(summary.recomputed_tokens), "recomputed")
         ),
         panel.numbers((count(summary.differing_blocks), audited)),
     ]
     if "monitor_ns" in state.stats:
-        lines.append(panel.numbers((f"{100 * summary.telemetry_share:.2f}%", "of its thread for telemetry")))
+        lines.append(panel.numbers((f"{100 * summary.telemetry_share:.2f}%", "of engine time for telemetry")))
     return lines
 
 
@@ -300,6 +300,6 @@ CARDS: dict[str, Card] = {
     "throughput": throughput,
     "requests": requests,
     "evictions": evictions,
-    "trouble": trouble,
+    "problems": problems,
 }
 """In the order of the grid."""

@@ -48,14 +48,14 @@ class PoolView(View):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "mode(1)", "Colour by"),
-        Binding("C", "mode(-1)", "Colour by the one before", show=False),
+        Binding("C", "mode(-1)", "Previous colours", show=False),
         Binding("s", "mode(1)", "Colour by", show=False),
-        Binding("S", "mode(-1)", "Colour by the one before", show=False),
+        Binding("S", "mode(-1)", "Previous colours", show=False),
         Binding("plus,equals_sign", "zoom(-1)", "Zoom in", key_display="+"),
         Binding("minus", "zoom(1)", "Zoom out", key_display="-"),
         Binding("0", "fit", "Fit"),
-        Binding("n", "run(1)", "Next other block", show=False),
-        Binding("N", "run(-1)", "Other block before", show=False),
+        Binding("n", "run(1)", "Next owner", show=False),
+        Binding("N", "run(-1)", "Previous owner", show=False),
     ]
 
     def __init__(self, *, id: str | None = None) -> None:
@@ -139,9 +139,9 @@ class PoolView(View):
         dark = self.app.current_theme.dark
         key = (dark, *((meaning.name, meaning.shade, count) for meaning, count in zip(legend, counts, strict=True)))
         per, signs = ZOOM_LEVELS[self.zoom_level]
-        size = "1 block a sign" if signs else f"{per} block{'s' if per > 1 else ''} a cell"
+        size = "1 block per sign" if signs else f"{per} block{'s' if per > 1 else ''} per cell"
         fit = " (fits)" if self._zoom is None else ""
-        marked = "" if self._node is None else f" · node {self._node} is lit"
+        marked = "" if self._node is None else f" · node {self._node} is highlighted"
         total = self.blocks.map.num_blocks
         used = share(total - counts[0], total)
         self.query_one(".headline", Static).update(

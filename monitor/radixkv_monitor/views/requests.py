@@ -119,7 +119,7 @@ class RequestsView(TableView[RequestRow]):
         Column("output", 6, lambda row: row.request.output_tokens, rank=1, right=True),
         Column("TTFT", 7, lambda row: row.request.ttft, duration, sort="TTFT", export="ttft_s", rank=1, right=True),
         Column("total", 7, lambda row: row.total, duration, sort="total time", export="total_s", rank=3, right=True),
-        Column("why not more", 18, lambda row: miss_word(row.request), style="dim", rank=4),
+        Column("miss reason", 18, lambda row: miss_word(row.request), style="dim", rank=4),
         Column("namespace", 20, lambda row: row.request.namespace, style="dim", rank=5),
         Column("waterfall", 14, lambda row: None, cell=_waterfall, grows=True),
     )  # fmt: skip
@@ -149,7 +149,7 @@ class RequestsView(TableView[RequestRow]):
         """Count the requests, and name the span of the waterfall."""
         running, waiting = (int(state.stats.get(name, 0)) for name in ("running", "waiting"))
         axis = f" · waterfall: the last {duration(rows[0].axis.length)}" if rows else ""
-        return f"{running:,} running, {waiting:,} waiting, {len(state.ended):,} that ended{axis}"
+        return f"{running:,} running, {waiting:,} waiting, {len(state.ended):,} ended{axis}"
 
     def detail(self, row: RequestRow, state: State) -> Content:
         """Describe the request, its miss, and its times."""
@@ -172,7 +172,7 @@ def _whose(request: RequestRecord) -> str:
     parts += [plural(request.streams, "stream")] * (request.streams > 1)
     parts += [f"priority {request.priority}"] * (request.priority != 0)
     parts += [f"preempted {plural(request.preemptions, 'time')}"] * (request.preemptions > 0)
-    parts += ["waited for a neighbour to compute its prefix"] * request.coalesced
+    parts += ["waited for another request to compute its prefix"] * request.coalesced
     parts += [f"ended: {request.finish}"] * (request.finish is not None)
     return " · ".join(parts)
 
@@ -231,7 +231,7 @@ def _parts(request: RequestRecord, end: float) -> list[tuple[float, float, tuple
 def miss_sentence(request: RequestRecord) -> str:
     """Say how much of a prompt was cached, and why not more."""
     if request.admitted is None:
-        return "It has not been admitted yet: nothing was looked up."
+        return "It has not been admitted yet, so the cache was not searched."
     cached, asked = request.cached_tokens, request.prompt_tokens
     head = f"{cached:,} of {plural(asked, 'prompt token')} ({share(cached, asked)}) were cached."
     return f"{head} {_rest(request)}".rstrip()
@@ -241,17 +241,17 @@ def _rest(request: RequestRecord) -> str:
     at = "" if request.miss_at is None else f"{request.miss_at:,}"
     match request.miss_reason:
         case "diverged":
-            return f"At token {at} the prompt departs from everything that is cached."
+            return f"At token {at} the prompt diverges from all cached prompts."
         case "never_seen":
-            return f"What follows token {at} was never computed here (or went so long ago that it is forgotten)."
+            return f"The tokens from {at} on were never computed here, or were evicted too long ago to be recorded."
         case "evicted":
             ago = duration(request.miss_evicted_ago)
             return (
-                f"From token {at} on, {plural(request.miss_evicted_tokens, 'token')} more would have matched, but went "
-                f"{ago} before, {request.miss_pressure or 'to make room'}."
+                f"From token {at} on, {plural(request.miss_evicted_tokens, 'more token')} would have matched, but were "
+                f"evicted {ago} before, {request.miss_pressure or 'to make room'}."
             )
         case "limit" | "full":
-            return "All of it was there; the last token is always computed, as its logits are what is asked for."
+            return "The whole prompt was cached; its last token is always computed, for its logits."
         case _:
             return ""
 

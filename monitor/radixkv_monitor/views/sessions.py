@@ -56,7 +56,7 @@ class SessionsView(TableView[SessionRow]):
     """Conversations: turns, length, share of cached prompt tokens."""
 
     title = "sessions"
-    empty = "no conversation yet: engine.chat() begins one"
+    empty = "no session yet: engine.chat() starts one"
     columns: ClassVar[Sequence[Column[SessionRow]]] = (
         Column("session", 8, lambda row: row.session.number, lambda number: f"#{number}", "accent", sort="number",
                descending=False, search=lambda row: f"#{row.session.number}"),
@@ -102,7 +102,7 @@ class SessionsView(TableView[SessionRow]):
         return Content(
             f"Session #{session.number}{_of(session.namespace)}: {turns} in {lasted}, now "
             f"{plural(session.tokens, 'token')} long. Its prompts had {session.prompt_tokens:,} tokens in all; "
-            f"{session.cached_tokens:,} were cached, {computed:,} had to be computed."
+            f"{session.cached_tokens:,} were cached, {computed:,} were computed."
         )
 
 

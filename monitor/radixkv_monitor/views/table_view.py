@@ -33,7 +33,7 @@ class TableView(FilteredView, Generic[Row]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter"),
         Binding("s", "sort(1)", "Sort"),
-        Binding("S", "sort(-1)", "Sort back", show=False),
+        Binding("S", "sort(-1)", "Previous order", show=False),
         Binding("n", "step(1)", "Next", show=False),
         Binding("N", "step(-1)", "Previous", show=False),
         Binding("escape", "clear_filter", "Clear the filter", show=False),

@@ -49,7 +49,7 @@ class TreeView(FilteredView):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter"),
         Binding("s", "sort(1)", "Sort"),
-        Binding("S", "sort(-1)", "Sort back", show=False),
+        Binding("S", "sort(-1)", "Previous order", show=False),
         Binding("f", "follow", "Follow"),
         Binding("n", "step(1)", "Next", show=False),
         Binding("N", "step(-1)", "Previous", show=False),
@@ -130,7 +130,7 @@ class TreeView(FilteredView):
         roots = len(self.rows.branches[0].children)
         parts = [f"{plural(len(state.nodes) - roots, 'node')} in {plural(roots, 'namespace')}", f"by {self.rows.sort}"]
         if self.rows.is_filtered:
-            parts.append(f"{self.rows.matching:,} fit the filter")
+            parts.append(f"{self.rows.matching:,} match the filter")
         if self.is_following:
             parts.append("following")
         parts.append(detail.next_to_go(state))
@@ -139,7 +139,7 @@ class TreeView(FilteredView):
 
     def _update_detail(self, state: State) -> None:
         branch = self.lines.cursor
-        nothing = "No node fits the filter" if self.rows.is_filtered and state.nodes else "Nothing is cached"
+        nothing = "No node matches the filter" if self.rows.is_filtered and state.nodes else "Nothing is cached"
         told = Detail(nothing) if branch is None else detail.node_detail(state, branch)
         self.query_one(DetailPane).show_detail(told)
 

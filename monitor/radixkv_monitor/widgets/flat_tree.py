@@ -265,7 +265,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         if line < 0:
             return look.header(self._component_style("header"))
         if len(key) == 1:
-            text = "  nothing is cached, or fits the filter" if key[0] else ""
+            text = "  nothing is cached, or nothing matches the filter" if key[0] else ""
             return Strip([Segment(text, self._component_style("dim"))])
         strip = look.row(self.rows.rows[line])
         if key[8]:
