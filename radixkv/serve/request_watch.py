@@ -40,32 +40,32 @@ class Histogram:
 
     def __init__(self, bounds: Items[float]) -> None:
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+        self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
+        self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, number of values at or below it)."""
         found, below = [], 0
-        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+        for bound, count in zip([*map(str, self._bounds), "+Inf"], self.counts, strict=True):
             below += count
             found.append((bound, float(below)))
         return found
 
     def add(self, other: Histogram) -> None:
         """Add the counts of another histogram with the same bounds."""
-        self._counts = [one + two for one, two in zip(self._counts, other._counts, strict=True)]
+        self.counts = [one + two for one, two in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
 
     def copy(self) -> Histogram:
         """Return a copy of the counts."""
         twin = Histogram(self._bounds)
-        twin._counts, twin.sum = list(self._counts), self.sum
+        twin.counts, twin.sum = list(self.counts), self.sum
         return twin
 
 

@@ -208,7 +208,7 @@ def test_an_error_in_the_middle_is_an_event():
 def test_one_prompt_that_fails_ends_the_stream_of_all_at_once():
     with served(fault=lambda chunks: 1 / 0 if any(7 in chunk.tokens for chunk in chunks) else None) as server:
         body = {"model": "fake", "prompt": [[5, 6], [7] * 8], "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        body["logit_bias"] = {"7": -100}  # the other stream does not fail
+        body["logit_bias"] = {"7": -100}  # the other stream never samples the token that fails
         answer = server.post("/v1/completions", body)
         until(lambda: not server.engine.stats().running)
         assert (server.engine.stats().failed, server.engine.stats().cancelled) == (1, 1)
