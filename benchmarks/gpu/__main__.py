@@ -1,19 +1,19 @@
-"""Everything worth measuring on a GPU, in one command and under ten minutes.
+"""Measure kernels and engine on a GPU, in one command and under ten minutes.
 
     python benchmarks/gpu                         all parts
     python benchmarks/gpu --only decode tree      some of them (the ceilings are measured always)
     python benchmarks/gpu --peers FOLDER          also vLLM's and SGLang's Triton kernels, from unpacked wheels
     python benchmarks/gpu --list                  the parts, and the time that each may take
 
-Each part runs in a process of its own and has a budget; what it has measured by then counts. Before a kernel is timed,
-ours or a peer's, its output is compared with the plain-torch reference in float64, with NaN in all memory that nobody
-should read. Times are medians of graph replays over pools of 2 GB, so that no cache helps.
+Each part runs in a process of its own and has a budget; rows that it has measured by then count. Before a kernel is
+timed, ours or a peer's, its output is compared with the plain-torch reference in float64, with NaN in all memory that
+must not be read. Times are medians of graph replays over pools of 2 GB, so that no cache helps.
 
-Writes docs/results/gpu-<device>-<date>.json and a Markdown page beside it, anew after each part, and ends in one JSON
-line: the bars, each met, missed or unmeasured. With --out, the rows of the part that runs are there, too, in `rows`.
-Without a GPU every part is skipped with its reason, and nothing is written unless --out says where. The exit code is 1
-if a part failed, not if a bar was missed. `--smoke` runs everything once on tiny shapes in Triton's interpreter, on a
-CPU: its times mean nothing.
+Writes docs/results/gpu-<device>-<date>.json and a Markdown page of the same name, again after each part. Ends in one
+JSON line: the bars, each met, missed or unmeasured. With --out, the running part's rows are in the folder `rows`.
+Without a GPU every part is skipped with its reason, and nothing is written unless --out names a folder. The exit code
+is 1 if a part failed, not if a bar was missed. `--smoke` runs all parts once on tiny shapes in Triton's interpreter, on
+a CPU: its times mean nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def main() -> int:
     options = _parser().parse_args()
     if options.smoke:
-        os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     from gpu import run
     from gpu.result import Ceilings
 
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _write(result: dict, out: Path | None) -> Path | None:
-    """Write the result, or what there is of it so far, and say where."""
+    """Write the result, or its finished parts, and return the place."""
     from gpu.report import markdown
 
     device = result["device"]
@@ -66,7 +66,7 @@ def _write(result: dict, out: Path | None) -> Path | None:
     for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", markdown(result))):
         half = place.with_name(place.name + suffix + ".part")
         half.write_text(text)
-        half.replace(place.with_name(place.name + suffix))  # whoever is ended here leaves the one before
+        half.replace(place.with_name(place.name + suffix))  # if this is interrupted, the previous file stays
     return place
 
 
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="list the parts and their budgets")
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="holds vllm/ and sglang/ (default: .peers)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write (default: docs/results)")
-    parser.add_argument("--stretch", type=float, default=1.0, help="give every part so many times its budget")
+    parser.add_argument("--stretch", type=float, default=1.0, help="give every part this many times its budget")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes in Triton's interpreter, no GPU")
     parser.add_argument("--here", action="store_true", help="all parts in this process: for a debugger")
     for name, kind in (("--part", str), ("--rows-to", Path), ("--ceilings", str)):

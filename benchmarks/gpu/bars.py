@@ -1,7 +1,7 @@
-"""What the numbers have to reach on an H200, and whether they did: met, missed or unmeasured.
+"""The bars for an H200, and whether the results meet them: met, missed or unmeasured.
 
-Knows: the rows of every part by their fields. Measures nothing. A bar over several cases is judged by the worst of
-them, and is unmeasured if one of them has no number: a good case must not speak for one that failed.
+A bar over several cases is judged by the worst of them. It is unmeasured if one case has no number, because a good case
+must not stand for one that failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Bar:
     least: int  # cases that it has to be measured at
 
     def judge(self, parts: Parts) -> Row:
-        """State, and the worst value with its case, or why there is none."""
+        """Return the state, and the worst value with its case, or the reason why there is none."""
         known: Row = {"name": self.name, "says": self.says, "target": self.target, "at_most": self.at_most}
         rows = [row for row in parts.get(self.part, []) if self.chosen(row)]
         without = [row for row in rows if row.get(self.field) is None]
@@ -53,13 +53,13 @@ class Bar:
 
 
 def _case(row: Row) -> str:
-    """A row's case in words."""
+    """Return the name of a row's case."""
     extra = [str(row[name]) for name in ("shape", "layout", "mode", "peer") if row.get(name)]
     return ", ".join([str(row.get("case", "?")), *extra])
 
 
 def bars(sizes: Sizes) -> list[Bar]:
-    """All bars, for what is measured at these sizes."""
+    """Return all bars for measurements at these sizes."""
     shapes, peers = len(sizes.shapes), len(sizes.peers)
     tree = shared(*BAR_TREE).name
 
@@ -168,7 +168,7 @@ def bars(sizes: Sizes) -> list[Bar]:
 
 
 def judge(parts: dict[str, Any], sizes: Sizes, *, smoke: bool = False) -> list[Row]:
-    """Every bar against the parts of a result; a smoke test measures nothing, whatever its clock says."""
+    """Judge every bar by the parts of a result; a smoke test's times are not measurements."""
     rows: Parts = {name: part["rows"] for name, part in parts.items()}
     reasons = {name: part["reason"] for name, part in parts.items() if part["status"] in ("skipped", "failed")}
     rows["paged"] = paged(rows.get("decode", []))
@@ -190,7 +190,7 @@ def judge(parts: dict[str, Any], sizes: Sizes, *, smoke: bool = False) -> list[R
 
 
 def paged(decodes: list[Row]) -> list[Row]:
-    """For each decode what scattered blocks cost over blocks in a row."""
+    """Return, for each decode, the cost of scattered blocks relative to adjacent ones."""
     times: dict[tuple[str, str], dict[str, float]] = {}
     for row in decodes:
         times.setdefault((row["case"], row["shape"]), {})[row.get("layout", "")] = row.get("us")
@@ -202,7 +202,7 @@ def paged(decodes: list[Row]) -> list[Row]:
 
 
 def best_flashinfer(rows: list[Row]) -> list[Row]:
-    """For each decode the faster of FlashInfer's two ways; if there is none, why."""
+    """Return, for each decode, the faster of FlashInfer's two ways, or the reason why there is none."""
     best: dict[tuple[str, str], Row] = {}
     ways = [row for row in rows if row.get("peer", "").startswith("FlashInfer decode")]
     decodes = [row for row in ways if row.get("kind") == "decode"]

@@ -1,6 +1,6 @@
-"""Part 1, what the device can do at most: copy bandwidth, read bandwidth, rate of a matrix product.
+"""Part 1, the ceilings of the device: copy bandwidth, read bandwidth, rate of a matrix product.
 
-Knows: plain tensors. A copy counts bytes read and written; random numbers, as zeros are multiplied faster.
+A copy counts bytes read and written. Numbers are random, as zeros are multiplied faster.
 """
 
 from __future__ import annotations

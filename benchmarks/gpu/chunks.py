@@ -1,7 +1,7 @@
-"""Part 4, chunks behind cached tokens over paged KV, against torch's own attention over contiguous KV.
+"""Part 4, chunks after cached tokens over paged KV, against torch's own attention over contiguous KV.
 
-Knows: the backends of `scaled_dot_product_attention`; the fastest that gives the reference's numbers is the peer, by
-name. Operations of masked pairs are not counted.
+The fastest backend of `scaled_dot_product_attention` that gives the reference's numbers is the peer, with its name.
+Operations of masked pairs are not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .timing import Timing, measure
 
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 OTHERS = (SDPBackend.MATH,)
-"""Where none of the others runs: on a CPU, say."""
+"""Backends for devices on which no other runs, such as a CPU."""
 
 
 def run(bench: Bench) -> Iterator[Row]:
@@ -55,7 +55,7 @@ def _case(bench: Bench, shape: HeadShape, batch: Batch) -> Row:
 def best_peer(
     bench: Bench, pools: Pools, batch: Batch, query: Tensor
 ) -> tuple[tuple[str, Timing] | None, dict[str, str]]:
-    """The fastest way of torch that computes the same, and what came of each way: its time, or why not."""
+    """Return torch's fastest backend that computes the same, and the time of each, or why it has none."""
     keys = [tuple(_contiguous(pool, batch) for pool in pools.of(copy)) for copy in range(len(pools))]
     best, tried = None, {}
     for backends in (BACKENDS, OTHERS):
@@ -63,7 +63,7 @@ def best_peer(
             try:
                 error(lambda calls=calls: calls[0]().transpose(0, 1), pools, batch, query)
                 timing = measure(calls, bench.device, bench.sizes.seconds)
-            except Exception as reason:  # a backend that cannot do this says so in many ways
+            except Exception as reason:  # backends that cannot do this raise many exceptions
                 tried[name] = f"{type(reason).__name__}: {reason}".splitlines()[0][:200]
                 continue
             tried[name] = f"{timing.us:.1f} us"

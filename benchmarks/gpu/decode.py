@@ -1,7 +1,7 @@
 """Part 2, plain decode attention: bandwidth at each batch and context, in paged and in contiguous block tables.
 
-Knows: batches that share nothing. `paged` has its blocks anywhere, `contiguous` in a row; `resident` runs over one pool
-that fits into the cache, so that what a benchmark without a rotation would claim stands beside.
+Sequences share nothing. `paged` has scattered blocks, `contiguous` adjacent ones. `resident` runs over one pool that
+fits into the cache, for comparison with benchmarks that do not rotate pools.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The GPU that is measured, or why there is none.
-
-Knows: torch, and whether Triton compiles or interprets in this process. Knows no kernel and no part.
-"""
+"""Find the GPU to measure, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 INTERPRETED_L2 = 1 << 16
-"""Bytes of cache that the interpreter is said to have, so that the case that fits into it runs, too."""
+"""Bytes of cache that the interpreter pretends to have, so that the case that fits into it also runs."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,11 @@ class Device:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is measured: bfloat16, which the interpreter multiplies wrongly, so there float16."""
+        """The measured dtype: bfloat16, or float16 in the interpreter, which multiplies bfloat16 wrongly."""
         return torch.float16 if self.interpreted else torch.bfloat16
 
     def synchronize(self) -> None:
-        """Wait for what was launched."""
+        """Wait for all launches."""
         if self.torch.type == "cuda":
             torch.cuda.synchronize(self.torch)
 
@@ -56,7 +53,7 @@ class Device:
 
 
 def find(smoke: bool) -> Device | str:
-    """The device, or in words why nothing can be measured; `smoke` asks for the interpreter on the CPU instead."""
+    """Return the device, or the reason why there is none; `smoke` asks for the interpreter on the CPU instead."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     import triton

@@ -1,7 +1,7 @@
 """Part 6, the engine on a random-weight model of Llama-3-8B's shape: steps, first tokens, agents.
 
-Knows: the engine's public verbs and its counters. The floor of a step is reading its weights and its keys once at the
-read ceiling of this run; the floor of a prompt is its products at the matmul ceiling.
+The floor of a step is one read of its weights and its keys at the read ceiling of this run. The floor of a prompt is
+its products at the matmul ceiling.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from radixkv import Engine, EngineStats, SamplingParams
 
-from .model import LLAMA_3_8B, TINY, Llama, Weights, behind, build, counting, serving, token_ids
+from .model import LLAMA_3_8B, TINY, Llama, Weights, build, counting, serving, token_ids, with_prefix
 from .result import Bench, Row
 
 WINDOWS = 5
@@ -23,13 +23,13 @@ WINDOWS = 5
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """What the engine is given to do."""
+    """The sizes of the engine's work."""
 
     model: Llama
     steps: tuple[tuple[int, int, int], ...]  # sequences, shared, own tokens
     window: int  # steps of a timing
     prompt: int
-    new: int  # tokens behind a prompt that hits
+    new: int  # tokens after a prompt that hits
     prompts: int
     agents: tuple[int, int, int, int, int]  # groups, members, root, branch, own
     reply: int
@@ -97,7 +97,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Steady:
-    """Steps that all sequences took together: milliseconds of one, its windows, and the keys behind one."""
+    """Steps that all sequences took together: milliseconds of one, its windows, and the keys that it read."""
 
     step_ms: float
     windows_ms: tuple[float, ...]
@@ -130,7 +130,7 @@ def steady(engine: Engine, prompts: list[list[int]], window: int) -> Steady:
 
 
 def _sleep(engine: Engine, begun: EngineStats, at: float, window: int) -> None:
-    """Wait for `window` steps and ask seldom: an answer costs the engine some microseconds between two steps."""
+    """Wait for `window` steps and ask seldom: an answer costs the engine microseconds between two steps."""
     pause = 0.0
     while (done := engine.stats().steps - begun.steps) < window:
         time.sleep(pause)
@@ -146,7 +146,7 @@ def _all_decode(engine: Engine, output_tokens: int, finished: int) -> None:
 
 
 def _steady(marks: list[tuple[EngineStats, float]], begun: int, count: int) -> Steady:
-    """Marks (counters, time) between windows -> times of a step; every step must have been one token a sequence."""
+    """Turn marks (counters, time) between windows into times of a step; each step must be one token per sequence."""
     times = []
     for (a, start), (b, end) in itertools.pairwise(marks):
         steps = b.steps - a.steps
@@ -160,10 +160,10 @@ def _steady(marks: list[tuple[EngineStats, float]], begun: int, count: int) -> S
 def _step(
     bench: Bench, sizes: EngineSizes, engine: Engine, weights: Weights, count: int, shared: int, own: int
 ) -> Iterator[Row]:
-    """Along the tree, and if anything is shared also without."""
+    """Time steps along the tree, and without it if sequences share tokens."""
     engine.clear_cache()
     vocab = sizes.model.vocab
-    prompts = behind(token_ids(7, shared, vocab), count, own, vocab, seed=count)
+    prompts = with_prefix(token_ids(7, shared, vocab), count, own, vocab, seed=count)
     for tree in (True, False) if shared else (True,):
         with counting(tree=tree) as reads:
             found = steady(engine, prompts, sizes.window)
@@ -184,7 +184,7 @@ def _step(
 
 
 def floor_ms(nbytes: float, read_tb_s: float | None) -> float | None:
-    """Milliseconds that reading so many bytes takes at the ceiling.
+    """Return the milliseconds of reading `nbytes` bytes at the ceiling.
 
     >>> floor_ms(15e9, 5.0)
     3.0
@@ -196,7 +196,7 @@ def floor_ms(nbytes: float, read_tb_s: float | None) -> float | None:
 
 
 def _first_token(bench: Bench, sizes: EngineSizes, engine: Engine, weights: Weights) -> Row:
-    """Medians over several prompts; each comes once new, and once more with other tokens behind it."""
+    """Return medians over several prompts; each is sent once new, and once more with other tokens after it."""
     engine.clear_cache()
     one, vocab = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), sizes.model.vocab
     times: dict[str, list[float]] = {"miss": [], "hit": []}
@@ -227,7 +227,9 @@ def agents(sizes: EngineSizes) -> list[list[int]]:
     return [
         prompt
         for group in range(groups)
-        for prompt in behind(top + token_ids(60 + group, branch, vocab), members, own, vocab, seed=1000 * (group + 1))
+        for prompt in with_prefix(
+            top + token_ids(60 + group, branch, vocab), members, own, vocab, seed=1000 * (group + 1)
+        )
     ]
 
 

@@ -1,8 +1,7 @@
 """Modules of another engine, imported from a folder that the user names, without the engine.
 
-Knows: how Python finds modules. Knows no engine: which names are stubs, and what they hold, is the caller's. The
-folder holds packages as their wheels do. Of a package only the modules that are asked for run, never its `__init__`,
-which would import a whole engine.
+The folder holds packages in the layout of their wheels. Only the requested modules of a package run, never its
+`__init__`, which would import a whole engine. The caller names the modules to replace by stubs, and their contents.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 Stubs = Mapping[str, Mapping[str, Any]]
-"""Modules that are made up: their names, and what they hold."""
+"""Stub modules: their names and contents."""
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `package` and everything below it in `folder`, but for the stubs."""
+    """Finds `package` and its modules in `folder`, except the stubs."""
 
     def __init__(self, package: str, folder: Path, stubs: Stubs) -> None:
         self._package, self._folder, self._stubs = package, folder, stubs
@@ -52,7 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextmanager
 def _finding(finder: _Finder, package: str) -> Iterator[None]:
-    """While this is open, the finder comes first; what it brought stays importable by whom it brought only."""
+    """Put the finder first while this is open; afterwards only modules that it found can import each other."""
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -63,7 +62,7 @@ def _finding(finder: _Finder, package: str) -> Iterator[None]:
 
 
 def load(name: str, folder: Path, stubs: Stubs) -> types.ModuleType:
-    """The module `name` out of `folder`; raises ImportError with what is missing.
+    """Import the module `name` from `folder`; raises ImportError with the missing name.
 
     An engine of this name that is installed is left alone, and so are modules of it that were imported before.
     """

@@ -1,7 +1,6 @@
 """A Llama of random weights, made on the device, and an engine over it.
 
-Knows: transformers and the engine's public verbs. Knows no clock. The weights are never downloaded or saved; how good
-its answers are plays no part.
+The weights are never downloaded or saved, and its answers mean nothing.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class Llama:
             max_position_embeddings=self.context,
             rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
             tie_word_embeddings=False,
-            # A layer that makes its input larger makes rounding larger: behind 32 of them, two ways to compute the same
-            # would differ by more than an engine's checks allow in 16 bits.
+            # Layers that enlarge their input also enlarge rounding errors: after 32 of them, two ways to compute the
+            # same would differ by more than an engine's checks allow in 16 bits.
             initializer_range=0.5 / self.hidden**0.5,
             eos_token_id=None,
             bos_token_id=None,
@@ -76,14 +75,14 @@ TINY = Llama(2, 64, 128, 4, 2, 128, 4096)
 
 @dataclass(frozen=True)
 class Weights:
-    """What a step reads of a model, and what a token costs in products."""
+    """The bytes of a model that a step reads, and the operations of a token."""
 
     step_bytes: int
     token_flops: int
 
 
 def build(sizes: Llama, device: Device) -> tuple[Any, Weights]:
-    """The model, in bfloat16 on a GPU and in float32 on a CPU, and what its weights cost.
+    """Build the model, in bfloat16 on a GPU and in float32 on a CPU, and return it with its costs.
 
     A step reads all weights but the embedding, of which it takes a row a token.
     """
@@ -114,7 +113,7 @@ def serving(model: Any, device: Device, *, kv_tokens: int, sequences: int, batch
 
 
 class Reads:
-    """Counts the keys that work lists read; without `tree`, lists share nothing, whatever their sequences share."""
+    """Counts the keys that work lists read; without `tree`, lists share nothing even if their sequences do."""
 
     def __init__(self, *, tree: bool) -> None:
         self.tree, self.lists, self.tokens = tree, 0, 0
@@ -132,7 +131,7 @@ class Reads:
 
 @contextmanager
 def counting(*, tree: bool) -> Iterator[Reads]:
-    """While this is open, an engine's work lists are counted, and share prefixes only if `tree`."""
+    """Count an engine's work lists while this is open; they share prefixes only if `tree`."""
     reads = Reads(tree=tree)
     with patch.object(plan, "build", reads):
         yield reads
@@ -143,6 +142,6 @@ def token_ids(seed: int, count: int, vocab: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab, count).tolist()
 
 
-def behind(prefix: list[int], count: int, own: int, vocab: int, seed: int) -> list[list[int]]:
+def with_prefix(prefix: list[int], count: int, own: int, vocab: int, seed: int) -> list[list[int]]:
     """Prompts that share `prefix`, each with tokens of its own."""
     return [[*prefix, *token_ids(seed + 1 + index, own, vocab)] for index in range(count)]

@@ -1,9 +1,8 @@
 """Part 5, the same decode by other engines' kernels, in the same run: FlashInfer, vLLM's and SGLang's Triton kernels.
 
-Knows: how each is called, and the layout of KV that each likes best. FlashInfer has to be installed; vLLM's and
-SGLang's kernels come as plain files from the folder that `--peers` names, which holds `vllm/` and `sglang/` as their
-wheels do. Each is checked against the reference before it is timed. `ratio` is its time over ours: above 1, we are
-faster.
+Each gets KV in its own layout. FlashInfer has to be installed; vLLM's and SGLang's kernels come as plain files from the
+folder that `--peers` names, which holds `vllm/` and `sglang/` in the layout of their wheels. Each is checked by the
+reference before it is timed. `ratio` is its time over ours: above 1, ours is faster.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Peer(Protocol):
     name: str
 
     def calls(self, pools: Pools, batch: Batch, query: Tensor) -> Calls:
-        """One call for each pool -> [rows, heads, dim]; raises Skipped for what it cannot do."""
+        """One call for each pool -> [rows, heads, dim]; raises Skipped for cases that it cannot compute."""
         ...
 
 
@@ -161,7 +160,7 @@ class VllmTriton:
 
 
 class _KVQuantMode(enum.IntEnum):
-    """The kinds of quantized KV that vLLM's kernel tells apart; only the first is used here."""
+    """The kinds of quantized KV in vLLM's kernel; only the first is used here."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -172,7 +171,7 @@ class _KVQuantMode(enum.IntEnum):
 
 
 class _Platform:
-    """What vLLM's kernel asks of the platform it runs on."""
+    """The properties of the platform that vLLM's kernel reads."""
 
     @staticmethod
     def fp8_dtype() -> torch.dtype:
@@ -320,7 +319,7 @@ class FlashInferDecode:
 
 
 class FlashInferCascade:
-    """FlashInfer's multi-level cascade, told of the tree's levels."""
+    """FlashInfer's multi-level cascade over the tree's levels."""
 
     name = "FlashInfer cascade"
 
@@ -404,4 +403,4 @@ MAKERS: dict[str, Callable[[Bench], Peer]] = {
     "FlashInfer decode, tensor cores": lambda _: FlashInferDecode(tensor_cores=True),
     FlashInferCascade.name: lambda _: FlashInferCascade(),
 }
-"""What each peer is made of, those that compile for long last."""
+"""The peers' constructors; those that compile for long come last."""

@@ -1,7 +1,4 @@
-"""KV on the device, in so many copies that their rotation exceeds every cache, and our attention over it.
-
-Knows: the KV store, block tables, and the public calls of the kernels. Knows no clock and no peer.
-"""
+"""KV on the device, in enough copies that their rotation exceeds every cache, and our attention over it."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from .device import Device
 from .shapes import BLOCK, GUARD, Batch, HeadShape, kv_bytes
 
 TOLERANCE = 1e-2
-"""|output - reference| / |reference|: rounding to bfloat16 gives some 3e-3, a wrong key much more."""
+"""|output - reference| / |reference|: rounding to bfloat16 gives about 3e-3, a wrong key much more."""
 
 CHECKED = 6
 """Sequences of a batch that are compared with the reference, the first and the last among them."""
@@ -31,11 +28,11 @@ CHECKED_ROWS = 64
 
 
 class Mismatch(Exception):
-    """What was to be timed does not compute what the reference computes."""
+    """The output of a timed call differs from the reference."""
 
 
 class Pools:
-    """`copies` of one layer's KV as an engine lays it out on a GPU: random numbers, NaN in blocks that are nobody's."""
+    """`copies` of one layer's KV as an engine lays it out on a GPU: random numbers, NaN in unused blocks."""
 
     def __init__(self, shape: HeadShape, num_blocks: int, copies: int, device: Device) -> None:
         self.shape, self.device = shape, device
@@ -63,7 +60,7 @@ class Pools:
 
 
 def copies_for(shape: HeadShape, tokens: int, rotate: int, most: int) -> int:
-    """Pools of so many tokens that make up `rotate` bytes, one at least and `most` at most."""
+    """Return pools that take `rotate` bytes together, at least one and at most `most`."""
     return max(1, min(most, -(-rotate // kv_bytes(shape, tokens))))
 
 
@@ -100,7 +97,7 @@ class Attention:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """While this is open, memory that torch hands out unwritten holds NaN, so that what nobody wrote is seen."""
+    """Fill unwritten memory from torch with NaN while this is open, so that rows that were not written show."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -120,7 +117,7 @@ def error(run: Callable[[], Tensor], pools: Pools, batch: Batch, query: Tensor) 
     with poisoned():
         output = run()
     if not bool(torch.isfinite(output).all()):
-        raise Mismatch("the output has rows that nobody wrote, or NaN")
+        raise Mismatch("the output has rows that were never written, or NaN")
     difference = square = 0.0
     for sequence in _sampled(len(batch.tables)):
         rows, expected = truth(pools, batch, query, sequence)
@@ -133,7 +130,7 @@ def error(run: Callable[[], Tensor], pools: Pools, batch: Batch, query: Tensor) 
 
 
 def truth(pools: Pools, batch: Batch, query: Tensor, sequence: int) -> tuple[slice, Tensor]:
-    """The last rows of one sequence: where they are in the output, and what the reference says in float64."""
+    """Return the last rows of one sequence: their place in the output, and the reference in float64."""
     end = sum(batch.queries[: sequence + 1])
     count = min(CHECKED_ROWS, batch.queries[sequence])
     table = torch.from_numpy(batch.tables[sequence].astype(np.int64)).to(query.device)

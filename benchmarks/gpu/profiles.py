@@ -1,8 +1,8 @@
-"""Part 7, where the time goes: torch's profiler over the slowest of what the other parts measure.
+"""Part 7, profiles: torch's profiler over the slowest cases of the other parts.
 
-Knows: the profiler's table. Attention is profiled alone; the engine on two depths of the same model, so that what a
-layer launches and takes is their difference. A decode step is the difference of a long and a short run, so that neither
-prompts nor the profiler's start are counted.
+Attention is profiled alone, and the engine on two depths of the same model: their difference is the launches and the
+time of a layer. A decode step is the difference of a long and a short run, so that neither prompts nor the profiler's
+start are counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity
 from radixkv import Engine, SamplingParams
 
 from .decode import fitting
-from .model import LLAMA_3_8B, TINY, Llama, behind, build, serving, token_ids
+from .model import LLAMA_3_8B, TINY, Llama, build, serving, token_ids, with_prefix
 from .pools import Attention, copies_for
 from .result import Bench, Row
 from .shapes import Batch, chunk, private, shared
@@ -35,7 +35,7 @@ CALLS = 20
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """What the engine is given to do."""
+    """The sizes of the engine's work."""
 
     model: Llama
     depths: tuple[int, int]
@@ -68,7 +68,7 @@ Kernels = dict[str, tuple[float, float]]
 
 
 def profile(bench: Bench, call: Callable[[], object]) -> Kernels:
-    """Kernels that `call` launches, from whatever thread; where there is no GPU, the CPU's operations."""
+    """Return the kernels that `call` launches from any thread; without a GPU, the CPU's operations."""
     bench.device.synchronize()
     with _profiler(bench) as profiler:
         call()
@@ -88,7 +88,7 @@ def _profiler(bench: Bench) -> Any:
 
 
 def difference(more: Kernels, less: Kernels) -> Kernels:
-    """What `more` has beyond `less`."""
+    """Return the kernels of `more` without those of `less`."""
     zero = (0.0, 0.0)
     both = {name: (more.get(name, zero), less.get(name, zero)) for name in more | less}
     return {name: (a[0] - b[0], a[1] - b[1]) for name, (a, b) in both.items() if a[0] != b[0] or a[1] > b[1]}
@@ -153,7 +153,7 @@ def _engine(bench: Bench) -> Iterator[Row]:
 
 
 def a_layer(less: Row, more: Row, layers: int) -> Row:
-    """What so many layers more cost, by layer."""
+    """Return the cost of one of the `layers` additional layers."""
     return {name: round((more[name] - less[name]) / layers, 2) for name in ("launches", "kernel_us")}
 
 
@@ -161,7 +161,7 @@ def _decode(bench: Bench, sizes: EngineSizes, engine: Engine) -> Row:
     """A step of a batch that does nothing but decode."""
     count, shared_tokens, own = sizes.decode
     vocab = sizes.model.vocab
-    prompts = behind(token_ids(1, shared_tokens, vocab), count, own, vocab, seed=9)
+    prompts = with_prefix(token_ids(1, shared_tokens, vocab), count, own, vocab, seed=9)
     engine.generate(prompts, _greedy(sizes.replies[1]))  # compiles, captures, and is cached from now on
     more = sizes.replies[1] - sizes.replies[0]
     tried = []
@@ -176,7 +176,7 @@ def _decode(bench: Bench, sizes: EngineSizes, engine: Engine) -> Row:
 def _counted(
     bench: Bench, engine: Engine, prompts: list[list[int]], tokens: int
 ) -> tuple[int, dict[str, tuple[int, float]]]:
-    """How many steps so many tokens of each prompt took, and their kernels."""
+    """Return the number of steps for the prompts' replies, and their kernels."""
     before = engine.stats().steps
     found = profile(bench, lambda: engine.generate(prompts, _greedy(tokens)))
     return engine.stats().steps - before, found

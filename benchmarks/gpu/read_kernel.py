@@ -1,6 +1,6 @@
-"""A kernel that only reads: the bandwidth that attention over KV is measured against.
+"""A kernel that only reads: its bandwidth is the ceiling of attention over KV.
 
-Knows: one run of memory. Each program sums its share in 16-byte loads and writes one number.
+Each program sums its share of one run of memory in 16-byte loads and writes one number.
 """
 
 # ruff: noqa: N803  (compile-time arguments are upper case, as in every Triton kernel)
@@ -27,7 +27,7 @@ def _read(source, sums, iterations, WIDTH: tl.constexpr, STAGES: tl.constexpr):
 
 
 def read(source: Tensor, processors: int, *, resident: int = 4, stages: int = 3) -> Tensor:
-    """The sums of each program's share of a contiguous tensor of 16-bit numbers; reads what divides evenly."""
+    """Return each program's sum over its share of a contiguous tensor of 16-bit numbers; a remainder is not read."""
     programs = processors * resident
     iterations = max(1, source.numel() // (programs * WIDTH))
     assert source.numel() >= programs * WIDTH
@@ -37,6 +37,6 @@ def read(source: Tensor, processors: int, *, resident: int = 4, stages: int = 3)
 
 
 def bytes_read(numbers: int, processors: int, *, resident: int = 4) -> int:
-    """Bytes that `read` reads of so many 16-bit numbers."""
+    """Return the bytes that `read` reads of a tensor of 16-bit numbers."""
     share = processors * resident * WIDTH
     return numbers // share * share * 2

@@ -1,7 +1,4 @@
-"""A result as a Markdown page: bars first, then a table for each part.
-
-Knows: the fields of a result. Judges nothing.
-"""
+"""A result as a Markdown page: bars first, then a table for each part."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 
 UNITS = (
-    "`us` is microseconds of one call over one layer, the median; `share` is of the read ceiling, `floor` what "
-    "reading each byte once at that ceiling takes; `error` is the distance from the reference in float64, relative; "
+    "`us` is microseconds of one call over one layer, the median; `share` is of the read ceiling, `floor` the time of "
+    "reading each byte once at that ceiling; `error` is the distance from the reference in float64, relative; "
     "`tiles` are counted by kind, from few rows to many; `ratio` is a peer's time over ours."
 )
 
@@ -62,7 +59,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def bar_table(bars: list[Row]) -> list[str]:
-    """Each bar, what was found and whether that is enough."""
+    """Return each bar, its result and whether that meets it."""
     rows = [
         {
             "bar": bar["says"],
@@ -88,7 +85,7 @@ def _part(name: str, part: dict[str, Any]) -> list[str]:
     without = [row for row in part["rows"] if _reason(row)]
     lines += table(measured, COLUMNS[name]) if measured else []
     lines += [f"- {row.get('peer') or row['case']}: {_reason(row)}" for row in without]
-    lines += ["", "It said:", "", *(f"    {line}" for line in part["said"])] if part.get("said") else []
+    lines += ["", "Log:", "", *(f"    {line}" for line in part["said"])] if part.get("said") else []
     for row in measured:
         if row.get("top"):
             title = ", ".join(str(row[key]) for key in ("case", "what") if row.get(key))

@@ -1,7 +1,4 @@
-"""What a part is given, and what it hands back.
-
-Knows: rows, reasons and time left. Knows no device and no kernel.
-"""
+"""The input of a part (device, sizes, deadline) and its output (rows)."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ if TYPE_CHECKING:
     from .shapes import Sizes
 
 Row = dict[str, Any]
-"""One measured case; `case` names it, `skipped` or `failed` says why there is no number."""
+"""One measured case; `case` names it, `skipped` or `failed` has the reason for a missing number."""
 
 
 class Skipped(Exception):
-    """A part, or a case, that cannot run here; says why."""
+    """A part or a case cannot run here; the message has the reason."""
 
 
 def why(error: Exception) -> Row:
-    """Why a row has no number: it was skipped, or it failed."""
+    """Return the reason why a row has no number: it was skipped, or it failed."""
     if isinstance(error, Skipped):
         return {"skipped": str(error)}
     return {"failed": f"{type(error).__name__}: {error}".strip()[:500]}
@@ -32,7 +29,7 @@ def why(error: Exception) -> Row:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device can do at most, measured in this run; None where it was not."""
+    """The device's ceilings, measured in this run; None if unmeasured."""
 
     copy_tb_s: float | None = None
     read_tb_s: float | None = None
@@ -54,7 +51,7 @@ class Ceilings:
 
 @dataclass
 class Bench:
-    """What a part needs to know. After `deadline`, on the monotonic clock, no case is begun."""
+    """The input of a part. After `deadline`, on the monotonic clock, no case is begun."""
 
     device: Device
     sizes: Sizes
@@ -63,7 +60,7 @@ class Bench:
     peers: Path | None = None
 
     def case(self, name: str, measure: Callable[[], Row | Iterator[Row]], **known: Any) -> Iterator[Row]:
-        """The rows of one case, or one that says why there is none."""
+        """Yield the rows of one case, or one with the reason for its failure."""
         if time.monotonic() > self.deadline:
             yield {"case": name, **known, "skipped": "the time of this part was used up"}
             return

@@ -1,7 +1,6 @@
-"""Runs the parts, each in a process of its own, and puts together what they found.
+"""Run the parts, each in a process of its own, and collect their rows.
 
-Knows: the parts by name, their budgets, and files. Knows nothing that is measured. A part that crashes the device, or
-hangs, takes nobody along: every row is on disk as soon as it is measured.
+A part that crashes the device or hangs affects no other part, and every row is on disk as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LINES = 15
 """Of a part's log that are kept."""
 
 WHOLE_S = 570
-"""Seconds that all parts take together at most, whatever each of them may: some machines end a command after 600."""
+"""Seconds that all parts take together, at most: some machines end a command after 600."""
 
 Say = Callable[[str], None]
 
@@ -47,10 +46,10 @@ class PartOf:
 
 
 PARTS = (
-    PartOf("ceilings", "copy, read and matmul: what the device can do", 20),
+    PartOf("ceilings", "copy, read and matmul: the ceilings of the device", 20),
     PartOf("decode", "plain decode, paged and contiguous, by batch and context", 80),
     PartOf("tree", "decode along the tree against flat", 40),
-    PartOf("chunks", "chunks behind cached tokens, against torch's attention over contiguous KV", 50),
+    PartOf("chunks", "chunks after cached tokens, against torch's attention over contiguous KV", 50),
     PartOf("engine", "the engine on a random-weight Llama-3-8B: steps, first tokens, agents", 200),
     PartOf("profiles", "kernels, launches and times of the slowest parts", 70),
     PartOf("peers", "the same decodes by FlashInfer, vLLM's and SGLang's Triton kernels", 80),
@@ -60,7 +59,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Order:
-    """What was asked for."""
+    """The options of a run."""
 
     parts: tuple[str, ...]
     smoke: bool
@@ -87,7 +86,7 @@ def measure_part(name: str, order: Order, ceilings: Ceilings, rows: Callable[[Ro
 
 
 def part_main(name: str, order: Order, ceilings: Ceilings, path: Path) -> int:
-    """What a part's own process does: rows into `path`, a line each; the exit code says whether it came to its end."""
+    """Run a part in its own process: write rows into `path`, a line each; return 0 if it came to its end."""
     with path.open("a", buffering=1) as file:
         try:
             measure_part(name, order, ceilings, lambda row: print(json.dumps({"row": row}), file=file))
@@ -102,10 +101,10 @@ def part_main(name: str, order: Order, ceilings: Ceilings, path: Path) -> int:
 
 
 def whole(order: Order, say: Say, keep: Callable[[dict[str, Any]], None], rows: Path | None = None) -> dict[str, Any]:
-    """Every part that was asked for, and the ceilings always; the result as it is written.
+    """Run the requested parts, and always the ceilings; return the result as it is written.
 
-    After each part, `keep` is given the result so far, so that whoever ends this command loses one part at most; the
-    rows of that one are in the folder `rows`, if there is one. At the end nothing is left there.
+    `keep` gets the result after each part, so that an interrupted command loses one part at most. The rows of that part
+    are in the folder `rows`, if there is one, which is empty at the end.
     """
     begin = time.time()
     reason, device = _found(order)
@@ -148,7 +147,7 @@ def _begun(order: Order, reason: str, device: dict[str, Any] | None) -> dict[str
 
 
 def _judged(parts: dict[str, Any], order: Order, ceilings: Ceilings, begin: float) -> dict[str, Any]:
-    """What is said about all parts together."""
+    """Return the judgement of all parts together."""
     from . import bars, shapes
 
     judged = bars.judge(parts, shapes.SMOKE if order.smoke else shapes.FULL, smoke=order.smoke)
@@ -158,7 +157,7 @@ def _judged(parts: dict[str, Any], order: Order, ceilings: Ceilings, begin: floa
 def _one(
     part: PartOf, order: Order, ceilings: Ceilings, path: Path, reason: str, say: Say, left: float
 ) -> dict[str, Any]:
-    """One part's rows and how it ended; it gets its budget, or what is `left` for all if that is less."""
+    """Run one part; return its rows and its end. It gets its budget, or the time `left` if that is less."""
     known = {"says": part.says, "budget_s": part.budget_s}
     budget = min(part.budget_s * order.stretch, left - START_S)
     if not reason and budget <= 0:
@@ -176,7 +175,7 @@ def _one(
 
 
 def said(path: Path) -> list[str]:
-    """The last lines of a part's log: a model that runs uncompiled, or without graphs, is told of there only."""
+    """Return the last lines of a part's log: only there does a model report that it runs uncompiled or ungraphed."""
     log = path.with_suffix(".log")
     return log.read_text(errors="replace").strip().splitlines()[-LINES:] if log.exists() else []
 
@@ -187,7 +186,7 @@ def _here(part: PartOf, order: Order, ceilings: Ceilings, path: Path) -> str:
 
 
 def _apart(part: PartOf, order: Order, ceilings: Ceilings, path: Path, say: Say) -> str:
-    """Run a part in its own process; why it ended before its time, or nothing."""
+    """Run a part in its own process; return the reason if it ended early, else nothing."""
     command = [sys.executable, str(Path(__file__).parent), "--part", part.name, "--rows-to", str(path)]
     command += ["--ceilings", json.dumps(asdict(ceilings)), "--stretch", str(order.stretch)]
     command += ["--smoke"] if order.smoke else []
@@ -211,13 +210,13 @@ def _apart(part: PartOf, order: Order, ceilings: Ceilings, path: Path, say: Say)
 
 
 def environment(order: Order) -> dict[str, str]:
-    """A part's environment: interpreted if it is a smoke test, and only then."""
+    """Return a part's environment: only smoke tests are interpreted."""
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return found | ({"TRITON_INTERPRET": "1"} if order.smoke else {})
 
 
 def read_rows(path: Path) -> tuple[list[Row], Row | None]:
-    """The rows that a part wrote, and how it says it ended; a last line that was cut off is passed over."""
+    """Return the rows that a part wrote, and its end; an incomplete last line is skipped."""
     rows: list[Row] = []
     end: Row | None = None
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -233,10 +232,10 @@ def read_rows(path: Path) -> tuple[list[Row], Row | None]:
 
 
 def verdict(rows: list[Row], end: Row | None, ended: str) -> tuple[str, str]:
-    """measured, partial, skipped or failed, and why."""
+    """Return "measured", "partial", "skipped" or "failed", and the reason."""
     number = [row for row in rows if not row.get("failed") and not row.get("skipped")]
     if end is None or end.get("failed"):
-        reason = (end or {}).get("failed") or ended or "it stopped without a word"
+        reason = (end or {}).get("failed") or ended or "it stopped without a message"
         return ("partial" if number else "failed"), reason
     if end.get("skipped"):
         return "skipped", end["skipped"]
@@ -247,7 +246,7 @@ def verdict(rows: list[Row], end: Row | None, ended: str) -> tuple[str, str]:
 
 
 def _found(order: Order) -> tuple[str, dict[str, Any] | None]:
-    """Why nothing can be measured, or the device; asked in a process of its own, so that this one holds none of it."""
+    """Return the reason why nothing can be measured, or the device; found in a process that then frees the device."""
     if order.here:
         return describe(order.smoke)
     code = "import json, sys; sys.path.insert(0, sys.argv[1]); from gpu import run\n"
@@ -261,7 +260,7 @@ def _found(order: Order) -> tuple[str, dict[str, Any] | None]:
 
 
 def describe(smoke: bool) -> tuple[str, dict[str, Any] | None]:
-    """As `_found`, in this process."""
+    """Return the same as `_found`, in this process."""
     from . import device
 
     found = device.find(smoke)

@@ -1,7 +1,4 @@
-"""What is measured: heads, batches as block tables, and the bytes and operations that each has to cost.
-
-Knows: block ids and arithmetic. Knows no tensor, no kernel and no clock.
-"""
+"""The measured shapes: heads, batches as block tables, and the least bytes and operations of each."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ BLOCK = 16
 """Tokens of a block."""
 
 GUARD = 1
-"""Blocks that no table names: they hold NaN, which nobody may read."""
+"""Blocks that no table names: they hold NaN and must not be read."""
 
 Table = NDArray[np.int32]
 
@@ -40,7 +37,7 @@ class HeadShape:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of the scores."""
         return float(self.dim**-0.5)
 
 
@@ -52,7 +49,7 @@ LLAMA_70B_RANK = HeadShape("Llama-3-70B, 1 of 8 GPUs", 8, 1, 128)
 class Batch:
     """Sequences that decode, or compute a chunk: their block tables, all their keys, their query rows.
 
-    `levels` are the runs that cascades know: for each level (sequences, blocks) of its runs, in the order of sequences.
+    `levels` are the runs of a cascade: for each level (sequences, blocks) of its runs, in the order of sequences.
     """
 
     name: str
@@ -78,7 +75,7 @@ class Batch:
 
     @property
     def unique_tokens(self) -> int:
-        """Keys that are there: what has to be read at least once."""
+        """Distinct keys, which have to be read at least once."""
         used = np.zeros(self.num_blocks, dtype=np.int64)
         for table, length in zip(self.tables, self.kv, strict=True):
             full, rest = divmod(length, BLOCK)
@@ -94,12 +91,12 @@ class Batch:
 
 
 def kv_bytes(shape: HeadShape, tokens: int) -> int:
-    """Bytes of so many keys and values in one layer."""
+    """Return the bytes of these keys and their values in one layer."""
     return tokens * shape.token_bytes
 
 
 def row_bytes(shape: HeadShape, rows: int) -> int:
-    """Bytes of so many rows of queries, read, and of outputs, written."""
+    """Return the bytes of these rows of queries, read, and of outputs, written."""
     return 2 * rows * shape.heads * shape.dim * shape.itemsize
 
 
@@ -147,7 +144,7 @@ def private(count: int, length: int, *, scattered: bool = True) -> Batch:
 
 
 def shared(count: int, prefix: int, own: int) -> Batch:
-    """`count` sequences behind one `prefix`, each with `own` tokens of its own. `prefix` is whole blocks."""
+    """Return `count` sequences after one `prefix` of whole blocks, each with `own` tokens of its own."""
     assert prefix % BLOCK == 0
     blocks = _Blocks(_count(prefix) + count * _count(own), scattered=True)
     root = blocks.take(prefix)
@@ -184,7 +181,7 @@ def two_level(groups: int, members: int, root: int, branch: int, own: int) -> Ba
 
 
 def chunk(new: int, cached: int) -> Batch:
-    """One sequence that computes `new` tokens behind `cached` ones."""
+    """Return one sequence that computes `new` tokens after `cached` ones."""
     table = _Blocks(_count(new + cached), scattered=True).take(new + cached)
     return Batch(f"{words(new)} over {words(cached)}", (table,), (new + cached,), (new,))
 

@@ -1,8 +1,7 @@
-"""How long calls take on a device: many replays of a captured graph, timed by events; the median counts.
+"""Time calls on a device: many replays of a captured graph, timed by events; the median counts.
 
-Knows: streams, graphs and events. Knows nothing of what is called. A graph leaves out what Python costs between two
-launches, as an engine with captured steps does; where a call cannot be captured, it is timed as it is launched, and
-`how` says so.
+A graph leaves out Python's cost between two launches, as an engine with captured steps does. A call that cannot be
+captured is timed as it is launched, and `how` says so.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .device import Device
 Call = Callable[[], object]
 
 MOST_ROUNDS, ENOUGH_S = 16, 2e-3
-"""A graph repeats its calls until they take so long, at most so often: an event's resolution is nothing beside."""
+"""A graph repeats its calls at most this often, or until they take this long compared with an event's resolution."""
 
 LEAST_SAMPLES, MOST_SAMPLES = 9, 200
 
@@ -41,7 +40,7 @@ class Timing:
 
 
 def measure(calls: Sequence[Call], device: Device, seconds: float) -> Timing:
-    """Time the calls one after the other, again and again for about so many seconds; a timing is of one call.
+    """Time the calls in turn, repeatedly for about `seconds` seconds; a timing is of one call.
 
     The calls should do the same work on other memory, more of it in all than the cache holds.
     """
@@ -74,7 +73,7 @@ def _interpreted(calls: Sequence[Call]) -> Timing:
 
 
 def _warm(calls: Sequence[Call], device: Device) -> float:
-    """Compile and settle; seconds of all calls launched one by one."""
+    """Compile and warm up; return the seconds of all calls launched one by one."""
     stream = torch.cuda.Stream(device.torch)
     stream.wait_stream(torch.cuda.current_stream(device.torch))
     with torch.cuda.stream(stream):
@@ -90,7 +89,7 @@ def _warm(calls: Sequence[Call], device: Device) -> float:
 
 
 def _captured(calls: Sequence[Call]) -> tuple[Call, str]:
-    """All calls as one graph, or as they are if one of them cannot be captured."""
+    """Return all calls as one graph, or as they are if one of them cannot be captured."""
 
     def launch() -> None:
         for call in calls:

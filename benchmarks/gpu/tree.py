@@ -1,6 +1,6 @@
 """Part 3, decode along the tree, against the same kernel sequence by sequence: a shared prefix, and agents' two levels.
 
-Knows: batches that share. `floor_us` is what reading every key once takes at the read ceiling.
+`floor_us` is the time of reading every key once at the read ceiling.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .shapes import Batch, HeadShape, shared, two_level
 
 
 def run(bench: Bench) -> Iterator[Row]:
-    """For every tree a row of the tree, one of the same without sharing, both over the same pools."""
+    """Yield a row for every tree, and one without sharing, both over the same pools."""
     for batch in batches(bench):
         for shape in bench.sizes.shapes:
             yield from bench.case(batch.name, lambda s=shape, b=batch: _case(bench, s, b), shape=shape.name)

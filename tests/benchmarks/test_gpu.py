@@ -181,7 +181,7 @@ def test_a_check_notices_a_wrong_key_a_missing_row_and_a_guard() -> None:
     wrong[1, 0] += 0.05
     with pytest.raises(Mismatch, match="off by"):
         error(lambda: wrong, pools, batch, query)
-    with pytest.raises(Mismatch, match="nobody wrote"):
+    with pytest.raises(Mismatch, match="never written"):
         error(lambda: torch.empty_like(right), pools, batch, query)
     assert torch.isnan(pools.store.keys[0][:, 0]).all()
     assert torch.isnan(pools.store.values[0][:, -1]).all()
