@@ -196,8 +196,8 @@ class Decoder:
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Return the frames that `data` completes; frames that are not taken come with the next call.
 
-        Raises ProtocolError for bytes that are not a frame, after the valid frames before them, and at every later
-        call, because the next frame cannot be located any more.
+        Raises ProtocolError for bytes that are not a frame, after the valid frames before them. Every later call raises
+        it too, because the next frame cannot be located any more.
         """
         if self._broken is None:
             self._bytes += data

@@ -197,7 +197,7 @@ def peer_user(connection: socket.socket) -> int | None:
 
 
 def is_trusted_peer(connection: socket.socket) -> bool:
-    """Whether the other end of a Unix socket is this user, or root, who can read everything anyway."""
+    """Whether the other end of a Unix socket is this user, or root, which can read every file anyway."""
     return peer_user(connection) in (None, os.geteuid(), 0)
 
 

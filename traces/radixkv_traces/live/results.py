@@ -36,7 +36,7 @@ def summary(run: ReplayRun, goodput: Mapping[str, float] | None = None) -> Figur
     """Return all figures of a replay; unknown ones are None. Requests of the warm-up are not counted. O(tokens).
 
     A hit is a request with at least half of its prompt cached. `tpot` is the time for each token after the first, `itl`
-    the time between two pieces of a stream, `late` the delay between due and sent.
+    the time between two pieces of a stream. `late` is the delay between due and sent.
     """
     outcomes = [outcome for outcome in run.outcomes if not outcome.warmup]
     good = [outcome for outcome in outcomes if outcome.answer is not None]
