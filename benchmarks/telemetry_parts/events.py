@@ -47,9 +47,9 @@ def batches() -> dict[str, Batch]:
     with cache.open([1]) as sequence:
         sequence.extend([1])
         sequence.commit()
-    node = next(iter(cache._tree.walk()))
-    assert cache._tree.changed is not None
-    mark = cache._tree.changed.mark
+    node = next(iter(cache.state.tree.walk()))
+    assert cache.state.tree.changed is not None
+    mark = cache.state.tree.changed.mark
 
     def nothing() -> None:
         for _ in BATCH:

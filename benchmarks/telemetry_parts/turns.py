@@ -83,7 +83,7 @@ def marks_of_a_turn() -> int:
     cache, recorder = tree(200, watched=True)
     assert recorder is not None
     counted = [0]
-    changed, observer = cache._tree.changed, cache._tree.observer
+    changed, observer = cache.state.tree.changed, cache.state.tree.observer
     assert changed is not None and observer is not None
     mark = changed.mark
 
@@ -99,6 +99,6 @@ def marks_of_a_turn() -> int:
             return tell
 
     changed.mark = count
-    cache._tree.observer = Counting()  # type: ignore[assignment]
+    cache.state.tree.observer = Counting()  # type: ignore[assignment]
     turn(cache, prompt(100_000_100))
     return counted[0]
