@@ -331,13 +331,15 @@ FACTS = (("tokens", "37"), ("namespace", "team-blue"), ("begins with", IDS), ("h
 
 
 def lines(width: int) -> list[str]:
-    return [line.rstrip() for line in _text(Detail("Node 6", FACTS, ["Held by nobody."]), width).plain.split("\n")]
+    return [
+        line.rstrip() for line in _text(Detail("Node 6", FACTS, ["Not held. Evictable now."]), width).plain.split("\n")
+    ]
 
 
 def test_an_account_has_short_facts_in_columns_and_long_ones_alone() -> None:
     assert lines(76) == [
         "Node 6",
-        "Held by nobody.",
+        "Not held. Evictable now.",
         "tokens       37          namespace    team-blue   hits         0",
         "begins with  5277 1282 14625 18664 15689 20687",
     ]
@@ -346,7 +348,7 @@ def test_an_account_has_short_facts_in_columns_and_long_ones_alone() -> None:
 def test_in_a_narrow_pane_each_fact_has_its_line_and_a_long_one_is_hung_in() -> None:
     assert lines(40) == [
         "Node 6",
-        "Held by nobody.",
+        "Not held. Evictable now.",
         "tokens       37",
         "namespace    team-blue",
         "begins with  5277 1282 14625 18664 15689",
