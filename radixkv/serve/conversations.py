@@ -48,8 +48,8 @@ class ChatPrompt:
 class Conversations:
     """Encode conversations, and remember the ids of replies. Thread-safe.
 
-    `mode` is as in `Engine.chat`: "append" appends new messages to the remembered ids, "template" renders the whole
-    conversation around the ids of the replies, "auto" appends unless the template omits the thinking of earlier
+    `mode` is as in `Engine.chat`: "append" appends new messages to the remembered ids; "template" renders the whole
+    conversation around the ids of the replies; "auto" appends, unless the template omits the thinking of earlier
     replies. Conversations with tools are rendered if appending would lose text that the template writes with tools.
     `capacity` limits the remembered bytes; with 0 the template encodes everything. `new_session` numbers new
     conversations. `limit` is the maximum length of a prompt: an appended prompt beyond it is rendered instead, if that

@@ -1,8 +1,8 @@
 """Remember the token ids of replies, and find them by the messages that a client sends back.
 
-A client of a stateless server sends the whole conversation each time. If its messages equal, one by one, the prompt of
-an earlier reply and that reply, the sampled ids are reused, and their text is not encoded again. Messages are compared
-in full, never by a hash, and only within one namespace and one list of tools.
+A client of a stateless server sends the whole conversation each time. If its first messages equal the messages of an
+earlier prompt and its reply, their ids are reused, and their text is not encoded again. Messages are compared in full,
+never by a hash, and only within one namespace and one list of tools.
 """
 
 from __future__ import annotations

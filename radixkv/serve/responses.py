@@ -95,8 +95,8 @@ class TokenTexts:
 async def encode_response(head: JsonObject, choices: Callable[[], Iterable[JsonObject]], spent: JsonObject) -> bytes:
     """Return the JSON of a whole response.
 
-    It is encoded on another thread than the event loop's, since log probabilities take a while, and one choice at a
-    time, since each call of the encoder blocks all other threads.
+    Log probabilities take a while to encode, so this runs on another thread than the event loop. Each call of the
+    encoder blocks all other threads, so the choices are encoded one at a time.
     """
 
     def encoded() -> bytes:

@@ -28,8 +28,8 @@ class Settings:
     or when its client has read nothing for `send_timeout`. On shutdown, streams have `drain_timeout` to finish.
 
     `history_bytes` limits the history of conversations, with which a client that sends them again hits the cache; 0
-    disables it. `history` is the mode: "append" appends new messages to the known ids, "template" renders the whole
-    conversation around the ids of the replies, "auto" appends unless that would lose text or the template omits the
+    disables it. `history` is the mode: "append" appends new messages to the known ids; "template" renders the whole
+    conversation around the ids of the replies; "auto" appends, unless that would lose text or the template omits the
     thinking of earlier replies. `vllm_metrics` adds metrics with vLLM's names.
     """
 
