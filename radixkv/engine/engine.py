@@ -56,23 +56,22 @@ class RequestEngine:
         bytes_per_block: int = 0,
     ) -> None:
         """Connect parts that exist; `load` makes them. The engine owns runner and cache from now on."""
-        file = check_path(config.record)
         self.config = config
         self._model = model
         core = Core(cache, runner, config)
         auditor = Auditor(core, scrub=config.scrub_rate)
+        self._outputs: list[TraceWriter | monitoring.Monitoring] = []
+        if (file := check_path(config.record)) is not None:
+            trace = TraceWriter(file, cache.block_size)
+            core.observers.append(trace)
+            self._outputs.append(trace)
         thread = EngineThread(core.step, core.idle_for, lambda: core.busy, core.close)
         inputs = InputProcessor(model, cache.num_blocks * cache.block_size, config.seed, core.admission.check_fits)
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
         self.client = CoreClient(core, auditor, thread, inputs, facts, decode)
-        self._outputs: list[TraceWriter | monitoring.Monitoring] = []
         # Runs when neither the engine nor a handle is left, and at interpreter exit.
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self.client, _shut, thread, self._outputs)
-        if file is not None:
-            trace = TraceWriter(file, cache.block_size)
-            core.observers.append(trace)
-            self._outputs.append(trace)
         try:
             self.monitoring = monitoring.start(config.monitor, facts, core, thread, decode)
         except BaseException:
