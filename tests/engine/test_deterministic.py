@@ -62,11 +62,11 @@ class RoundingRunner:
 class World:
     """A core on this fake, without its thread."""
 
-    def __init__(self, num_blocks: int, block_size: int, limits: EngineConfig, *, reuse: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, config: EngineConfig, *, reuse: bool = True) -> None:
         self.cache = PrefixCache(num_blocks, block_size)
         self.runner = RoundingRunner(num_blocks, block_size)
-        self.limits = limits
-        self.core = Core(self.cache, self.runner, replace(limits, prefix_cache=reuse))
+        self.config = config
+        self.core = Core(self.cache, self.runner, replace(config, prefix_cache=reuse))
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
         request = Request(np.array(prompt, np.int32), params, params.max_tokens, frozenset(), params.seed or 0, **more)
@@ -115,9 +115,9 @@ def family_of_prompts(rng: random.Random, count: int, longest: int) -> list[list
     return prompts
 
 
-def reference(block_size: int, limits: EngineConfig, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
+def reference(block_size: int, config: EngineConfig, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
     """What an engine answers that has nothing cached, and runs nothing else."""
-    return World(200, block_size, limits, reuse=False).answers(prompt, params)
+    return World(200, block_size, config, reuse=False).answers(prompt, params)
 
 
 # ---- one at a time
@@ -126,37 +126,37 @@ def reference(block_size: int, limits: EngineConfig, prompt: Sequence[int], para
 @pytest.mark.parametrize("seed", mostly_long(range(8), 0, 1, 2))
 def test_hits_change_no_answer_of_requests_that_run_one_at_a_time(seed: int) -> None:
     rng = random.Random(seed)
-    block_size, limits = rng.choice([1, 3, 4, 8]), deterministic(rng.choice([1, 4, 6, 8, 16]))
-    world = World(-(-110 // block_size) + rng.choice([4, 40]), block_size, limits)  # small: what is cached is trimmed
+    block_size, config = rng.choice([1, 3, 4, 8]), deterministic(rng.choice([1, 4, 6, 8, 16]))
+    world = World(-(-110 // block_size) + rng.choice([4, 40]), block_size, config)  # small: what is cached is trimmed
     for prompt in family_of_prompts(rng, 14, 80):
         params = GREEDY.but(max_tokens=rng.randint(1, 7), n=rng.choice([1, 1, 1, 3]), temperature=rng.choice([0, 1]))
         params = params.but(seed=rng.randrange(100))
         fits = world.cache.num_blocks * block_size >= (len(prompt) + 8) * params.n + block_size * 2
         params = params if fits else params.but(n=1)
-        assert world.answers(prompt, params) == reference(block_size, limits, prompt, params)
+        assert world.answers(prompt, params) == reference(block_size, config, prompt, params)
     assert world.core.counters.cached_tokens > 0
 
 
 def test_the_same_requests_do_differ_without_it() -> None:
     """The fake's rounding errors are real ones: this is what the tests above would find."""
     rng = random.Random(3)
-    limits, prompts = (
+    config, prompts = (
         sized(4, 100, 8),
         family_of_prompts(rng, 20, 60),
     )
-    world = World(100, 4, limits)
-    pairs = [(world.answers(prompt), reference(4, limits, prompt, GREEDY)) for prompt in prompts]
+    world = World(100, 4, config)
+    pairs = [(world.answers(prompt), reference(4, config, prompt, GREEDY)) for prompt in prompts]
     assert sum(mine != cold for mine, cold in pairs) > 5
 
 
 def test_a_conversation_hits_whole_chunks_and_nothing_that_was_decoded() -> None:
-    limits = deterministic(8)
-    world = World(100, 4, limits)
+    config = deterministic(8)
+    world = World(100, 4, config)
     history: list[int] = list(range(21))
     for turn in range(4):
         before = world.core.counters.cached_tokens
         [reply] = world.answers(history)
-        assert [reply] == reference(4, limits, history, GREEDY)
+        assert [reply] == reference(4, config, history, GREEDY)
         known = 0 if turn == 0 else (len(history) - 9) // 8 * 8  # what the turn before had computed in its prompt
         assert world.core.counters.cached_tokens - before == known
         history += [*reply, turn, turn + 1, turn + 2]
@@ -169,8 +169,8 @@ def test_a_conversation_hits_whole_chunks_and_nothing_that_was_decoded() -> None
 def test_whatever_runs_together_only_common_kv_is_published(seed: int) -> None:
     """Cancels, preemptions and samples included: what is cached is what a lone request would have computed."""
     rng = random.Random(100 + seed)
-    block_size, limits = rng.choice([1, 3, 4, 8]), deterministic(rng.choice([1, 4, 6, 16]))
-    world = World(-(-150 // block_size) + 8, block_size, limits)
+    block_size, config = rng.choice([1, 3, 4, 8]), deterministic(rng.choice([1, 4, 6, 16]))
+    world = World(-(-150 // block_size) + 8, block_size, config)
     waiting, running, seen = family_of_prompts(rng, 25, 80), [], []
     while waiting or world.core.busy:
         if waiting and rng.random() < 0.3:
@@ -194,7 +194,7 @@ def test_whatever_runs_together_only_common_kv_is_published(seed: int) -> None:
 
 
 def _check_cached(world: World, prompts: Sequence[Sequence[int]]) -> None:
-    grid = world.limits.prefill_chunk
+    grid = world.config.prefill_chunk
     for prompt in prompts:
         found = world.cached_states(prompt)
         lone = RoundingRunner(len(prompt) + grid, 1)
@@ -214,8 +214,8 @@ def _check_cached(world: World, prompts: Sequence[Sequence[int]]) -> None:
 def test_samples_that_were_preempted_publish_only_common_kv(seed: int) -> None:
     """Their replies are longer than a chunk, so that chunks of them are computed again, behind a prompt's rest."""
     rng = random.Random(seed)
-    limits = sized(8, 64, 6, victim="last", deterministic=True)
-    world = World(40, rng.choice([3, 4]), limits)
+    config = sized(8, 64, 6, victim="last", deterministic=True)
+    world = World(40, rng.choice([3, 4]), config)
     requests = [
         world.submit(
             rng.choices(range(VOCAB), k=rng.randint(7, 17)), GREEDY.but(max_tokens=28, n=2, temperature=1, seed=i)
@@ -245,11 +245,11 @@ def test_who_comes_back_and_leaves_again_publishes_what_it_computed_anew() -> No
 
 
 def test_a_hit_that_is_cut_to_fit_the_pool_still_ends_on_the_grid() -> None:
-    limits = deterministic(6)
-    world = World(10, 4, limits)
+    config = deterministic(6)
+    world = World(10, 4, config)
     world.answers(list(range(20)))
     prompt, params = [*range(20), 30], GREEDY.but(max_tokens=20)
-    assert world.answers(prompt, params) == reference(4, limits, prompt, params)
+    assert world.answers(prompt, params) == reference(4, config, prompt, params)
     assert (
         world.core.counters.cached_tokens == 12
     )  # of 18; with these, and the copy of their last block, it is too much
@@ -257,26 +257,26 @@ def test_a_hit_that_is_cut_to_fit_the_pool_still_ends_on_the_grid() -> None:
 
 def test_requests_that_ran_together_leave_hits_that_change_nothing() -> None:
     rng = random.Random(5)
-    limits, prompts = deterministic(8, 6), family_of_prompts(rng, 30, 60)
-    world = World(400, 4, limits)
+    config, prompts = deterministic(8, 6), family_of_prompts(rng, 30, 60)
+    world = World(400, 4, config)
     for prompt in prompts:
         world.submit(prompt)
     world.finish()
     assert world.runner.beside > 10
     before = world.core.counters.cached_tokens
     for prompt in prompts:
-        assert world.answers(prompt) == reference(4, limits, prompt, GREEDY)
+        assert world.answers(prompt) == reference(4, config, prompt, GREEDY)
     assert world.core.counters.cached_tokens - before > 500
 
 
 def test_a_first_token_does_not_depend_on_who_runs_beside() -> None:
     rng = random.Random(6)
-    limits, prompts = deterministic(8, 6), family_of_prompts(rng, 30, 60)
-    world = World(400, 4, limits)
+    config, prompts = deterministic(8, 6), family_of_prompts(rng, 30, 60)
+    world = World(400, 4, config)
     requests = [world.submit(prompt, GREEDY.but(max_tokens=rng.randint(1, 9))) for prompt in prompts]
     world.finish()
     for prompt, request in zip(prompts, requests, strict=True):
-        [[first]] = reference(4, limits, prompt, GREEDY.but(max_tokens=1))
+        [[first]] = reference(4, config, prompt, GREEDY.but(max_tokens=1))
         assert request.channel.wait(0).token_ids[0] == first
 
 
@@ -303,8 +303,8 @@ def test_what_fills_the_pool_is_published_when_it_ends() -> None:
 
 
 def test_chunks_are_never_cut_to_fit_a_step() -> None:
-    limits = sized(3, 12, 8, deterministic=True)
-    world = World(100, 4, limits)
+    config = sized(3, 12, 8, deterministic=True)
+    world = World(100, 4, config)
     requests = [world.submit(list(range(i, i + 30)), GREEDY.but(max_tokens=3)) for i in range(5)]
     lengths = set()
     run = world.runner.run

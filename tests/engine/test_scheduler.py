@@ -242,9 +242,11 @@ def test_other_namespaces_and_short_prefixes_are_not_waited_for() -> None:
 # ---- order
 
 
-def _long_and_cold(max_overtakes: int, hits: int, **limits: Any) -> tuple[World, Request, list[Request]]:
+def _long_and_cold(max_overtakes: int, hits: int, **settings: Any) -> tuple[World, Request, list[Request]]:
     """A cold request, and a stream of later ones that all hit a long cached prefix."""
-    world = World(512, 4, EngineConfig(max_sequences=1, order="longest-prefix", max_overtakes=max_overtakes, **limits))
+    world = World(
+        512, 4, EngineConfig(max_sequences=1, order="longest-prefix", max_overtakes=max_overtakes, **settings)
+    )
     warm = tokens(40, 1)
     world.submit(warm, GREEDY.but(max_tokens=1))
     world.finish()
@@ -322,8 +324,8 @@ def test_answers_are_unchanged_by_preemption_in_pools_too_small(victim: str, reu
     for seed in range(6):
         rng = random.Random(seed)
         size = rng.choice([1, 2, 4, 16])
-        limits = sized(8, 64, rng.choice([4, 16, 64]), victim=victim, order=order)
-        world = World(-(-130 // size), size, limits, reuse=reuse)
+        config = sized(8, 64, rng.choice([4, 16, 64]), victim=victim, order=order)
+        world = World(-(-130 // size), size, config, reuse=reuse)
         base = tokens(40, seed)
         requests = [
             world.submit([*base[: rng.randint(0, 40)], *tokens(rng.randint(1, 12), 100 + i)], GREEDY.but(max_tokens=40))

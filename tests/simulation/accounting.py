@@ -63,10 +63,10 @@ class Accounting:
 
     def is_common(self, table: Any, length: int, prompt_length: int) -> bool:
         """Whether the first tokens were computed as by anybody who has this prompt, if that is promised."""
-        limits = self.world.scenario.limits
-        if not limits.deterministic:
+        config = self.world.scenario.config
+        if not config.deterministic:
             return True
-        begins = np.arange(length) // limits.prefill_chunk * limits.prefill_chunk
-        counts = np.minimum(limits.prefill_chunk, prompt_length - begins)
+        begins = np.arange(length) // config.prefill_chunk * config.prefill_chunk
+        counts = np.minimum(config.prefill_chunk, prompt_length - begins)
         expected = np.stack([begins, counts, np.ones_like(begins)], axis=1)
         return bool((self.world.model.came_from(table, length) == expected).all())

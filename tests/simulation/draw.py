@@ -92,7 +92,7 @@ class _Draw:
             seed=self.seed,
             num_blocks=self._pool(asks),
             block_size=self.block_size,
-            limits=self._limits(),
+            config=self._config(),
             asks=tuple(asks),
             policy=rng.choice(("lru", "lru", "fifo", "lfu", "slru")),
             reuse=rng.random() < 0.85,
@@ -116,7 +116,7 @@ class _Draw:
         alone = self.rng.choice((sizes[-1], sizes[-1], sizes[-2]))
         return int(alone * self.rng.choice(self.profile.room)) + self.rng.choice((0, 1, 2))
 
-    def _limits(self) -> EngineConfig:
+    def _config(self) -> EngineConfig:
         rng = self.rng
         streams = max(rng.choice(self.profile.streams), self.widest - rng.choice((0, 0, 0, 1)))
         chunk, deterministic = rng.choice(self.profile.chunk), rng.random() < 0.15

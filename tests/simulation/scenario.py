@@ -124,7 +124,7 @@ class Scenario:
     seed: int
     num_blocks: int
     block_size: int
-    limits: EngineConfig
+    config: EngineConfig
     asks: tuple[Ask, ...]
     policy: str = "lru"
     reuse: bool = True
@@ -152,7 +152,7 @@ class Scenario:
         """One line a fact, for people."""
         facts = [
             f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
-            f"{self.limits}, observer raises at {self.observer_raises}",
+            f"{self.config}, observer raises at {self.observer_raises}",
             f"no backpressure from {self.disable_backpressure}, close at {self.close}",
         ]
         facts += map(str, (*self.asks, *self.pinnings, *self.forgettings, *self.audits, *self.faults))

@@ -33,7 +33,7 @@ class Steps:
 
     def __init__(self, world: World) -> None:
         self.world, self.core = world, world.core
-        self.limits = world.scenario.limits
+        self.config = world.scenario.config
         self.count = 0
         # No schedule that gets anywhere takes more: a token a step, all of it computed twice over, and some waiting.
         tokens = sum(ask.params.n * (len(ask.prompt) + ask.max_tokens) for ask in world.scenario.asks)
@@ -89,10 +89,10 @@ class Steps:
 
     def _budget(self, work: list[Work]) -> None:
         running = self.core.scheduler.running
-        assert sum(len(each.tokens) for each in work) <= self.limits.max_batch_tokens
-        assert all(0 < len(each.tokens) <= self.limits.prefill_chunk for each in work)
+        assert sum(len(each.tokens) for each in work) <= self.config.max_batch_tokens
+        assert all(0 < len(each.tokens) <= self.config.prefill_chunk for each in work)
         assert len({id(each.stream) for each in work}) == len(work), "two chunks of one stream"
-        assert sum(len(request.live) for request in running) <= self.limits.max_sequences
+        assert sum(len(request.live) for request in running) <= self.config.max_sequences
 
     def _who_is_in(self, before: Before, work: list[Work]) -> None:
         planned, running = {id(each.stream) for each in work}, self.core.scheduler.running
@@ -102,8 +102,8 @@ class Steps:
             assert gone or id(stream) in planned, (
                 f"{self.world.name_of(stream.request)} decodes, and was left out of a step"
             )
-        left = self.limits.max_batch_tokens - sum(len(each.tokens) for each in work)
-        if left >= (self.limits.prefill_chunk if self.limits.deterministic else 1):  # there, no chunk is cut to fit
+        left = self.config.max_batch_tokens - sum(len(each.tokens) for each in work)
+        if left >= (self.config.prefill_chunk if self.config.deterministic else 1):  # there, no chunk is cut to fit
             idle = [s for s, sequence in before.active if s.sequence is sequence and s.active and id(s) not in planned]
             assert not idle, f"{idle} could have run in what is left of the budget"
             cut = [each for each in work if self._is_cut(each)]
@@ -116,7 +116,7 @@ class Steps:
         """Whether a chunk ends before its prompt, what its stream knew, and the limit of a chunk."""
         end, stream = work.start + len(work.tokens), work.stream
         whole = end == len(stream.request.prompt) or end >= len(stream.tokens) - 1  # one more may have been sampled
-        return not whole and len(work.tokens) < self.limits.prefill_chunk
+        return not whole and len(work.tokens) < self.config.prefill_chunk
 
     def _higher_ranks_first(self, before: Before, planned: set[int]) -> None:
         """Of the prompts that are under way, a higher priority gets its chunk before a lower one."""
@@ -124,7 +124,7 @@ class Steps:
         prompts = [(s, s.request.priority) for s, sequence in before.active if s.sequence is sequence]
         prompts = [(s, priority) for s, priority in prompts if s not in decoding and s.active]
         lowest = min((priority for s, priority in prompts if id(s) in planned), default=None)
-        if lowest is not None and not self.limits.deterministic:
+        if lowest is not None and not self.config.deterministic:
             passed = [s for s, priority in prompts if id(s) not in planned and priority > lowest]
             assert not passed, f"{passed} got no chunk, and a lower priority did"
 
@@ -147,7 +147,7 @@ class Steps:
 
     def _reusable(self, length: int) -> int:
         """How much of a common prefix may be a hit."""
-        return length - length % self.limits.prefill_chunk if self.limits.deterministic else length
+        return length - length % self.config.prefill_chunk if self.config.deterministic else length
 
     def _coalesces(self, work: Work) -> bool:
         request = work.stream.request
@@ -161,7 +161,7 @@ class Steps:
 
         Who was preempted has its own tokens computed again in chunks, so that is not said of it.
         """
-        for each in work if self.limits.deterministic else []:
+        for each in work if self.config.deterministic else []:
             stream, request = each.stream, each.stream.request
             if stream.active and not request.preemptions:
                 length = min(stream.sequence.length, len(request.prompt))

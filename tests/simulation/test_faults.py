@@ -42,7 +42,7 @@ LIFE = Scenario(
     seed=0,
     num_blocks=12,
     block_size=3,
-    limits=EngineConfig(max_sequences=6, max_batch_tokens=9, prefill_chunk=5),
+    config=EngineConfig(max_sequences=6, max_batch_tokens=9, prefill_chunk=5),
     asks=(
         ask(0, 0, (*SHARED, 1), 9),
         ask(1, 0, (*SHARED, 2), 7, temperature=1),

@@ -120,10 +120,10 @@ def test_who_waited_for_a_neighbour_ages_once_that_is_over() -> None:
     cold, hot = (0, 0, 1, 1), (2,) * 6
     asks = [Ask(0, 0, cold, greedy, 1), Ask(1, 0, cold, greedy, 1), Ask(2, 0, hot, greedy, 20)]
     asks += [Ask(3 + number, 1 + number, (*hot, number), greedy, 1) for number in range(8)]
-    limits = EngineConfig(
+    config = EngineConfig(
         max_sequences=2, max_batch_tokens=16, prefill_chunk=8, order="longest-prefix", max_overtakes=3
     )
-    world = World(Scenario(0, 64, 1, limits, tuple(asks))).run()
+    world = World(Scenario(0, 64, 1, config, tuple(asks))).run()
     assert world.customers[1].overtaken == 3
 
 
@@ -145,8 +145,8 @@ def test_streams_of_a_request_come_back_as_they_left(prompt: int, blocks: int, o
         Ask(0, 0, tuple(range(prompt)), sampled, 9, lags=((6, 14),)),
         Ask(1, 8, (5,) * other, sampled.but(n=1), 1),
     )
-    limits = EngineConfig(max_sequences=3, max_batch_tokens=19, prefill_chunk=16)
-    world = World(Scenario(0, blocks, 4, limits, asks, reuse=reuse)).run()
+    config = EngineConfig(max_sequences=3, max_batch_tokens=19, prefill_chunk=16)
+    world = World(Scenario(0, blocks, 4, config, asks, reuse=reuse)).run()
     assert world.customers[0].request.preemptions == 1
     assert world.customers[0].channel.completion is not None
 
@@ -155,8 +155,8 @@ def test_what_a_stream_that_gives_way_was_to_compute_others_may() -> None:
     """The budget of a decode that was planned, and then gave way, goes to the prompt that needed its blocks."""
     greedy = SamplingParams(max_tokens=30, temperature=0)
     asks = (Ask(0, 0, (1,), greedy, 30), Ask(1, 0, (2,) * 6, greedy, 30), Ask(2, 1, (3, 4) * 12, greedy, 2))
-    limits = EngineConfig(max_sequences=3, max_batch_tokens=5, prefill_chunk=8)
-    world = World(Scenario(0, 41, 1, limits, asks)).run()
+    config = EngineConfig(max_sequences=3, max_batch_tokens=5, prefill_chunk=8)
+    world = World(Scenario(0, 41, 1, config, asks)).run()
     assert world.customers[0].request.preemptions == 1
     work = {step: [(number, count) for at, number, _, _, count in world.trace if at == step] for step in (7, 8)}
     assert work == {7: [(0, 1), (1, 1), (2, 3)], 8: [(1, 1), (2, 4)]}
@@ -168,8 +168,8 @@ def test_streams_that_come_back_begin_inside_a_chunk_and_publish_none_of_it(monk
     sampled = SamplingParams(max_tokens=16, temperature=1, n=2)
     ask = Ask(0, 0, tuple(range(6)), sampled, 16, lags=((8, 14),))
     turn = (*ask.prompt, *answers_of(ask)[0].tokens[:3])
-    limits = EngineConfig(max_sequences=2, max_batch_tokens=8, prefill_chunk=4, deterministic=True, block_size=1)
-    world = World(Scenario(0, 40, 2, limits, (ask, Ask(1, 9, turn, sampled.but(n=1), 1)))).run()
+    config = EngineConfig(max_sequences=2, max_batch_tokens=8, prefill_chunk=4, deterministic=True, block_size=1)
+    world = World(Scenario(0, 40, 2, config, (ask, Ask(1, 9, turn, sampled.but(n=1), 1)))).run()
     assert world.customers[0].request.preemptions == 1
     back = {index: start for step, number, index, start, _ in reversed(world.trace) if number == 0 and step > 9}
     assert back == {0: 8, 1: 6}
@@ -184,9 +184,9 @@ def beside_pins(prompt: tuple[int, ...], tokens: int, *pinnings: Pinning, until:
     greedy = SamplingParams(max_tokens=1, temperature=0)
     asks = (Ask(0, 0, PINNED, greedy, 1), Ask(1, 3, (9,), greedy, 28), Ask(2, 4, prompt, greedy, tokens))
     pins = (Pinning(2, PINNED, None, until), *pinnings)
-    limits = EngineConfig(max_sequences=2, max_batch_tokens=16, prefill_chunk=8, victim="last")
+    config = EngineConfig(max_sequences=2, max_batch_tokens=16, prefill_chunk=8, victim="last")
     forgets = Forgetting(22, "discard", PINNED, 6)  # what is pinned stays
-    return World(Scenario(0, 10, 4, limits, asks, pinnings=pins, forgettings=(forgets,))).run()
+    return World(Scenario(0, 10, 4, config, asks, pinnings=pins, forgettings=(forgets,))).run()
 
 
 def test_who_could_not_come_back_for_pins_is_refused_before_it_says_a_word() -> None:
@@ -216,8 +216,8 @@ def test_of_a_hit_that_costs_a_block_more_what_is_pinned_stays() -> None:
     stem = (*PINNED, 9, 9)
     asks = [Ask(0, 0, PINNED, greedy, 1), Ask(1, 3, (*stem, 1), greedy, 1), Ask(2, 6, (*stem, 2, 2, 2), greedy, 1)]
     asks.append(Ask(3, 9, (*stem, 2, 2, 2, 3), greedy, 27))
-    limits = EngineConfig(max_sequences=2, max_batch_tokens=16, prefill_chunk=8)
-    world = World(Scenario(0, 10, 4, limits, tuple(asks), pinnings=(Pinning(2, PINNED, None, 90),))).run()
+    config = EngineConfig(max_sequences=2, max_batch_tokens=16, prefill_chunk=8)
+    world = World(Scenario(0, 10, 4, config, tuple(asks), pinnings=(Pinning(2, PINNED, None, 90),))).run()
     done = world.customers[3].channel.completion
     assert done is not None
     assert done.usage.cached_tokens == len(PINNED)

@@ -14,8 +14,8 @@ def test_mixed_requests_from_many_threads_are_all_answered_and_leave_nothing(
     order: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    limits = {"max_sequences": 8, "max_batch_tokens": 32, "prefill_chunk": 16}
-    with memory_engine(num_blocks=36, faults=0.01, order=order, **limits) as engine:
+    config = {"max_sequences": 8, "max_batch_tokens": 32, "prefill_chunk": 16}
+    with memory_engine(num_blocks=36, faults=0.01, order=order, **config) as engine:
         mixture = Mixture(longest_prompt=30, most_new=30, timeouts=(0.01,))
         tally = Traffic(engine, knows_the_answer, mixture, after=lambda ended: None).run(requests=200, clients=12)
         stats = engine.stats()

@@ -220,7 +220,7 @@ def knows_the_answer(prompt: Ids, params: SamplingParams, answer: Completion) ->
 
 
 @contextmanager
-def memory_engine(num_blocks: int = 60, faults: float = 0.0, **limits: object) -> Iterator[RequestEngine]:
+def memory_engine(num_blocks: int = 60, faults: float = 0.0, **config: object) -> Iterator[RequestEngine]:
     """An engine whose model is nothing but memory; a part of its forwards raises. Readers fall behind soon."""
     cache = PrefixCache(num_blocks, 4)
     model, rng = SlotModel(cache, 0), random.Random(0)
@@ -231,7 +231,7 @@ def memory_engine(num_blocks: int = 60, faults: float = 0.0, **limits: object) -
 
     model.fault = fault
     fake = FakeModel(vocab_size=VOCAB, stop_token_ids=frozenset())
-    engine = RequestEngine(fake, model, cache, EngineConfig(**{"monitor": False, **limits}))  # type: ignore[arg-type]
+    engine = RequestEngine(fake, model, cache, EngineConfig(**{"monitor": False, **config}))  # type: ignore[arg-type]
     with mock.patch.object(input_processor, "MAX_UNREAD", 4), engine:
         yield engine
     assert model.broken is None, model.broken

@@ -33,7 +33,7 @@ class Turns:
 
     def _order(self, before: Before) -> None:
         """Nobody is passed by lower priorities, or by more later ones of its own than the order allows."""
-        limits, scheduler = self.world.scenario.limits, self.core.scheduler
+        config, scheduler = self.world.scenario.config, self.core.scheduler
         waiting = [request for request in scheduler.waiting if request.number]
         entered = {id(each.stream.request): each.stream.request for each in self.world.work}
         entered |= {id(request): request for request in scheduler.running}
@@ -50,7 +50,7 @@ class Turns:
                 if newcomer.priority == other.priority and other.number < newcomer.number and not newcomer.preemptions:
                     customer.overtaken += 1
                     self.overtaken += 1
-                    most = limits.max_overtakes if limits.order == "longest-prefix" else 0
+                    most = config.max_overtakes if config.order == "longest-prefix" else 0
                     assert customer.overtaken <= most, (
                         f"{self.world.name_of(other)} was overtaken {customer.overtaken} times"
                     )
@@ -75,7 +75,7 @@ class Turns:
 
     def before_preemption(self, request: Request) -> list[Ids]:
         """What each stream of a request that gives way has computed, but for what it kept and cannot publish now."""
-        if not self.world.scenario.reuse or self.world.scenario.limits.deterministic:
+        if not self.world.scenario.reuse or self.world.scenario.config.deterministic:
             return []
         streams = [stream for stream in request.live if stream.active]
         return [
@@ -117,7 +117,7 @@ class Turns:
         prefix_wait = request.prefix_wait
         if prefix_wait is None or request.waited_enough:
             return False
-        steps = -(-len(request.prompt) // self.world.scenario.limits.prefill_chunk)
+        steps = -(-len(request.prompt) // self.world.scenario.config.prefill_chunk)
         leader, computed = prefix_wait.leader, before.computed.get(id(prefix_wait.leader))
         waited = self.waited[self.world.name_of(request), prefix_wait]
         if computed is None:  # it came in, or came back, in this very step (and gave way again), or waits itself

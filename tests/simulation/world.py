@@ -113,7 +113,7 @@ class World:
         self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)
         self.model.fault, self.model.sick = self.faults.in_forward, self.faults.is_sick
         self.model.garbles = lambda: self.faults.garbles(self.work_of())
-        self.core = Core(self.cache, self.model, replace(scenario.limits, prefix_cache=scenario.reuse))
+        self.core = Core(self.cache, self.model, replace(scenario.config, prefix_cache=scenario.reuse))
         self.auditor = Auditor(self.core)
         self._listen_to_the_schedule()
         self.accounting, self.final_checks = Accounting(self), FinalChecks(self)
