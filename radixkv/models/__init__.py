@@ -1,1 +1,1 @@
-"""Models: load, probe and self-test a decoder, run batches of chunks. Knows no request and no tree."""
+"""Models: load, probe and self-test a decoder, run batches of chunks."""

@@ -1,4 +1,4 @@
-"""Random batches whose block tables share prefixes as sequences of one prefix cache do."""
+"""Draw random batches whose block tables share prefixes, as in a prefix cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radixkv_kernels import reference
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences over one store; only the slots that some sequence owns hold numbers, all others NaN."""
+    """Sequences over one store; slots of a sequence hold numbers, all others NaN."""
 
     store: KVStore
     tables: list[list[int]]
@@ -43,7 +43,7 @@ class BlocksFirst(KVStore):
 
 
 def fill(store: KVStore, tables: list[list[int]], kv_lengths: list[int], seed: int = 0) -> None:
-    """NaN everywhere, then random numbers in each slot that a sequence may read."""
+    """Write NaN everywhere, then random numbers into each slot that a sequence may read."""
     generator = torch.Generator().manual_seed(seed)
     size = store.block_size
     slots = {table[i // size] * size + i % size for table, n in zip(tables, kv_lengths, strict=True) for i in range(n)}
@@ -61,7 +61,7 @@ def fill(store: KVStore, tables: list[list[int]], kv_lengths: list[int], seed: i
 def tree_tables(
     rng: random.Random, block_size: int, sequences: int, *, adjacent: bool
 ) -> tuple[list[list[int]], list[int]]:
-    """Tables and lengths that branch off each other at block boundaries; blocks in a row, or scattered."""
+    """Draw tables and lengths that branch off each other at block boundaries; blocks adjacent or scattered."""
     tables: list[list[int]] = []
     lengths: list[int] = []
     free = list(range(2000))
@@ -95,7 +95,7 @@ def random_batch(
     adjacent: bool,
     kind: type[KVStore] = KVStore,
 ) -> Batch:
-    """A batch in float64; decodes only, or decodes, chunks of any length and sequences that sit out mixed."""
+    """Draw a batch in float64: decodes only, or also chunks of any length and sequences without query rows."""
     rng = random.Random(seed)
     tables, kv_lengths = tree_tables(rng, block_size, sequences, adjacent=adjacent)
     choices = [1] if decode else [0, 1, 1, 2, 7, 40, 10**6]

@@ -1,4 +1,4 @@
-"""Write, copy and gather against numpy, in both memory layouts."""
+"""Compare writes, copies and gathers with numpy, in both memory layouts."""
 
 from __future__ import annotations
 

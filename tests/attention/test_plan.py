@@ -1,6 +1,6 @@
-"""What a work list promises: every visible pair once, shared runs once, and `previous` changes nothing but the cost.
+"""A work list has every visible pair once and shared runs once, and `previous` changes only its cost.
 
-Chunked attention: each row reads the keys of its own chunk up to itself, each once, and the lists know of none.
+With chunked attention, each row reads the keys of its own chunk up to itself, each once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SETTINGS = settings(max_examples=150, deadline=None)
 
 
 def covered(work: WorkList) -> Counter[tuple[int, int, int]]:
-    """How often each (row, key position, slot of that key) stands in the list, visible pairs only."""
+    """Count how often each visible (row, key position, slot of that key) is in the list."""
     pairs: Counter[tuple[int, int, int]] = Counter()
     for item in range(work.num_items):
         start, first = int(work.kv_start[item]), int(work.kv_start[item]) // work.block_size
@@ -52,7 +52,7 @@ def expected(
 
 
 def check_merge(work: WorkList) -> None:
-    """Every partial belongs to one row's merge, ordered by its keys."""
+    """Check that every partial belongs to one row's merge, in the order of keys."""
     starts = np.repeat(work.kv_start, work.rows)
     assert sorted(work.merge_ids.tolist()) == list(range(len(work.row_ids)))
     for row in range(work.num_rows):
@@ -126,10 +126,10 @@ def test_a_previous_list_of_another_batch_is_noticed(
     [
         ([[0, 1, 2, 9], [0, 4, 3]], [7, 6], [1, 1]),  # a block was exchanged, and a table has grown
         ([[0, 1, 2], [0, 4, 3]], [6, 6], [1, 1]),  # a block was exchanged
-        ([[0, 1, 2, 3], [0, 1]], [7, 4], [1, 1]),  # one has grown by what the other lost
+        ([[0, 1, 2, 3], [0, 1]], [7, 4], [1, 1]),  # one has grown by the other's loss
         ([[0, 1, 2], [0, 1, 3]], [6, 3], [1, 1]),  # truncated
-        ([[0, 1, 2], [0, 1, 3]], [6, 6], [1, 0]),  # one sits out
-        ([[0, 1, 2], [0, 1, 3]], [6, 6], [0, 0]),  # all of a shared run's readers sit out
+        ([[0, 1, 2], [0, 1, 3]], [6, 6], [1, 0]),  # one has no query rows
+        ([[0, 1, 2], [0, 1, 3]], [6, 6], [0, 0]),  # no member of a shared run has query rows
         ([[0, 1, 2]], [6], [1]),  # one has left
     ],
 )
@@ -165,7 +165,7 @@ def test_a_small_shared_run_is_not_worth_an_item_and_goes_with_its_children() ->
 
 
 def test_a_common_block_that_is_not_full_for_all_belongs_to_each_tail() -> None:
-    tables = [[0, 1], [0, 1, 2]]  # the second has appended behind the first's tokens, in place
+    tables = [[0, 1], [0, 1, 2]]  # the second has appended after the first's tokens, in place
     work = plan.build(tables, [20, 40], [1, 1], block_size=16, min_saving=1)
     assert work.read_tokens == 16 + 4 + 24
 
@@ -216,7 +216,7 @@ def test_lengths_that_do_not_fit_are_refused(
 
 
 def slots_read(work: WorkList) -> Counter[tuple[int, int]]:
-    """How often each (row, slot) stands in the list, visible pairs only."""
+    """Count how often each visible (row, slot) is in the list."""
     pairs: Counter[tuple[int, int]] = Counter()
     for (row, _, slot), times in covered(work).items():
         pairs[row, slot] += times

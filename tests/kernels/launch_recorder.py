@@ -1,8 +1,8 @@
-"""A recorder that does what a CUDA graph does, in Triton's interpreter: it keeps each launch as it was.
+"""A recorder that acts as a CUDA graph in Triton's interpreter: it keeps each launch of a step.
 
-A replay runs the same operators on the same memory, and nothing of the host's code: what the step took from the host is
-as it was when it was recorded. What a capture does not allow raises: reading a number back, making a tensor of the
-host's numbers, shapes that depend on data.
+A replay runs the same operators on the same memory, and none of the host's code: values from the host are those of the
+recording. Operations that a capture does not allow raise: reading a number back, making a tensor of the host's numbers,
+shapes that depend on data.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FRESH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 
 
 class CaptureError(RuntimeError):
-    """What a real capture raises, too."""
+    """The step did something that a real capture does not allow."""
 
 
 class RecordedCalls(TorchDispatchMode):
-    """Everything that runs on the device while this is open."""
+    """Records all calls on the device while this is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class RecordedCalls(TorchDispatchMode):
         return result
 
     def launch(self, kernel: Callable[[], None]) -> None:
-        with _disable_current_modes():  # the interpreter does on the host what a GPU does
+        with _disable_current_modes():  # the interpreter computes on the host
             kernel()
         self.calls.append(("launch", kernel, None))
 
@@ -71,7 +71,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @contextmanager
 def _guarded(recording: RecordedCalls) -> Iterator[None]:
-    """Launches go to the tape; what no operator shows raises."""
+    """Record launches; raise for host operations that no operator shows."""
     run = InterpretedFunction.run
     inside = False
 
@@ -103,7 +103,7 @@ def _guarded(recording: RecordedCalls) -> Iterator[None]:
 
 
 class LaunchRecorder:
-    """Records on tapes; `full` from `most` of them on."""
+    """Records steps; `full` after `most` of them."""
 
     def __init__(self, most: int = 1000) -> None:
         self.recordings: list[RecordedCalls] = []

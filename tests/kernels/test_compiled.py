@@ -1,4 +1,4 @@
-"""What the wrappers launch compiles for GPUs that are not here, and the machine code is what it should be."""
+"""The wrappers' launches compile for GPUs that this machine does not have, and their code has no faults."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ RESTS = {
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    """All pinned kernels."""
+    """Return all pinned kernels."""
     return compiled()
 
 
 def compiled(*options: str) -> list[dict[str, Any]]:
-    """Pinned kernels, compiled in processes of their own: this one may have another driver, or none."""
+    """Compile pinned kernels in processes of their own: this one may have another driver, or none."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = str(ROOT / "scripts" / "compile_kernels.py")
     command = [sys.executable, "-W", "ignore", script, "--pinned", "--json", *options]
@@ -48,14 +48,14 @@ def compiled(*options: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def named(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, if Triton says which line of source an inlined load comes from (3.9 does, 3.6 does not)."""
+    """Return the same if Triton names the source line of an inlined load (3.9 does, 3.6 does not)."""
     if any("unnamed" in row["code"]["loads"] for row in rows):
         pytest.skip("this Triton does not say what an inlined load is for")
     return rows
 
 
 def widths(row: dict[str, Any], name: str) -> set[int]:
-    """How many bits at a time something is loaded from global memory; empty if nothing of that name is."""
+    """Return the widths in bits of a load from global memory; empty if nothing of that name is loaded."""
     return {int(bits) for bits in row["code"]["loads"].get(name, ())}
 
 
@@ -100,7 +100,7 @@ def test_whatever_else_is_moved_is_loaded_in_128_bits(rows: list[dict[str, Any]]
 
 @pytest.mark.long
 def test_keys_and_values_are_copied_ahead(named: list[dict[str, Any]]) -> None:
-    """With block ids at hand one iteration earlier, n stages hold n - 1 tiles at least, which nothing waits for."""
+    """With block ids loaded one iteration earlier, n stages hold at least n - 1 tiles of asynchronous copies."""
     for row in named:
         if row["launch"] in ATTENTION:
             for name in ("key0", "value0"):

@@ -1,4 +1,4 @@
-"""Which backend a model gets; where Triton is missing, or cannot run, torch attends, and says so once."""
+"""The choice of a backend; if Triton is missing or cannot run, torch attends, with one warning."""
 
 from __future__ import annotations
 

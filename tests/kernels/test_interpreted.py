@@ -1,4 +1,4 @@
-"""Runs the tests of the Triton kernels in a process of their own, where Triton interprets what it would compile."""
+"""Run the tests of the Triton kernels in processes of their own, in which Triton interprets kernels."""
 
 from __future__ import annotations
 

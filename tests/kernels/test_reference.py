@@ -1,4 +1,4 @@
-"""The reference against torch's own attention and against arithmetic one can do by hand."""
+"""Compare the reference with torch's own attention and with results computed by hand."""
 
 from __future__ import annotations
 

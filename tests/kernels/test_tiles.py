@@ -1,4 +1,4 @@
-"""What a tiling promises: every visible pair in one tile, masks left out only where all see all, merges in order."""
+"""A tiling has every visible pair in one tile, omits masks only if all rows see all keys, and merges in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def records(tiles: Tiles, kind: int) -> list[list[int]]:
 
 
 def check(tiles: Tiles, work: WorkList, shapes: tuple[Shape, ...], group: int) -> None:
-    """Recount everything that the kernels rely on."""
+    """Recount all properties on which the kernels rely."""
     pairs: Counter[tuple[int, int, int]] = Counter()
     partial_of: dict[int, tuple[int, int]] = {}
     done: list[int] = []
@@ -69,7 +69,7 @@ def check(tiles: Tiles, work: WorkList, shapes: tuple[Shape, ...], group: int) -
 
 
 def listed(work: WorkList) -> Counter[tuple[int, int, int]]:
-    """The visible pairs of the work list: (row, key position, slot)."""
+    """Return the visible pairs of the work list: (row, key position, slot)."""
     pairs: Counter[tuple[int, int, int]] = Counter()
     for item in range(work.num_items):
         start = int(work.kv_start[item])
@@ -83,7 +83,7 @@ def listed(work: WorkList) -> Counter[tuple[int, int, int]]:
 
 
 def check_merges(tiles: Tiles, partial_of: dict[int, tuple[int, int]], done: list[int]) -> None:
-    """Each partial is merged once, in the order of keys; each row is done once, by a tile or by a merge."""
+    """Check that each partial is merged once, in the order of keys, and each row finished once."""
     merged = tiles.merge_rows[HEADER:].tolist()
     assert tiles.merge_rows[0] == len(merged) == tiles.num_merges
     assert sorted(partial_of) == sorted(tiles.merge_ids.tolist()) == list(range(tiles.num_partials))
@@ -199,7 +199,7 @@ def test_a_row_with_nothing_to_read_is_merged_from_nothing() -> None:
 
 @st.composite
 def decodes(draw: st.DrawFn) -> WorkList:
-    """Trees of decodes, deep ones too."""
+    """Draw trees of decodes, deep ones included."""
     rng = random.Random(draw(st.integers(0, 10**9)))
     tables, kv = tree_tables(rng, 4, draw(st.integers(1, 40)), adjacent=False)
     kept = [(table, length) for table, length in zip(tables, kv, strict=True) if length]
@@ -210,7 +210,7 @@ def decodes(draw: st.DrawFn) -> WorkList:
 
 
 def depth(work: WorkList) -> int:
-    """Shared runs on the path that has most."""
+    """Return the most shared runs on one path."""
     origin = work.origin
     assert isinstance(origin, Grouping)
     return max(Counter(origin.runs.members.tolist()).values(), default=0)
@@ -267,7 +267,7 @@ AT_ONCE = (33.0, 33.0, 16.5)
 
 
 def tree(*levels: tuple[int, int], own: int) -> WorkList:
-    """Decodes behind shared tokens: at each level so many branches of so many tokens."""
+    """Return decodes after shared tokens, with a number of branches and of tokens for each level."""
     paths, fresh = [np.empty(0, dtype=np.int64)], itertools.count()
     for branches, tokens in levels:
         runs = [(path, [next(fresh) for _ in range(tokens // 16)]) for path in paths for _ in range(branches)]
@@ -278,13 +278,13 @@ def tree(*levels: tuple[int, int], own: int) -> WorkList:
 
 
 def sharing(readers: int, shared: int, own: int) -> WorkList:
-    """Decodes of which all share one run."""
+    """Return decodes that all share one run."""
     tables = [[*range(shared // 16), *range(10_000 + 100 * i, 10_000 + 100 * i - (-own // 16))] for i in range(readers)]
     return plan.build(tables, [shared + own] * readers, [1] * readers, block_size=16)
 
 
 def balance(tiles: Tiles, kind: int, kv_heads: int = 8) -> float:
-    """The average program's keys as a share of the busiest one's, as the kernels hand tiles out."""
+    """Return the average program's keys as a share of the busiest one's, in the kernels' order of tiles."""
     programs = round(AT_ONCE[kind] * kv_heads)
     loads = [0] * programs
     units = [tile[3] - tile[2] for tile in records(tiles, kind) for _ in range(kv_heads)]
@@ -315,7 +315,7 @@ def test_each_launch_keeps_a_gpu_busy_with_few_partials(work: WorkList, most: in
 
 
 def test_keys_are_not_cut_where_partials_cost_more_than_a_gpu_gains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four tiles of 128 stacked rows where seven run at once: three parts each would save 341 keys, and cost 439."""
+    """Four tiles of 128 stacked rows if seven run at once: three parts each would save 341 keys, and cost 439."""
     work = single(1024, 128)
     assert tiling.build(work, SHIPPED, 4, spread=7).num_partials == 0
     assert tiling.build(work, SHIPPED, 4, spread=AT_ONCE).num_partials == 13 * 32
@@ -334,7 +334,7 @@ def test_the_longest_tile_is_cut_though_the_average_would_do() -> None:
 
 
 def test_keys_are_never_cut_into_more_than_so_many_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where 1.9 tiles run at once, more parts always balance a little better."""
+    """If 1.9 tiles run at once, more parts always balance a little better."""
     monkeypatch.setattr(tiling, "PARTIAL", 0)
     tiles = tiling.build(single(8192), (Shape(16, 16),), 1, spread=1.9)
     assert [tiles.num_tiles(0)] == tiling.most(1.9, 1) == [7]

@@ -1,4 +1,4 @@
-"""Small random models of the families that radixkv promises, with weights large enough that attention matters."""
+"""Fixtures: small random models of the supported families, with weights large enough that attention matters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def make(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """A random decoder; the same configuration gives the same weights."""
+    """Return a random decoder; the same configuration gives the same weights."""
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -73,14 +73,14 @@ def build() -> Callable[..., Any]:
 
 @pytest.fixture
 def exact_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference must be exact too: transformers' eager attention takes its softmax in float32 always."""
+    """Make the reference exact: transformers' eager attention always computes its softmax in float32."""
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim=-1, dtype=None: softmax(x, dim=dim))
 
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model runs over the pool."""
+    """Refuse every model over the pool."""
 
     def refuse(model: Any) -> None:
         raise UnsupportedModel("told so")

@@ -1,7 +1,4 @@
-"""Steps over many branches at once, planned by a real cache and run over a real pool: for tests that compare logits.
-
-What a model answers on its own, and whether an engine's steps say the same.
-"""
+"""Run steps over many branches at once, planned by a real cache, and compare their logits with the model's own."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ class StepRunner:
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Prompts that branch off each other anywhere."""
+    """Draw prompts that branch off each other anywhere."""
     made = [[rng.randrange(3, 97) for _ in range(58)]]
     while len(made) < count:
         stem = rng.choice(made)
@@ -75,7 +72,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 
 
 def random_steps(step_runner: StepRunner, seed: int, steps: int) -> list[tuple[list[int], torch.Tensor]]:
-    """Opens, forks, truncations, closes and steps of random chunks; every row of logits with its history."""
+    """Open, fork, truncate, close and step random chunks; return every row of logits with its history."""
     rng = random.Random(seed)
     texts = prompts(rng, 8)
     branches: list[Branch] = []
@@ -101,14 +98,14 @@ def random_steps(step_runner: StepRunner, seed: int, steps: int) -> list[tuple[l
 
 @torch.inference_mode()
 def own_logits(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
-    """The model on its own: logits after the last of `tokens`."""
+    """Return the model's own logits after the last of `tokens`."""
     with own_attention(loaded.model):
         found: torch.Tensor = loaded.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
     return found
 
 
 def compare(loaded: LoadedModel, tolerance: float) -> None:
-    """Random steps over random branches are the model's own forward, each of them."""
+    """Check that random steps over random branches equal the model's own forward."""
     step_runner = StepRunner(loaded, num_blocks=70)
     rows = random_steps(step_runner, seed=3, steps=9)
     assert len(rows) > 25
@@ -119,7 +116,7 @@ def compare(loaded: LoadedModel, tolerance: float) -> None:
 
 
 def forwarded(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
-    """The greedy reply by its own forward, which has to see everything anew for each token."""
+    """Return the greedy reply by the model's own forward, over all tokens for each new one."""
     tokens = list(prompt)
     for _ in range(count):
         with torch.inference_mode():
@@ -128,7 +125,7 @@ def forwarded(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
 
 
 def generated(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
-    """What transformers' own loop generates greedily."""
+    """Return the greedy reply of transformers' own loop."""
     ids = torch.tensor([prompt])
     options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None

@@ -1,4 +1,4 @@
-"""What single architectures ask of the pool: chunks, layers unlike each other, shared KV, keys unlike values, sinks."""
+"""Special needs of single architectures: chunks, different layers, shared KV, keys and values of other sizes, sinks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.models.step_runner import compare, forwarded, generated, prompts
 
 
 def llama4(**options: Any) -> Any:
-    """Of four layers one sees everything, without positions; 32 tokens are a chunk of the others."""
+    """One of four layers sees everything, without positions; the others have chunks of 32 tokens."""
     sizes = {**GROUPED, "num_hidden_layers": 4, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}
     return transformers.Llama4TextConfig(
         **{**sizes, "attention_chunk_size": 32, "no_rope_layers": [1, 0, 1, 1], "attn_temperature_tuning": True,
@@ -78,12 +78,12 @@ def gpt_oss() -> Any:
 
 
 def roberta() -> Any:
-    """Positions begin behind the id that pads."""
+    """Positions begin after the padding id."""
     return transformers.RobertaConfig(**SIZES, is_decoder=True)
 
 
 def bart() -> Any:
-    """Takes no positions: counts what its cache holds."""
+    """Takes no positions: counts the tokens in its cache."""
     return transformers.BartConfig(
         vocab_size=97, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, is_decoder=True,
         is_encoder_decoder=False, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -91,7 +91,7 @@ def bart() -> Any:
 
 
 def got_ocr2() -> Any:
-    """A decoder behind an image tower; the whole of them does not know which attention its text part has."""
+    """A decoder after an image tower; the whole model's setting does not show the attention of its text part."""
     vision = {
         "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
         "output_channels": 8, "mlp_dim": 16, "global_attn_indexes": [],
@@ -101,9 +101,9 @@ def got_ocr2() -> Any:
 
 
 CONFIGS = {make.__name__: make for make in (llama4, gemma3n, gemma4, deepseek_v3, gpt_oss, roberta, bart, got_ocr2)}
-# What transformers computes in float32 whatever the model's dtype: rotations, norms.
+# transformers computes these in float32 for every dtype: rotations, norms.
 TOLERANCE = {"deepseek_v3": 1e-4, "gemma3n": 1e-4, "gemma4": 1e-4, "gpt_oss": 1e-4, "llama4": 1e-4}
-IN_FLOAT32 = {"gpt_oss"}  # its experts know no float64
+IN_FLOAT32 = {"gpt_oss"}  # its experts do not run in float64
 NO_GENERATE = {"roberta"}  # transformers' own loop numbers its tokens from 0, its own forward does not
 
 

@@ -1,4 +1,4 @@
-"""What the recorder asks of CUDA, in which order, and when it says that memory is used up; CUDA itself is made up."""
+"""The recorder's calls of a fake CUDA, their order, and its use of memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Cuda:
-    """Streams, graphs and memory that write down what is done with them."""
+    """Fake streams, graphs and memory that record all calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []

@@ -1,4 +1,4 @@
-"""A deterministic runner: bits depend on tokens, starts and lengths; not on blocks or a lone chunk's neighbours."""
+"""A deterministic runner: bits depend on tokens, starts and lengths; not on blocks or other inputs of the step."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_copies_come_before_the_first_of_several_forwards(build: Callable[..., A
     whole = Reader(runner, [3, 4, 5, 6, 7, 8], [0, 1])
     whole.prefill(0, 6, 6)
     branch = Reader(runner, [3, 4, 5, 6, 7, 9], [0, 4])
-    over = Reader(runner, [3, 4, 5, 6, 9], [0, 1])  # writes over what is copied
+    over = Reader(runner, [3, 4, 5, 6, 9], [0, 1])  # overwrites the copied block
     logits = runner.run([over.chunk(4, 5, isolated=True), branch.chunk(5, 6)], copies=[(1, 4)])
     expected = Reader(Runner(runner.loaded, 12, SIZE), branch.tokens, [0, 1])
     expected.prefill(0, 6, 6)
@@ -161,7 +161,7 @@ def test_copies_come_before_the_first_of_several_forwards(build: Callable[..., A
 def test_an_ordinary_runner_reads_runs_of_blocks_in_place_and_a_deterministic_one_never(
     build: Callable[..., Any],
 ) -> None:
-    """What the mode is for: a decode's bits do depend on where the blocks lie, unless they are gathered always."""
+    """The reason for the mode: a decode's bits depend on block ids, unless blocks are always gathered."""
     loaded = adapter.load(build("llama"))
     rng = random.Random(3)
     tokens = random_tokens(rng, 80)
@@ -194,7 +194,7 @@ def test_a_deterministic_runner_computes_the_model(loaded: LoadedModel) -> None:
 
 
 def test_with_experts_no_chunk_is_put_together_of_two() -> None:
-    """Where prompts part inside a chunk, the first one's rows met others there: the second may read none of them."""
+    """If prompts differ inside a chunk, the first one's rows depend on it: the second must not read them."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     limits = {"max_position_embeddings": 512, "vocab_size": 97, "num_key_value_heads": 2, "initializer_range": 0.2}
 

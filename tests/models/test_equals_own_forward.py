@@ -1,4 +1,4 @@
-"""Whatever the mix of chunks, decodes, shared prefixes and copied blocks: the logits are those of the model alone."""
+"""For any mix of chunks, decodes, shared prefixes and copied blocks, the logits are those of the model alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.step_runner import StepRunner, prompts, random_steps
 
 
 def reference(build: Callable[..., Any], family: str, dtype: torch.dtype) -> Callable[[list[int]], torch.Tensor]:
-    """The model on its own: all logits [tokens, vocab] of one forward."""
+    """Return the model's own logits [tokens, vocab] of one forward."""
     model = build(family, dtype)
     # sdpa leaves out Gemma2's softcap
     model.set_attn_implementation("eager" if family == "gemma2" else "sdpa")
@@ -50,7 +50,7 @@ def test_logits_are_right_while_blocks_are_evicted_and_used_again(build: Callabl
 
 
 def greedy(step_runner: StepRunner, prompt: list[int], count: int, chunk: int, beside: list[list[int]]) -> list[int]:
-    """Greedy reply to `prompt`, while other prompts are computed in the same steps."""
+    """Return the greedy reply to `prompt`, while other prompts are computed in the same steps."""
     branch, others = step_runner.open(prompt), [step_runner.open(other) for other in beside]
     reply: list[int] = []
     while len(reply) < count:

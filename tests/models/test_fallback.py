@@ -63,7 +63,7 @@ def test_logits_equal_the_own_forward(build: Callable[..., Any], architecture: s
 @pytest.mark.usefixtures("exact_softmax", "forced")
 @pytest.mark.parametrize("family", ["gemma2", "mistral"])
 def test_a_sliding_window_drops_nothing(build: Callable[..., Any], family: str) -> None:
-    """transformers' own cache keeps a window of 21 tokens, behind which no prefix could be found again."""
+    """transformers' own cache keeps a window of 21 tokens, in which a longer prefix could not be a hit."""
     loaded = adapter.load(build(family, torch.float64))
     assert (loaded.attention, loaded.layers[0].window) == ("fallback", 21)
     compare(loaded, 1e-9)
@@ -98,7 +98,7 @@ def test_16_bits_run_and_are_tested(build: Callable[..., Any], dtype: torch.dtyp
 
 @pytest.mark.usefixtures("forced")
 def test_bits_depend_on_the_sequence_alone(build: Callable[..., Any]) -> None:
-    """Whatever runs beside it, and wherever its blocks lie: what `deterministic` asks for."""
+    """The same bits with any other inputs in the step and any block ids, as `deterministic` needs."""
     runner = Runner(adapter.load(build("llama")), 12, 4)
     tokens = np.arange(3, 12, dtype=np.int32)
 
@@ -139,7 +139,7 @@ def test_a_compiler_has_nothing_to_compile_around(build: Callable[..., Any], cap
 
 
 class Keeping(nn.Module):
-    """An MLP with a memory of what came before, in the module or in nothing that a pool holds."""
+    """An MLP that keeps its last input in the module, outside of the pool."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_state_in_a_module_is_refused(build: Callable[..., Any]) -> None:
 def test_a_step_that_writes_otherwise_than_the_first_fails(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, times: int, said: str
 ) -> None:
-    """It would leave slots as they were, and call that cached."""
+    """It would leave slots as they were, and they would count as cached."""
     runner = Runner(adapter.load(build("llama")), 4, 4)
     update = PoolLayer.update
 
@@ -182,7 +182,7 @@ def test_a_step_that_writes_otherwise_than_the_first_fails(
 
 
 def test_a_model_that_leaves_out_what_pads_is_refused(build: Callable[..., Any]) -> None:
-    """Its positions would hang on tokens that a hit does not compute."""
+    """Its positions would depend on tokens that a hit does not compute."""
     config = transformers.TrOCRConfig(
         **{**HEADS, "pad_token_id": 0}, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48,
         is_decoder=True, use_learned_position_embeddings=False,

@@ -1,4 +1,4 @@
-"""A model compiled around its attention computes the same, in one graph; where it does not, it runs as it is."""
+"""A model compiled around its attention computes the same, in one graph; else it runs as written."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_model_is_compiled_on_cuda_unless_bits_matter_or_it_is_asked_for(monke
     assert fusion.wanted(True, CPU, deterministic=True)
     assert not fusion.wanted(False, CUDA, deterministic=False)
     with monkeypatch.context() as patch:
-        patch.setattr(triton_backend, "TRITON", False)  # what compiles for CUDA needs it
+        patch.setattr(triton_backend, "TRITON", False)  # compiling for CUDA needs it
         assert not fusion.wanted("auto", CUDA, deterministic=False)
     with pytest.raises(InvalidInput, match="compile='max': allowed are 'auto', True and False"):
         fusion.wanted("max", CPU, deterministic=False)

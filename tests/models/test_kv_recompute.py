@@ -1,4 +1,4 @@
-"""KV that is computed again comes out as before unless somebody changed it, and then the first change is found."""
+"""Recomputed KV equals the cached KV unless it was changed, and then the first change is found."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Path:
 
     @contextmanager
     def changed(self, layer: int, part: str, position: int, by: float) -> Iterator[None]:
-        """One number of the pool moved by so many root mean squares of its head."""
+        """Move one number of the pool by a number of root mean squares of its head."""
         pool = (self.runner.store.keys if part == "key" else self.runner.store.values)[layer]
         key, value = self.runner.store.gather(layer, self.table, len(self.tokens))
         scale = float((key if part == "key" else value)[-1].double().square().mean().sqrt())

@@ -1,4 +1,4 @@
-"""How long sequences may be and how far back tokens see, where configurations and models do not agree."""
+"""The longest sequence and the windows, for configurations and models that disagree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXTS = [
         ),
         60,
     ),
-    # Of tokens that are equal it drops any behind so many: which, hangs on how many others are there.
+    # It drops equal tokens beyond a number, and the choice depends on the number of other tokens.
     (transformers.DogeConfig(**GROUPED, keep_window_size=64), 64),
     # Beyond (5 + 2) blocks the answer would depend on whether it has seen a shorter prompt before.
     (transformers.BigBirdConfig(**SIZES, is_decoder=True, block_size=4, num_random_blocks=1), 28),
@@ -43,10 +43,10 @@ def phimoe() -> Any:
 
 @pytest.mark.usefixtures("exact_softmax")
 def test_a_window_that_attention_is_not_told(build: Callable[..., Any]) -> None:
-    """The model's mask has it, the call of its attention has not: only a prompt that is longer shows it."""
+    """The model's mask has the window, its attention call does not: only a longer prompt shows it."""
     loaded = adapter.load(build(phimoe()))
     assert loaded.attention == "fallback"
-    compare(loaded, 1e-3)  # its experts know no float64
+    compare(loaded, 1e-3)  # its experts do not run in float64
 
 
 def test_a_window_that_attention_is_not_told_and_that_cannot_be_tested(
@@ -62,7 +62,7 @@ def test_a_window_that_attention_is_not_told_and_that_cannot_be_tested(
 def test_a_window_that_only_attention_is_told(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, *, large: bool
 ) -> None:
-    """OLMoE's mask has none, whatever its configuration says, and the mask is what its own forward goes by."""
+    """OLMoE's own forward uses its mask, which has no window even if its configuration has one."""
     config = transformers.OlmoeConfig(**GROUPED, num_experts=2, num_experts_per_tok=1)
     config.sliding_window = 53
     said = "does not compute the same"
@@ -84,7 +84,7 @@ def test_a_window_that_masks_have_may_be_too_long_to_be_tested(
 
 @pytest.mark.usefixtures("forced")
 def test_a_foreign_window_is_tested_or_not_believed(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that comes with a model may drop what lies behind its window, as transformers' cache for it does."""
+    """A model's own code may drop keys outside of its window, as transformers' cache for it does."""
 
     class Foreign(transformers.MistralForCausalLM):  # type: ignore[misc]  # transformers shows no types
         pass

@@ -1,4 +1,4 @@
-"""Names, folders, devices and dtypes, and what a loaded model is found to be; its files are in checkpoints/."""
+"""Names, folders, devices and dtypes, and the properties of a loaded model; its files are in checkpoints/."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_weights_that_change_below_another_engine_are_said(
     del first, again
     gc.collect()
     adapter.load(model, dtype="float32")
-    assert not caplog.records  # nobody has it any more
+    assert not caplog.records  # the model is no longer used
 
 
 def test_another_model_of_the_same_configuration_is_left_alone() -> None:

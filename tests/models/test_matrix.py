@@ -1,4 +1,4 @@
-"""25 of the architectures that `make models` tries, of every kind; what the trial itself would find; and its page."""
+"""25 of the architectures that `make models` tries, of every kind; faults that the trial finds; and its page."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_sample_has_every_kind() -> None:
     assert len(SAMPLE) == len(set(SAMPLE)) == 25
 
 
-# ---- the trial finds what it is there to find
+# ---- the trial finds faults
 
 
 class WithoutCopies(witness.Witness):  # type: ignore[misc, name-defined]
@@ -177,7 +177,7 @@ def exact_is_over() -> Callable[[], bool]:
 
 
 class Process:
-    """A process that was started, and what became of it."""
+    """Start a process, and return its verdict."""
 
     def __init__(self, exitcode: int | None = None) -> None:
         self.exitcode, self.killed = exitcode, False

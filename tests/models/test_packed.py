@@ -1,4 +1,4 @@
-"""Packed layers give the numbers of plain ones, harm no model that a caller holds, and go where they do not work."""
+"""Packed layers equal plain ones, leave a caller's model as it is, and are dropped if they do not work."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def linear(rows: int, columns: int, bias: bool = True) -> nn.Linear:
 
 @torch.inference_mode()
 def own_logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """The last row of the model's own forward; its attention is put back."""
+    """Return the last row of the model's own forward, and restore its attention."""
     model.set_attn_implementation("eager")
     found: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
     return found
 
 
 def paged_logits(loaded: adapter.LoadedModel, tokens: list[int]) -> torch.Tensor:
-    """The last row over a pool."""
+    """Return the last row over a pool."""
     blocks = -(-len(tokens) // 4)
     chunk = SequenceInput(np.array(tokens, np.int32), 0, np.arange(len(tokens)), np.arange(blocks, dtype=np.int32))
     return Runner(loaded, blocks, 4).run([chunk])[0]

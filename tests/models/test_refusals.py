@@ -1,4 +1,4 @@
-"""What cannot be run exactly is refused at load, with the reason, and never answers wrongly."""
+"""Models that cannot run exactly are refused at load with the reason, and never answer wrongly."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_wrong_scale_in_one_layer_is_the_models_own_business(build: Callable[.
 
 
 class Faint(Leaky):
-    """A fault that is smaller than the rounding of 16 bits."""
+    """An error that is smaller than the rounding of 16 bits."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         leaked = super().forward(x)

@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on the batch are fixed at load: a short sequence does not feel a long one."""
+"""Rotary frequencies that depend on the batch are fixed at load: a long sequence does not change a short one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def dynamic() -> Any:
 
 
 def run(runner: Runner, *lengths: int) -> torch.Tensor:
-    """Logits of prompts of these lengths in one step, each in blocks of its own; the same prompt for the same place."""
+    """Return logits of prompts of these lengths in one step, each in blocks of its own."""
     chunks, first = [], 0
     for place, length in enumerate(lengths):
         tokens = np.random.default_rng(place).integers(3, 97, length).astype(np.int32)
@@ -81,7 +81,7 @@ def test_the_fallback_is_fixed_too(
     runner = Runner(adapter.load(build(config(), torch.float64)), 40, 4)
     whole = run(runner, 60)[0]
     tokens, table = np.random.default_rng(0).integers(3, 97, 60).astype(np.int32), np.arange(15, dtype=np.int32)
-    run(runner, 20)  # the first blocks anew
+    run(runner, 20)  # the first blocks again
     cut = runner.run([SequenceInput(tokens[20:], 20, np.arange(20, 60), table)])[0]
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-4)  # its softmax is float32's
 
@@ -123,7 +123,7 @@ def test_a_moving_rope_of_unknown_make_is_refused(build: Callable[..., Any]) -> 
 
 
 def test_a_rope_that_chooses_by_itself_is_fixed_too(build: Callable[..., Any]) -> None:
-    """Phimoe's scales what it rotates by one of two factors."""
+    """Phimoe scales its rotations by one of two factors."""
     scales = {"short_mscale": 1.0, "long_mscale": 1.5}
     config = transformers.PhimoeConfig(
         **SIZES, num_local_experts=2, max_position_embeddings=128, sliding_window=None,

@@ -1,4 +1,4 @@
-"""The runner executes a plan to the letter: copies first, writes to the slots, logits of the last rows only."""
+"""The runner executes a plan exactly: copies first, writes to the slots, logits of the last rows only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention kernels as their tests call them: a batch in small tiles, an output full of NaN, and the truth."""
+"""Call the attention kernels in tests: a batch in small tiles, an output full of NaN, and the expected output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The same batch with KV and queries in another dtype, in the same memory order."""
+    """Return the batch with KV and queries in another dtype, in the same memory order."""
     store = type(batch.store)(batch.store.layers, batch.store.num_blocks, batch.store.block_size, dtype=dtype)
     store.keys[0].copy_(batch.store.keys[0])
     store.values[0].copy_(batch.store.values[0])
@@ -29,7 +29,7 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def expected_output(batch: Batch, **options: object) -> Tensor:
-    """The reference in float64, on the numbers as the store rounds them."""
+    """Return the reference in float64, on the numbers as the store rounds them."""
     pools = batch.store.keys[0].double(), batch.store.values[0].double()
     lengths = batch.tables, batch.kv_lengths, batch.query_lengths
     return reference.attend(batch.query.double(), *pools, *lengths, **options)  # type: ignore[arg-type]
@@ -77,9 +77,9 @@ def separate(
     kind: type[KVStore] = BlocksFirst,
     seed: int = 0,
 ) -> Batch:
-    """Sequences that share nothing, in float32, their blocks back to front; all other slots hold NaN."""
+    """Return sequences that share nothing, in float32, with blocks in reverse; all other slots hold NaN."""
     counts = [-(-length // block_size) for length in kv_lengths]
-    free = iter(range(sum(counts), 0, -1))  # block 0 is nobody's: masked loads go there
+    free = iter(range(sum(counts), 0, -1))  # block 0 is unused: masked loads go there
     tables = [[next(free) for _ in range(count)] for count in counts]
     store = kind([shape], sum(counts) + 1, block_size, dtype=torch.float32)
     fill(store, tables, kv_lengths, seed)

@@ -1,4 +1,4 @@
-"""The attention kernels give what the reference gives: random trees, tables, lengths and heads, in the interpreter.
+"""The attention kernels equal the reference on random trees, tables, lengths and heads, in the interpreter.
 
 Free slots hold NaN, and so do outputs before they are written.
 """
@@ -62,7 +62,7 @@ def test_along_the_tree_equals_sequence_by_sequence(batch: Batch, window: int | 
 
 
 def long(lengths: list[int], seed: int = 0) -> Batch:
-    """Decodes over private contexts; the first is the same whatever comes behind it."""
+    """Decode over private contexts; the first is the same with any others after it."""
     store = BlocksFirst([LayerShape(2, 16, 16)], 400, 16, dtype=torch.float32)
     tables, at = [], 0
     for length in lengths:
@@ -111,7 +111,7 @@ def test_scores_and_sinks_of_any_size_stay_finite(split: int | None) -> None:
 
 
 def test_blocks_beyond_two_gigabytes_are_reached() -> None:
-    """A pool of four gigabytes of which only what is touched exists: 32-bit offsets would go astray."""
+    """A pool of four gigabytes, of which only touched pages exist: 32-bit offsets would overflow."""
     count = (1 << 31) // (16 * 64) + 4
     big = torch.empty(count, 1, 16, 64, dtype=torch.float16).transpose(0, 1)
     tables = [[0, count - 1, count - 2], [0, count - 3]]

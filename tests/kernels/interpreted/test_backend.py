@@ -1,4 +1,4 @@
-"""The Triton backend, called as torch's is, gives what torch's gives; in the interpreter."""
+"""The Triton backend equals the torch backend, in the interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHAPES = [LayerShape(2, 16, 16), LayerShape(1, 20, 8), LayerShape(2, 16, 16)]
 
 
 def batch(kind: type[KVStore] = BlocksFirst) -> Batch:
-    """Three layers in float32 and a query for the first."""
+    """Return a store of three layers in float32 and a query for the first."""
     one = random_batch(5, block_size=16, shape=SHAPES[0], group=2, sequences=4, decode=True, adjacent=False)
     store = kind(SHAPES, one.store.num_blocks, 16)
     fill(store, one.tables, one.kv_lengths)

@@ -1,4 +1,4 @@
-"""Writing and copying against plain torch indexing, in both memory orders, in the interpreter."""
+"""Compare writes and copies with plain torch indexing, in both memory orders, in the interpreter."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ orders = st.sampled_from(["heads first", "blocks first"])
 
 
 def pool(order: str, heads: int, count: int, block_size: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """NaN everywhere, [heads, count, block_size, dim], laid out as on a CPU or as on a GPU."""
+    """Return NaN [heads, count, block_size, dim] in the layout of a CPU or of a GPU."""
     shape = (heads, count) if order == "heads first" else (count, heads)
     tensor = torch.full((*shape, block_size, dim), torch.nan, dtype=dtype)
     return tensor if order == "heads first" else tensor.transpose(0, 1)
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    """Bit by bit, NaN included."""
+    """Compare bit by bit, NaN included."""
     return torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
@@ -58,7 +58,7 @@ def test_write_casts_to_the_pools_dtype() -> None:
 
 
 def test_write_stops_at_the_last_row_though_its_programs_take_several() -> None:
-    """Rows of 256 bytes, four a program; what lies behind the last in memory would be valid, too."""
+    """Rows of 256 bytes, four per program; memory after the last row would also be valid."""
     keys, values = torch.randn(2, 1, 12, 128).half().unbind(0)
     slots = torch.tensor([5, 0, -1, 17, 9, 2, 30, 11, 3, 20, 21, 22])
     pools = [pool("blocks first", 1, 2, 16, 128, torch.float16) for _ in range(2)]
@@ -95,7 +95,7 @@ def test_copy_does_what_indexing_does_for_all_layers(data: st.DataObject) -> Non
 
 
 def test_blocks_beyond_two_gigabytes_are_reached() -> None:
-    """A pool of four gigabytes of which only what is touched exists: 32-bit offsets would go astray."""
+    """A pool of four gigabytes, of which only touched pages exist: 32-bit offsets would overflow."""
     count = (1 << 31) // (16 * 64) + 2
     memory = torch.zeros(0, dtype=torch.float16).new_empty(count, 1, 16, 64)  # not touched
     big = memory.transpose(0, 1)

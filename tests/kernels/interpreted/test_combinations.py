@@ -1,6 +1,6 @@
-"""What the kernels serve, in the tiles that ship: any two settings of heads, dtypes, blocks and masks meet in a test.
+"""The kernels in the tiles in use: any two settings of heads, dtypes, blocks and masks meet in a test.
 
-A decode, a prefix that others share, and a chunk behind it; 18 runs instead of 4,374.
+Each run has a decode, a shared prefix and a chunk after it; 18 runs instead of 4,374.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_any_two_settings_meet() -> None:
 
 
 def batch(run: Run) -> Batch:
-    """Two decodes and a chunk behind 64 shared tokens, and a first token; in either order of memory."""
+    """Return two decodes and a chunk after 64 shared tokens, and a first token, in either order of memory."""
     size: int = run["block_size"]  # type: ignore[assignment]
     kv_heads, group = run["sharing"]  # type: ignore[misc]
     prefix = list(range(1, 64 // size + 1))

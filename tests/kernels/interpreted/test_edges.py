@@ -1,6 +1,6 @@
-"""The attention kernels at their edges: lengths around blocks and tiles, masks that leave nothing, sinks, 64 bits.
+"""The attention kernels in edge cases: lengths around blocks and tiles, masks that leave nothing, sinks, 64 bits.
 
-Each case is small and fixed: it is there for one line of the kernels, and fails without it.
+Each case is small and fixed: it covers one line of the kernels, and fails without it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LENGTHS = [0, 1, 15, 16, 17, 32, 33, 49]
 
 
 def check(case: Batch, window: int | None = None, *, split: int | None = None, **options: object) -> None:
-    """The kernels give what the reference gives, in one tile a row and in tiles that are merged."""
+    """Check that the kernels equal the reference, in one tile per row and in tiles that are merged."""
     sinks = options.get("sinks")
     wide = sinks.double() if isinstance(sinks, torch.Tensor) else None
     expected = expected_output(case, scale=0.3, window=window, **{**options, "sinks": wide})
@@ -43,7 +43,7 @@ def test_decodes_of_lengths_around_blocks(window: int | None, block_size: int) -
 
 @pytest.mark.parametrize("window", [None, 1, 15, 16, 17])
 def test_chunks_around_blocks(window: int | None) -> None:
-    """Whole prompts and chunks behind a prefix; each query length is cut once by a tile and once not."""
+    """Whole prompts and chunks after a prefix; each query length is cut once by a tile and once not."""
     lengths, queries = [5, 16, 33, 40, 49, 17], [5, 16, 33, 7, 16, 0]
     check(separate(lengths, queries, shape=LayerShape(1, 16, 16), group=2), window)
 
@@ -64,7 +64,7 @@ def test_runs_that_all_see_lie_between_runs_that_some_see() -> None:
 
 
 def test_heads_in_parts_of_any_size() -> None:
-    """A rest in the values but not in the keys, and the other way round; a rest that is padded; less than a part."""
+    """A rest in the values but not in the keys, and vice versa; a padded rest; less than a part."""
     for dims in ((16, 24), (24, 16), (20, 19), (3, 7)):
         case = separate([37, 18], [3, 1], shape=LayerShape(1, *dims), group=2)
         check(case)
@@ -80,7 +80,7 @@ def test_a_softcap_bends_scores_and_not_sinks(softcap: float) -> None:
 
 @pytest.mark.parametrize("split", [None, 16])
 def test_sinks_count_once_however_many_tiles_a_row_has(split: int | None) -> None:
-    """All scores are 0 and each head's sink is as heavy as so many keys."""
+    """All scores are 0 and each head's sink has the weight of a number of keys."""
     case = separate([48], [1], group=3)
     keys = torch.tensor([1.0, 16.0, 48.0, 96.0, 0.5, 480.0])
     output = attend(case, split=split, scale=0.0, sinks=keys.log())
@@ -102,7 +102,7 @@ def test_partials_of_very_different_weight_are_merged() -> None:
 
 
 def test_more_partials_than_a_merge_loads_at_once() -> None:
-    """The heaviest key is among the last, so that what was added up before must fade."""
+    """The heaviest key is among the last, so that earlier sums must fade."""
     case = separate([16 * attention.AT_ONCE + 40], [1], shape=LayerShape(1, 16, 24), group=2)
     case.store.keys[0][:, case.tables[0][-1], 7] = 4 * case.query.mean(0)
     for sinks in (None, torch.tensor([6.0, 0.0])):
@@ -112,7 +112,7 @@ def test_more_partials_than_a_merge_loads_at_once() -> None:
 
 
 def test_partials_that_saw_nothing_are_merged_as_nothing() -> None:
-    """More of them than a merge loads at once come first, so that no weight is known yet."""
+    """More empty partials than a merge loads at once come first, so that there is no weight yet."""
     count = attention.AT_ONCE + 2
     partial, lse = torch.zeros(count, 1, 16), torch.full((count, 1), -torch.inf)
     partial[-1], lse[-1] = torch.arange(16.0), 3.0
@@ -139,7 +139,7 @@ def test_a_row_of_sinks_alone_gets_zeros() -> None:
 
 
 def test_how_many_tiles_of_a_kind_there_are_is_read_by_the_kernel() -> None:
-    """Each kind of tile has a count of its own, on the device: what lies behind it is not computed."""
+    """Each kind of tile has a count on the device, and tiles after it are not computed."""
     case = separate([20, 40, 33], [1, 20, 1], shape=LayerShape(2, 16, 16), group=2)
     work = plan.build(case.tables, case.kv_lengths, case.query_lengths, block_size=16, min_saving=plan.NEVER_SHARE)
     step = attention.plan(work, heads=4, kv_heads=2, chosen=SMALL, device=CPU, processors=2)
@@ -162,7 +162,7 @@ def test_any_number_of_programs_does_all_tiles_once(processors: int) -> None:
 
 
 def test_queries_sinks_and_pools_of_other_dtypes() -> None:
-    """A model may compute in another dtype than its KV is kept in; what is stored counts."""
+    """A model may compute in another dtype than that of its KV; the stored numbers count."""
     case = separate([37], [3], group=2)
     sinks = torch.linspace(-1, 1, 4).half()
     output = attend(case, scale=0.3, sinks=sinks)

@@ -1,4 +1,4 @@
-"""A whole engine whose attention is the kernels': the same tokens as with torch's, hits, forks and chunks included."""
+"""A whole engine with the kernels' attention gives the same tokens as with torch's: hits, forks and chunks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SELF_TEST = adapter.self_test
 
 @pytest.fixture(autouse=True)
 def _loaded_untested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each self-test is three interpreted seconds; one test has it."""
+    """Skip self-tests, which take three interpreted seconds; one test has it."""
     monkeypatch.setattr(adapter, "self_test", lambda loaded: 0.0)
 
 
 def decoder(config: Any = transformers.LlamaConfig, **changes: Any) -> Any:
-    """A small random decoder; the same each time."""
+    """Return a small random decoder, the same each time."""
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -50,7 +50,7 @@ def decoder(config: Any = transformers.LlamaConfig, **changes: Any) -> Any:
 
 
 def chunk(tokens: Sequence[int], start: int, table: Sequence[int], *, isolated: bool = False) -> SequenceInput:
-    """Tokens behind `start` of a sequence in these blocks."""
+    """Return an input of tokens from `start` on of a sequence in these blocks."""
     places = np.arange(start, start + len(tokens))
     blocks = np.array(table, dtype=np.int32)
     slots = blocks[places // SIZE].astype(np.int64) * SIZE + places % SIZE
@@ -58,7 +58,7 @@ def chunk(tokens: Sequence[int], start: int, table: Sequence[int], *, isolated: 
 
 
 def lives(engine: Engine) -> list[tuple[int, ...]]:
-    """What an engine answers to a prompt in chunks, to its repeat, to branches inside a block, and to all at once."""
+    """Return an engine's answers to a prompt in chunks, its repeat, branches inside a block, and all at once."""
     prompt = [3 + 7 * i % 90 for i in range(22)]
     branches = [[*prompt[:14], 5 + i] for i in range(2)]
     answers = [engine.generate([prompt], GREEDY), engine.generate([prompt], GREEDY)]
@@ -84,7 +84,7 @@ def test_an_engine_answers_as_with_torch(deterministic: bool, monkeypatch: pytes
 
 
 def _told(engine: Engine) -> tuple[int, ...]:
-    """A miss and a hit, which a deterministic engine answers alike."""
+    """Ask for a miss and a hit, which a deterministic engine answers alike."""
     prompt = [3 + 7 * i % 90 for i in range(22)]
     cold, warm = (engine.generate([prompt], GREEDY)[0] for _ in range(2))
     assert warm.usage.cached_tokens == 16
@@ -118,7 +118,7 @@ def test_logits_are_those_of_torch(dtype: torch.dtype, monkeypatch: pytest.Monke
 
 
 def test_a_deterministic_hit_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scattered blocks, another's prefix, neighbours in the step: the bits are those of a run on its own."""
+    """With scattered blocks, a shared prefix and other inputs in the step, the bits are those of a run alone."""
     monkeypatch.setattr(attention_interface, "SPLIT", 8)
     loaded = adapter.load(decoder(), attention="triton")
     tokens = [3 + 11 * i % 90 for i in range(30)]

@@ -1,4 +1,4 @@
-"""Decode steps that are recorded once and replayed compute what they would have; on a tape for a CUDA graph."""
+"""Replayed decode steps compute the same as launched ones; a list of calls stands in for a CUDA graph."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def load(kind: str = "llama", change: Callable[[Any], None] | None = None) -> LoadedModel:
-    """A small random model on the kernels; its self-test is elsewhere."""
+    """Load a small random model on the kernels, without its self-test."""
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
     with torch.no_grad():
@@ -58,7 +58,7 @@ def load(kind: str = "llama", change: Callable[[Any], None] | None = None) -> Lo
 
 @dataclass
 class Pair:
-    """The same life on two runners: one that replays, one that does not. Free slots hold NaN in both."""
+    """The same steps on two runners: one replays, one does not. Free slots hold NaN in both."""
 
     loaded: LoadedModel
     recorder: LaunchRecorder = field(default_factory=LaunchRecorder)
@@ -78,20 +78,20 @@ class Pair:
         self.lives: list[tuple[int, list[int]]] = []  # length, table
 
     def prefill(self, tokens: int) -> None:
-        """One more sequence."""
+        """Add a sequence."""
         table = [self.free.pop() for _ in range(-(-tokens // SIZE))]
         self._run([self._chunk(list(range(3, 3 + tokens)), 0, table)], [])
         self.lives.append((tokens, table))
 
     def fork(self, index: int) -> None:
-        """One more sequence that shares all full blocks; what is begun is copied in the next step."""
+        """Add a sequence that shares all full blocks; the part-filled one is copied in the next step."""
         length, table = self.lives[index]
         whole = length // SIZE
         self.lives.append((length, [*table[:whole], *([-1] if length % SIZE else [])]))
         self._forked = (index, len(self.lives) - 1)
 
     def decode(self, rng: random.Random, which: list[int] | None = None) -> None:
-        """One token more for some sequences, or all."""
+        """Compute one more token of some sequences, or all."""
         chunks, copies = [], []
         for index in range(len(self.lives)) if which is None else which:
             length, table = self.lives[index]
@@ -122,7 +122,7 @@ class Pair:
             assert torch.equal(ours, expected)
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
         pools = [(*runner.store.keys, *runner.store.values) for runner in (self.replaying, self.plain)]
-        for a, b in zip(*pools, strict=True):  # padded rows were not written anywhere, either
+        for a, b in zip(*pools, strict=True):  # padded rows were not written anywhere
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4, equal_nan=True)
 
 
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_computed_without(
 
 
 def test_without_memory_for_its_own_recording_a_step_uses_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three sequences are recorded in the bucket of four; then one and two of them are served by it, padded."""
+    """Three sequences are recorded in the bucket of four; then it serves one and two of them, padded."""
     monkeypatch.setattr(plan, "MIN_SAVING", 1)
     pair, rng = Pair(load(), most=4), random.Random(9)
     for length in (13, 3, 6):
@@ -296,7 +296,7 @@ def test_a_model_that_can_neither_be_compiled_nor_recorded_warns_once(caplog: py
 def test_a_model_whose_replay_computes_something_else_runs_as_before_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What is counted on the host is the same in each replay."""
+    """A count on the host is the same in each replay."""
 
     def counting(model: Any) -> None:
         forward, calls = model.model.layers[0].mlp.forward, []

@@ -1,4 +1,4 @@
-"""A model as save_pretrained writes it, in one file and in many."""
+"""Fixtures: a model written by save_pretrained, in one file and in many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing checkpoints, damaging them, and reading them back."""
+"""Write checkpoints, damage them, and read them back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def read(folder: Path | str, dtype: torch.dtype = torch.float32, *, revision: str | None = None) -> tuple[Any, Any]:
-    """The model and tokenizer as they are read, before anything of ours touches them."""
+    """Return the model and tokenizer as the loader reads them."""
     return loader.read(str(folder), dtype=dtype, device=torch.device("cpu"), revision=revision, trust_remote_code=False)
 
 
@@ -38,5 +38,5 @@ def same(model: Any, other: Any) -> bool:
 
 
 def second_shard(folder: Path) -> Path:
-    """The second of several weight files."""
+    """Return the second of several weight files."""
     return sorted(folder.glob("*.safetensors"))[1]

@@ -1,4 +1,4 @@
-"""What is missing or broken is named, with what to do."""
+"""Errors name missing or broken files, with a remedy."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ OTHER = "f" * 40
 
 @pytest.fixture
 def hub(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model that was fetched before, as some/model, on a machine that is offline now; its folder."""
+    """Put a model into the cache as some/model, on a machine that is now offline; return its folder."""
     place = tmp_path / "hub" / "models--some--model"
     shutil.copytree(saved / "many", place / "snapshots" / COMMIT)
     (place / "refs").mkdir()

@@ -1,4 +1,4 @@
-"""What must load does, with every weight that the files have: shards, tied heads, stop tokens."""
+"""Valid checkpoints load with every weight of the files: shards, tied heads, stop tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TIED = {**GROUPED, "tie_word_embeddings": True}
 
 
-# ---- what must load
+# ---- checkpoints that must load
 
 
 def test_every_weight_of_every_shard_is_there(saved: Path) -> None:
@@ -82,7 +82,7 @@ def test_weights_may_be_called_otherwise_if_the_configuration_says_so(one: Path)
     assert same(read(one)[0], make(FAMILIES["llama"]()))
 
 
-# ---- what a generation_config.json says
+# ---- generation_config.json
 
 
 @pytest.mark.parametrize(

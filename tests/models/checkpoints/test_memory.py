@@ -67,7 +67,7 @@ def test_running_out_of_memory_says_so(one: Path, error: Exception, monkeypatch:
         (transformers.AutoModelForCausalLM, "from_pretrained"),
         (transformers.LlamaForCausalLM, "to"),
     )
-    for owner, name in places[isinstance(error, OSError) :]:  # which says of a file that it cannot be read
+    for owner, name in places[isinstance(error, OSError) :]:  # whose message says that a file cannot be read
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
             with pytest.raises(InvalidInput, match="no memory is left for the weights of") as raised:

@@ -1,4 +1,4 @@
-"""Pickled weights run code when they are read, so they never are, wherever they lie."""
+"""Pickled weights run code when they are read, so they are never read."""
 
 from __future__ import annotations
 

@@ -60,4 +60,4 @@ def test_requests_and_turns_without_params_follow_the_file(tmp_path: Path) -> No
         assert ids[:40] == greedy.token_ids[: len(ids)]
         assert engine.chat().send("hello").token_ids == ids
         drawn = {engine.generate([chat], SamplingParams(max_tokens=40, seed=seed))[0].token_ids for seed in range(3)}
-        assert len(drawn) == 3  # params that are passed count as they are
+        assert len(drawn) == 3  # params that are passed are used as they are

@@ -1,4 +1,4 @@
-"""Tokenizers with and without a template, with tokens that the model knows and does not know."""
+"""Tokenizers with and without a template, with and without tokens that lack an embedding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def with_tokenizer(folder: Path, template: str | None = CHATML, more: tuple[str, ...] = (), rows: int = 300) -> Path:
-    """A model of so many embeddings, with a tokenizer of 264 tokens and those added."""
+    """Write a model of `rows` embeddings, with a tokenizer of 264 tokens and the added ones."""
     make(transformers.LlamaConfig(**{**GROUPED, "num_hidden_layers": 1, "vocab_size": rows})).save_pretrained(folder)
     tokenizer = byte_tokenizer(template)
     tokenizer.add_tokens(list(more), special_tokens=True)

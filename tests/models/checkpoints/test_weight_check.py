@@ -1,4 +1,4 @@
-"""Weights that do not fit the configuration are refused by name: none is random, and none is left out."""
+"""Weights that do not match the configuration are refused by name: none is random, and none is left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radixkv.models import adapter, checkpoint, loader, weight_check
 from tests.models.checkpoints.files import edit, read, rewrite, same
 from tests.models.conftest import FAMILIES, GROUPED, make
 
-# ---- what does not fit together
+# ---- weights that do not match
 
 PLACELESS = [
     "model.layers.0.self_attn.q_proj.bias",
@@ -98,7 +98,7 @@ def test_a_wrong_shape_is_named_with_both(one: Path, capfd: pytest.CaptureFixtur
     rewrite(one / "config.json", intermediate_size=50)
     with pytest.raises(InvalidInput, match=r"\[32, 48\] in the files, .* \[32, 50\] \(and 6 more\)"):
         adapter.load(str(one))
-    assert "LOAD REPORT" not in capfd.readouterr().err  # transformers' table says it less well
+    assert "LOAD REPORT" not in capfd.readouterr().err  # transformers' table is less clear
 
 
 def test_only_the_table_that_we_say_better_is_kept_back() -> None:
@@ -127,7 +127,7 @@ def test_integers_are_not_taken_for_weights(one: Path) -> None:
 
 
 def test_a_way_to_quantize_that_nobody_follows_is_refused(one: Path) -> None:
-    """transformers logs that it does not know the method, and takes the integers for the weights."""
+    """transformers logs that the method is unknown, and uses the integers as weights."""
     key = "model.layers.1.mlp.up_proj.weight"
     edit(one, lambda weights: weights.update({key: (100 * weights[key]).to(torch.int8)}))
     rewrite(one / "config.json", quantization_config={"quant_method": "foo"})
@@ -141,7 +141,7 @@ def test_a_way_to_quantize_that_transformers_follows_is_not_refused() -> None:
     found: dict[str, list[str]] = {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": []}
     with pytest.raises(UnsupportedModel, match="is quantized by 'fp8'"):
         weight_check.check(model, found, "here", {})
-    model.hf_quantizer = object()  # as transformers leaves it behind
+    model.hf_quantizer = object()  # as transformers leaves it
     weight_check.check(model, found, "here", {})
 
 
@@ -172,7 +172,7 @@ def test_what_transformers_does_not_know(one: Path) -> None:
 
 
 def test_what_is_no_decoder(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers would name the 200 classes that are, and import them all to do so."""
+    """transformers would name the 200 decoder classes, and import them all to do so."""
     rewrite(one / "config.json", model_type="clip")
     monkeypatch.setattr("transformers.models.auto.auto_factory._LazyAutoMapping.keys", list)
     with pytest.raises(UnsupportedModel, match="is no decoder: transformers has none of model_type 'clip'"):
