@@ -1,9 +1,9 @@
 """The radix tree: token runs -> blocks. Match, lock, split, grow, merge, trim, and readings of the result.
 
-A node covers the tokens [start, end) of its path, may start and end inside a block, and names a block for every logical
-block that it touches: the block that holds the path's tokens up to its end. So where a child starts inside a block,
-its first block also holds the parent's last tokens; it is the parent's own last block if the child was appended in
-place, else a copy of it. A path's block for a logical block is the deepest node's.
+A node covers the tokens [start, end) of its path, and may start and end inside a block. For every logical block that it
+touches, it names the block that holds the path's tokens up to its end. So where a child starts inside a block, its
+first block also holds the parent's last tokens: it is the parent's own last block if the child was appended in place,
+else a copy of it. A path's block for a logical block is the deepest node's.
 
 Locks: `direct_holders` counts the sequences and pins that end at a node; `locks` adds one for each locked child. Only
 the steps 0 <-> 1 go up to the parent. Nothing here recurses with depth.
@@ -240,7 +240,7 @@ class RadixTree:
     def split(self, node: Node, tokens: int) -> Node:
         """Cut a node after its first `tokens` and return the new upper half.
 
-        The object stays the lower half, so holders' ends stay node ends.
+        The object stays the lower half, so every sequence and pin still ends at the end of a node.
         """
         size = self.pool.block_size
         parent = cast(Node, node.parent)
@@ -299,7 +299,7 @@ class RadixTree:
     def grow(self, node: Node, raw: bytes | bytearray, blocks: array[int]) -> None:
         """Move the end of a leaf down in place; `blocks` starts with the one after its last full block.
 
-        Amortised O(new tokens). Only the sole holder of the leaf may grow it: other holders' ends must stay node ends.
+        Amortised O(new tokens). Only a sole holder of the leaf may grow it: others would no longer end at a node's end.
         """
         old = node.blocks.pop() if node.end % self.pool.block_size else -1
         node.blocks += blocks

@@ -1,7 +1,7 @@
 """The state that one cache's facade and its sequences share: pool, trees, index, pins, counters, open sequences.
 
-It hands out blocks: sequences take free blocks from the pool themselves, and `make_room` evicts when there are too few.
-Sequences add themselves to `open` and remove themselves when they are closed.
+Sequences take free blocks from the pool, after `make_room` has evicted where there were too few. They add themselves to
+`open`, and remove themselves when they are closed.
 """
 
 from __future__ import annotations

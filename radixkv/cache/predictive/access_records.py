@@ -1,8 +1,8 @@
 """Access records: which part of its path each access used last, and the reuse classes of that part.
 
-An access is one request's use of a text, from `open` to `close`. Requests use prefixes, so along a path the most recent
-accesses own the head and the oldest the end, and each record claims one interval [start, end): later accesses take its
-head, and forgetting takes its tail.
+An access is one request's use of a text, from `open` to `close`. Requests use prefixes, so the last users of a path are
+ordered: the newest at its head, the oldest at its end. Each record claims one interval [start, end). Later accesses
+take its head, and forgetting takes its tail.
 """
 
 from __future__ import annotations

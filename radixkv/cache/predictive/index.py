@@ -4,7 +4,7 @@ The facts that `open`, `close` and hints give put each access in reuse classes. 
 reuses at each age, also after an eviction. A leaf's worth changes when its access reaches the next age bucket. Each
 access does that at most BUCKETS times, and one call moves at most a few hundred of them: every operation is
 O(log leaves) amortised. Plain LRU decides where two leaves' worths are close, where there is little to gain, and where
-the learner did worse than LRU, or risks to.
+the learner has lost too much against LRU or may do so.
 """
 
 from __future__ import annotations
