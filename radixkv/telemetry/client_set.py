@@ -138,8 +138,8 @@ class Client:
             return
         self._closing, self.deadline, self._pages = True, deadline, None
         self._after_snapshot.clear()
-        begun = self._queue[0] if self._queue and len(self._queue[0]) < len(self._queue[0].obj) else None  # type: ignore[arg-type]  # bytes have a length
-        self._queue = deque([memoryview(bye)] if begun is None else [begun, memoryview(bye)])
+        partial = self._queue[0] if self._queue and len(self._queue[0]) < len(self._queue[0].obj) else None  # type: ignore[arg-type]  # bytes have a length
+        self._queue = deque([memoryview(bye)] if partial is None else [partial, memoryview(bye)])
         self._bytes = sum(map(len, self._queue))
         self.flush()
 

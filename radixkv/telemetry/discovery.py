@@ -46,7 +46,7 @@ class FoundEngine:
 
 def advertise(facts: EngineFacts, path: Path, tcp: str | None = None, token: str | None = None) -> Path:
     """Write the description of an engine next to its socket, in place of an earlier one. Raises OSError."""
-    said = FoundEngine(
+    description = FoundEngine(
         engine=facts.engine,
         pid=os.getpid(),
         process=process_start(os.getpid()),
@@ -62,7 +62,7 @@ def advertise(facts: EngineFacts, path: Path, tcp: str | None = None, token: str
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump({name: value for name, value in asdict(said).items() if name != "alive"}, file)
+        json.dump({name: value for name, value in asdict(description).items() if name != "alive"}, file)
     fresh.replace(target)
     return target
 
@@ -93,12 +93,12 @@ def engines(*, dead: bool = False) -> list[FoundEngine]:
 def _remove_orphan(path: Path) -> None:
     """Remove a socket without description and without listener: its process was killed before it wrote one."""
     with suppress(OSError):
-        there = path.lstat()
+        status = path.lstat()
         is_old = (
-            time.time() - there.st_mtime > _ORPHAN_AGE
+            time.time() - status.st_mtime > _ORPHAN_AGE
         )  # a starting engine listens before it writes the description
-        unsaid = stat.S_ISSOCK(there.st_mode) and not path.with_suffix(".json").exists()
-        if is_old and unsaid and not is_listening(path):
+        undescribed = stat.S_ISSOCK(status.st_mode) and not path.with_suffix(".json").exists()
+        if is_old and undescribed and not is_listening(path):
             path.unlink(missing_ok=True)
 
 
@@ -106,12 +106,12 @@ def _read(path: Path) -> FoundEngine | None:
     """Read a description and check whether its engine is alive; None if it is not a valid description."""
     try:
         with open(path, "rb", opener=_open_nonblocking) as file:
-            there = os.fstat(file.fileno())
-            if not stat.S_ISREG(there.st_mode) or there.st_uid != os.geteuid():
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 return None
-            said = json.loads(file.read(_MOST_BYTES))
+            description = json.loads(file.read(_MOST_BYTES))
         # Use the socket next to the file, not the path inside it: a forged file must not redirect a client.
-        known = {name: said.get(name) for name in FoundEngine.__slots__ if name not in ("socket", "alive")}
+        known = {name: description.get(name) for name in FoundEngine.__slots__ if name not in ("socket", "alive")}
         found = FoundEngine(**known, socket=str(path.with_suffix(".sock")))
         return replace(found, alive=_is_alive(found)) if _is_sound(found) else None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):

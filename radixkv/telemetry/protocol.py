@@ -140,8 +140,8 @@ def snapshot_frames(
 
     `pause` is called between two pages while they are cut.
     """
-    every = paginate(mirror.everything(), pause)
-    return (Snapshot(page, len(every), changes, seq=seq, ts=ts) for page, changes in enumerate(every))
+    pages = paginate(mirror.everything(), pause)
+    return (Snapshot(page, len(pages), changes, seq=seq, ts=ts) for page, changes in enumerate(pages))
 
 
 def _plain(value: Any) -> Any:

@@ -66,7 +66,7 @@ class Recorder:
     def __init__(self, clock: Callable[[], float] = time.time, decode: Decode | None = None) -> None:
         self._clock = clock
         self._texts = None if decode is None else _Texts(decode)
-        self._fresh = True
+        self._reset_due = True
         self.cost_ns = 0  # time that collecting took on the caller's thread
         self._events = EventBuffer(clock)
         # The last collected records, where new ones are compared with them.
@@ -82,9 +82,9 @@ class Recorder:
     def attach(self, cache: PrefixCache) -> None:
         """Observe `cache` from now on, in place of any other; the next `collect` returns its whole state. O(nodes)."""
         self._cache = cache
-        self._watch: ChangeTracker = cache.watch(self._events)
-        self._offset = self._clock() - self._watch.now()
-        self._fresh = True
+        self._tracker: ChangeTracker = cache.watch(self._events)
+        self._offset = self._clock() - self._tracker.now()
+        self._reset_due = True
 
     # ---- reports of the engine
 
@@ -109,8 +109,8 @@ class Recorder:
     @property
     def pending(self) -> bool:
         """Whether nodes, evictions, requests or sessions have changed. May be read from any thread."""
-        told = self._requests or self._ended or self._sessions or self._events.evictions or self._events.regrets
-        return bool(self._fresh or self._watch or told)
+        reports = self._requests or self._ended or self._sessions or self._events.evictions or self._events.regrets
+        return bool(self._reset_due or self._tracker or reports)
 
     def collect(
         self, stats: Mapping[str, float] = NO_STATS, owners: Mapping[int, tuple[int, int]] = NO_OWNERS
@@ -120,19 +120,19 @@ class Recorder:
         `stats` are added to those of the cache. `owners` maps a sequence's id to the number of its request and the
         index of its stream. O(changes + open sequences + their own blocks).
         """
-        begun = time.perf_counter_ns()
-        told = {**self._cache_stats(), **stats}  # first, because it releases expired pins
-        nodes, gone_nodes = self._watch.look()
+        started = time.perf_counter_ns()
+        all_stats = {**self._cache_stats(), **stats}  # first, because it releases expired pins
+        nodes, gone_nodes = self._tracker.look()
         sequences, gone_sequences = self._sequence_changes(owners)
         requests = (*self._ended.values(), *self._requests.values())
-        reset, self._fresh = self._fresh, False
+        reset, self._reset_due = self._reset_due, False
         victims = tuple(self._cache.next_victims(NEXT_VICTIMS))
         changed = reset or victims != self._next_victims
         self._next_victims = victims
         changes = Changes(
             time=self._clock(),
             reset=reset,
-            stats=told,
+            stats=all_stats,
             nodes=tuple(self._node_records(nodes, gone_nodes)),
             gone_nodes=tuple(gone_nodes),
             sequences=sequences,
@@ -143,18 +143,18 @@ class Recorder:
             next_victims=victims if changed else None,
         )
         self._remember_collected(requests)
-        self.cost_ns += time.perf_counter_ns() - begun
-        told["monitor_ns"] = told.get("monitor_ns", 0) + self.cost_ns
+        self.cost_ns += time.perf_counter_ns() - started
+        all_stats["monitor_ns"] = all_stats.get("monitor_ns", 0) + self.cost_ns
         return changes
 
     # ---- inside
 
     def _cache_stats(self) -> dict[str, float]:
         stats = self._cache.stats()
-        return {told: getattr(stats, name) for name, told in _CACHE_STATS}
+        return {sent_name: getattr(stats, name) for name, sent_name in _CACHE_STATS}
 
     def _node_records(self, nodes: list[Node], gone: list[int]) -> list[NodeRecord]:
-        pins, offset, texts = self._watch.pins(), self._offset, self._texts
+        pins, offset, texts = self._tracker.pins(), self._offset, self._texts
         if texts is None:
             return [node_record(node, pins[node.id], offset) for node in nodes]
         texts.forget(gone)
@@ -164,7 +164,7 @@ class Recorder:
         self, owners: Mapping[int, tuple[int, int]]
     ) -> tuple[tuple[SequenceRecord, ...], tuple[int, ...]]:
         before = self._sequences
-        now = {each.id: self._sequence(each, owners.get(each.id, (None, 0))) for each in self._watch.sequences()}
+        now = {each.id: self._sequence(each, owners.get(each.id, (None, 0))) for each in self._tracker.sequences()}
         self._sequences = now
         changed = [record for number, record in now.items() if before.get(number) != record]
         gone = tuple(number for number in before if number not in now)
@@ -180,19 +180,19 @@ class Recorder:
 
     def _new_evictions(self) -> list[EvictionRecord]:
         """New evictions, and older ones whose text was requested again."""
-        told: dict[int, EvictionRecord] = {}
+        records: dict[int, EvictionRecord] = {}
         evictions, regrets = self._events.evictions, self._events.regrets
         while evictions:
             when, (number, node, start, tokens, blocks, gone, idle, hits, pressure) = evictions.popleft()
             record = EvictionRecord(number, when, node, start, tokens, blocks, idle, hits, gone, str(pressure))
-            told[number] = record
+            records[number] = record
             _keep_newest(self._evictions, number, record, EVICTIONS)
         while regrets:
             number, ago = regrets.popleft()
             known = self._evictions.get(number)
             if known is not None and known.wanted_again is None:
-                told[number] = self._evictions[number] = replace(known, wanted_again=known.time + ago)
-        return list(told.values())
+                records[number] = self._evictions[number] = replace(known, wanted_again=known.time + ago)
+        return list(records.values())
 
     def _remember_collected(self, requests: tuple[RequestRecord, ...]) -> None:
         for record in requests:

@@ -177,14 +177,14 @@ def read_recording(path: str | PathLike[str]) -> Iterator[Frame]:
     with Path(path).open("rb") as file:
         _check_head(path, file.read(len(MAGIC)))
         decoder, seq, ts = Decoder(), 0, 0.0
-        begun = False
+        started = False
         while chunk := file.read(_CHUNK):
             for frame in _whole(decoder, chunk, path, file):
-                if not begun and not isinstance(frame, Hello):
+                if not started and not isinstance(frame, Hello):
                     raise ProtocolError(f"{path} does not say whose recording it is: its first frame is no hello")
-                begun, seq, ts = True, frame.seq, frame.ts
+                started, seq, ts = True, frame.seq, frame.ts
                 yield frame
-    if not begun:
+    if not started:
         raise ProtocolError(f"{path} holds no frame: the recording ended before it began")
     if decoder.pending:
         reason = f"the recording ends inside a frame: {decoder.pending} bytes of it are there"

@@ -5,7 +5,7 @@ missing number is None, or 0 where 0 has no other meaning. Values from a socket 
 and range before a record is made of them.
 
 Fields are appended to the end of a record, with a default, and never placed next to a related field: a packed record
-is a list, so a field is known by its place, and old recordings lack the new ones.
+is a list, so a field is identified by its index, and old recordings lack new fields.
 """
 
 from __future__ import annotations
@@ -239,10 +239,10 @@ class RecordLayout:
 
     def __init__(self, record: type) -> None:
         hints = get_type_hints(record)
-        every = fields(record)
+        declared = fields(record)
         self.name = record.__name__
-        self.names = tuple(each.name for each in every)
-        self.needed = sum(each.default is MISSING for each in every)
+        self.names = tuple(each.name for each in declared)
+        self.needed = sum(each.default is MISSING for each in declared)
         self.values = attrgetter(*self.names)
         self._allowed_types = [_allowed_types(hints[name]) for name in self.names]
         self._allowed_words = {

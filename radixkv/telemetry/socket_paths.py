@@ -71,14 +71,14 @@ def _folder_problem(folder: Path) -> str | None:
 def _privacy_problem(folder: Path) -> str | None:
     """The reason why other users could access the folder's files; None if they cannot."""
     try:
-        there = folder.lstat()  # not stat: another user may have placed a link
+        status = folder.lstat()  # not stat: another user may have placed a link
     except OSError as error:
         return error.strerror or str(error)
-    if not stat.S_ISDIR(there.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         return "it is no folder"
-    if there.st_uid != os.geteuid():
-        return f"it belongs to user {there.st_uid}"
-    if there.st_mode & 0o077:
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & 0o077:
         return f"others can enter it: chmod 700 {folder}"
     return None
 
@@ -132,8 +132,8 @@ def _is_ours(path: Path) -> bool:
 
 def _identity(path: Path) -> tuple[int, int]:
     """The identity of a file, which is unique while the socket is open."""
-    there = path.lstat()
-    return there.st_dev, there.st_ino
+    status = path.lstat()
+    return status.st_dev, status.st_ino
 
 
 def _stems() -> Iterator[str]:

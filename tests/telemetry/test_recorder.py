@@ -203,7 +203,7 @@ def test_what_nobody_collects_takes_no_room() -> None:
         recorder.request(_request(number, "finished"))
         recorder.session(SessionRecord(number, None, 1, 0, 1, 1, 0, 1, 0.0, 0.0))
     assert cache.stats().evicted_tokens > 9 * 1500
-    assert len(recorder._watch) <= 3 + 8
+    assert len(recorder._tracker) <= 3 + 8
     changes = recorder.collect()
     assert len(changes.evictions) == EVICTIONS and len(changes.requests) == ENDED_REQUESTS
     assert len(changes.sessions) == SESSIONS and not changes.gone_nodes

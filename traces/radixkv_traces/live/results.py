@@ -109,9 +109,9 @@ def compared(with_cache: Figures, without: Figures) -> Figures:
 
 
 def _hits(good: Sequence[Outcome]) -> Figures:
-    told = [o.answer for o in good if o.answer is not None and o.answer.prompt_tokens is not None]
-    prompt = _total(answer.prompt_tokens for answer in told)
-    cached = _total(answer.cached_tokens for answer in told)
+    reported = [o.answer for o in good if o.answer is not None and o.answer.prompt_tokens is not None]
+    prompt = _total(answer.prompt_tokens for answer in reported)
+    cached = _total(answer.cached_tokens for answer in reported)
     rate = None if cached is None or not prompt else round(cached / prompt, 5)
     return {"prompt_tokens": prompt, "cached_tokens": cached, "hit_rate": rate}
 
@@ -145,8 +145,8 @@ def _percentiles(seconds: np.ndarray[Any, np.dtype[np.float64]]) -> Figures | No
 
 
 def _total(values: Iterable[int | None]) -> int | None:
-    told = [value for value in values if value is not None]
-    return sum(told) if told else None
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _rate(count: int, seconds: float) -> float:
