@@ -1,23 +1,22 @@
-"""What the terminal monitor costs beside a busy engine: CPU, memory, terminal output, start-up.
+"""Measure the cost of the terminal monitor next to a busy engine: CPU, memory, terminal output, start-up.
 
     python benchmarks/monitor.py [--seconds 10] [--repeats 3] [--views tree,pool] [--nodes 5000] [--blocks 100000]
 
-A child process publishes made-up telemetry over the real Unix socket, as engines do (monitor_parts/made_up.py): a tree
-of `--nodes` nodes over a pool of `--blocks` blocks, of which ten times a second 200 nodes are used, 40 are held or let
-go, 20 are evicted and 20 published; 16 requests run, of which two end and two begin; 512 ended requests, 1,024 sessions
-and 1,024 evictions are remembered. The monitor runs in another process on a real tty of 200 x 60 characters, and only
-that one is measured: the
-CPU time of all its threads (user + system, of one core) and its resident memory, from three seconds after its first
-picture on; the bytes that it writes to the terminal, which this process reads and drops; and the time from its start to
-the first picture of the view. It attaches to the engine by its socket. The pool is measured twice: as it opens (all
-blocks in view), and zoomed in to two blocks a character.
+A child process publishes made-up telemetry over the real Unix socket, as engines do (monitor_parts/made_up.py). It
+has a tree of `--nodes` nodes over a pool of `--blocks` blocks. Ten times a second 200 nodes are used, 40 are held or
+released, 20 are evicted and 20 published. 16 requests run, and two of them end and two begin. The records hold 512
+ended requests, 1,024 sessions and 1,024 evictions.
 
-Every view is run `--repeats` times, in turn with the others; the median of each figure counts. A first start that is
-not counted compiles the modules, as a person's first one does: bytecode lies beside the socket, whatever the
-environment says of it. Pictures a second are told because the monitor draws fewer where they cost more (pace.py): they
-are bursts of output with 50 ms of silence before them. Bars: at most 20% of a
-core, 100 MiB, and 0.7 s of CPU until the first picture. CPU time is what others on the machine disturb least; the wall
-time of the start is told beside it. The last line is JSON.
+The monitor runs in another process on a real tty of 200 x 60 characters, and attaches to the socket. Only this
+process is measured. CPU time (user + system, all threads, of one core) and resident memory count from three seconds
+after the first frame. Terminal output is read and dropped here. The start lasts until the first frame of the view.
+The pool is measured twice: as it opens (all blocks in view), and zoomed in to two blocks a character.
+
+Every view is run `--repeats` times, in turn with the others, and the median of each figure counts. A first start,
+which compiles the modules, is not counted. Frames per second are shown because the monitor draws less often where
+frames are expensive (self_usage.py); a frame is a burst of output after 50 ms of silence. Bars: at most 20% of a
+core, 100 MiB, and 0.7 s of CPU until the first frame. CPU time is disturbed least by other processes; the wall time
+of the start is shown as well. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from monitor_parts.made_up import publish
 ROOT = Path(__file__).parents[1]
 ROWS, COLUMNS = 60, 200
 WARM_S = 3.0
-APART = 0.05  # seconds between two pictures
+APART = 0.05  # seconds between two frames
 BARS = {"cpu_percent": 20.0, "rss_mib": 100.0, "start_cpu_s": 0.7}
 PICTURES = {
     "overview": b"lifetime", "tree": b"next victim", "pool": b"blocks,", "sessions": b"from cache",
     "evictions": b"regretted", "requests": b"waterfall:",
 }  # fmt: skip
-"""What the first picture of a view has."""
+"""Text in the first frame of each view."""
 FIGURES = ("cpu_percent", "rss_mib", "kib_per_s", "pictures_per_s", "start_s", "start_cpu_s")
 RUNS = (*((view, view, "") for view in PICTURES), ("pool zoomed", "pool", "+++"))
 """Name, view, keys."""
@@ -77,13 +76,13 @@ class Monitor:
         self.pictures, self._last = 0, 0.0
 
     def read(self, seconds: float, until: bytes | None = None) -> bool:
-        """Read and drop what it draws, for so long or until it drew this; whether it did."""
+        """Read and drop its output for `seconds`, or until it contains `until`; return whether it did."""
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
             if select.select([self.tty], [], [], min(left, 0.05))[0]:
                 try:
                     drawn = os.read(self.tty, 1 << 16)
-                except OSError:  # it has quit, and its side of the tty is closed
+                except OSError:  # the process ended and closed its side of the tty
                     return False
                 self._count(drawn)
                 self.tail = self.tail[-200:] + drawn
@@ -97,21 +96,21 @@ class Monitor:
         self.bytes, self._last = self.bytes + len(drawn), now
 
     def press(self, keys: str) -> None:
-        """Type."""
+        """Type keys."""
         os.write(self.tty, keys.encode())
 
     def cpu(self) -> float:
-        """Seconds of CPU that it took so far, all threads, user and system."""
+        """Return the CPU seconds of all threads so far, user and system."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def rss(self) -> float:
-        """MiB that are resident."""
+        """Return the resident memory in MiB."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
     def close(self) -> None:
-        """Quit as a person does."""
+        """Quit as a user does."""
         self.press("q")
         self.read(1.0)
         if self.process.poll() is None:
@@ -121,7 +120,7 @@ class Monitor:
 
 
 def measure(target: str, view: str, folder: str, seconds: float, keys: str) -> dict[str, float]:
-    """One run."""
+    """Measure one run."""
     monitor = Monitor(target, view, folder)
     try:
         if not monitor.read(20.0, PICTURES[view]):
@@ -178,7 +177,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, folder: str) -> dict[str, dict[str, Any]]:
-    """Every view beside one engine, again and again; the medians."""
+    """Measure every view repeatedly next to one engine; return the medians."""
     os.chmod(folder, 0o700)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "monitor")))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -204,7 +203,7 @@ def run(arguments: argparse.Namespace, folder: str) -> dict[str, dict[str, Any]]
 
 
 def _medians(runs: list[dict[str, float]]) -> dict[str, Any]:
-    """Of each figure, and the CPU time of each run."""
+    """Return the median of each figure, and the CPU time of each run."""
     medians = {figure: statistics.median(run[figure] for run in runs) for figure in FIGURES}
     return {**medians, "cpu_percents": [run["cpu_percent"] for run in runs]}
 

@@ -1,7 +1,7 @@
-"""Draw the pictures of the monitor that README and docs show: docs/images/monitor-<screen>.svg.
+"""Draw the monitor's pictures for README and docs: docs/images/monitor-<screen>.svg.
 
-Run `python scripts/draw_monitor.py [FOLDER]`. Each screen is drawn as the app draws it, at one moment of the recording
-that the tests use too (scripts/record_demo.py made it); no terminal is needed. Knows a recording and the app's keys.
+Run `python scripts/draw_monitor.py [FOLDER]`. The app draws each screen at one moment of the tests' recording (see
+scripts/record_demo.py); no terminal is needed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PICTURES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "evictions": ("evictions", ("s",), DARK.name),
     "light": ("tree", ("down", "down", "down"), LIGHT.name),
 }
-"""By name: a screen, the keys that are pressed there, and a theme."""
+"""By name: a view, the keys to press, and a theme."""
 
 
 class Moment(Feed):
-    """A recording, seen at one moment as if its engine were there: `when` seconds after its beginning, or its end."""
+    """A recording shown as a live engine at one moment: `when` seconds after its start, or at its end."""
 
     title = "a recording"
 
@@ -53,10 +53,10 @@ class Moment(Feed):
         self.link = Status("live", begin)
 
     def start(self) -> None:
-        """Nothing: all of it is read."""
+        """Do nothing: the recording is read already."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @property
     def latest(self) -> State | None:
@@ -65,26 +65,26 @@ class Moment(Feed):
 
     @property
     def status(self) -> Status:
-        """What was put into `link`."""
+        """The value of `link`."""
         return self.link
 
     @property
     def now(self) -> float:
-        """That moment."""
+        """The time of that moment."""
         return self._shown.time if self._shown is not None else 0.0
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """All of the recording."""
+        """The span of the recording."""
         return self._builder.timeline.span
 
     def at(self, when: float) -> State | None:
-        """A state of it."""
+        """Return a state of the recording."""
         return PastStates(self._builder).at(when)
 
 
 async def settle(pilot: Pilot[Any]) -> None:
-    """Until everything is laid out and drawn, whatever the machine does."""
+    """Wait until everything is laid out and drawn."""
     for _ in range(3):
         await pilot.pause()
         await pilot.wait_for_scheduled_animations()
@@ -96,7 +96,7 @@ async def drawn(
     size: tuple[int, int] = SIZE,
     more: Callable[[Pilot[Any]], Awaitable[None]] | None = None,
 ) -> str:
-    """The app as it looks behind these keys, and behind what `more` does."""
+    """Return the app's screen after these keys and after `more`."""
     async with app.run_test(size=size) as pilot:
         await settle(pilot)
         app.tick()
@@ -112,7 +112,7 @@ async def drawn(
 
 
 def draw(name: str) -> str:
-    """One of PICTURES."""
+    """Draw one of PICTURES."""
     screen, keys, theme = PICTURES[name]
     app = MonitorApp(Moment(), screen)
     app.theme = theme
@@ -120,7 +120,7 @@ def draw(name: str) -> str:
 
 
 def main() -> None:
-    """Draw all of them."""
+    """Draw all pictures."""
     parser = argparse.ArgumentParser(description="Draw the monitor's screens from the shipped recording.")
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
     folder = parser.parse_args().folder

@@ -1,9 +1,8 @@
-"""Record the monitor's demo: tests/monitor/data/agents.rec, from which pictures are drawn and screens are tested.
+"""Record the monitor's demo to tests/monitor/data/agents.rec, for pictures and for tests of screens.
 
-Run `python scripts/record_demo.py [FILE]`. Chats and agents share a pool that is a little too small for them, for as
-long as it says below; the same seed gives the same bytes, on any machine. Knows the demo and recordings; knows no
-screen. Who records anew draws anew as well: `python scripts/draw_monitor.py`, and
-`pytest tests/monitor/test_snapshots.py --snapshot-update`.
+Run `python scripts/record_demo.py [FILE]`. Chats and agents share a pool that is a little too small for them. The same
+seed gives the same bytes on any machine. After a new recording, run `python scripts/draw_monitor.py` and `pytest
+tests/monitor/test_snapshots.py --snapshot-update`.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from radixkv_monitor.recording_writer import save
 TARGET = Path(__file__).parent.parent / "tests" / "monitor" / "data" / "agents.rec"
 BEGAN = 1_790_000_000.0
 SECONDS, EVERY = 60, 2
-"""How long it lives, and how often somebody looks."""
+"""The length of the recording, and the interval of its deltas, in seconds."""
 
 
 def frames(seed: int = 7, seconds: int = SECONDS) -> Iterator[Frame]:
-    """A hello, a snapshot of the beginning, and deltas."""
+    """Yield a hello, a snapshot of the start, and deltas."""
     source, mirror = DemoSource(seed, num_blocks=1280, sessions=18, started=BEGAN), Mirror()
     yield Hello(replace(source.facts, pid=4711, version="0.1.0"), ts=BEGAN)
     mirror.apply(source.step(BEGAN))

@@ -1,7 +1,7 @@
-"""An engine that is none: it publishes made-up telemetry over a real Unix socket, always busy, from a seed.
+"""A simulated engine: it publishes made-up telemetry over a real Unix socket, always busy, from a seed.
 
-Knows records and the publisher. Knows no monitor. Ten times a second nodes are used, held, let go, evicted and
-published, and requests go on, end and begin; rings of ended requests, evictions and sessions are full from the start.
+Ten times a second nodes are used, held, released, evicted and published, and requests advance, end and begin. The
+records of ended requests, evictions and sessions are at their limits from the start.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from radixkv.telemetry.records import (
 )
 
 USED, TOGGLED, REPLACED = 200, 40, 20
-"""Nodes that a tenth of a second uses; holds or lets go; evicts, and publishes anew."""
+"""Nodes that change in a tenth of a second: used; held or released; evicted and published again."""
 RUNNING, ENDING = 16, 2
-"""Requests that run, and how many of them end in a tenth of a second, each for a new one."""
+"""Running requests, and how many of them end in a tenth of a second and are replaced."""
 
 
 class Engine:
@@ -52,10 +52,10 @@ class Engine:
             self._add(self._any(), None)
         self.requests: dict[int, RequestRecord] = {}
         self.asked = self.evicted = 0
-        self.told = False
+        self.sent_all = False
 
     def _any(self) -> int:
-        """A parent: mostly one of the young ones, so that the tree is deep as well as wide."""
+        """Return a parent, usually a young one, so that the tree is deep as well as wide."""
         ids = list(self.nodes)
         return self.random.choice(ids[-400:] if self.random.random() < 0.8 else ids[:3])
 
@@ -79,9 +79,9 @@ class Engine:
         return node
 
     def changes(self) -> Changes:
-        """What a tenth of a second changes; everything, the first time."""
-        if not self.told:
-            self.told = True
+        """Return the changes of a tenth of a second; the first call returns everything."""
+        if not self.sent_all:
+            self.sent_all = True
             return self._everything()
         went = self._evict()
         gone = tuple(node.id for node in went)
@@ -126,13 +126,15 @@ class Engine:
         )  # fmt: skip
 
     def _requests(self) -> tuple[RequestRecord, ...]:
-        """All that run have one token more; the oldest end, and others begin."""
-        told = {number: replace(each, output_tokens=each.output_tokens + 1) for number, each in self.requests.items()}
-        for number in list(told)[:ENDING]:
-            told[number] = _ended(told[number])
-        told |= {each.number: each for each in (self._begun() for _ in range(ENDING))}
-        self.requests = {number: each for number, each in told.items() if each.live}
-        return tuple(told.values())
+        """Add a token to each running request; end the oldest ones, and start others."""
+        updated = {
+            number: replace(each, output_tokens=each.output_tokens + 1) for number, each in self.requests.items()
+        }
+        for number in list(updated)[:ENDING]:
+            updated[number] = _ended(updated[number])
+        updated |= {each.number: each for each in (self._begun() for _ in range(ENDING))}
+        self.requests = {number: each for number, each in updated.items() if each.live}
+        return tuple(updated.values())
 
     def _session(self, number: int) -> SessionRecord:
         turns, now = 1 + self.asked // SESSIONS, time.time()
@@ -158,7 +160,7 @@ class Engine:
         return gone
 
     def _stats(self) -> dict[str, float]:
-        """Counters that a busy engine's screens draw."""
+        """Return the counters of a busy engine."""
         asked, held = self.asked, 16 * self.each
         cached = self.facts.num_blocks - len(self.free) - held
         return {
@@ -176,7 +178,7 @@ def _ended(request: RequestRecord) -> RequestRecord:
 
 
 def publish(nodes: int, blocks: int) -> None:
-    """Be the engine until the standard input ends; say where the socket is."""
+    """Publish until the standard input ends; print the path of the socket."""
     engine = Engine(nodes, blocks)
 
     def collect() -> Future[Changes]:

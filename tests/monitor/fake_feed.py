@@ -1,4 +1,4 @@
-"""A feed for tests: it shows the states that a test puts into it."""
+"""A feed for tests that shows the states which a test gives it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FACTS = EngineFacts(
 
 
 class FakeFeed(Feed):
-    """`apply` changes, and `latest` is their sum."""
+    """`apply` adds changes, and `latest` is their sum."""
 
     title = "still"
 

@@ -1,4 +1,4 @@
-"""Random lives of a real cache, told as records by a plain walk: what pure parts of the monitor are tested on."""
+"""A real cache under random operations, reported as records by a plain walk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_length(blocks: Iterable[int]) -> tuple[int, ...]:
 
 
 class RandomCache:
-    """A small cache that lives by random steps, and what a monitor would be told of it."""
+    """A small cache that changes by random steps, and the records of it that a monitor would receive."""
 
     def __init__(self, num_blocks: int = 24, block_size: int = 4) -> None:
         self.now = 0.0
@@ -57,7 +57,7 @@ class RandomCache:
         self.cache.check()
 
     def _text(self, number: int) -> list[int]:
-        """Texts that share prefixes of different lengths, some ending inside a block."""
+        """Return texts that share prefixes of different lengths; some end inside a block."""
         return [number % 2, *[7] * (number // 2 % 9), *[8 + number // 18 % 3] * (number // 54 % 11), 20 + number % 5]
 
     def _open(self, number: int) -> None:
@@ -79,7 +79,7 @@ class RandomCache:
 
     def _fork(self, number: int) -> None:
         if (sequence := self._one(number)) is not None:
-            sequence.commit()  # what forks share before it is published is in no record
+            sequence.commit()  # no record contains blocks that forks share before they are published
             self.open.append(sequence.fork())
 
     def _grow(self, number: int) -> None:
@@ -107,7 +107,7 @@ class RandomCache:
     # ---- telling
 
     def nodes(self) -> Iterator[NodeRecord]:
-        """A record of every node, by a walk."""
+        """Yield a record of every node, by a walk."""
         pinned = Counter(node.id for node in self.cache.state.pins.nodes())
         for root_name, root in self.cache.state.tree.roots.items():
             for node in self.cache.state.tree.walk(root):
@@ -124,7 +124,7 @@ class RandomCache:
                 )  # fmt: skip
 
     def sequences(self) -> Iterator[SequenceRecord]:
-        """A record of every open sequence; its request has the same number."""
+        """Yield a record of every open sequence; its request has the same number."""
         named = {block for node in self.cache.state.tree.walk() for block in node.blocks}
         for sequence in self.open:
             private = [block for block in sequence.own_blocks() if block not in named]
@@ -132,7 +132,7 @@ class RandomCache:
                                  sequence.cached_length, run_length(private), 0.0)  # fmt: skip
 
     def state(self) -> State:
-        """What a monitor shows now, told as changes since the last time."""
+        """Return the state that a monitor shows now, built from the changes since the last call."""
         nodes = {node.id: node for node in self.nodes()}
         sequences = {sequence.id: sequence for sequence in self.sequences()}
         old = self.mirror
@@ -149,7 +149,7 @@ class RandomCache:
 
 
 def request(number: int, **facts: object) -> RequestRecord:
-    """A request of session number % 3, decoding."""
+    """Return a decoding request of session number % 3."""
     plain = RequestRecord(
         number=number, phase="decode", session=number % 3, namespace=None, priority=0, streams=1, prompt_tokens=8,
         max_tokens=8, cached_tokens=0, computed_tokens=0, recomputed_tokens=0, output_tokens=0, preemptions=0,

@@ -1,7 +1,4 @@
-"""Records with everyday values, for examples and tests: name what matters, and leave the rest.
-
-Knows records only.
-"""
+"""Records with typical values for tests: a test names only the values that matter to it."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from radixkv.telemetry.records import EvictionRecord, NodeRecord, RequestRecord,
 
 
 def request(**values: Any) -> RequestRecord:
-    """A request that finished."""
+    """A finished request."""
     usual: dict[str, Any] = {
         "number": 1,
         "phase": "finished",
@@ -37,7 +34,7 @@ def request(**values: Any) -> RequestRecord:
 
 
 def session(**values: Any) -> SessionRecord:
-    """A conversation of three turns, still open."""
+    """An open session after three turns."""
     usual: dict[str, Any] = {
         "number": 1,
         "namespace": None,
@@ -54,7 +51,7 @@ def session(**values: Any) -> SessionRecord:
 
 
 def eviction(**values: Any) -> EvictionRecord:
-    """An eviction that nobody regretted."""
+    """An eviction without regret."""
     usual: dict[str, Any] = {
         "number": 1,
         "time": 1000.0,
@@ -71,7 +68,7 @@ def eviction(**values: Any) -> EvictionRecord:
 
 
 def node(**values: Any) -> NodeRecord:
-    """A cached node that nobody holds."""
+    """A cached node without holders."""
     usual: dict[str, Any] = {
         "id": 2,
         "parent": 1,
@@ -92,7 +89,7 @@ def node(**values: Any) -> NodeRecord:
 
 
 def sequence(**values: Any) -> SequenceRecord:
-    """An open sequence with one block of its own."""
+    """An open sequence with one private block."""
     usual: dict[str, Any] = {
         "id": 1,
         "request": 1,

@@ -1,4 +1,4 @@
-"""The app around the views: every key that it owns, both sizes, what it says when something is unusual."""
+"""Test the app around the views: its keys, both sizes, and its notices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def delta(time: float, *nodes: int) -> Delta:
 
 
 class HandFeed(ThreadFeed):
-    """A feed whose frames a test hands in itself; no thread."""
+    """A feed without a thread; the test passes its frames."""
 
     def __init__(self) -> None:
         super().__init__("by hand", clock=lambda: 1100.0)
@@ -71,7 +71,7 @@ Steps = Callable[[MonitorApp, HandFeed, "Pilot[None]"], Awaitable[None]]
 
 
 def played(steps: Steps, size: tuple[int, int] = (80, 24), **options: object) -> MonitorApp:
-    """Run the app, take the steps, and leave."""
+    """Run the app and the steps, then quit."""
     feed = HandFeed()
     app = MonitorApp(feed, **options)  # type: ignore[arg-type]
 
@@ -392,7 +392,7 @@ HASTY = ["ctrl+p pagedown", "ctrl+p enter enter enter", "ctrl+p escape escape", 
 
 @pytest.mark.parametrize("keys", HASTY)
 def test_hasty_hands(keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys as fast as a terminal hands them over, without a pause to draw between two."""
+    """Press keys as fast as a terminal sends them, without time to draw between two."""
     monkeypatch.chdir(tmp_path)
 
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:

@@ -1,4 +1,4 @@
-"""The owners of blocks equal a recount from records, and from the cache itself."""
+"""Compare the owners of blocks with a recount from records and from the cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def listed(blocks: tuple[int, ...]) -> list[int]:
 
 
 def recounted(life: RandomCache) -> list[int]:
-    """The state of each block, one by one, from the cache."""
+    """Return the state of each block, recounted from the cache."""
     nodes = list(life.cache.state.tree.walk())
     states = []
     for block in range(life.cache.num_blocks):
@@ -89,7 +89,7 @@ def test_references_are_the_sequences_and_pins_whose_tables_name_the_block(steps
     for step in steps:
         life.step(*step)
     for sequence in life.open:
-        sequence.commit()  # what forks hold together before it is published is in no record
+        sequence.commit()  # no record contains blocks that forks hold together before they are published
     blocks.update(life.state())
     naive = Counter(block for each in life.open for block in set(each.block_table.tolist()))
     naive.update(block for node in life.cache.state.pins.nodes() for block in set(life.cache.state.tree.table(node)))
@@ -137,7 +137,7 @@ def test_a_block_has_the_session_that_held_it_or_is_shared(steps: list[tuple[str
         for block, level in enumerate(levels):
             owner = blocks.map.owner(block)
             session = None if owner is None else blocks.sessions.of(owner)
-            named = {None: "free", UNKNOWN: "nobody's", SHARED: "several"}.get(session, f"session {session}")
+            named = {None: "free", UNKNOWN: "no session", SHARED: "several"}.get(session, f"session {session}")
             assert legend[level].name == named
 
 

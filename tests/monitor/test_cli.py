@@ -1,4 +1,4 @@
-"""The command: one look, whom it attaches to, what it says when it cannot, and what it does not import."""
+"""Test the command: one summary, the engine it selects, its errors, and the modules that it must not import."""
 
 from __future__ import annotations
 

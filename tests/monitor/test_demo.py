@@ -1,4 +1,4 @@
-"""The demo tells of a cache that exists: what it says adds up, again and again, and the same seed says the same."""
+"""Test the demo: its records agree with its cache at all times, and the same seed gives the same records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv_monitor.demo import DemoSource
 from radixkv_monitor.summary import is_hit
 
-BEGAN = 1_790_000_000.0  # of such times a float knows no less than a quarter of a microsecond
+BEGAN = 1_790_000_000.0  # a float of this size resolves a quarter of a microsecond
 
 
 def played(seed: int, seconds: int, every: float = 1.0, num_blocks: int = 1024, sessions: int = 30) -> Mirror:
@@ -46,7 +46,7 @@ def test_a_minute_of_it_has_everything_that_there_is_to_see(minute: Mirror) -> N
 
 @pytest.fixture(scope="module")
 def crowd() -> Mirror:
-    """Too many for the pool."""
+    """Return the demo with more sessions than the pool can hold."""
     return played(7, 25, num_blocks=640)
 
 
@@ -72,7 +72,7 @@ def test_what_it_says_of_its_requests_adds_up(name: str, request: pytest.Fixture
 
 
 def test_who_finds_more_in_the_cache_waits_less() -> None:
-    """The first token waits for what must be computed, at the rate that is stated."""
+    """The first token waits for the tokens to compute, at the documented rate."""
     mirror = played(7, 40, every=4.0, num_blocks=2304, sessions=40)
     started = [each for each in mirror.ended.values() if each.first_token is not None and each.admitted is not None]
     for each in started:

@@ -1,4 +1,4 @@
-"""A real engine in a process of its own, the app attached over the socket: the screen says what the engine says."""
+"""Attach the app over the socket to a real engine in another process; the screen must agree with the engine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.live import SocketFeed
 from tests.monitor.view_host import screen
 
-LONGEST_INTERVAL = 45.0  # seconds to wait for what must come, on a busy machine
+DEADLINE = 45.0  # the deadline in seconds, on a busy machine
 
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime folder of the test's own; its path is short, as those of sockets must be."""
+    """Return a runtime folder for the test, with a path short enough for sockets."""
     made = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(made))
     monkeypatch.delenv("RADIXKV_MONITOR", raising=False)
@@ -34,7 +34,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def engine(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The process, its engine loaded and at work."""
+    """Start the process, and wait until its engine works."""
     root = Path(__file__).parents[2]
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.monitor.watched_engine"],
@@ -58,7 +58,7 @@ def say(child: subprocess.Popen[str]) -> None:
 
 
 async def until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONGEST_INTERVAL
+    end = time.monotonic() + DEADLINE
     while not what():
         assert time.monotonic() < end, "it did not come"
         await asyncio.sleep(0.05)
@@ -111,7 +111,7 @@ def test_the_command_says_the_same_to_scripts(engine: subprocess.Popen[str], fol
         [*command, str(engine.pid), "--once", "--json"],
         capture_output=True,
         text=True,
-        timeout=LONGEST_INTERVAL,
+        timeout=DEADLINE,
         check=True,
     )
     told = json.loads(said.stdout)

@@ -1,4 +1,4 @@
-"""Feeds: an engine that comes, goes and comes back; garbage; the past; recordings, whole and damaged."""
+"""Test feeds: an engine that restarts, invalid data, the past, and whole and damaged recordings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def delta(time: float, *numbers: int, gone: tuple[int, ...] = (), seq: int = 0) 
 
 
 def until(true: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait for another thread; a test that has to wait this long has failed."""
+    """Wait for another thread; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "nothing came of it"
@@ -122,7 +122,7 @@ def test_packed_segments_are_bounded_and_read_as_before(steps: list[tuple[float,
     timeline = Timeline(60.0, inf)
     builder, now = StateBuilder(timeline), 1000.0
     builder.take(Hello(FACTS), snapshot(now, 1))
-    for pause, changed, _ in steps:  # a new segment each time: engines that come and go
+    for pause, changed, _ in steps:  # each engine that comes and goes starts a segment
         now += pause
         builder.take(snapshot(now, *changed), delta(now + 0.01, 5))
     span = timeline.span
@@ -187,7 +187,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None
     assert not builder.recording.running
 
 
-# ---- an engine behind a socket
+# ---- an engine at a socket
 
 
 class Engines:
@@ -304,7 +304,7 @@ def test_what_happened_while_nobody_watched_is_not_of_the_last_second(engines: E
         feed.start()
         until(lambda: feed.latest)
     with engines.serve() as second:
-        send(second, Hello(FACTS), snapshot(600.0, 1))  # whose steps are its time
+        send(second, Hello(FACTS), snapshot(600.0, 1))  # its time is that of its steps
         until(lambda: feed.latest is not None and feed.latest.time == 600.0)
     assert feed.latest is not None
     assert rate(feed.latest.history, "steps", 600.0, 10.0) == pytest.approx(1.0)
@@ -498,7 +498,7 @@ def test_what_is_no_recording_says_so(tmp_path: Path, content: bytes) -> None:
 
 
 class Story:
-    """A source of numbers, as DemoSource is one of caches."""
+    """A workload of numbers in place of DemoSource."""
 
     facts: EngineFacts = replace(FACTS, started=1000.0)
 

@@ -1,4 +1,4 @@
-"""Pictures come as often as they may, and less often where they cost more."""
+"""Test that frames are drawn at the highest rate, and less often where they are expensive."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.monitor.fake_feed import FakeFeed
 
 
 def pictures(cost: float, rest: float, seconds: float = 60.0, share: float = 0.17) -> tuple[int, float]:
-    """How many are drawn in so long, and which share of a core that took, if one costs so much and `rest` is spent
-    in any case; asked ten times a second."""
+    """Return the frames drawn in `seconds`, and the share of a core they took, if a frame takes `cost` and other work
+    `rest`.
+    """
     now = spent = 0.0
     frame_limiter = FrameLimiter(share, clock=lambda: now, spent=lambda: spent)
     drawn = 0

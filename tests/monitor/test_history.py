@@ -1,4 +1,4 @@
-"""Samples over time: nothing is lost between the parts of a series, and ten minutes are kept, no more."""
+"""Test samples over time: the parts of a series add up, and ten minutes are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/monitor.md names every key and every option, and none that is not there."""
+"""Test that docs/monitor.md names every key and every option, and no others."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MANUAL = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text(encoding=
 
 
 def part(heading: str) -> str:
-    """What stands below a heading, up to the next one."""
+    """Return the text below a heading, up to the next one."""
     return re.split(r"^#+ ", MANUAL.split(f"{heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def named(heading: str) -> list[str]:
-    """The keys in the first column of the tables below a heading."""
+    """Return the keys in the first column of the tables below a heading."""
     rows = re.findall(r"^\| (`[^|]*`) \|", part(heading), re.MULTILINE)
     return [key for row in rows for key in re.findall(r"`(\S+)`", row)]
 

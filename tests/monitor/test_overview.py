@@ -1,4 +1,4 @@
-"""The first screen says what the summary says, at both sizes, of anything that an engine may tell."""
+"""Test that the Overview shows the summary's numbers, at both sizes and for extreme values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def text_of(view: OverviewView) -> str:
 
 
 def drawn(changes: Changes, size: tuple[int, int], history: tuple[Sample, ...] = ()) -> tuple[str, int]:
-    """What the Overview says of a state, and the widest line."""
+    """Return the Overview's text for a state, and its widest line."""
     feed = FakeFeed(changes)
     assert feed.state is not None
     feed.state = replace(feed.state, history=history)

@@ -1,4 +1,4 @@
-"""The Pool screen: every key, the mouse, what cells show, and only lines that differ drawn."""
+"""Test the Pool view: every key, the mouse, the cells, and that only lines that differ are drawn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def node(number: int, blocks: tuple[int, ...], start: int = 0, tokens: int = 32,
 
 
 def small(num_blocks: int = 64, **values: object) -> State:
-    """Node 2 is cached in blocks 0-3, 3 is held in 8-9 and 20, sequence 40 has block 30 alone, node 4 is pinned."""
+    """Node 2 is cached in blocks 0-3, 3 is held in 8-9 and 20, sequence 40 holds block 30 alone, node 4 is pinned."""
     shown = state(
         nodes=[
             node(1, (), tokens=0, parent=0, locks=2), node(2, (0, 4), tokens=64),

@@ -1,7 +1,4 @@
-"""Every reason has its sentence, and says the numbers that it was told.
-
-Bars fill their cell exactly, in order, whatever the times are.
-"""
+"""Test the sentences about misses and evictions, and the bars of the waterfall."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ seconds = st.floats(0, 300, allow_nan=False)
 
 @st.composite
 def lives(draw: st.DrawFn) -> dict[str, object]:
-    """The times of one request, up to any phase."""
+    """Draw the times of one request, up to any phase."""
     times = sorted(draw(st.lists(seconds, min_size=4, max_size=4)))
     known = draw(st.integers(1, 4))
     submitted, admitted, first, ended = (t if i < known else None for i, t in enumerate(times))
@@ -94,9 +91,9 @@ def test_a_bar_is_as_wide_as_its_cell_and_its_parts_stand_in_order(
     order = [GLYPHS[glyph] for glyph in text if glyph in GLYPHS]
     assert order == sorted(order)
     drawn = text.strip()
-    assert " " not in drawn  # nothing between the parts
+    assert " " not in drawn  # no gaps between the parts
     if request.live:
-        assert text[-1] in GLYPHS  # what runs runs up to now
+        assert text[-1] in GLYPHS  # a live request reaches the present
 
 
 def test_a_bar_shows_how_long_each_part_took() -> None:

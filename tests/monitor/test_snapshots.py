@@ -1,8 +1,7 @@
-"""Every screen as it looked when somebody last looked at it: 80x24 and 160x48, dark and light, from a recorded file.
+"""Compare every screen with a stored picture: 80x24 and 160x48, dark and light, from a recorded file.
 
-After a change that is meant: `pytest tests/monitor/test_snapshots.py --snapshot-update`, and look at the new pictures.
-Textual draws, so that another release of it may draw differently without a fault of ours: the pictures are compared
-where the one that drew them is installed.
+After an intended change, run `pytest tests/monitor/test_snapshots.py --snapshot-update` and look at the new pictures.
+Another release of Textual may draw differently, so pictures are compared only with the release that drew them.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ NAMES = [view.name for view in VIEWS]
 Looks = Callable[..., None]
 
 
-class Known(UsageMeter):
-    """Costs the same everywhere."""
+class FixedUsage(UsageMeter):
+    """Usage with the same values on every machine."""
 
     def read(self, traffic: Traffic) -> Cost:
         return Cost(0.04, 61 * 2**20, 10.0, 8.4 * 2**10)
@@ -56,7 +55,7 @@ class Known(UsageMeter):
 
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Neither the place nor the habits of this machine show."""
+    """Remove everything about this machine from the screen."""
     monkeypatch.setenv("TZ", "UTC")
     for name in ("NO_COLOR", "FORCE_COLOR", "TEXTUAL_THEME"):
         monkeypatch.delenv(name, raising=False)
@@ -68,7 +67,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def looks(snap_compare: Callable[..., bool]) -> Looks:
-    """Compares what an app looks like behind some keys, and behind what `more` does, with the picture on file."""
+    """Compare an app, after some keys and after `more`, with the stored picture."""
 
     def compare(
         app: App[Any],
@@ -80,7 +79,7 @@ def looks(snap_compare: Callable[..., bool]) -> Looks:
             await settle(pilot)
             if isinstance(app, MonitorApp):
                 app.tick()
-                app.update_bottom_line()  # not when the second is over: what is below a dialog stays as it was
+                app.update_bottom_line()  # not after a second: the line below a dialog stays as it was
                 await settle(pilot)
             for key in keys:
                 await pilot.press(key)
@@ -98,7 +97,7 @@ def looks(snap_compare: Callable[..., bool]) -> Looks:
 
 
 def watching(name: str = "overview", feed: Feed | None = None) -> MonitorApp:
-    return MonitorApp(feed or Moment(), name, usage_meter=Known())
+    return MonitorApp(feed or Moment(), name, usage_meter=FixedUsage())
 
 
 async def until(pilot: Pilot[Any], done: Callable[[], bool]) -> None:
@@ -139,7 +138,7 @@ def test_the_pool_by_something_else(looks: Looks, mode: str) -> None:
 @pictured
 @SIZES
 def test_a_node_is_lit_in_the_pool(looks: Looks, size: tuple[int, int]) -> None:
-    """From the tree, with enter; the Pool shows where its blocks are."""
+    """Enter in the Tree shows the node's blocks in the Pool."""
     looks(watching("tree"), size, *["down"] * 9, "enter")
 
 
@@ -228,7 +227,7 @@ def test_the_picker(looks: Looks, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", list(PICTURES))
 def test_the_pictures_in_the_docs_are_what_the_script_draws(name: str) -> None:
     assert (FOLDER / f"monitor-{name}.svg").read_text(encoding="utf-8") == draw(name), (
-        "python scripts/draw_monitor.py draws them anew"
+        "python scripts/draw_monitor.py draws them again"
     )
 
 
@@ -252,7 +251,7 @@ def test_the_recording_is_small_and_holds_all_that_there_is_to_see() -> None:
 
 
 def test_the_script_writes_the_same_bytes_again(tmp_path: Path) -> None:
-    """As far as the shipped file is what this version of the cache and of the demo would tell, these are its bytes."""
+    """As long as the cache and the demo still give the shipped recording, its bytes are the same."""
     one, two, other = tmp_path / "one.rec", tmp_path / "two.rec", tmp_path / "other.rec"
     save(one, frames(seconds=10))
     save(two, frames(seconds=10))
@@ -264,7 +263,7 @@ def test_the_script_writes_the_same_bytes_again(tmp_path: Path) -> None:
 
 
 def test_a_screen_that_differs_makes_another_picture() -> None:
-    """The least that can differ: a colour, and a letter."""
+    """Change the least that can differ: a colour, and a letter."""
     import asyncio
 
     async def two(app: MonitorApp) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""States: what changed since an earlier one is told rightly, and what did not change is shared."""
+"""Test states: the reported changes cover all differences, and unchanged mappings are shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary's numbers and its one sentence: no division by nothing, shares that add up, the worst first."""
+"""Test the summary's numbers and its sentence: no division by zero, shares that add up, the worst fact first."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_before_the_first_request_and_between_requests() -> None:
 
 
 YOUNG = replace(FACTS, started=1940.0)
-"""Facts of an engine whose whole life was watched."""
+"""An engine that was watched since its start."""
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_columns_rise_with_their_values(values: list[float | None], height: int)
 
 
 def first_look(**values: object) -> State:
-    """A state of an engine that is old, at the moment at which somebody attaches."""
+    """Return the state of an old engine at the moment at which a monitor attaches."""
     stats = {"preemptions": 40.0, "failed": 9.0, "finished": 700.0, "prompt_tokens": 1e6, "cached_tokens": 5e5}
     return state_of(stats, history=(Sample(2000.0, FACTS.engine, stats),), **values)
 

@@ -1,8 +1,6 @@
-"""Sessions, evictions and requests: every key, both sizes, the cursor stays with its row.
+"""Test Sessions, Evictions and Requests: every key, both sizes, a cursor that stays on its row, and narrow layouts.
 
-Where room is short: a table that gets a scroll bar, an account in a narrow pane.
-
-Tables for other programs read back as what they were.
+Also test that exported tables read back as the same values.
 """
 
 from __future__ import annotations
@@ -221,7 +219,7 @@ def test_evictions_show_regret_and_lead_to_the_node(size: tuple[int, int]) -> No
         text = screen(pilot.app)
         assert any("352 tokens evicted, 320 (91%) regretted" in line for line in text)
         assert any("! after 500 ms" in line for line in text)
-        await pilot.press("enter")  # node 6: nothing is left of it
+        await pilot.press("enter")  # node 6 is no longer cached
         await pilot.pause()
         await pilot.press("down", "enter")
         await pilot.pause()

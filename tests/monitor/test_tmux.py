@@ -1,6 +1,6 @@
-"""The command in a real terminal: every view is drawn there, and whatever ends it, nothing of it is left.
+"""Run the command in a real terminal: every view is drawn, and the terminal is restored however the command ends.
 
-tmux is the terminal. What is awaited is polled for; a deadline is for a test that fails, never what it takes.
+tmux is the terminal. Expected output is polled for, so a deadline is reached only by a failing test.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     shutil.which("tmux") is None, reason="tmux, which is the terminal here, is not installed"
 )
 
-LONGEST_INTERVAL = 60.0  # seconds, on a busy machine
+DEADLINE = 60.0  # the deadline in seconds, on a busy machine
 MAIN = """import os, sys
 print(os.getpid(), file=open(sys.argv.pop(1), "w"))
 from radixkv_monitor.cli import main
@@ -43,7 +43,7 @@ VIEWS = {
     "5": ("Evictions", "tokens evicted"),
     "6": ("Requests", "waterfall"),
 }
-"""A key, the title of what it shows, and words that no other view has."""
+"""A key, the title of its view, and words that no other view shows."""
 
 TRUTHS: dict[str, tuple[str, Callable[[Mirror], int]]] = {
     "1": (r"([\d,]+) nodes", lambda all: sum(node.parent != 0 for node in all.nodes.values())),
@@ -51,11 +51,11 @@ TRUTHS: dict[str, tuple[str, Callable[[Mirror], int]]] = {
     "4": (r"([\d,]+) sessions,", lambda all: len(all.sessions)),
     "6": (r"([\d,]+) ended", lambda all: len(all.ended)),
 }
-"""A number that the view shows, and what it is of all that was told."""
+"""A number that the view shows, and the same number from the recording."""
 
 
 class Terminal:
-    """A shell in a window of tmux, which nobody looks at but this test."""
+    """A shell in a window of tmux."""
 
     def __init__(self, folder: Path, size: tuple[int, int]) -> None:
         self._tmux = ["tmux", "-S", str(folder / "tmux"), "-f", "/dev/null"]
@@ -63,7 +63,7 @@ class Terminal:
         self.folder = folder
         width, height = map(str, size)
         paths = os.pathsep.join(each for each in sys.path if each)
-        # COLUMNS and LINES, which readline sets, would be believed for ever.
+        # readline sets COLUMNS and LINES, which would then hide later sizes.
         shell = [
             "env",
             "-u",
@@ -85,7 +85,7 @@ class Terminal:
         return subprocess.run([*self._tmux, *command], capture_output=True, text=True, check=True).stdout
 
     def type(self, text: str) -> None:
-        """A line for the shell."""
+        """Type a line into the shell."""
         self._do("send-keys", "-l", text)
         self._do("send-keys", "Enter")
 
@@ -100,7 +100,7 @@ class Terminal:
         return all(word in text for word in words)
 
     def wait(self, true: Callable[[], object], what: str) -> None:
-        end = time.monotonic() + LONGEST_INTERVAL
+        end = time.monotonic() + DEADLINE
         while not true():
             assert time.monotonic() < end, f"waited in vain for {what}:\n{self.text()}"
             time.sleep(0.05)
@@ -112,13 +112,13 @@ class Terminal:
         self._do("resize-window", "-x", str(width), "-y", str(height))
 
     def modes(self) -> str:
-        """What a program may have switched on: another screen, no cursor, the mouse; and what the line does to keys."""
+        """Return the modes that a program may change: the screen, the cursor, the mouse, and the line discipline."""
         flags = "#{alternate_on} #{cursor_flag} #{mouse_any_flag} #{mouse_all_flag} #{mouse_sgr_flag} #{wrap_flag}"
         line = subprocess.run(["stty", "-g", "-F", self._tty], capture_output=True, text=True, check=True)
         return self._do("display-message", "-p", flags) + line.stdout
 
     def start(self, *arguments: str) -> int:
-        """Start the monitor in the shell; its process."""
+        """Start the monitor in the shell; return its process id."""
         self._pid.unlink(missing_ok=True)
         command = shlex.join([sys.executable, "-c", MAIN, str(self._pid), *arguments])
         self.type(f"{command}; echo status $?.")
@@ -126,13 +126,13 @@ class Terminal:
         return int(self._pid.read_text())
 
     def close(self) -> None:
-        """As a person closes a terminal's window."""
+        """Close the window, as a user does."""
         subprocess.run([*self._tmux, "kill-server"], capture_output=True, check=False)
 
 
 @contextmanager
 def terminal(size: tuple[int, int]) -> Iterator[Terminal]:
-    """A terminal, in a folder whose path is short, as those of sockets must be."""
+    """Return a terminal in a folder with a path short enough for sockets."""
     folder = Path(tempfile.mkdtemp(prefix="rkv"))
     made = Terminal(folder, size)
     try:
@@ -143,7 +143,7 @@ def terminal(size: tuple[int, int]) -> Iterator[Terminal]:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process is more than a name that nobody has asked for the end of."""
+    """Return whether a process runs and is not a zombie."""
     try:
         return subprocess.check_output(["ps", "-o", "stat=", "-p", str(pid)], text=True).strip()[:1] != "Z"
     except subprocess.CalledProcessError:
@@ -151,7 +151,9 @@ def is_there(pid: int) -> bool:
 
 
 def mirrors(path: Path) -> Iterator[Mirror]:
-    """The states of a recording, which says whose it is, everything, and ends where a frame does."""
+    """Yield the states of a recording, and check that it starts with a hello and a snapshot and ends after a whole
+    frame.
+    """
     hello, first, *rest = read_recording(path)
     assert isinstance(hello, Hello) and isinstance(first, Snapshot)
     mirror = Mirror()
@@ -168,7 +170,7 @@ def number(pattern: str, text: str) -> int:
 
 
 def look_through(tty: Terminal, width: int) -> dict[str, str]:
-    """What every view says."""
+    """Return the text of every view."""
     said = {}
     for digit, (title, words) in VIEWS.items():
         tty.press(digit)
@@ -213,7 +215,7 @@ def test_whatever_ends_it_puts_the_terminal_back_and_closes_the_recording(way: s
             tty.wait_for(f"status {128 + signal.Signals[way]}.")
         else:
             if way == "C-c":
-                tty.press("/")  # where letters are a filter
+                tty.press("/")  # letters are a filter here
             tty.press(way)
             tty.wait_for("status 0.")
         assert not is_there(pid)

@@ -1,4 +1,4 @@
-"""The Tree screen: every key, the mouse, the filter, and a view that stays where it is while the tree changes."""
+"""Test the Tree view: every key, the mouse, the filter, and a position that is stable while the tree changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def node(number: int, parent: int, start: int = 0, tokens: int = 32, **values: o
 
 
 def small(next_victims: tuple[int, ...] | None = (4, 5), **values: object) -> State:
-    """team: 2 -> (3 -> 5, 4); default: 7, held by request 12, pinned and done ones."""
+    """team: 2 -> (3 -> 5, 4); default: 7, held by request 12; one node is pinned and one is marked as done."""
     nodes = [
         node(1, 0, tokens=0, blocks=(), namespace="team", used=0.0), node(2, 1),
         node(3, 2, 32, 100, hits=9), node(4, 2, 32, 500, demoted=True), node(5, 3, 132, 8),

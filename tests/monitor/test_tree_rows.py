@@ -1,4 +1,4 @@
-"""The rows of the tree equal a naive walk, whatever changed, however they are sorted, closed and filtered."""
+"""Compare the rows of the tree with a plain recursion, after any change, order, closing and filter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def node(number: int, parent: int = 0, **values: object) -> NodeRecord:
 
 
 class Naive:
-    """What the rows should be, by a plain recursion over all nodes."""
+    """The expected rows, by a plain recursion over all nodes."""
 
     def __init__(self, nodes: Nodes, sort: str, closed: set[int], matching: set[int] | None) -> None:
         self.nodes, self.sort, self.closed, self.matching = nodes, sort, closed, matching
@@ -32,7 +32,7 @@ class Naive:
             self.walk(root, "", "")
 
     def below(self, number: int) -> list[NodeRecord]:
-        """A node and all below it."""
+        """Return a node and its descendants."""
         kids = [each.id for each in self.nodes.values() if each.parent == number]
         return [self.nodes[number], *(below for kid in kids for below in self.below(kid))]
 
@@ -71,7 +71,7 @@ def expanded(each: NodeRecord) -> list[int]:
 
 
 def goes_on(nodes: Nodes, each: NodeRecord) -> bool:
-    """Whether it begins in the block in which its parent ends."""
+    """Return whether a node begins in the block in which its parent ends."""
     above = nodes.get(each.parent)
     return above is not None and bool(each.blocks) and expanded(above)[-1:] == expanded(each)[:1]
 
@@ -122,11 +122,13 @@ FORESTS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0
 
 
 @settings(max_examples=150, deadline=None)
-@example(links=[(1, 2, 0), (2, 1, 0), (1, 0, 0)], sort="birth", cut=0)  # what went round becomes a root in its place
-@example(links=[(1, 2, 0), (2, 1, 0), (2, 0, 0)], sort="birth", cut=0)  # and what hung below the top hangs below that
+@example(links=[(1, 2, 0), (2, 1, 0), (1, 0, 0)], sort="birth", cut=0)  # a cycle becomes a root in its place
+@example(
+    links=[(1, 2, 0), (2, 1, 0), (2, 0, 0)], sort="birth", cut=0
+)  # and the node that was at the top is attached to it
 @given(FORESTS, st.sampled_from(sorted(SORTS)), st.integers(0, 30))
 def test_rows_follow_any_forest_to_any_other(links: list[tuple[int, int, int]], sort: str, cut: int) -> None:
-    """Parents below children, nodes that go before their children, and orders that change: only the sum counts."""
+    """Use any forest: parents below children, nodes that leave before their children, and changing orders."""
     rows = TreeRows(sort)
     nodes: Nodes = {}
     for number, parent, size in links:

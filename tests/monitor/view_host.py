@@ -1,4 +1,4 @@
-"""One view in an app of its own, and states made by hand."""
+"""One view in an app of its own, and states with given values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FACTS = EngineFacts(
 
 
 def state(now: float = 1002.0, **values: Any) -> State:
-    """A state of nothing but what is named; lists of records are keyed by id or number."""
+    """Return a state of the named values only; lists of records are keyed by id or number."""
     usual: dict[str, Any] = {
         "line": 1,
         "tick": 1,
@@ -57,7 +57,7 @@ def state(now: float = 1002.0, **values: Any) -> State:
 
 
 class Host(App[None]):
-    """An app with one view in it; `selections` are the selections that it made."""
+    """An app with one view; `selections` are the selections that the view posted."""
 
     CSS = "View { width: 1fr; height: 1fr; }"
 
@@ -102,6 +102,6 @@ def hosted(
 
 
 def screen(app: App[Any]) -> list[str]:
-    """What is on the screen, as lines of text."""
+    """Return the screen as lines of text."""
     lines = app.screen._compositor.render_strips()
     return ["".join(segment.text for segment in line).rstrip() for line in lines]

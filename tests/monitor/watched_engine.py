@@ -1,4 +1,4 @@
-"""A process with a real engine under load: says its pid, works until told to stop, then says its stats and waits.
+"""A process with a real engine under load: print its pid, work until a line of input, then print its stats and wait.
 
 Run by test_end_to_end: `python -m tests.monitor.watched_engine`.
 """
@@ -18,7 +18,7 @@ SYSTEM = "You are a helpful assistant who answers in one short sentence."
 
 
 def load(engine: Engine, number: int, stop: threading.Event) -> None:
-    """Conversation after conversation."""
+    """Run one conversation after another."""
     turn = 0
     while not stop.is_set():
         with engine.chat(SYSTEM) as chat:
