@@ -39,7 +39,7 @@ from radixkv.engine.request import Request, Stream
 from radixkv.models.attention_interface import own_attention
 from radixkv.models.loaded import LoadedModel
 from radixkv.sampling.params import SamplingParams
-from tests.simulation.traffic import Ids, Mixture, Tally, Traffic, knows_the_answer, leaked, memory_engine
+from tests.simulation.traffic import Ids, Mixture, Tally, Traffic, is_expected, leaked, memory_engine
 
 LIMITS: dict[str, Any] = {"max_sequences": 16, "max_batch_tokens": 64, "prefill_chunk": 32}
 MEMORY = Mixture()
@@ -125,7 +125,7 @@ def soak(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Run it all; the figures, and what is wrong."""
     own, memory = OwnForward(), Memory(chosen.requests)
     with engine_of(chosen) as engine:
-        judge, mixture = (knows_the_answer, MEMORY) if chosen.model == "memory" else (own.keep, TINY)
+        judge, mixture = (is_expected, MEMORY) if chosen.model == "memory" else (own.keep, TINY)
         traffic = Traffic(engine, judge, mixture, chosen.seed, after=memory.sample)
         began = time.perf_counter()
         tally = traffic.run(chosen.requests, chosen.clients)

@@ -1,7 +1,7 @@
-"""Replays simulated lives of the engine by their seeds. From the root of the checkout:
+"""Replay simulated lives of the engine by their seeds. From the root of the checkout:
 
-    .venv/bin/python -m tests.simulation --seed 123 --verbose    one life, told step by step
-    .venv/bin/python -m tests.simulation --seed 123 --shrink     the least that still fails
+    .venv/bin/python -m tests.simulation --seed 123 --verbose    one life, step by step
+    .venv/bin/python -m tests.simulation --seed 123 --shrink     the smallest one that fails
     .venv/bin/python -m tests.simulation --seeds 0 1000          many lives; names the seeds that fail
 
 Exits 1 if anything failed.
@@ -27,8 +27,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="one life")
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "END"), help="many lives")
-    parser.add_argument("--verbose", action="store_true", help="tell every step")
-    parser.add_argument("--shrink", action="store_true", help="drop what the failure does not need")
+    parser.add_argument("--verbose", action="store_true", help="print every step")
+    parser.add_argument("--shrink", action="store_true", help="drop the parts that the failure does not need")
     chosen = parser.parse_args()
     logging.disable(logging.CRITICAL)  # the engine logs every injected fault
     torch.set_num_threads(1)
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def replay(seed: int, verbose: bool, smaller: bool) -> int:
-    """Tell one life."""
+    """Run one life."""
     scenario = draw(seed)
     if smaller:
         scenario = shrink(scenario)
@@ -53,7 +53,7 @@ def replay(seed: int, verbose: bool, smaller: bool) -> int:
 
 
 def survey(seeds: range) -> int:
-    """Live many lives; one line for each that fails."""
+    """Run many lives; print one line for each that fails."""
     failed, began, seen = 0, time.perf_counter(), Counter[str]()
     for seed in seeds:
         try:

@@ -1,6 +1,6 @@
-"""What the cache's books and the pool must say between two steps.
+"""Check the cache and the contents of the pool between two steps, and change nothing.
 
-Knows: the cache's insides, who runs, and what the model remembers of each slot. Changes nothing.
+The checks read the cache's internals and the history that the model stores in each slot.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-READ_ALL = 0.1  # of the times, everything that is cached is read back
+READ_ALL = 0.1  # the share of checks that read back the whole cache
 
 
 class Accounting:
-    """Of one world; each method raises AssertionError if what it looks at is broken."""
+    """The checks of one world; each raises AssertionError."""
 
     def __init__(self, world: World) -> None:
         self.world, self.core, self.cache = world, world.core, world.cache
         self._rng = random.Random(world.scenario.seed)
 
     def check(self) -> None:
-        """The cache's own invariants; only streams under way and pins hold blocks; nothing is planned."""
+        """Check the cache's invariants; only running streams and pins hold blocks, and there are no open plans."""
         cache = self.cache
         cache.check()
         streams = [s for request in self.core.scheduler.running for s in request.streams if not s.sequence.closed]
@@ -34,18 +34,18 @@ class Accounting:
         used = {block for sequence in opened for block in sequence._table} | self._locked()
         held = cache.num_blocks - cache.free_blocks - cache.evictable_blocks
         assert used.isdisjoint(cache.state.pool.free), "blocks are free and held"
-        assert len(used) == held, f"{held} blocks are held, {len(used)} by somebody we know"
+        assert len(used) == held, f"{held} blocks are held, {len(used)} of them by streams and pins"
         if self._rng.random() < READ_ALL:
             self.contents()
 
     def _locked(self) -> set[int]:
-        """The blocks of the nodes on the way to what sequences and pins hold."""
+        """Return the blocks of all nodes on the paths that sequences and pins lock."""
         cache = self.cache
         held = [*(sequence.node for sequence in cache.state.open.values()), *cache.state.pins.nodes()]
         return {block for end in held for node in cache.state.tree.path(end) for block in node.blocks}
 
     def contents(self) -> None:
-        """Everything that is cached, read back along the tree: the very tokens, and nobody else's in that namespace."""
+        """Read the whole cache back along the tree: each block holds its own tokens, and belongs to one namespace."""
         model, tree = self.world.model, self.cache.state.tree
         owner: dict[int, Any] = {}
         for namespace, root in tree.roots.items():
@@ -57,12 +57,12 @@ class Accounting:
                 keys = b"".join(bytes(each.key) for each in tree.path(node))
                 assert model.holds(table, node.end), f"node {node.id} holds a broken history"
                 assert (model.tokens_along(table, node.end) == np.frombuffer(keys, np.int32)).all(), "other tokens"
-                assert self.is_common(table, node.end, 1 << 30), f"node {node.id} was not computed on the grid"
+                assert self.is_canonical(table, node.end, 1 << 30), f"node {node.id} was not computed in aligned chunks"
                 for block in table.tolist():
                     assert owner.setdefault(block, namespace) == namespace, f"block {block} is in two namespaces"
 
-    def is_common(self, table: Any, length: int, prompt_length: int) -> bool:
-        """Whether the first tokens were computed as by anybody who has this prompt, if that is promised."""
+    def is_canonical(self, table: Any, length: int, prompt_length: int) -> bool:
+        """Return whether the first tokens were computed in the chunks of a deterministic engine, or it is not one."""
         config = self.world.scenario.config
         if not config.deterministic:
             return True

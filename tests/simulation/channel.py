@@ -1,4 +1,4 @@
-"""A caller's end of a request without threads: it writes down what it gets, and lags when its script says so."""
+"""An output channel without threads: it records chunks, and pauses its request in the spans of its scenario."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ScriptedChannel:
     # ---- the engine's side
 
     def put(self, chunk: Chunk) -> None:
-        assert not self.ended, "a chunk behind the end"
+        assert not self.ended, "a chunk after the end"
         self._sabotage("put", len(self.chunks))
         self.chunks.append(chunk)
 
@@ -48,23 +48,23 @@ class ScriptedChannel:
 
     @property
     def paused(self) -> bool:
-        """A reader may catch up and fall behind again while the engine looks, so within a span this may flicker."""
+        """Whether the reader is away. It may come and go while the engine looks, so this may flicker within a span."""
         return self.in_span and not self.ended and not (self.ask.flickers and self._rng.random() < 0.5)
 
     # ---- the world's side
 
     @property
     def in_span(self) -> bool:
-        """Whether its reader is away in this step, and that matters."""
+        """Whether this step is in a span, and backpressure is enabled."""
         return not self._backpressure_disabled and any(begin <= self._now() < end for begin, end in self.ask.lags)
 
     @property
     def is_away(self) -> bool:
-        """Whether it is away in this step for sure, so that `paused` said so whenever it was asked."""
+        """Whether the reader is away for the whole step, so that `paused` was always true."""
         return self.in_span and not self.ask.flickers
 
     def tokens(self, index: int) -> tuple[int, ...]:
-        """What one stream has said so far."""
+        """Return the tokens of one stream so far."""
         return tuple(token for chunk in self.chunks if chunk.index == index for token in chunk.token_ids)
 
     def _sabotage(self, kind: str, at: int) -> None:

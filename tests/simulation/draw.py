@@ -1,7 +1,7 @@
-"""A scenario from a seed: the same seed gives the same one for ever.
+"""Draw a scenario from a seed: the same seed always gives the same one.
 
-Knows: which mixtures hurt. Prompts form trees (cuts of earlier prompts, earlier answers, few letters), pools are small,
-and some worlds have one kind of trouble only, so that it is not always the same trouble that shows first.
+Prompts form trees (parts of earlier prompts, earlier answers, few letters), and pools are small. Some worlds have one
+kind of fault only, so that no kind hides the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.simulation.scenario import Ask, Auditing, Fault, Flaw, Forgetting, Id
 
 
 class Profile(NamedTuple):
-    """What one kind of world draws from."""
+    """The values that one kind of world draws from."""
 
     block_size: tuple[int, ...]
     longest: tuple[int, ...]  # tokens of a prompt
@@ -43,11 +43,11 @@ MIXED = Profile(
     budget=(0, 1, 3, 10, 30, 100),
     gap=(0, 1, 3, 8),
 )
-# Many short prompts come together and say much: all are let in, and then blocks run out.
+# Many short prompts with long answers arrive together: all are admitted, and then blocks run out.
 CROWD = MIXED._replace(
     block_size=(1, 2, 3, 4, 8), longest=(8,), most_new=(16, 30), room=(1, 1.2, 1.5), streams=(4, 8, 16), gap=(0, 1, 2)
 )
-# The same with many streams a request and steps that hold little: who gives way comes back in parts.
+# The same with several streams per request and small steps: a preempted request resumes in several steps.
 FAMILIES = CROWD._replace(
     block_size=(1, 2, 3), widest=(2, 4), room=(1, 1.2, 1.5, 2), streams=(8, 16), chunk=(1, 2, 5), budget=(0, 1, 3, 10)
 )
@@ -55,7 +55,7 @@ PROFILES = (MIXED, CROWD, FAMILIES)
 
 
 def draw(seed: int) -> Scenario:
-    """The scenario of a seed."""
+    """Return the scenario of a seed."""
     return _Draw(seed).scenario()
 
 
@@ -70,7 +70,7 @@ class _Draw:
         self.namespaces: tuple[Hashable, ...] = (None, "tenant", 7)[: rng.choice((1, 1, 1, 2, 3))]
         self.priorities = rng.choice(((0,), (0,), (0,), (0, 1), (-1, 0, 5)))
         self.widest = rng.choice(self.profile.widest)
-        # How often each trouble comes to a request; most worlds know some of them only.
+        # How often each kind of fault or event happens to a request; most worlds have only some kinds.
         self.chance = {
             trouble: rng.choice((0, 0, often))
             for trouble, often in (
@@ -109,7 +109,7 @@ class _Draw:
         )
 
     def _pool(self, asks: list[Ask]) -> int:
-        """Enough for most of the requests alone, seldom for many at once."""
+        """Return a pool that most requests fit alone, and seldom many at once."""
         sizes = sorted(
             max(ask.params.n, 1) * -(-(len(ask.prompt) + max(ask.max_tokens - 1, 0)) // self.block_size) for ask in asks
         )
@@ -162,7 +162,7 @@ class _Draw:
         return self._troubled(ask)
 
     def _prompt(self, before: list[Ask]) -> Ids:
-        """A new text, an earlier one again, a branch off one, or the next turn behind an answer."""
+        """Return a new text, an earlier one, a branch of one, or the next turn after an answer."""
         rng = self.rng
         kind = rng.choice(("new", "again", "branch", "branch", "turn")) if before else "new"
         if kind == "new":
@@ -224,7 +224,7 @@ class _Draw:
         at = rng.randrange(len(ask.prompt) + ask.max_tokens) if kind in ("forward", "memory") else rng.randrange(3)
         return Flaw(kind, at)
 
-    # ---- what else happens
+    # ---- other events
 
     def _pinning(self, ask: Ask, last: int) -> Pinning:
         at = self.rng.randint(0, last + 20)
@@ -248,5 +248,5 @@ class _Draw:
 
 
 def answers_of(ask: Ask) -> tuple[Reply, ...]:
-    """What each stream of a request must say."""
+    """Return the answer that each stream of a request must give."""
     return replies(ask.prompt, ask.params, ask.max_tokens, ask.stop_ids, ask.seed)

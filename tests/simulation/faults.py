@@ -1,7 +1,4 @@
-"""Breaks forwards and the sampler on cue, and remembers whom each exception could have been about.
-
-Knows: the scenario's flaws and faults, and whose chunk or row is whose. Knows no scheduler.
-"""
+"""Raise the faults of a scenario in forwards, sampler and scheduler, and record the requests in each of them."""
 
 from __future__ import annotations
 
@@ -16,26 +13,28 @@ from radixkv.sampling.sampler import Sampled, sample
 from tests.simulation.scenario import Ask, Fault, Sabotage, Scenario
 
 MEMORY_LASTS = 3  # steps
-MEMORY_ERRORS = (torch.OutOfMemoryError, RuntimeError)  # what a GPU and what a CPU raises
+MEMORY_ERRORS = (torch.OutOfMemoryError, RuntimeError)  # of a GPU and of a CPU
 
 
 @dataclass
 class Faults:
-    """`chunk_of` and `row_of` say whose a chunk or a row is; `now` tells the step."""
+    """`chunk_of` and `row_of` return the request of a chunk or a row; `now` returns the step."""
 
     scenario: Scenario
     now: Callable[[], int]
     chunk_of: Callable[[SequenceInput], Ask]
     row_of: Callable[[SampleRow], Ask]
-    blamed: dict[int, tuple[Exception, set[int]]] = field(default_factory=dict)  # by id, so that the ids stay taken
-    swept: dict[int, set[int]] = field(default_factory=dict)  # by step: who fails with others, as nobody can tell
+    # By id; the exceptions are kept, so that their ids stay unique.
+    blamed: dict[int, tuple[Exception, set[int]]] = field(default_factory=dict)
+    # By step: requests that fail together, because the cause is not known.
+    swept: dict[int, set[int]] = field(default_factory=dict)
     fired: set[Fault] = field(default_factory=set)
     began: dict[Fault, int] = field(default_factory=dict)
 
-    # ---- where the engine meets them
+    # ---- called by the engine
 
     def in_forward(self, chunks: Sequence[SequenceInput], part: int) -> None:
-        """Raise what is due at this part of a run."""
+        """Raise the faults that are due at this part of a run."""
         asks = [self.chunk_of(chunk) for chunk in chunks]
         for chunk, ask in zip(chunks, asks, strict=True):
             if self._is_flawed(ask, chunk) and part == ask.number % 3:
@@ -49,21 +48,21 @@ class Faults:
             if size > fault.size and part == 1:
                 self._raise("memory", asks, f"no memory for {size} tokens at once")
 
-    def is_sick(self, chunk: SequenceInput) -> bool:
-        """Whether the logits of this chunk are no numbers."""
+    def gives_nan(self, chunk: SequenceInput) -> bool:
+        """Return whether the logits of this chunk are NaN."""
         ask = self.chunk_of(chunk)
         end = chunk.start + len(chunk.tokens)
         return ask.flaw is not None and ask.flaw.kind == "nan" and end >= len(ask.prompt) + ask.flaw.at
 
     def sampler(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
-        """The sampler, but for faults."""
+        """Sample, unless a fault is due."""
         for fault in self._due("sampler"):
             self.fired.add(fault)
             self._raise("sampler", [self.row_of(row) for row in rows], f"a fault of the sampler at step {fault.at}")
         return sample(logits, rows)
 
     def in_schedule(self, part: int, running: list[Ask]) -> None:
-        """Raise what is due before or after planning, which ends all that run."""
+        """Raise the faults that are due before or after planning, which end all running requests."""
         for fault in self._due("schedule"):
             if bool(part) == bool(fault.part):
                 self.fired.add(fault)
@@ -71,7 +70,7 @@ class Faults:
                 raise Sabotage(f"a fault of planning at step {fault.at}")
 
     def garbles(self, present: list[Ask]) -> bool:
-        """Whether a run of this step returns too little, which ends all that are in the step."""
+        """Return whether a run of this step returns too few rows, which ends all requests of the step."""
         for fault in self._due("garbled"):
             self.fired.add(fault)
             self.swept[self.now()] = {ask.number for ask in present}
@@ -81,7 +80,7 @@ class Faults:
     # ---- afterwards
 
     def explains(self, error: BaseException | None, ask: Ask) -> bool:
-        """Whether what failed this request is an exception of ours, raised when it was there alone, or a sweep."""
+        """Return whether this error was raised for this request alone, or for all requests of a step."""
         found, asks = self.blamed.get(id(error), (None, set[int]()))
         swept = any(ask.number in asks for asks in self.swept.values())
         return (found is error and asks == {ask.number}) or (found is None and swept)
@@ -95,7 +94,7 @@ class Faults:
     def _due(self, kind: str) -> list[Fault]:
         now = self.now()
         due = [fault for fault in self.scenario.faults if fault.kind == kind and fault.at <= now]
-        if kind == "memory":  # it lasts; the others come once
+        if kind == "memory":  # it lasts some steps; the others occur once
             return [fault for fault in due if now < self.began.setdefault(fault, now) + MEMORY_LASTS]
         return [fault for fault in due if fault not in self.fired]
 
@@ -108,15 +107,15 @@ class Faults:
 
 
 class Listener:
-    """An observer of the cache that raises when it has heard of `raises` events; it must hear nothing after that."""
+    """An observer of the cache that raises after `raises` events; it must get no event after that."""
 
     def __init__(self, raises: int) -> None:
-        self.heard, self.raises = 0, raises
+        self.events, self.raises = 0, raises
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return self._hear
+        return self._event
 
-    def _hear(self, *facts: object) -> None:
-        self.heard += 1
-        if self.heard > self.raises:
+    def _event(self, *facts: object) -> None:
+        self.events += 1
+        if self.events > self.raises:
             raise Sabotage("an observer of the cache")

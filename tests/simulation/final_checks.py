@@ -1,6 +1,6 @@
-"""How each request must end, and what must be left when all have.
+"""Check how each request ended, the engine's counters, and that no block is held after the last request.
 
-Knows: what befell each request, the oracle's answers, the engine's counters. Empties the cache at the very end.
+The last check empties the cache.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class FinalChecks:
-    """Of one world; raises AssertionError if anything is not as it must be."""
+    """The checks of one world; each raises AssertionError."""
 
     def __init__(self, world: World) -> None:
         self.world, self.core, self.cache = world, world.core, world.cache
 
     def check(self) -> None:
-        """Everybody has exactly its answer or exactly what befell it; nothing is held; counters add up."""
+        """Each request has its answer or the error of its fault; no block is held; counters add up."""
         self.world.accounting.check()
         self.world.accounting.contents()
         for customer in self.world.customers.values():
@@ -39,7 +39,7 @@ class FinalChecks:
             else:
                 assert isinstance(audit.exception(timeout=0), InvalidInput)
         listener = self.world.listener
-        assert listener is None or listener.heard <= listener.raises + 1, "an observer that raised was told more"
+        assert listener is None or listener.events <= listener.raises + 1, "an observer was notified after it raised"
 
     def _outcome(self, customer: Customer) -> None:
         ask, channel = customer.ask, customer.channel
@@ -69,10 +69,10 @@ class FinalChecks:
             assert usage.preemptions == customer.request.preemptions
             assert 0 <= usage.ttft_s <= usage.total_s
         if ask.timeout is not None:
-            assert done.usage.total_s <= ask.timeout + 1, f"request {ask.number} finished behind its deadline"
+            assert done.usage.total_s <= ask.timeout + 1, f"request {ask.number} finished after its deadline"
 
     def _deserved(self, customer: Customer) -> bool:
-        """Whether an error is what befell this request."""
+        """Return whether this error is one that the scenario caused for this request."""
         ask, error, faults = customer.ask, customer.channel.error, self.world.faults
         if isinstance(error, RequestCancelled):
             return customer.cancelled
@@ -111,7 +111,7 @@ class FinalChecks:
         assert asked <= stats.query_tokens <= asked + refused, f"{asked} tokens were asked for: {stats}"
 
     def _sums(self, counters: Any) -> None:
-        """Everybody finished: what each was told adds up to what the engine counted."""
+        """If all requests finished, their usage adds up to the engine's counters."""
         done = [c.channel.completion for c in self.world.customers.values() if c.channel.completion is not None]
         streams = [each for first in done for each in (first, *first.alternatives)]
         assert counters.prompt_tokens == sum(each.usage.prompt_tokens for each in done)

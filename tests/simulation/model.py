@@ -1,8 +1,8 @@
-"""A model that is nothing but memory: each slot holds a digest of the history that led to it.
+"""A model that only remembers: each slot holds a digest of the history up to it.
 
-Knows: slots, block tables, and which blocks are free. Knows no request. Every rule of a step is checked while it runs:
-copies first and in any order, one writer a slot, no block that is free, and what is read back through a block table
-must be one unbroken history. Blocks that are handed out hold poison.
+Every rule of a step is checked while it runs. Copies come first and in any order, each slot has one writer, and free
+blocks are not touched. The slots that a block table reads must form one unbroken history. Newly allocated blocks hold
+poison.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Digests = npt.NDArray[np.uint64]
 
 
 def follow(digest: int, token: int) -> int:
-    """The digest of a history that is one token longer."""
+    """Return the digest of a history that is one token longer."""
     return ((digest ^ (token + 1)) * _MIX + _ADD) % 2**64
 
 
 def digest_of(tokens: Sequence[int]) -> int:
-    """The digest of a history from its beginning."""
+    """Return the digest of a whole history."""
     digest = 0
     for token in tokens:
         digest = follow(digest, int(token))
@@ -42,7 +42,7 @@ def digest_of(tokens: Sequence[int]) -> int:
 
 
 def logits_of(digests: Digests) -> npt.NDArray[np.float32]:
-    """Logits [n, VOCAB] behind histories [n]: no two of a row are equal, all are exact in float32, within 0..8."""
+    """Return logits [n, VOCAB] of histories [n]: distinct in each row, exact in float32, within 0..8."""
     mixed = (digests[:, None] ^ _SALTS) * np.uint64(_MIX)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(_MIX)
     ranks = (mixed >> np.uint64(44)) * np.uint64(VOCAB) + _COLUMNS  # 20 random bits, then the column: 24 bits
@@ -51,7 +51,7 @@ def logits_of(digests: Digests) -> npt.NDArray[np.float32]:
 
 @lru_cache(maxsize=1 << 16)
 def greedy_token(digest: int) -> int:
-    """What follows a history if nothing is left to chance."""
+    """Return the greedy token after a history."""
     return int(logits_of(np.array([digest], np.uint64)).argmax())
 
 
@@ -62,16 +62,16 @@ class SlotModel:
         self.size, self._pool = cache.block_size, cache.state.pool
         self.digests = np.zeros((cache.num_blocks, self.size), np.uint64)
         self.tokens = np.zeros((cache.num_blocks, self.size), np.int64)
-        # By which chunk each slot was computed: its start, its length, whether it had a forward of its own.
+        # The chunk that computed each slot: its start, its length, and whether it had a forward of its own.
         self.origins = np.zeros((cache.num_blocks, self.size, 3), np.int64)
         self.runs = 0
         self.recheck_tokens, self.recheck_obstacle, self.row_dependent = 2 * self.size, None, False
-        self.broken: AssertionError | None = None  # a rule of a step that was not kept
+        self.broken: AssertionError | None = None  # the first rule that a step broke
         self.fault: Callable[[Sequence[SequenceInput], int], None] = lambda chunks, part: None
         self.garbles: Callable[[], bool] = lambda: False  # whether a run returns too little
-        self.sick: Callable[[SequenceInput], bool] = lambda chunk: False  # whose logits are no numbers
+        self.gives_nan: Callable[[SequenceInput], bool] = lambda chunk: False  # whether a chunk's logits are NaN
         self._rng = random.Random(seed)
-        self._poison_what_is_handed_out()
+        self._poison_allocated_blocks()
 
     # ---- a step
 
@@ -79,7 +79,7 @@ class SlotModel:
         self.runs += 1
         try:
             return self._run(chunks, copies)
-        except AssertionError as error:  # the engine takes it for a fault of the model's, and lives on
+        except AssertionError as error:  # the engine treats it as a fault of the model, and goes on
             self.broken = error
             raise
 
@@ -93,7 +93,7 @@ class SlotModel:
         last = np.array([self._read(chunk) for chunk in chunks], np.uint64)
         self.fault(chunks, 2)
         logits = logits_of(last)
-        logits[[row for row, chunk in enumerate(chunks) if self.sick(chunk)]] = np.nan
+        logits[[row for row, chunk in enumerate(chunks) if self.gives_nan(chunk)]] = np.nan
         return torch.from_numpy(logits[:-1] if self.garbles() else logits)
 
     def _check_plan(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> None:
@@ -136,7 +136,7 @@ class SlotModel:
     # ---- an audit
 
     def recheck(self, tokens: npt.NDArray[np.int32], start: int, block_table: npt.NDArray[np.int32]) -> Recheck:
-        """Compute [start, len(tokens)) again, and compare; as `Runner.recheck`."""
+        """Compute [start, len(tokens)) again, and compare, like `Runner.recheck`."""
         end, size = len(tokens), self.size
         assert start % self.recheck_tokens == 0 < end - start <= self.recheck_tokens, f"a piece [{start}, {end})"
         assert len(block_table) == -(-end // size) and set(self._pool.free).isdisjoint(block_table.tolist())
@@ -147,24 +147,24 @@ class SlotModel:
             wrong += [position - start] if digest != held[position] else []
         return Recheck(tuple(wrong), 0, "key", float(bool(wrong)))
 
-    # ---- what the pool holds
+    # ---- contents of the pool
 
     def holds(self, table: npt.NDArray[np.int32], length: int) -> bool:
-        """Whether the first `length` slots along a block table are one history from its beginning."""
+        """Return whether the first `length` slots along a block table are one whole history."""
         digests, tokens = self.digests[table].reshape(-1)[:length], self.tokens[table].reshape(-1)[:length]
         before = np.concatenate([np.zeros(1, np.uint64), digests[:-1]])
         expected = (before ^ (tokens.astype(np.uint64) + np.uint64(1))) * np.uint64(_MIX) + np.uint64(_ADD)
         return bool((digests == expected[:length]).all())
 
     def tokens_along(self, table: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int64]:
-        """What was written to the first `length` slots along a block table."""
+        """Return the tokens in the first `length` slots along a block table."""
         return self.tokens[table].reshape(-1)[:length]
 
     def came_from(self, table: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int64]:
-        """By which chunks the first `length` slots along a block table were computed: [length, 3]."""
+        """Return the chunks that computed the first `length` slots along a block table: [length, 3]."""
         return self.origins[table].reshape(-1, 3)[:length]
 
-    def _poison_what_is_handed_out(self) -> None:
+    def _poison_allocated_blocks(self) -> None:
         digests, tokens, origins = self.digests, self.tokens, self.origins
 
         class Poisoned(BlockPool):

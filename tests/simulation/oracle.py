@@ -1,6 +1,6 @@
-"""What every request must answer: worked out from its own history, without pool, batch or schedule.
+"""Compute the answer that every request must give from its own history, without pool, batch or schedule.
 
-Knows: the model's logits behind a history, and the sampler, which it asks for one row at a time.
+It samples one row at a time from the model's logits of that history.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.simulation.model import digest_of, follow, greedy_token, logits_of
 
 @dataclass(frozen=True)
 class Reply:
-    """One stream's answer: `tokens`, and why it ended."""
+    """One stream's answer: `tokens`, and the reason why it ended."""
 
     tokens: tuple[int, ...]
     finish_reason: str
@@ -29,7 +29,7 @@ class Reply:
 def replies(
     prompt: tuple[int, ...], params: SamplingParams, max_tokens: int, stop_ids: frozenset[int], seed: int
 ) -> tuple[Reply, ...]:
-    """What each stream of a request says; a request of no new tokens says nothing, once."""
+    """Return the answer of each stream; a request without new tokens has one empty answer."""
     if not max_tokens:
         return (Reply((), "length"),)
     seeds = [seed if index == 0 else derive_seed(seed, index) for index in range(params.n)]

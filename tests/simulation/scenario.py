@@ -1,6 +1,6 @@
-"""What happens in one simulated life of an engine: plain data, so that it can be replayed, printed and made smaller.
+"""The events of one simulated life of an engine: plain data that can be replayed, printed and made smaller.
 
-Knows: settings, requests, disturbances. Knows no engine. `draw.py` makes one from a seed.
+`draw.py` makes a scenario from a seed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Ids = tuple[int, ...]
 
 
 class Sabotage(Exception):
-    """What every injected fault raises (but for a lack of memory), so that no other exception is taken for one."""
+    """The exception of every injected fault except lack of memory, to tell it from a real one."""
 
 
 class Unhashable:
-    """A namespace of a class whose instances cannot be hashed after all."""
+    """A namespace whose `__hash__` raises."""
 
     def __hash__(self) -> int:
         raise Sabotage("do not hash me")
@@ -30,14 +30,14 @@ class Unhashable:
 
 @dataclass(frozen=True)
 class Flaw:
-    """What is wrong with one request: `kind` says where it raises, `at` from which token on.
+    """A fault of one request: `kind` is the place where it raises, `at` the first token that does.
 
     forward   every forward that computes its token `at` or a later one
-    memory    the same, as torch says that memory is out
-    nan       its logits are no numbers from its output token `at` on
-    put       handing its chunk `at` over
-    finish    handing its completion over
-    namespace hashing its namespace
+    memory    the same, with torch's out-of-memory error
+    nan       its logits are NaN from its output token `at` on
+    put       its channel does not take chunk `at`
+    finish    its channel does not take the completion
+    namespace its namespace cannot be hashed
     """
 
     kind: str
@@ -46,10 +46,10 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. Steps count from the beginning of the world; seconds are virtual, one a step.
+    """One request. Steps count from the beginning of the world; seconds are virtual, one per step.
 
-    `cancel` is a step at which it is cancelled, `cancel_in` a stage in which it is. `lags` are spans of steps in which
-    its reader reads nothing, or (`flickers`) now and then.
+    `cancel` is the step and `cancel_in` the stage in which it is cancelled. `lags` are spans of steps in which its
+    reader is away; with `flickers` the reader comes and goes.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Pinning:
-    """From step `at` to step `until`, or for `ttl` seconds, what is cached of `tokens` is pinned."""
+    """A pin on the cached part of `tokens` from step `at` to step `until`, or for `ttl` seconds."""
 
     at: int
     tokens: Ids
@@ -82,7 +82,7 @@ class Pinning:
 
 @dataclass(frozen=True)
 class Forgetting:
-    """At step `at` the cache is cleared, or what is cached of `tokens` from `start` on is demoted or discarded."""
+    """At step `at` clear the cache, or demote or discard the cached part of `tokens` from `start` on."""
 
     at: int
     verb: str  # clear, demote, discard
@@ -93,7 +93,7 @@ class Forgetting:
 
 @dataclass(frozen=True)
 class Auditing:
-    """At step `at` somebody asks for an audit of so many blocks."""
+    """An audit of `blocks` blocks is requested at step `at`."""
 
     at: int
     blocks: int
@@ -101,14 +101,14 @@ class Auditing:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something breaks once, at the first chance from step `at` on.
+    """A fault of the engine that occurs once, at the first chance from step `at` on.
 
     forward   the run raises at `part` 0, 1 or 2 of 2
-    memory    torch is out of memory, for every run of more than `size` tokens, as long as this lasts: 3 steps
+    memory    torch is out of memory for every run of more than `size` tokens, for 3 steps
     sampler   the sampler raises
-    schedule  planning raises, before (`part` 0) or after it did its work
-    garbled   the run returns a row of logits too few
-    clock     (no fault of ours) `size` seconds pass at once
+    schedule  planning raises, before (`part` 0) or after its work
+    garbled   the run returns one row of logits too few
+    clock     `size` seconds pass at once (the engine must not mind)
     """
 
     at: int
@@ -119,7 +119,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """All of it. `seed` names it, and shuffles what no rule orders."""
+    """A whole life. `seed` names it, and shuffles events without a defined order."""
 
     seed: int
     num_blocks: int
@@ -129,17 +129,17 @@ class Scenario:
     policy: str = "lru"
     reuse: bool = True
     pin_budget: float = 0.5
-    observer_raises: int | None = None  # at which event; None: nobody listens
+    observer_raises: int | None = None  # the event at which it raises; None for no observer
     pinnings: tuple[Pinning, ...] = ()
     forgettings: tuple[Forgetting, ...] = ()
-    disable_backpressure: int | None = None  # the step from which nobody is paused any more, as the engine drains
+    disable_backpressure: int | None = None  # the step from which no request is paused, as when the engine drains
     close: int | None = None  # the step before which the engine is closed
     audits: tuple[Auditing, ...] = ()
     faults: tuple[Fault, ...] = ()
 
     @property
     def last(self) -> int:
-        """The last step at which something comes from outside."""
+        """The last step with an event of the scenario."""
         times = [ask.at for ask in self.asks]
         times += [end for ask in self.asks for _, end in ask.lags]
         times += [ask.cancel for ask in self.asks if ask.cancel is not None]
@@ -149,7 +149,7 @@ class Scenario:
         return max(times, default=0)
 
     def __str__(self) -> str:
-        """One line a fact, for people."""
+        """Return one line per fact."""
         facts = [
             f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
             f"{self.config}, observer raises at {self.observer_raises}",

@@ -1,7 +1,4 @@
-"""Makes a failing scenario smaller: drops requests, troubles and events as long as it still fails in the same place.
-
-Knows: scenarios, and how to live one. Knows no engine.
-"""
+"""Make a failing scenario smaller: drop requests, faults and events as long as it fails in the same place."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from tests.simulation.world import Stuck, World
 
 
 def failure_of(scenario: Scenario) -> str | None:
-    """Where living this scenario fails: the exception's class and the line; None if it does not."""
+    """Return the exception's class and line with which this scenario fails; None if it does not."""
     try:
         World(scenario).run()
     except (Exception, Stuck) as error:
@@ -24,7 +21,7 @@ def failure_of(scenario: Scenario) -> str | None:
 
 
 def shrink(scenario: Scenario, failure: Callable[[Scenario], str | None] = failure_of) -> Scenario:
-    """A scenario of which nothing more can be dropped; the same one if it does not fail."""
+    """Return the smallest scenario that fails in the same place; the same one if it does not fail."""
     wanted = failure(scenario)
     if wanted is None:
         return scenario

@@ -1,13 +1,13 @@
-"""One life, broken once at every step in every way: who is affected ends with that very error, all others finish.
+"""Break one life once at every step in every way: affected requests end with that error, all others finish.
 
-Affected is who raises by itself:
-  forward, once     nobody, unless the run had one chunk only: then whose it was
-  forward, always   the request whose chunk it is
-  memory            nobody, unless one chunk alone is too much: then whose it is
-  sampler, once     nobody, unless there was one row only: then whose it was
-  put, finish       the request whose caller it is
-  planning          all that run (the first in the queue if nobody does): nobody can tell who caused it
-  garbled logits    all that have a chunk in the step, for the same reason
+The affected requests are:
+  forward, once     none, unless the run had one chunk only: then its request
+  forward, always   the request of the chunk
+  memory            none, unless one chunk alone is too much: then its request
+  sampler, once     none, unless there was one row only: then its request
+  put, finish       the request of the channel
+  planning          all running requests (else the first waiting one), because the cause is not known
+  garbled logits    all requests with a chunk in the step, for the same reason
 The life has chunked prompts, shared ones, forks, evictions and preemptions, and `World` checks every step of it.
 """
 
@@ -66,7 +66,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole() -> World:
-    """The life without a fault."""
+    """Return the life without a fault."""
     return World(LIFE).run()
 
 
@@ -79,7 +79,7 @@ def failed(world: World) -> list[int]:
 
 
 def in_step(world: World, step: int) -> list[int]:
-    """Whose chunks a step had."""
+    """Return the requests of a step's chunks."""
     return [number for at, number, *_ in world.trace if at == step]
 
 
@@ -102,7 +102,7 @@ def test_a_forward_that_raises_once_at_any_step(whole: World, first: int) -> Non
 
 @EVERY_THIRD
 def test_memory_that_runs_out_at_any_step(whole: World, first: int) -> None:
-    """`size` tokens at once are all that fits, for three steps. Who had a chunk of more fails, nobody else."""
+    """Only `size` tokens fit a forward, for three steps. A request with a longer chunk fails, and no other."""
     for step in range(first, whole.step, 3):
         for size in (1, 4) if LONG else ((1, 4)[step % 2],):
             world = World(replace(LIFE, faults=(Fault(step, "memory", size=size),))).run()
@@ -138,7 +138,7 @@ def test_a_request_that_breaks_at_any_of_its_tokens_breaks_alone(kind: str, firs
 
 
 def tokens_of(broken: Ask, kind: str) -> list[int]:
-    """At which tokens or chunks of a request to break it: all of them in a long run, else the ends and the middle."""
+    """Return the tokens or chunks at which to break a request: all in a long run, else the ends and the middle."""
     if kind == "finish":
         return [0]
     last = len(broken.prompt) + broken.max_tokens - 2 if kind in ("forward", "memory") else broken.max_tokens - 1

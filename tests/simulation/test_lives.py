@@ -27,7 +27,7 @@ KEPT: tuple[int, ...] = ()
 
 LIVES = 6000 if os.environ.get("RADIXKV_LONG") == "1" else 250
 FRESH = int(os.environ.get("RADIXKV_SEED") or 0) * 1000  # the first seed of a run with fresh examples
-SIGHTS = (  # what must have been met, or the lives are too easy
+SIGHTS = (  # events that must occur, or the lives are too easy
     "cancelled: waiting",
     "cancelled: prefill",
     "cancelled: decode",
@@ -60,7 +60,7 @@ SIGHTS = (  # what must have been met, or the lives are too easy
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors of ten numbers are no work for two threads."""
+    """Use one thread: the tensors have ten numbers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -115,7 +115,7 @@ def test_what_a_failure_does_not_need_is_dropped() -> None:
 
 
 def test_who_waited_for_a_neighbour_ages_once_that_is_over() -> None:
-    """The second asks what the first is computing, so it waits; then hits keep coming in before it, once too often."""
+    """The second request waits for a prefix of the first; then hits overtake it, once too often."""
     greedy = SamplingParams(max_tokens=20, temperature=0)
     cold, hot = (0, 0, 1, 1), (2,) * 6
     asks = [Ask(0, 0, cold, greedy, 1), Ask(1, 0, cold, greedy, 1), Ask(2, 0, hot, greedy, 20)]
@@ -128,7 +128,7 @@ def test_who_waited_for_a_neighbour_ages_once_that_is_over() -> None:
 
 
 def test_what_a_paused_request_kept_to_itself_is_cached_when_it_gives_way() -> None:
-    """The first fills the pool, so it publishes nothing until it ends; its reader leaves, and the second comes."""
+    """The first request fills the pool, so it publishes late; its reader leaves, and the second request arrives."""
     greedy = SamplingParams(max_tokens=9, temperature=0)
     asks = (Ask(0, 0, (0,) * 8, greedy, 9, lags=((4, 20),)), Ask(1, 6, (1, 2, 3), greedy, 2))
     world = World(Scenario(0, 4, 4, EngineConfig(max_sequences=2, max_batch_tokens=8, prefill_chunk=8), asks)).run()
@@ -139,7 +139,7 @@ def test_what_a_paused_request_kept_to_itself_is_cached_when_it_gives_way() -> N
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize(("prompt", "blocks", "other"), [(4, 5, 1), (16, 10, 8)])
 def test_streams_of_a_request_come_back_as_they_left(prompt: int, blocks: int, other: int, reuse: bool) -> None:
-    """Two streams behind one prompt need every block; they give way, and share the prompt again when they return."""
+    """Two streams of one prompt need every block; after a preemption they share the prompt again."""
     sampled = SamplingParams(max_tokens=9, temperature=1, n=2)
     asks = (
         Ask(0, 0, tuple(range(prompt)), sampled, 9, lags=((6, 14),)),
@@ -152,7 +152,7 @@ def test_streams_of_a_request_come_back_as_they_left(prompt: int, blocks: int, o
 
 
 def test_what_a_stream_that_gives_way_was_to_compute_others_may() -> None:
-    """The budget of a decode that was planned, and then gave way, goes to the prompt that needed its blocks."""
+    """The budget of a planned decode that is preempted goes to the prompt that needed its blocks."""
     greedy = SamplingParams(max_tokens=30, temperature=0)
     asks = (Ask(0, 0, (1,), greedy, 30), Ask(1, 0, (2,) * 6, greedy, 30), Ask(2, 1, (3, 4) * 12, greedy, 2))
     config = EngineConfig(max_sequences=3, max_batch_tokens=5, prefill_chunk=8)
@@ -163,7 +163,7 @@ def test_what_a_stream_that_gives_way_was_to_compute_others_may() -> None:
 
 
 def test_streams_that_come_back_begin_inside_a_chunk_and_publish_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deterministic: the first stream comes back to a hit beyond its prompt; the other begins where the prompt ends."""
+    """Deterministic: the first stream resumes with a hit beyond its prompt; the other begins at the prompt's end."""
     monkeypatch.setattr(accounting, "READ_ALL", 1.0)
     sampled = SamplingParams(max_tokens=16, temperature=1, n=2)
     ask = Ask(0, 0, tuple(range(6)), sampled, 16, lags=((8, 14),))
@@ -176,16 +176,16 @@ def test_streams_that_come_back_begin_inside_a_chunk_and_publish_none_of_it(monk
 
 
 PINNED = tuple(range(8))
-"""Two blocks of four, of a pool of ten, that stay."""
+"""Two pinned blocks of four tokens, in a pool of ten blocks."""
 
 
 def beside_pins(prompt: tuple[int, ...], tokens: int, *pinnings: Pinning, until: int = 90) -> World:
-    """A request of nine blocks comes beside one of seven, and gives way as it is the younger."""
+    """A request of nine blocks runs next to one of seven, and is preempted as it is the later one."""
     greedy = SamplingParams(max_tokens=1, temperature=0)
     asks = (Ask(0, 0, PINNED, greedy, 1), Ask(1, 3, (9,), greedy, 28), Ask(2, 4, prompt, greedy, tokens))
     pins = (Pinning(2, PINNED, None, until), *pinnings)
     config = EngineConfig(max_sequences=2, max_batch_tokens=16, prefill_chunk=8, victim="last")
-    forgets = Forgetting(22, "discard", PINNED, 6)  # what is pinned stays
+    forgets = Forgetting(22, "discard", PINNED, 6)  # the pinned part stays
     return World(Scenario(0, 10, 4, config, asks, pinnings=pins, forgettings=(forgets,))).run()
 
 
@@ -199,19 +199,19 @@ def test_who_could_not_come_back_for_pins_is_refused_before_it_says_a_word() -> 
 def test_who_begins_with_what_is_pinned_counts_on_it_and_comes_back() -> None:
     regular = beside_pins((*PINNED, 9), 28).customers[2]
     assert regular.channel.completion is not None
-    assert regular.request.preemptions == 1, "it came beside another, and gave way"
+    assert regular.request.preemptions == 1, "it was admitted next to another one, and preempted"
 
 
 @pytest.mark.parametrize("until", [20, 90])
 def test_a_pin_that_ends_inside_a_block_holds_a_block_that_is_no_hit(until: int) -> None:
-    """While the longer pin lasts, ten blocks just fit alone; once the shorter one is all that is left, they do not."""
+    """With the longer pin ten blocks just fit alone; with only the shorter one they do not."""
     last = beside_pins((*PINNED, 9), 32, Pinning(2, PINNED[:6], None, 90), until=until).customers[2]
-    assert not last.request.preemptions, "it came beside another, and was not sure to come back"
+    assert not last.request.preemptions, "it was admitted next to another one without a guarantee to be admitted again"
     assert (last.channel.completion is None) == (until == 20)
 
 
 def test_of_a_hit_that_costs_a_block_more_what_is_pinned_stays() -> None:
-    """Behind the pin two branches part inside a block, and each has one: beside both the last request does not fit."""
+    """After the pin two branches differ inside a block, and each has a copy: next to both the last one does not fit."""
     greedy = SamplingParams(max_tokens=1, temperature=0)
     stem = (*PINNED, 9, 9)
     asks = [Ask(0, 0, PINNED, greedy, 1), Ask(1, 3, (*stem, 1), greedy, 1), Ask(2, 6, (*stem, 2, 2, 2), greedy, 1)]

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tests.simulation.traffic import Mixture, Traffic, knows_the_answer, leaked, memory_engine
+from tests.simulation.traffic import Mixture, Traffic, is_expected, leaked, memory_engine
 
 
 @pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
@@ -17,7 +17,7 @@ def test_mixed_requests_from_many_threads_are_all_answered_and_leave_nothing(
     config = {"max_sequences": 8, "max_batch_tokens": 32, "prefill_chunk": 16}
     with memory_engine(num_blocks=36, faults=0.01, order=order, **config) as engine:
         mixture = Mixture(longest_prompt=30, most_new=30, timeouts=(0.01,))
-        tally = Traffic(engine, knows_the_answer, mixture, after=lambda ended: None).run(requests=200, clients=12)
+        tally = Traffic(engine, is_expected, mixture, after=lambda ended: None).run(requests=200, clients=12)
         stats = engine.stats()
         assert not tally.wrong
         assert sum(tally.ends.values()) >= 200

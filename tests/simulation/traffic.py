@@ -1,7 +1,7 @@
-"""Mixed requests from many threads against a real engine, and what became of each.
+"""Send mixed requests from many threads to a real engine, and check how each of them ends.
 
-Knows: `submit`, what callers do with a handle (wait, read, read slowly, cancel, walk away), and how to judge an answer.
-The engine's thread is real, so no two runs are alike; what each request must say is known all the same.
+Callers wait, read, read slowly, cancel, or stop reading. The engine's thread is real, so no two runs are alike, but the
+answer of each request is determined.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tests.simulation.oracle import Reply, replies
 from tests.simulation.scenario import Sabotage
 
 Ids = tuple[int, ...]
-Judge = Callable[[Ids, SamplingParams, Completion], bool]  # of a whole answer
+Judge = Callable[[Ids, SamplingParams, Completion], bool]  # checks a whole answer
 WAYS = ("wait", "wait", "read", "read slowly", "cancel", "cancel while it is read", "walk away")
-_PATIENCE = 300  # seconds for one request, after which it counts as lost
+_PATIENCE = 300  # seconds after which a request counts as lost
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What is asked: token ids below `vocab`, prompts and answers up to these lengths."""
+    """The requests: token ids below `vocab`, prompts and answers up to these lengths."""
 
     vocab: int = VOCAB
     longest_prompt: int = 60
@@ -47,7 +47,7 @@ class Mixture:
 
 @dataclass
 class Tally:
-    """What became of the requests; `wrong` says in words what must not be."""
+    """The ends of the requests; `wrong` describes the ends that must not be."""
 
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -69,14 +69,14 @@ class Traffic:
         self._texts = [self._letters(rng, mixture.longest_prompt) for _ in range(12)]
 
     def run(self, requests: int, clients: int) -> Tally:
-        """Send them all and wait for them; what a client's own thread raises is passed on."""
+        """Send all requests and wait for them; passes on exceptions of the clients' threads."""
         with ThreadPoolExecutor(clients) as pool:
             for done in [pool.submit(self._client, requests) for _ in range(clients)]:
                 done.result()
         return self.tally
 
     def _client(self, requests: int) -> None:
-        """One caller: one request after the other, at times the next turn of a conversation."""
+        """Send one request after the other, sometimes the next turn of a conversation."""
         said: Ids = ()
         while (number := next(self._numbers)) < requests:
             rng = random.Random(f"{self.seed}/{number}")
@@ -89,7 +89,7 @@ class Traffic:
     # ---- one request
 
     def _request(self, rng: random.Random, number: int, prompt: Ids) -> Ids:
-        """Send it, do with it what callers do, judge what came; returns all that was said."""
+        """Send a request, use its handle, and check the answer; returns prompt and answer."""
         params, way = self._params(rng), rng.choice(WAYS)
         timeout = rng.choice(self.mixture.timeouts) if rng.random() < self.mixture.timeout else None
         handle = self.engine.submit(
@@ -99,12 +99,12 @@ class Traffic:
             priority=rng.choice((0, 0, 0, 1)),
             timeout=timeout,
         )
-        heard = self._use(rng, handle, way)
+        read = self._use(rng, handle, way)
         answer = self._end(number, handle, way, timeout)
         if answer is None:
             return ()
         streams = [answer, *answer.alternatives]
-        if heard and any(heard.get(each.index, ()) != each.token_ids for each in streams):
+        if read and any(read.get(each.index, ()) != each.token_ids for each in streams):
             self._wrong(f"request {number}: the chunks are not the answer")
         if not self.judge(prompt, params, answer):
             self._wrong(f"request {number}: {prompt} with {params} was answered {[each.token_ids for each in streams]}")
@@ -113,25 +113,25 @@ class Traffic:
         return (*prompt, *answer.token_ids)
 
     def _use(self, rng: random.Random, handle: Handle, way: str) -> dict[int, Ids]:
-        """What a caller does before it waits for the end; the tokens by stream, if it read them all."""
-        heard: dict[int, Ids] = {}
+        """Use a handle before its end; returns the tokens by stream if it read them all."""
+        read: dict[int, Ids] = {}
         if way == "cancel":
             time.sleep(rng.choice((0, 0, 0.005, 0.05)))
             handle.cancel()
         elif way != "wait":
             stop_at = rng.randint(0, 10)
             for n, chunk in enumerate(_without_errors(handle)):
-                heard[chunk.index] = heard.get(chunk.index, ()) + chunk.token_ids
+                read[chunk.index] = read.get(chunk.index, ()) + chunk.token_ids
                 if way == "read slowly" and n % 8 == 5:
                     time.sleep(0.02)
                 if way == "cancel while it is read" and n == stop_at:
                     handle.cancel()
                 if way == "walk away" and n == stop_at:
                     break
-        return heard if way.startswith("read") else {}
+        return read if way.startswith("read") else {}
 
     def _end(self, number: int, handle: Handle, way: str, timeout: float | None) -> Completion | None:
-        """Wait for the end; None for one that was asked for or injected."""
+        """Wait for the end; returns None if it was cancelled or a fault was injected."""
         try:
             answer = handle.result(_PATIENCE)
             self._count("finished")
@@ -142,14 +142,14 @@ class Traffic:
             self._count("timed out", timeout is not None, number)
         except RequestFailed as error:
             self._count("failed", isinstance(error.__cause__, Sabotage), number)
-        except PromptTooLong:  # what pins leave is too small
+        except PromptTooLong:  # pins leave too little room
             self._count("refused")
         except TimeoutError:
             self._count("lost", False, number)
         return None
 
     def _visit(self, rng: random.Random) -> None:
-        """What else callers do: look, pin for a while, clear."""
+        """Call other methods: probe, stats, demote, pin, clear."""
         text = list(rng.choice(self._texts)[: rng.randint(1, self.mixture.longest_prompt)])
         verb = rng.choice(("probe", "stats", "demote", "pin", "clear"))
         if verb == "probe":
@@ -169,7 +169,7 @@ class Traffic:
             except RequestFailed as error:
                 self._count("failed", isinstance(error.__cause__, Sabotage), -1)
 
-    # ---- what is asked
+    # ---- requests
 
     def _prompt(self, rng: random.Random, said: Ids) -> Ids:
         most = self.mixture.longest_prompt
@@ -191,7 +191,7 @@ class Traffic:
             ignore_eos=True,
         )
 
-    # ---- books
+    # ---- tally
 
     def _count(self, end: str, allowed: bool = True, number: int = -1) -> None:
         with self._lock:
@@ -205,23 +205,23 @@ class Traffic:
 
 
 def _without_errors(handle: Handle) -> Iterator[Chunk]:
-    """The chunks; an error ends them, and is met again by whoever waits for the result."""
+    """Yield the chunks up to an error; waiting for the result raises it again."""
     try:
         yield from handle
     except (RequestFailed, RequestTimedOut, PromptTooLong):
         return
 
 
-def knows_the_answer(prompt: Ids, params: SamplingParams, answer: Completion) -> bool:
-    """The judge of the model that is nothing but memory: every stream is exactly what the oracle says."""
+def is_expected(prompt: Ids, params: SamplingParams, answer: Completion) -> bool:
+    """Check answers of the model that only remembers: every stream equals the oracle's."""
     assert params.seed is not None
-    told = replies(prompt, params, params.max_tokens, frozenset(), params.seed)
-    return told == tuple(Reply(each.token_ids, each.finish_reason) for each in (answer, *answer.alternatives))
+    expected = replies(prompt, params, params.max_tokens, frozenset(), params.seed)
+    return expected == tuple(Reply(each.token_ids, each.finish_reason) for each in (answer, *answer.alternatives))
 
 
 @contextmanager
 def memory_engine(num_blocks: int = 60, faults: float = 0.0, **config: object) -> Iterator[RequestEngine]:
-    """An engine whose model is nothing but memory; a part of its forwards raises. Readers fall behind soon."""
+    """Make an engine whose model only remembers; a part of its forwards raises, and slow readers pause soon."""
     cache = PrefixCache(num_blocks, 4)
     model, rng = SlotModel(cache, 0), random.Random(0)
 
@@ -238,7 +238,7 @@ def memory_engine(num_blocks: int = 60, faults: float = 0.0, **config: object) -
 
 
 def leaked(engine: RequestEngine) -> int:
-    """Blocks that somebody holds though nothing runs; checks the cache's books, and empties it."""
+    """Return how many blocks are held though no request runs; checks the cache, and empties it."""
     core = engine.core
     engine.client.thread.ask(core.cache.check)
     stats = engine.stats().cache

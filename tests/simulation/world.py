@@ -1,7 +1,6 @@
-"""One life of an engine's core, below the thread: a scenario, a virtual clock, a model that is nothing but memory.
+"""Run one life of an engine's core without its thread: a scenario, a virtual clock, a model that only remembers.
 
-Knows: how a scenario's events reach `Core`, and what a step looked like from outside. What must hold is for
-`accounting`, `steps`, `turns` and `final_checks` to say.
+`accounting`, `step_checks`, `order_checks` and `final_checks` check the rules.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from tests.simulation.channel import ScriptedChannel
 from tests.simulation.faults import Faults, Listener
 from tests.simulation.final_checks import FinalChecks
 from tests.simulation.model import SlotModel
+from tests.simulation.order_checks import OrderChecks
 from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
-from tests.simulation.steps import Steps
-from tests.simulation.turns import Turns
+from tests.simulation.step_checks import StepChecks
 
 ENGINE = [module for name, module in sys.modules.items() if name.startswith("radixkv.engine.")]
 
 
 class Stuck(BaseException):
-    """A step that would never end; no Exception, as the engine would live on."""
+    """A step that would never end; not an Exception, which the engine would survive."""
 
 
 class Clock:
-    """Virtual seconds, under the names that the engine asks for."""
+    """Virtual seconds, under the names of the `time` module."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -59,18 +58,18 @@ class Clock:
 
 @dataclass
 class Customer:
-    """A request of the scenario, once it was submitted."""
+    """A request of the scenario after it was submitted."""
 
     ask: Ask
     request: Request
     channel: ScriptedChannel
     cancelled: bool = False
     ended_at: float | None = None
-    overtaken: int = 0  # counted by us
+    overtaken: int = 0  # counted here
 
     @property
     def stage(self) -> str:
-        """Where it is, as far as a caller could tell."""
+        """The stage of the request that a caller could see."""
         if self.channel.ended:
             return "ended"
         if not any(not stream.sequence.closed for stream in self.request.streams):
@@ -82,7 +81,7 @@ class Customer:
 
 @dataclass
 class World:
-    """Runs one scenario; an AssertionError says what broke, and when."""
+    """Runs one scenario; an AssertionError names the broken rule and the step."""
 
     scenario: Scenario
     verbose: bool = False
@@ -94,8 +93,8 @@ class World:
     audits: list[Future[AuditReport]] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)  # of this step
     trace: list[tuple[int, ...]] = field(default_factory=list)  # (step, request, stream, start, tokens) of all work
-    gave_way: int = 0  # requests, in this step
-    stages: Counter[str] = field(default_factory=Counter)  # in which requests were cancelled
+    preempted: int = 0  # preemptions in this step
+    stages: Counter[str] = field(default_factory=Counter)  # the stages in which requests were cancelled
 
     def __post_init__(self) -> None:
         scenario = self.scenario
@@ -111,13 +110,13 @@ class World:
         )
         self.model = SlotModel(self.cache, scenario.seed)
         self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)
-        self.model.fault, self.model.sick = self.faults.in_forward, self.faults.is_sick
+        self.model.fault, self.model.gives_nan = self.faults.in_forward, self.faults.gives_nan
         self.model.garbles = lambda: self.faults.garbles(self.work_of())
         self.core = Core(self.cache, self.model, replace(scenario.config, prefix_cache=scenario.reuse))
         self.auditor = Auditor(self.core)
-        self._listen_to_the_schedule()
+        self._wrap_scheduler()
         self.accounting, self.final_checks = Accounting(self), FinalChecks(self)
-        self.steps, self.turns = Steps(self), Turns(self)
+        self.step_checks, self.order_checks = StepChecks(self), OrderChecks(self)
 
     # ---- the whole life
 
@@ -141,19 +140,19 @@ class World:
 
     def _perhaps_step(self) -> None:
         idle = self.core.idle_for()
-        self.steps.idle(idle)
+        self.step_checks.idle(idle)
         if idle != 0:
             return
-        self.work, self.gave_way = [], 0
+        self.work, self.preempted = [], 0
         self.model.runs = 0
-        before = self.steps.before()
+        before = self.step_checks.before()
         self.core.step()
-        self._write_down()
+        self._record()
         self._note_ends()
-        self.steps.after(before)
+        self.step_checks.after(before)
 
     def sights(self) -> Counter[str]:
-        """What happened in this life, counted: so that tests can tell that they tested something."""
+        """Count the events of this life, so that tests can check that they tested something."""
         counters, stats = self.core.counters, self.cache.stats()
         names = (
             "audited_blocks",
@@ -167,7 +166,7 @@ class World:
         seen = Counter({name: getattr(counters, name) for name in names})
         seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
         seen |= Counter(closed=sum(isinstance(c.channel.error, EngineClosed) for c in self.customers.values()))
-        seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.turns.overtaken)
+        seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.order_checks.overtaken)
         seen |= Counter(self.stages)
         seen.update(c.ask.flaw.kind for c in self.customers.values() if c.ask.flaw and c.channel.error)
         seen.update(f"a fault: {fault.kind}" for fault in (*self.faults.fired, *self.faults.began))
@@ -225,7 +224,7 @@ class World:
     def _cancel(self, customer: Customer) -> None:
         customer.cancelled = True
         self.stages[f"cancelled: {customer.stage}"] += 1
-        self._say(f"cancel {customer.ask.number} ({customer.stage})")
+        self._print(f"cancel {customer.ask.number} ({customer.stage})")
         self.core.cancel(customer.request)
         customer.ended_at = self.clock.now
 
@@ -236,7 +235,7 @@ class World:
                     pin = self.core.admission.pin(np.array(pinning.tokens, np.int32), pinning.namespace, pinning.ttl)
                     self.pins.append((pinning, pin))
                 except PinBudgetExceeded:
-                    self._say("a pin was refused")
+                    self._print("a pin was refused")
         for pinning, pin in self.pins:
             if pinning.until == self.step:
                 pin.release()
@@ -252,74 +251,74 @@ class World:
             try:
                 self.cache.discard(tokens, forgetting.namespace, forgetting.start)
             except PrefixHeld:
-                self._say("what was to be discarded is held")
+                self._print("a prefix to be discarded is held")
 
     def _note_ends(self) -> None:
         for customer in self.customers.values():
             if customer.channel.ended and customer.ended_at is None:
                 customer.ended_at = self.clock.now
 
-    # ---- whose is what
+    # ---- owners
 
     def customer_of(self, request: Request) -> Customer:
-        """The customer behind a request."""
+        """Return the customer of a request."""
         return self.customers[request.channel.ask.number]  # type: ignore[attr-defined]
 
     def name_of(self, request: Request) -> str:
-        """For messages."""
+        """Return the name of a request for messages."""
         return f"request {self.customer_of(request).ask.number}"
 
     def ask_of(self, chunk: SequenceInput) -> Ask:
-        """Whose chunk it is."""
+        """Return the request of a chunk."""
         for work in self.work:
             if work.plan.slots is chunk.slots:
                 return self.customer_of(work.stream.request).ask
-        raise AssertionError("a chunk that nobody scheduled")
+        raise AssertionError("a chunk that was not scheduled")
 
     def _ask_of_row(self, row: SampleRow) -> Ask:
         for request in self.core.scheduler.running:
             if any(stream.tokens is row.history for stream in request.streams):
                 return self.customer_of(request).ask
-        raise AssertionError("a row to sample for nobody who runs")
+        raise AssertionError("a row to sample of no running request")
 
     def work_of(self) -> list[Ask]:
-        """Whose chunks this step has."""
+        """Return the requests of this step's chunks."""
         return [self.customer_of(each.stream.request).ask for each in self.work]
 
-    def _who_goes_first(self) -> list[Ask]:
-        """Those that run; the first in the queue if nobody does."""
+    def _first_requests(self) -> list[Ask]:
+        """Return the running requests; if there are none, the first waiting one."""
         scheduler = self.core.scheduler
         first = scheduler.running or list(scheduler.waiting)[:1]
         return [self.customer_of(request).ask for request in first]
 
     # ---- around the engine
 
-    def _listen_to_the_schedule(self) -> None:
+    def _wrap_scheduler(self) -> None:
         schedule = self.core.scheduler.schedule
 
-        def listening() -> list[Work]:
-            self.faults.in_schedule(0, self._who_goes_first())
+        def scheduling() -> list[Work]:
+            self.faults.in_schedule(0, self._first_requests())
             self.work = schedule()
-            self.faults.in_schedule(1, self._who_goes_first())
+            self.faults.in_schedule(1, self._first_requests())
             return self.work
 
-        self.core.scheduler.schedule = listening  # type: ignore[method-assign]
+        self.core.scheduler.schedule = scheduling  # type: ignore[method-assign]
         preempt = self.core.scheduler.preempt
 
-        def watching(request: Request) -> None:
-            self.gave_way += 1
-            if self.gave_way > 10 * len(self.customers):
-                raise Stuck(f"step {self.step}: they give way to each other for ever")
-            kept = self.turns.before_preemption(request)
+        def preempting(request: Request) -> None:
+            self.preempted += 1
+            if self.preempted > 10 * len(self.customers):
+                raise Stuck(f"step {self.step}: they preempt each other forever")
+            kept = self.order_checks.before_preemption(request)
             preempt(request)
-            self._say(f"{self.customer_of(request).ask.number} gives way")
-            self.turns.after_preemption(request, kept)
+            self._print(f"{self.customer_of(request).ask.number} is preempted")
+            self.order_checks.after_preemption(request, kept)
 
-        self.core.scheduler.preempt = watching  # type: ignore[method-assign]
+        self.core.scheduler.preempt = preempting  # type: ignore[method-assign]
 
     @contextmanager
     def _virtual(self) -> Iterator[None]:
-        """Inside, the engine's clock is ours, and its sampler passes by the faults."""
+        """Give the engine a virtual clock, and a sampler with faults."""
         with ExitStack() as stack:
             for module in ENGINE:
                 if getattr(module, "time", None) is time:
@@ -328,7 +327,7 @@ class World:
                     stack.enter_context(mock.patch.object(module, "sample", self.faults.sampler))
             yield
 
-    def _write_down(self) -> None:
+    def _record(self) -> None:
         names = [(self.customer_of(each.stream.request).ask.number, each.stream.index) for each in self.work]
         for (number, index), each in zip(names, self.work, strict=True):
             self.trace.append((self.step, number, index, each.start, len(each.tokens)))
@@ -337,8 +336,8 @@ class World:
             runs = f" in {self.model.runs} runs" if self.model.runs > 1 else ""
             waiting = [self.customer_of(request).ask.number for request in self.core.scheduler.waiting]
             free, idle = self.cache.free_blocks, self.cache.evictable_blocks
-            self._say(f"{work}{runs}; waiting {waiting}, {free} blocks free, {idle} evictable")
+            self._print(f"{work}{runs}; waiting {waiting}, {free} blocks free, {idle} evictable")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self.verbose:
             print(f"step {self.step}: {text}")

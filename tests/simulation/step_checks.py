@@ -1,6 +1,6 @@
-"""What one step of a simulated engine promises: its budget, who is in it, what it computes, that it gets somewhere.
+"""Check the budget, the streams, the tokens and the progress of each step of a simulated engine.
 
-Knows: the world before and after the step, and the step's work. Changes nothing.
+The checks compare the world before and after the step, and change nothing.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Before:
-    """What a step began with."""
+    """The state of the requests before a step."""
 
     running: tuple[Request, ...]
-    active: tuple[tuple[Any, Any], ...]  # streams with their sequences, whose readers are there
-    decoding: tuple[tuple[Any, Any], ...]  # those of them that must get their token
-    preemptions: tuple[int, ...]  # of those that run
-    computed: dict[int, int]  # tokens that those which ran, or had ended, had computed, by id
+    active: tuple[tuple[Any, Any], ...]  # streams with their sequences, unless their readers are away
+    decoding: tuple[tuple[Any, Any], ...]  # the streams that must decode a token
+    preemptions: tuple[int, ...]  # of running requests
+    computed: dict[int, int]  # tokens that requests had computed which ran or had ended, by id
     progress: tuple[int, ...]
 
 
-class Steps:
-    """Of one world; each method raises AssertionError if what it looks at is broken."""
+class StepChecks:
+    """The checks of one world; each raises AssertionError."""
 
     def __init__(self, world: World) -> None:
         self.world, self.core = world, world.core
         self.config = world.scenario.config
         self.count = 0
-        # No schedule that gets anywhere takes more: a token a step, all of it computed twice over, and some waiting.
+        # An upper bound: one token a step, everything computed twice, and some waiting.
         tokens = sum(ask.params.n * (len(ask.prompt) + ask.max_tokens) for ask in world.scenario.asks)
         self.most = world.scenario.last + 4 * tokens + 20 * len(world.scenario.asks)
         self.most += sum(audit.blocks + 1 for audit in world.scenario.audits)
 
     def before(self) -> Before:
-        """What the step begins with."""
+        """Record the state before a step."""
         running = tuple(self.core.scheduler.running)
         read = [request for request in running if not self.world.customer_of(request).channel.in_span]
         active = [stream for request in read for stream in request.live if stream.active]
@@ -69,23 +69,23 @@ class Steps:
         return (ended, counters.computed_tokens, counters.recomputed_tokens, *audited)
 
     def after(self, before: Before) -> None:
-        """All that one step promises."""
+        """Check a step."""
         self.count += 1
         if self.world.model.broken is not None:
             raise self.world.model.broken
         self.world.accounting.check()
         self._budget(self.world.work)
-        self._who_is_in(before, self.world.work)
-        self._nothing_is_computed_twice(self.world.work)
+        self._planned_streams(before, self.world.work)
+        self._shared_prefixes(self.world.work)
         self._bits_repeat(self.world.work)
-        self.world.turns.after(before)
+        self.world.order_checks.after(before)
         self._deadlines()
         if self._progress() == before.progress:
             left = [customer for customer in self.world.customers.values() if not customer.channel.ended]
             away = [customer.channel.in_span for customer in left]
             undecided = any(customer.channel.in_span and customer.ask.flickers for customer in left)
             assert all(away) or undecided, "a step without progress"
-        assert self.count <= self.most, "too many steps: they get nowhere"
+        assert self.count <= self.most, "too many steps"
 
     def _budget(self, work: list[Work]) -> None:
         running = self.core.scheduler.running
@@ -94,32 +94,33 @@ class Steps:
         assert len({id(each.stream) for each in work}) == len(work), "two chunks of one stream"
         assert sum(len(request.live) for request in running) <= self.config.max_sequences
 
-    def _who_is_in(self, before: Before, work: list[Work]) -> None:
+    def _planned_streams(self, before: Before, work: list[Work]) -> None:
         planned, running = {id(each.stream) for each in work}, self.core.scheduler.running
         for stream, sequence in before.decoding:
             gone = stream.request.channel.ended or stream.request not in running
-            gone |= sequence.closed  # it gave way, and maybe came back at once
+            gone |= sequence.closed  # it was preempted, and maybe admitted again at once
             assert gone or id(stream) in planned, (
-                f"{self.world.name_of(stream.request)} decodes, and was left out of a step"
+                f"{self.world.name_of(stream.request)} decodes, but was left out of a step"
             )
         left = self.config.max_batch_tokens - sum(len(each.tokens) for each in work)
-        if left >= (self.config.prefill_chunk if self.config.deterministic else 1):  # there, no chunk is cut to fit
+        # A deterministic engine does not cut a chunk to fit.
+        if left >= (self.config.prefill_chunk if self.config.deterministic else 1):
             idle = [s for s, sequence in before.active if s.sequence is sequence and s.active and id(s) not in planned]
-            assert not idle, f"{idle} could have run in what is left of the budget"
+            assert not idle, f"{idle} could have run in the rest of the budget"
             cut = [each for each in work if self._is_cut(each)]
-            assert not cut, f"{cut} could have been longer by what is left of the budget"
+            assert not cut, f"{cut} could have been longer by the rest of the budget"
         self._higher_ranks_first(before, planned)
         away = [each for each in work if self.world.customer_of(each.stream.request).channel.is_away]
-        assert not away, f"computed, though nobody reads: {away}"
+        assert not away, f"computed, though its reader is away: {away}"
 
     def _is_cut(self, work: Work) -> bool:
-        """Whether a chunk ends before its prompt, what its stream knew, and the limit of a chunk."""
+        """Return whether a chunk ends before its prompt, its stream's tokens, and the limit of a chunk."""
         end, stream = work.start + len(work.tokens), work.stream
         whole = end == len(stream.request.prompt) or end >= len(stream.tokens) - 1  # one more may have been sampled
         return not whole and len(work.tokens) < self.config.prefill_chunk
 
     def _higher_ranks_first(self, before: Before, planned: set[int]) -> None:
-        """Of the prompts that are under way, a higher priority gets its chunk before a lower one."""
+        """Of the running prompts, a higher priority gets its chunk before a lower one."""
         decoding = [s for s, _ in before.decoding]
         prompts = [(s, s.request.priority) for s, sequence in before.active if s.sequence is sequence]
         prompts = [(s, priority) for s, priority in prompts if s not in decoding and s.active]
@@ -128,10 +129,10 @@ class Steps:
             passed = [s for s, priority in prompts if id(s) not in planned and priority > lowest]
             assert not passed, f"{passed} got no chunk, and a lower priority did"
 
-    def _nothing_is_computed_twice(self, work: list[Work]) -> None:
-        """Prompts that share a prefix do not compute it side by side, but for less than is worth waiting for.
+    def _shared_prefixes(self, work: list[Work]) -> None:
+        """Prompts that share a prefix of at least two blocks do not compute it at the same time.
 
-        Unless one was preempted, waited as long as anybody must, or has a reader who comes and goes.
+        Exceptions are requests that were preempted, that have waited long enough, or whose readers come and go.
         """
         if not self.world.scenario.reuse:
             return
@@ -146,7 +147,7 @@ class Steps:
                 assert same - start < worth, f"{one} and {other} compute the same {same - start} tokens"
 
     def _reusable(self, length: int) -> int:
-        """How much of a common prefix may be a hit."""
+        """Return how much of a common prefix may be a hit."""
         return length - length % self.config.prefill_chunk if self.config.deterministic else length
 
     def _coalesces(self, work: Work) -> bool:
@@ -157,15 +158,15 @@ class Steps:
         return min(work.start + len(work.tokens), len(work.stream.request.prompt))
 
     def _bits_repeat(self, work: list[Work]) -> None:
-        """Deterministic: the prompt that a stream reads was computed as if nothing had been cached, nobody else there.
+        """In a deterministic engine the KV of a prompt is that of an empty cache and no other requests.
 
-        Who was preempted has its own tokens computed again in chunks, so that is not said of it.
+        That does not hold for preempted requests: their sampled tokens are computed again in chunks.
         """
         for each in work if self.config.deterministic else []:
             stream, request = each.stream, each.stream.request
             if stream.active and not request.preemptions:
                 length = min(stream.sequence.length, len(request.prompt))
-                own = self.world.accounting.is_common(stream.sequence.block_table, length, len(request.prompt))
+                own = self.world.accounting.is_canonical(stream.sequence.block_table, length, len(request.prompt))
                 assert own, f"{self.world.name_of(request)} reads KV of other chunks than its own"
 
     def _deadlines(self) -> None:
@@ -175,14 +176,14 @@ class Steps:
             assert not late, f"{customer.ask.number} lives beyond its deadline"
 
     def idle(self, idle: float | None) -> None:
-        """`idle_for` says when the next deadline is, if all that is left are those whose readers are away."""
+        """`idle_for` returns the time to the next deadline if the readers of all requests are away."""
         left = [customer for customer in self.world.customers.values() if not customer.channel.ended]
         if idle == 0:
             resting = left and all(customer.channel.is_away for customer in left)
             due = any(c.ask.timeout is not None for c in self.world.customers.values())
-            assert not resting or due or self.world.auditor.pending, "a step is wanted, though nobody reads"
+            assert not resting or due or self.world.auditor.pending, "a step is due, though all readers are away"
             return
-        assert all(customer.channel.in_span for customer in left), "idle, though somebody could run"
+        assert all(customer.channel.in_span for customer in left), "idle, though a request could run"
         deadlines = [c.request.deadline for c in left if c.request.deadline is not None]
-        if deadlines:  # it may wake up earlier, for the deadline of one that ended
+        if deadlines:  # it may be earlier: the deadline of a request that has ended
             assert idle is not None and idle <= min(deadlines) - self.world.clock.now, f"idle for {idle}: {deadlines}"
