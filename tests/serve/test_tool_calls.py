@@ -213,7 +213,7 @@ def test_tags_in_a_text_of_which_some_is_held_back(said: list[str], stop: str) -
     texts, tagged, out = TextStream(tokenizer, [], [stop]), TaggedText(tags), ""
     for each in said:
         token = list(tags)[int(each) - 1] if each.isdigit() else tokenizer.convert_tokens_to_ids(each)
-        out += tagged.push(Chunk(texts.push(token), (token,), held=texts.held))
+        out += tagged.push(Chunk(texts.push(token), (token,), held=len(texts.held)))
         if texts.stopped:
             break
     out += tagged.push(Chunk("" if texts.stopped else texts.flush(), ()))
