@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from radixkv_kernels import blocks
-from radixkv_kernels.attention import AMD, Kind, parts
+from radixkv_kernels.attention import AMD, Kind, head_parts
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def needed(case: Case, name: str, kind: Kind | None, threads: int) -> dict[str, 
     """Return the width at which each tile must be loaded: 128 bits, or a thread's share of the tile if it is less."""
     element = 8 * case.dtype.itemsize
     if kind is not None:
-        keys, values = parts(case.key_dim), parts(case.value_dim)
+        keys, values = head_parts(case.key_dim), head_parts(case.value_dim)
         numbers = {f"key{i}": kind.keys * width for i, width in enumerate(keys) if width}
         numbers |= {f"value{i}": kind.keys * width for i, width in enumerate(values) if width}
         numbers |= {f"query{i}": kind.rows * width for i, width in enumerate(keys) if width}

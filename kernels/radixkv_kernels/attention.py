@@ -96,10 +96,10 @@ AT_ONCE = 16
 """Partials that a merge loads together."""
 
 
-def parts(dim: int) -> tuple[int, int]:
+def head_parts(dim: int) -> tuple[int, int]:
     """Split a head's size into a power of two and the rest, both as the kernels load them; the rest may be 0.
 
-    >>> parts(128), parts(80), parts(192), parts(5)
+    >>> head_parts(128), head_parts(80), head_parts(192), head_parts(5)
     ((128, 0), (64, 16), (128, 64), (16, 0))
     """
     main = max(16, 1 << (dim.bit_length() - 1))
@@ -231,7 +231,7 @@ def _launch(
 ) -> None:
     """Launch all tiles of one kind."""
     kv_heads, dk, dv = key_pool.shape[0], key_pool.shape[3], value_pool.shape[3]
-    (dk0, dk1), (dv0, dv1) = parts(dk), parts(dv)
+    (dk0, dk1), (dv0, dv1) = head_parts(dk), head_parts(dv)
     attend_tiles[(step.processors * kind.resident,)](
         query,
         key_pool,

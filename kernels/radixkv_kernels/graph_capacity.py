@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from radixkv_kernels.tiles import FIELDS, HEADER, OVERREAD, Shape, Tiles, most
+from radixkv_kernels.tiles import FIELDS, HEADER, OVERREAD, Shape, Tiles, added_tiles
 
 DEPTH = 4
 """Shared runs on one path that fit: a system prompt, tools, an agent, its task. Deeper trees may fit."""
@@ -55,13 +55,13 @@ def decode_capacity(
     A tree of n leaves has at most n - 1 inner nodes, so there are n tails and n - 1 shared runs at most, and at most
     n * DEPTH rows under the runs. With t rows in the tallest tile, runs make (n - 1) + n * DEPTH / t row tiles. From l
     keys, `tiles` makes at most 1 + l / split parts, and one more if they do not start at a block. A kind's split is at
-    least an m-th of all its keys (`most`), so R row tiles become 2 R + m tiles. A row tile of r rows leaves r partials
-    per part: 2 n (DEPTH + 1) in all, and those of the m additional tiles of each kind, with the kind's rows at most.
+    least an m-th of all its keys (`added_tiles`), so R row tiles become 2 R + m tiles. A row tile of r rows leaves r
+    partials per part: 2 n (DEPTH + 1) in all, and those of the m added tiles of each kind, of its rows at most.
     """
     tall = min(shapes[-1].rows // group, rows)
     row_ids = rows * (DEPTH + 1)
     if split is None:
-        cuts = most(spread, len(shapes))
+        cuts = added_tiles(spread, len(shapes))
         row_tiles = 2 * rows + rows * DEPTH // tall
         tiles = 2 * row_tiles + max(cuts)
         partials = 2 * row_ids + sum(m * min(shape.rows // group, rows) for m, shape in zip(cuts, shapes, strict=True))

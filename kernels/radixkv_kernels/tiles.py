@@ -98,7 +98,7 @@ def build(
     return _Cut(work, shapes, group).tiles(spread, split)
 
 
-def most(spread: float | Sequence[float], kinds: int) -> list[int]:
+def added_tiles(spread: float | Sequence[float], kinds: int) -> list[int]:
     """Return, for each kind, the most tiles that are added to keep a GPU busy."""
     return [max(1, int(WAVES * each)) for each in _each(spread, kinds)]
 
@@ -154,7 +154,7 @@ class _Cut:
             for kind, at_once in enumerate(_each(spread, len(self.shapes))):
                 tile = np.flatnonzero(self.kind == kind)
                 if len(tile):
-                    count[tile] = _parts(length[tile], self.rows[tile] * self.group, at_once)
+                    count[tile] = _part_counts(length[tile], self.rows[tile] * self.group, at_once)
             self._cut_keys(count)
         partial_offset, merge_rows, merge_offset, merge_ids = self._merges()
         records = self._records(partial_offset)
@@ -234,7 +234,7 @@ def _fused(work: WorkList) -> tuple[Int, Int, Int, Int, Int]:
     return start[heads], stop[tails], block[heads], offset[heads], rows[heads]
 
 
-def _parts(length: Int, stacked: Int, at_once: float) -> Int:
+def _part_counts(length: Int, stacked: Int, at_once: float) -> Int:
     """Return the number of parts for each tile of one launch, given their keys and stacked rows; `at_once` parts run.
 
     Compares parts that fill the GPU one to WAVES times. Time is counted in keys that a program reads: the longest part,

@@ -33,7 +33,7 @@ _PLANS: WeakKeyDictionary[WorkList, dict[tuple[Any, ...], Any]] = WeakKeyDiction
 _REGIONS: WeakKeyDictionary[KVStore, Any] = WeakKeyDictionary()
 
 
-def absent(device: torch.device) -> str | None:
+def device_obstacle(device: torch.device) -> str | None:
     """Return the reason why no kernel can run on this device; None if kernels can."""
     if not TRITON:
         return "Triton is not installed"
@@ -42,14 +42,14 @@ def absent(device: torch.device) -> str | None:
     return None
 
 
-def unavailable(store: KVStore, heads: int, layer: int = 0) -> str | None:
+def layer_obstacle(store: KVStore, heads: int, layer: int = 0) -> str | None:
     """Return the reason why the kernels cannot serve this layer for `heads` query heads; None if they can."""
-    return obstacle(store.layers[layer], heads, store.dtype, store.device)
+    return shape_obstacle(store.layers[layer], heads, store.dtype, store.device)
 
 
-def obstacle(shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return the same as `unavailable` for a layer that has no store yet."""
-    if reason := absent(device):
+def shape_obstacle(shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return the same as `layer_obstacle` for a layer that has no store yet."""
+    if reason := device_obstacle(device):
         return reason
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the kernels do not store {dtype}"
@@ -80,7 +80,7 @@ def attend(
     row's bits depend on its own keys alone. If the kernels cannot serve the layer, torch does, with one warning per
     reason.
     """
-    if _falls_back(unavailable(store, len(query), layer)):
+    if _falls_back(layer_obstacle(store, len(query), layer)):
         return torch_backend.attend(store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
     step = _plan(store, layer, len(query), work, split)
     return follow(store, layer, query, step, scale=scale, softcap=softcap, sinks=sinks)
@@ -108,7 +108,7 @@ def write(store: KVStore, layer: int, slots: Tensor, key: Tensor, value: Tensor)
 
     A slot of -1 is a padded row, which is not stored (torch's write, used if Triton cannot run, does not allow it).
     """
-    if _falls_back(unavailable(store, 1, layer)):
+    if _falls_back(layer_obstacle(store, 1, layer)):
         return store.write(layer, slots, key, value)
     from radixkv_kernels import blocks
 
@@ -124,7 +124,7 @@ def copy(store: KVStore, pairs: Sequence[tuple[int, int]]) -> None:
     if not pairs:
         return
     chained = not {source for source, _ in pairs}.isdisjoint(destination for _, destination in pairs)
-    if chained or _falls_back(unavailable(store, 1)):
+    if chained or _falls_back(layer_obstacle(store, 1)):
         return store.copy(pairs)
     from radixkv_kernels import blocks
 

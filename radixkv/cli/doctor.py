@@ -195,9 +195,9 @@ def _why(loaded: LoadedModel) -> str:
 
 def _obstacle(loaded: LoadedModel) -> str | None:
     """Return the reason why the Triton kernels cannot serve this model on this machine; None if they can."""
-    from radixkv.attention.triton_backend import obstacle
+    from radixkv.attention.triton_backend import shape_obstacle
 
-    reasons = (obstacle(spec.shape, spec.heads, loaded.dtype, loaded.device) for spec in loaded.layers)
+    reasons = (shape_obstacle(spec.shape, spec.heads, loaded.dtype, loaded.device) for spec in loaded.layers)
     return next((reason for reason in reasons if reason is not None), None)
 
 

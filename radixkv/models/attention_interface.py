@@ -191,7 +191,7 @@ def check_backend(asked: str, device: torch.device) -> None:
     if asked not in BACKENDS:
         raise InvalidInput(f"attention={asked!r}: allowed are {', '.join(map(repr, BACKENDS))}")
     if asked == "triton":
-        _refuse(triton_backend.absent(device))
+        _refuse(triton_backend.device_obstacle(device))
 
 
 def choose_backend(asked: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> str:
@@ -201,7 +201,7 @@ def choose_backend(asked: str, layers: Sequence[LayerSpec], dtype: torch.dtype, 
     """
     if asked == "torch" or (asked == "auto" and device.type != "cuda"):
         return "torch"
-    reasons = [triton_backend.obstacle(layer.shape, layer.heads, dtype, device) for layer in layers]
+    reasons = [triton_backend.shape_obstacle(layer.shape, layer.heads, dtype, device) for layer in layers]
     reason = next((reason for reason in reasons if reason is not None), None)
     if asked == "triton":
         _refuse(reason)

@@ -38,15 +38,15 @@ class HostStaging:
         self._sizes = list(sizes)
         self._starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
         with torch.inference_mode(False):  # they are also written outside of inference mode
-            self._here = torch.zeros(self._starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
-            self._there = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
-        self._numbers: NDArray[np.int32] = self._here.numpy()
+            self._host_tensor = torch.zeros(self._starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._device_numbers = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
+        self._numbers: NDArray[np.int32] = self._host_tensor.numpy()
         self._sent = torch.Event(device) if device.type == "cuda" else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays on the device, and again on the host."""
-        return self._here.nbytes
+        return self._host_tensor.nbytes
 
     def wait(self) -> None:
         """Wait until the last copy is done: its source must not change before."""
@@ -62,14 +62,14 @@ class HostStaging:
     def send(self, last: int) -> None:
         """Start to copy all arrays to the device, but only the first `last` numbers of the last one."""
         used = self._starts[-2] + last
-        self._there[:used].copy_(self._here[:used], non_blocking=True)
+        self._device_numbers[:used].copy_(self._host_tensor[:used], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
 
-    def there(self, index: int, count: int | None = None) -> Tensor:
+    def on_device(self, index: int, count: int | None = None) -> Tensor:
         """Return the first `count` numbers of an array on the device, or all."""
         start = self._starts[index]
-        return self._there[start : start + (self._sizes[index] if count is None else count)]
+        return self._device_numbers[start : start + (self._sizes[index] if count is None else count)]
 
 
 MOST_BLOCKS = 1 << 20
@@ -153,7 +153,7 @@ class DecodeInputs:
 
     def columns(self, bucket: int) -> list[Tensor]:
         """Return tokens, positions and slots of a bucket's rows, int64 [bucket] each."""
-        return [self._staging.there(index, 2 * bucket).view(torch.int64) for index in (TOKENS, POSITIONS, SLOTS)]
+        return [self._staging.on_device(index, 2 * bucket).view(torch.int64) for index in (TOKENS, POSITIONS, SLOTS)]
 
     def last_rows(self, bucket: int) -> Tensor:
         """Return the row of each sequence's last token, which is its only one."""
@@ -168,13 +168,13 @@ class DecodeInputs:
         room, tiling, first = self._room(index, bucket), self._tilings[index], self._first[index]
         kinds = len(tiling["chosen"])
         *tiles, row_ids, positions, merge_rows, merge_offset, merge_ids = (
-            self._staging.there(first + place) for place in range(kinds + 5)
+            self._staging.on_device(first + place) for place in range(kinds + 5)
         )
         return attention.TilePlan(
             kinds=tiling["chosen"],
-            counts=tuple(room.tiles * there for there in present[:kinds]),
+            counts=tuple(room.tiles * has_kind for has_kind in present[:kinds]),
             tiles=tuple(tiles),
-            rows=(self._staging.there(self._blocks), row_ids, positions),
+            rows=(self._staging.on_device(self._blocks), row_ids, positions),
             merges=(merge_rows, merge_offset, merge_ids),
             num_merges=bucket,
             num_partials=room.partials,

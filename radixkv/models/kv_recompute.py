@@ -32,7 +32,7 @@ class Recheck:
     worst: float
 
 
-def obstacle(loaded: LoadedModel, *, exact: bool) -> str | None:
+def recompute_obstacle(loaded: LoadedModel, *, exact: bool) -> str | None:
     """Return the reason why this model's KV cannot be compared within a tolerance; None if it can."""
     if row_dependent(loaded) and not exact:
         count = num_experts(loaded.config.get_text_config())

@@ -105,7 +105,7 @@ class Runner:
     @property
     def recheck_obstacle(self) -> str | None:
         """Why cached KV cannot be recomputed and compared; None if it can."""
-        return kv_recompute.obstacle(self.loaded, exact=self.deterministic)
+        return kv_recompute.recompute_obstacle(self.loaded, exact=self.deterministic)
 
     def recheck(self, tokens: NDArray[np.int32], start: int, block_table: NDArray[np.int32]) -> Recheck:
         """Recompute the KV of the cached tokens [start, end) after the cached [0, start), and compare.

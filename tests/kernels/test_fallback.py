@@ -38,7 +38,7 @@ def test_without_triton_torch_attends_writes_and_copies(
 
 def test_a_cpu_is_no_place_for_triton() -> None:
     pytest.importorskip("triton")
-    assert triton_backend.unavailable(KVStore([LayerShape(1, 2, 2)], 2, 4), 1) == "Triton does not run on cpu"
+    assert triton_backend.layer_obstacle(KVStore([LayerShape(1, 2, 2)], 2, 4), 1) == "Triton does not run on cpu"
 
 
 CUDA = torch.device("cuda")
@@ -69,8 +69,8 @@ def test_auto_is_triton_on_cuda_where_it_serves_every_layer(caplog: pytest.LogCa
 def test_heads_that_outgrow_the_tiles_are_left_to_torch(dims: tuple[int, int]) -> None:
     shape = LayerShape(1, *dims)
     expected = f"heads of {max(dims)} numbers do not fit into a tile, at most 256 do"
-    assert triton_backend.obstacle(shape, 1, torch.bfloat16, CUDA) == expected
-    assert triton_backend.obstacle(LayerShape(1, 256, 256), 1, torch.bfloat16, CUDA) is None
+    assert triton_backend.shape_obstacle(shape, 1, torch.bfloat16, CUDA) == expected
+    assert triton_backend.shape_obstacle(LayerShape(1, 256, 256), 1, torch.bfloat16, CUDA) is None
 
 
 def test_auto_on_cuda_without_triton_is_torch_with_one_warning(

@@ -337,7 +337,7 @@ def test_keys_are_never_cut_into_more_than_so_many_turns(monkeypatch: pytest.Mon
     """If 1.9 tiles run at once, more parts always balance a little better."""
     monkeypatch.setattr(tiling, "PARTIAL", 0)
     tiles = tiling.build(single(8192), (Shape(16, 16),), 1, spread=1.9)
-    assert [tiles.num_tiles(0)] == tiling.most(1.9, 1) == [7]
+    assert [tiles.num_tiles(0)] == tiling.added_tiles(1.9, 1) == [7]
 
 
 def test_a_fixed_split_is_what_parts_have_about() -> None:

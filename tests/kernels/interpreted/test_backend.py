@@ -57,4 +57,4 @@ def test_what_the_kernels_do_not_serve_goes_to_torch_with_one_warning(caplog: py
         output = triton_backend.attend(case.store, 0, case.query, work, scale=0.3)
     torch.testing.assert_close(output, case.expected_output(scale=0.3), rtol=0, atol=1e-12)
     assert caplog.messages == ["attention runs in torch, not in Triton: the kernels do not store torch.float64"]
-    assert "at most 32 fit" in str(triton_backend.unavailable(batch().store, 2 * 33))
+    assert "at most 32 fit" in str(triton_backend.layer_obstacle(batch().store, 2 * 33))
