@@ -1,15 +1,19 @@
-"""An agent that only knows OpenAI's HTTP API: it sends all that was said each time, and hits the cache all the same.
+"""An agent over OpenAI's HTTP API. It sends the whole conversation with each request; the server finds it in the cache.
 
     radixkv serve tiny                # in one terminal; needs: pip install 'radixkv[serve]'
     python examples/agent_http.py     # in another;      needs: pip install openai
 
-OPENAI_BASE_URL and OPENAI_API_KEY say where else a server is, and with which key.
+OPENAI_BASE_URL and OPENAI_API_KEY name another server and its key.
 """
 
+import argparse
 import json
 import os
+import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
+
+argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 
 STOCK = {"lamp": 4, "kettle": 14, "tent": 7, "rope": 31}
 MANUAL = """\
@@ -30,7 +34,10 @@ url = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
 key = os.environ.get("OPENAI_API_KEY", "none")  # a server on this machine only may have no keys
 
 with OpenAI(base_url=url, api_key=key) as client:
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except APIConnectionError:
+        sys.exit(f"There is no server at {url}. Start one in another terminal: radixkv serve tiny")
     messages = [{"role": "system", "content": MANUAL}]
     for item in STOCK:
         messages.append({"role": "user", "content": f"How many {item}s are in stock?"})

@@ -301,6 +301,16 @@ def test_the_example_of_an_agent_runs_and_hits(served: Served) -> None:
         assert f" {stock} " in done.stdout
 
 
+def test_the_example_of_an_agent_says_how_to_start_a_server() -> None:
+    environment = {**os.environ, "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
+    command = [sys.executable, str(ROOT / "examples" / "agent_http.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "There is no server at http://127.0.0.1:9/v1. Start one in another terminal: radixkv serve tiny\n"
+    )
+
+
 def test_whoever_leaves_a_stream_frees_what_it_held(served: Served) -> None:
     before = served.engine.stats()
     with served.client() as client:
