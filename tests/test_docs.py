@@ -2,7 +2,9 @@
 
 import importlib.util
 import re
+import runpy
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,12 @@ PROGRAMS = {
     "radixkv-monitor": radixkv_monitor.cli.main,
     "radixkv-replay": radixkv_traces.cli.main,
 }
+MODULES = ("kernel_cases.py", "machine_code.py", "tiny_language.py")  # imported by scripts; no commands
+SCRIPTS = [
+    *(path for folder in ("benchmarks", "scripts") for path in sorted((ROOT / folder).glob("*.py"))),
+    ROOT / "benchmarks" / "gpu",
+    ROOT / "examples" / "agent_http.py",  # tests/cli/test_examples.py runs the others
+]
 WITH_PYTHON = [page for page in PAGES if snippets(page, "python")]
 COMMANDS = [
     (page.name, line.removeprefix("$ "))
@@ -77,6 +85,19 @@ def test_commands_exist(page: str, line: str, capsys: pytest.CaptureFixture[str]
                 assert option.split("=")[0] in shown, line
         else:
             assert program in ("git", "cd", "pip", "unzip"), f"nobody checks this command: {line}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", [path for path in SCRIPTS if path.name not in MODULES], ids=lambda path: path.name)
+def test_every_script_and_benchmark_starts(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    monkeypatch.syspath_prepend(str(script.parent))
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    assert not end.value.code
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
