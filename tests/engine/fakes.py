@@ -1,4 +1,4 @@
-"""A model that remembers only what the pool remembers: a wrong slot, copy or block table gives wrong answers."""
+"""A model whose memory is the pool: a wrong slot, copy or block table gives wrong answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIX, ADD = 6364136223846793005, 1442695040888963407
 
 
 def chain(before: int, token: int) -> int:
-    """A token's content: it depends on the whole history."""
+    """Return a token's content, which depends on the whole history."""
     return ((before ^ token) * MIX + ADD) % 2**64
 
 
@@ -36,7 +36,7 @@ def logits_of(history: int, vocab: int = VOCAB) -> np.ndarray:
 
 
 def greedy_reply(prompt: Sequence[int], count: int, vocab: int = VOCAB) -> list[int]:
-    """What FakeRunner must answer: computed from the history alone, without pool or blocks."""
+    """Return the answer that FakeRunner must give, computed from the history alone, without pool or blocks."""
     state, reply = 0, []
     for token in prompt:
         state = chain(state, int(token))
@@ -77,7 +77,7 @@ class FakeRunner:
         self.state = np.zeros(num_blocks * block_size, dtype=np.uint64)
         self.tokens = np.full(num_blocks * block_size, -1, dtype=np.int64)
         self.steps: list[list[tuple[int, int]]] = []  # per step, (start, tokens) of each chunk
-        self.gate: threading.Semaphore | None = None  # with one, each step waits to be let through
+        self.gate: threading.Semaphore | None = None  # with one, each step waits for it
         self.began = threading.Semaphore(0)
 
     def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -150,7 +150,7 @@ def make_engine(
 
 
 def check(engine: Engine) -> None:
-    """Every invariant of the cache, and nothing held once nothing runs."""
+    """Check every invariant of the cache, and that no block is held while no request runs."""
     engine.client.thread.ask(engine.core.cache.check)
     stats = engine.stats()
     if not stats.running and not stats.waiting:

@@ -1,4 +1,4 @@
-"""An audit finds what was changed, names the first of it, drops it with what hangs on it, and touches nothing else."""
+"""An audit finds changed KV, reports the first changed token, drops its run with all continuations, and no other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = sized(8, 64, 16, monitor=False)
 
 
 class AuditedRunner(FakeRunner):
-    """The fake that computes its chains again; it believes what it reads, as a model does."""
+    """The fake that can recompute its chains; like a model, it does not check the values that it reads."""
 
     recheck_obstacle: str | None = None
     row_dependent: bool = False
@@ -103,7 +103,7 @@ class World:
         return future
 
     def audit(self, blocks: int) -> AuditReport:
-        """Between two steps of the requests: only what the auditor does in its own."""
+        """Run an audit between two steps of the requests."""
         future = self.begin(blocks)
         while not future.done():
             self.auditor.step(busy=self.core.busy)
@@ -115,7 +115,7 @@ class World:
         self.runner.spoil(int(blocks[position // self.cache.block_size]), position % self.cache.block_size)
 
     def is_sound(self, prompt: Sequence[int]) -> bool:
-        """Whether all that is cached of a prompt is what its tokens give."""
+        """Return whether the cached part of a prompt is correct."""
         match, state = self.cache.match(list(prompt)), 0
         for position in range(match.length):
             state = chain(state, prompt[position])
@@ -146,7 +146,7 @@ def is_right(request: Request) -> bool:
 
 @pytest.mark.parametrize("seed", mostly_long(range(5), 1))
 def test_thousands_of_audits_of_a_healthy_cache_find_nothing_and_change_nothing(seed: int) -> None:
-    """While requests run, fork, branch inside blocks, are evicted and preempted, in several namespaces."""
+    """Audit while requests of several namespaces run, fork, branch inside blocks, are evicted and preempted."""
     rng = random.Random(seed)
     size = rng.choice([1, 3, 4, 8])
     world = World(-(-150 // size) + 6, size, rng.choice([1, 2, 4]) * size)
@@ -227,7 +227,7 @@ def test_what_was_changed_is_found_named_and_dropped_and_all_else_stays(seed: in
     for prompt in prompts:
         was = before[tuple(prompt)]
         assert world.is_sound(prompt)
-        # Others lose nothing, unless they hang on tokens of the wrong block in front of the wrong one.
+        # Other prefixes stay, unless they continue tokens of the wrong block before the wrong one.
         start = position // size * size
         assert world.cached(prompt) == was.length or (was.length > start and prompt[:start] == victim[:start])
     assert all(world.answer(prompt) == greedy_reply(prompt, 6) for prompt in prompts)
@@ -236,7 +236,7 @@ def test_what_was_changed_is_found_named_and_dropped_and_all_else_stays(seed: in
 def test_an_alarm_is_followed_up_however_few_blocks_were_asked_for() -> None:
     world = World()
     world.answer(list(range(60)))
-    world.spoil(list(range(60)), 3)  # all pieces behind it differ
+    world.spoil(list(range(60)), 3)  # all later pieces differ
     [difference] = world.audit(1).differences
     assert difference.start == 3
 
@@ -264,7 +264,7 @@ def test_a_namespace_is_reported_and_others_are_left_alone() -> None:
 
 
 def test_a_copy_that_is_wrong_takes_its_own_branch_only() -> None:
-    """Two branches part inside a block; the lower one's copy is wrong in a token that both have."""
+    """Two branches differ inside a block; the lower one's copy is wrong in a token that both have."""
     world = World()
     trunk = list(range(10))
     world.answer([*trunk, 20, 21, 22, 23, 24, 25])
@@ -371,7 +371,7 @@ def test_pins_on_it_are_released_and_others_kept() -> None:
     world.answer(right)
     world.answer(wrong, namespace="a")
     pin = world.core.admission.pin
-    short = pin(np.array([*right[:8], 1, 2, 3, 4, 5, 6], np.int32))  # of which only the first tokens are cached yet
+    short = pin(np.array([*right[:8], 1, 2, 3, 4, 5, 6], np.int32))  # only its first tokens are cached yet
     pins = [pin(np.array(each, np.int32)) for each in (wrong, wrong[:8], wrong[:12], right)]
     pins += [pin(np.array(wrong, np.int32), "a"), short]
     world.answer([*right[:8], 1, 2, 3, 4, 5, 6])
@@ -601,7 +601,7 @@ def test_where_rows_meet_only_whole_pieces_are_computed_again() -> None:
     compare = runner.recheck
     runner.recheck = lambda tokens, start, table: (asked.append(len(tokens) - start), compare(tokens, start, table))[1]  # type: ignore[method-assign]
     with engine:
-        engine.generate([[3, 4]], GREEDY.but(max_tokens=2))  # less than a piece: there is nothing to compare
+        engine.generate([[3, 4]], GREEDY.but(max_tokens=2))  # less than a piece: too few tokens to compare
         assert engine.audit(4).blocks == 0 and not asked
         engine.generate([[*range(10, 31)]], GREEDY)
         while len(asked) < 20:
@@ -641,7 +641,7 @@ def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("deterministic", mostly_long([False, True], False))
 @pytest.mark.parametrize("dtype", mostly_long(["float32", "bfloat16"], "float32"))
 def test_a_healthy_pool_raises_no_alarm(loaded: Callable[..., Engine], dtype: str, deterministic: bool) -> None:
-    """A thousand blocks, behind decodes, forks, copies, evictions and preemptions, whatever ran together."""
+    """Audit a thousand blocks after decodes, forks, copies, evictions and preemptions of many requests."""
     rng = random.Random(7)
     with loaded("llama", dtype, deterministic=deterministic) as engine:
         for _ in range(5):
@@ -670,7 +670,7 @@ def test_a_healthy_pool_raises_no_alarm(loaded: Callable[..., Engine], dtype: st
 def test_one_number_that_changed_is_found(
     loaded: Callable[..., Engine], family: str, dtype: str, deterministic: bool
 ) -> None:
-    """In float32 it is a thousandth of what its head holds, or the last bit if the engine is deterministic."""
+    """In float32 the limit is a thousandth of the head's values, or the last bit if the engine is deterministic."""
     rng = random.Random(8)
     with loaded(family, dtype, deterministic=deterministic) as engine:
         store = engine.core.runner.store  # type: ignore[attr-defined]

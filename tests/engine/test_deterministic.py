@@ -1,8 +1,8 @@
-"""With deterministic=True a hit changes no bit of an answer, and nobody leaves KV that another would not have computed.
+"""With deterministic=True a hit changes no bit of an answer, and cached KV is the KV that any request would compute.
 
-A fake model with rounding errors: what it stores for a token depends on how long the token's chunk was, where that
-began, and how many rows its forward had. So whatever ends off the grid, runs beside others or was published although
-it was decoded gives other tokens.
+The fake model has rounding errors: the value that it stores for a token depends on the length and the start of the
+token's chunk, and on the rows of its forward. So a chunk that is not aligned, a shared forward, or published decodes
+give other tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
 class RoundingRunner:
-    """The state of a slot: all tokens up to it, and how each of them was computed."""
+    """Return the state of a slot: all tokens up to it, and the chunks that computed them."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.size = block_size
@@ -60,7 +60,7 @@ class RoundingRunner:
 
 
 class World:
-    """A core on this fake, without its thread."""
+    """A core over this fake, without its thread."""
 
     def __init__(self, num_blocks: int, block_size: int, config: EngineConfig, *, reuse: bool = True) -> None:
         self.cache = PrefixCache(num_blocks, block_size)
@@ -87,7 +87,7 @@ class World:
         raise AssertionError("not finished")
 
     def answers(self, prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[list[int]]:
-        """Of one request that runs alone."""
+        """Return the answer of one request that runs alone."""
         request = self.submit(prompt, params)
         self.finish()
         done = request.channel.wait(0)
@@ -103,7 +103,7 @@ def deterministic(chunk: int, sequences: int = 4) -> EngineConfig:
 
 
 def family_of_prompts(rng: random.Random, count: int, longest: int) -> list[list[int]]:
-    """Prompts that branch off each other anywhere, repeat each other, and continue each other."""
+    """Return prompts that branch off each other anywhere, repeat each other, and continue each other."""
     prompts = [rng.choices(range(VOCAB), k=longest * 2 // 3)]
     for _ in range(count - 1):
         head: list[int] = []
@@ -116,7 +116,7 @@ def family_of_prompts(rng: random.Random, count: int, longest: int) -> list[list
 
 
 def reference(block_size: int, config: EngineConfig, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
-    """What an engine answers that has nothing cached, and runs nothing else."""
+    """Return the answer of an engine with an empty cache and no other requests."""
     return World(200, block_size, config, reuse=False).answers(prompt, params)
 
 
@@ -127,7 +127,7 @@ def reference(block_size: int, config: EngineConfig, prompt: Sequence[int], para
 def test_hits_change_no_answer_of_requests_that_run_one_at_a_time(seed: int) -> None:
     rng = random.Random(seed)
     block_size, config = rng.choice([1, 3, 4, 8]), deterministic(rng.choice([1, 4, 6, 8, 16]))
-    world = World(-(-110 // block_size) + rng.choice([4, 40]), block_size, config)  # small: what is cached is trimmed
+    world = World(-(-110 // block_size) + rng.choice([4, 40]), block_size, config)  # small: cached prefixes are trimmed
     for prompt in family_of_prompts(rng, 14, 80):
         params = GREEDY.but(max_tokens=rng.randint(1, 7), n=rng.choice([1, 1, 1, 3]), temperature=rng.choice([0, 1]))
         params = params.but(seed=rng.randrange(100))
@@ -138,7 +138,7 @@ def test_hits_change_no_answer_of_requests_that_run_one_at_a_time(seed: int) -> 
 
 
 def test_the_same_requests_do_differ_without_it() -> None:
-    """The fake's rounding errors are real ones: this is what the tests above would find."""
+    """The fake has rounding errors that the tests above would find."""
     rng = random.Random(3)
     config, prompts = (
         sized(4, 100, 8),
@@ -157,7 +157,7 @@ def test_a_conversation_hits_whole_chunks_and_nothing_that_was_decoded() -> None
         before = world.core.counters.cached_tokens
         [reply] = world.answers(history)
         assert [reply] == reference(4, config, history, GREEDY)
-        known = 0 if turn == 0 else (len(history) - 9) // 8 * 8  # what the turn before had computed in its prompt
+        known = 0 if turn == 0 else (len(history) - 9) // 8 * 8  # tokens that the previous turn computed in its prompt
         assert world.core.counters.cached_tokens - before == known
         history += [*reply, turn, turn + 1, turn + 2]
 
@@ -167,7 +167,7 @@ def test_a_conversation_hits_whole_chunks_and_nothing_that_was_decoded() -> None
 
 @pytest.mark.parametrize("seed", mostly_long(range(8), 0, 1, 2))
 def test_whatever_runs_together_only_common_kv_is_published(seed: int) -> None:
-    """Cancels, preemptions and samples included: what is cached is what a lone request would have computed."""
+    """Cached KV is that of a request that runs alone, also with cancels, preemptions and samples."""
     rng = random.Random(100 + seed)
     block_size, config = rng.choice([1, 3, 4, 8]), deterministic(rng.choice([1, 4, 6, 16]))
     world = World(-(-150 // block_size) + 8, block_size, config)
@@ -200,7 +200,7 @@ def _check_cached(world: World, prompts: Sequence[Sequence[int]]) -> None:
         lone = RoundingRunner(len(prompt) + grid, 1)
         state = np.empty(0, np.uint64)
         whole = -(-len(found) // grid) * grid
-        padded = [*prompt, *([0] * grid)][:whole]  # what stands behind a token changes nothing of it
+        padded = [*prompt, *([0] * grid)][:whole]  # later tokens do not change it
         for start in range(0, whole, grid):
             places = np.arange(start, start + grid)
             table = np.arange(start + grid, dtype=np.int32)
@@ -212,7 +212,7 @@ def _check_cached(world: World, prompts: Sequence[Sequence[int]]) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_samples_that_were_preempted_publish_only_common_kv(seed: int) -> None:
-    """Their replies are longer than a chunk, so that chunks of them are computed again, behind a prompt's rest."""
+    """Replies are longer than a chunk, so that chunks of them are computed again after the rest of a prompt."""
     rng = random.Random(seed)
     config = sized(8, 64, 6, victim="last", deterministic=True)
     world = World(40, rng.choice([3, 4]), config)
@@ -252,7 +252,7 @@ def test_a_hit_that_is_cut_to_fit_the_pool_still_ends_on_the_grid() -> None:
     assert world.answers(prompt, params) == reference(4, config, prompt, params)
     assert (
         world.core.counters.cached_tokens == 12
-    )  # of 18; with these, and the copy of their last block, it is too much
+    )  # of 18; with these, and the copy of their last block, the request does not fit
 
 
 def test_requests_that_ran_together_leave_hits_that_change_nothing() -> None:
@@ -283,7 +283,7 @@ def test_a_first_token_does_not_depend_on_who_runs_beside() -> None:
 def test_who_finds_its_chunk_published_by_another_keeps_its_own() -> None:
     world = World(100, 4, deterministic(8))
     one, other = (world.submit([*range(32), 40 + i], GREEDY.but(max_tokens=20)) for i in range(2))
-    other.waited_enough = True  # not behind its neighbour
+    other.waited_enough = True  # does not wait for the other request
     world.step()
     while one.live[0].prefilling or other.live[0].prefilling:
         world.step()
@@ -330,7 +330,7 @@ def test_a_step_must_have_room_for_a_chunk_beside_all_decodes() -> None:
 
 
 class Recorder:
-    """A runner whose logits are kept, each with the text that it follows: (tokens, row)."""
+    """A runner that records its logits, each with the text before it: (tokens, row)."""
 
     def __init__(self, engine: Engine) -> None:
         self.rows: list[torch.Tensor] = []
@@ -344,14 +344,14 @@ class Recorder:
         return logits
 
     def of(self, engine: Engine, prompt: Sequence[int], params: SamplingParams) -> list[torch.Tensor]:
-        """The logits of all of a lone request's tokens, in order."""
+        """Return the logits of all tokens of a request that runs alone."""
         self.rows, self.prompt = [], len(prompt)
         engine.generate([list(prompt)], params)
         return self.rows
 
 
 def words(rng: random.Random, prompts: Sequence[Sequence[int]], vocab: int) -> list[list[int]]:
-    """The same tree of prompts over another vocabulary."""
+    """Return the same tree of prompts over another vocabulary."""
     table = rng.sample(range(3, vocab), VOCAB)
     return [[table[token] for token in prompt] for prompt in prompts]
 
@@ -365,7 +365,7 @@ def words(rng: random.Random, prompts: Sequence[Sequence[int]], vocab: int) -> l
     ),
 )
 def test_bits_are_the_same_with_and_without_hits(family: str, dtype: str) -> None:
-    """All logits of requests that run one at a time, in a pool so small that blocks are scattered and evicted."""
+    """Compare all logits of requests that run one at a time, in a small pool with scattered and evicted blocks."""
     rng = random.Random(family + dtype)
     torch.set_num_threads(1)
     model: Any = family if family == "tiny" else make(FAMILIES[family](), getattr(torch, dtype))
@@ -407,9 +407,9 @@ def test_beside_others_a_first_token_has_the_same_bits_and_later_ones_come_close
             assert done.logprobs[0] == isolated.logprobs[0]
             for mine, other in zip(done.logprobs, isolated.logprobs, strict=True):
                 if mine.top[0][0] != other.top[0][0]:
-                    break  # a near tie: from here on the texts differ
+                    break  # a near tie: the texts differ from here on
                 assert mine.chosen == pytest.approx(other.chosen, abs=1e-3)
-        # And what they left in the cache changes no bit of who comes alone behind them.
+        # And their cached KV changes no bit of a later request that runs alone.
         before = loaded.stats().cached_tokens
         assert [loaded.generate([p], params)[0].logprobs for p in prompts] == [
             lone.generate([p], params)[0].logprobs for p in prompts

@@ -1,4 +1,4 @@
-"""How requests and engines end: cancelled, out of time, unread, drained or interrupted, at every stage of a life."""
+"""Requests and engines end by cancel, timeout, unread output, drain or interrupt, at every stage of a life."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 class Clock:
-    """The core's clock, which can jump."""
+    """A clock of the core that can jump."""
 
     ahead = 0.0
 
@@ -55,7 +55,7 @@ class Asked:
 
 
 class World:
-    """An engine whose steps wait to be let through."""
+    """An engine whose steps wait for the test."""
 
     def __init__(self, num_blocks: int = 120, **limits: int) -> None:
         self.engine, self.runner = make_engine(num_blocks, **limits)
@@ -66,7 +66,7 @@ class World:
         return Asked(prompt, count, self.engine.submit(prompt, GREEDY.but(max_tokens=count), **options))
 
     def step(self, steps: int = 1) -> None:
-        """Let steps through; returns when the next one has begun."""
+        """Let steps run; returns when the next one has begun."""
         for _ in range(steps):
             self.runner.gate.release()
             assert self.runner.began.acquire(timeout=10)
@@ -83,7 +83,7 @@ class World:
 
 
 def world_at(stage: str, **options: Any) -> tuple[World, Asked, Asked]:
-    """A world, somebody in that stage of his life, and a neighbour."""
+    """Return a world, a request in that stage, and another one."""
     if stage == "preempted":
         world = World(12)
         other, one = world.ask(8, 1), world.ask(8, 2, **options)
@@ -143,7 +143,7 @@ def test_who_is_paused_with_nobody_else_there_times_out_by_himself():
         next(one.reader)
         waits = threading.Event()
         one.handle.channel.listen(waits.set, end=True)
-        assert waits.wait(timeout=10)  # no call wakes the engine, and no result is waited for
+        assert waits.wait(timeout=10)  # no call wakes the engine, and no caller waits for a result
         with pytest.raises(RequestTimedOut):
             list(one.reader)
         check(world.engine)
@@ -156,7 +156,7 @@ def test_who_is_paused_goes_on_when_he_reads_and_gets_every_token_once():
         assert other.is_answered()
         steps = len(world.runner.steps)
         assert world.engine.stats().running == 1
-        assert len(world.runner.steps) == steps  # nobody wants anything
+        assert len(world.runner.steps) == steps  # there is nothing to compute
         rest = [token for chunk in one.reader for token in chunk.token_ids]
         assert rest == greedy_reply(one.prompt, one.count)[1:]
         check(world.engine)
@@ -201,7 +201,7 @@ def test_draining_finishes_everybody_at_every_stage(stage):
     with pytest.raises(EngineClosed):
         world.ask(3, 3)
     world.go()
-    closing.join(timeout=10)  # whoever was paused is not waited for
+    closing.join(timeout=10)  # the drain does not wait for a paused request's reader
     assert not closing.is_alive()
     assert one.is_answered() and other.is_answered()
     assert len(list(one.reader)) == one.count - (stage == "paused")
@@ -249,7 +249,7 @@ def test_a_block_that_is_left_by_an_exception_closes_at_once():
 
 
 def interrupted(call: Callable[[], object], when: Callable[[], object], then: Callable[[], object]) -> None:
-    """Ctrl-C, a real one, in the middle of `call`, which must pass it on."""
+    """Send a real Ctrl-C in the middle of `call`, which must pass it on."""
     main, handler = threading.get_ident(), signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def press() -> None:

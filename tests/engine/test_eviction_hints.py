@@ -1,4 +1,4 @@
-"""What the engine tells eviction that learns when a stream ends, and that it serves under every policy by name."""
+"""The engine gives the eviction policy a hint when a stream ends, and runs under every policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ends = list[tuple[str | None, int]]
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
-    """The kind and the size class of the output of each use that is closed."""
+    """Return the kind and the size class of the output of each closed access."""
     told: Ends = []
     close = PredictiveIndex.close
 

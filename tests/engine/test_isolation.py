@@ -1,4 +1,4 @@
-"""What one caller passes, or one request runs into, ends that request at most: its neighbours never feel it."""
+"""A caller's arguments, or a fault of one request, end that request at most; other requests are not affected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
 
 
 class Hateful:
-    """Hashable, like None, but comparing it raises."""
+    """Hashable, but comparing it raises."""
 
     def __hash__(self) -> int:
         return hash(None)
@@ -33,7 +33,7 @@ class Hateful:
 
 
 class Letters:
-    """A tokenizer that cannot decode 9, 48, as a slow one cannot what stands behind its own vocabulary."""
+    """A tokenizer that cannot decode 9, 48, as a slow one cannot decode ids beyond its vocabulary."""
 
     chat_template = None
 
@@ -93,7 +93,7 @@ def test_limits_are_ints(limit: Any) -> None:
 
 
 def _beside(bad: dict[str, Any], model: FakeModel | None = None, prompt: list[int] | None = None) -> None:
-    """Submit what fails on the engine's thread between two that must not feel it."""
+    """Submit a request that fails on the engine's thread between two that must not be affected."""
     engine, runner = make_engine(model=model)
     runner.gate = threading.Semaphore(0)
     with engine:

@@ -1,4 +1,4 @@
-"""A real model in a pool too small for its requests: what was preempted answers as if it had not been."""
+"""Run a real model in a pool too small for its requests: preemption does not change answers."""
 
 from __future__ import annotations
 

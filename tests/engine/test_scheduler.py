@@ -1,4 +1,4 @@
-"""Who runs when: the core without its thread, step by step, on the fake model that notices a wrong block."""
+"""Test admission, order and preemption: the core without its thread, on a fake model that detects wrong blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 @dataclass
 class World:
-    """A core over a fake model; `step` checks every invariant of the cache, and that no block is lost."""
+    """A core over a fake model; `step` checks every invariant of the cache."""
 
     num_blocks: int = 64
     block_size: int = 4
@@ -51,14 +51,14 @@ class World:
         return request
 
     def step(self) -> list[tuple[int, int]]:
-        """(start, tokens) of each chunk."""
+        """Run a step; returns (start, tokens) of each chunk."""
         before = len(self.runner.steps)
         self.core.step()
         self.cache.check()
         return self.runner.steps[before] if len(self.runner.steps) > before else []
 
     def finish(self, most: int = 10_000) -> int:
-        """Step until nothing is left; returns the number of steps."""
+        """Step until all requests have ended; returns the number of steps."""
         for steps in range(most):
             if not self.core.busy:
                 stats = self.cache.stats()
@@ -120,7 +120,7 @@ def test_what_can_never_fit_is_refused_at_once_with_the_numbers() -> None:
 
 def test_nobody_comes_in_who_could_not_compute_the_prompt() -> None:
     world = World(20, 4, EngineConfig(prefill_chunk=4))
-    first = world.submit(tokens(40, 1))  # promised 10 blocks and a spare one
+    first = world.submit(tokens(40, 1))  # promised 10 blocks and one of headroom
     second = world.submit(tokens(40, 2))
     world.step()
     assert world.core.scheduler.running == [first]
@@ -156,9 +156,11 @@ def test_sixteen_equal_prompts_of_8k_are_computed_once(chunk: int) -> None:
     world.finish()
     assert len({tuple(answer(each)) for each in requests}) == 1 and is_right(requests[0])
     counters = world.core.counters
-    assert counters.computed_tokens == 8192 + 15 + 16  # a repeat computes its last token; and each sampled one
+    assert (
+        counters.computed_tokens == 8192 + 15 + 16
+    )  # a repeat computes its last token, and each request one sampled token
     assert (counters.coalesced_requests, counters.coalesced_tokens) == (15, 15 * 8191)
-    # 512 blocks of the prompt, and one for what each stream adds behind it
+    # 512 blocks of the prompt, and one for the output of each stream
     assert world.num_blocks - world.cache.stats().free_blocks <= 512 + 16
 
 
@@ -196,7 +198,7 @@ def test_the_wait_for_a_neighbour_is_bounded() -> None:
     world.step()
     assert follower.prefix_wait is not None and follower.prefix_wait.leader is leader
     queue, waited = world.core.scheduler.waiting, 0
-    while follower not in queue.in_order():  # a leader that stands still
+    while follower not in queue.in_order():  # the leader makes no progress
         queue.begin_step()
         waited += 1
     assert 92 // 8 < waited <= 2 * -(-100 // 8) + 8 + 1
@@ -207,7 +209,7 @@ def test_the_wait_for_a_neighbour_is_bounded() -> None:
 
 
 def test_who_can_hit_nothing_does_not_wait() -> None:
-    """Without a prefix cache equal prompts run side by side, as different ones do."""
+    """Without a prefix cache equal prompts run at the same time, as different ones do."""
     steps = []
     for seeds in ([1] * 6, range(6)):
         world = World(1024, 4, EngineConfig(max_batch_tokens=256, prefill_chunk=32), reuse=False)
@@ -221,7 +223,7 @@ def test_who_can_hit_nothing_does_not_wait() -> None:
 def test_nobody_waits_for_a_leader_that_publishes_late() -> None:
     world = World(32, 4, EngineConfig(prefill_chunk=8))
     shared = tokens(100)
-    leader = world.submit([*shared, 1], GREEDY.but(max_tokens=28))  # all of the pool: no block to spare
+    leader = world.submit([*shared, 1], GREEDY.but(max_tokens=28))  # the whole pool: no headroom
     world.step()
     assert leader.publish_late
     follower = world.submit([*shared, 2])
@@ -243,7 +245,7 @@ def test_other_namespaces_and_short_prefixes_are_not_waited_for() -> None:
 
 
 def _long_and_cold(max_overtakes: int, hits: int, **settings: Any) -> tuple[World, Request, list[Request]]:
-    """A cold request, and a stream of later ones that all hit a long cached prefix."""
+    """Submit a cold request, and a stream of later ones that all hit a long cached prefix."""
     world = World(
         512, 4, EngineConfig(max_sequences=1, order="longest-prefix", max_overtakes=max_overtakes, **settings)
     )
@@ -352,7 +354,7 @@ def test_only_what_was_evicted_is_computed_again() -> None:
         world.step()
     victim, other = (b, a) if b.preemptions else (a, b)
     reached, kept = victim.streams[0].reached, world.cache.match(victim.known).length
-    assert 8 < kept < reached  # its beginning is still in the tree
+    assert 8 < kept < reached  # its beginning is still cached
     world.core.cancel(other)
     world.finish()
     assert is_right(victim)
@@ -385,7 +387,7 @@ def test_shared_tokens_cost_nothing_to_bring_back() -> None:
     own = world.submit(tokens(14, 3), GREEDY.but(max_tokens=30))
     while not world.core.counters.preemptions:
         world.step()
-    assert (a.preemptions or b.preemptions) and not own.preemptions  # 29 tokens, of which 28 are a neighbour's, too
+    assert (a.preemptions or b.preemptions) and not own.preemptions  # 29 tokens, 28 of them shared with another request
     world.finish()
     assert all(map(is_right, (a, b, own)))
 
@@ -460,7 +462,7 @@ def test_who_cannot_fit_because_of_pins_is_refused_not_kept_waiting() -> None:
 @pytest.mark.parametrize("size", [1, 4, 16])
 def test_eight_samples_hold_the_prompt_once(prompt_length: int, size: int) -> None:
     prompt = tokens(prompt_length)
-    for seed in range(1000):  # streams that begin alike would share more
+    for seed in range(1000):  # streams with equal first tokens would share more
         world = World(400, size)
         request = world.submit(prompt, SamplingParams(max_tokens=20, n=8, seed=seed, temperature=9, ignore_eos=True))
         world.step()
@@ -468,7 +470,7 @@ def test_eight_samples_hold_the_prompt_once(prompt_length: int, size: int) -> No
             break
     for new in range(1, 19):
         world.step()
-        # The prompt's full blocks once; each stream's own part begins in a copy of the prompt's part-filled block.
+        # The prompt's full blocks once; each stream's output begins in a copy of the prompt's part-filled block.
         full, part = divmod(prompt_length, size)
         assert world.cache.stats().held_blocks == full + 8 * -(-(part + new) // size)
     world.finish()
@@ -537,7 +539,7 @@ def test_what_is_too_much_for_the_memory_at_once_is_computed_in_parts() -> None:
 
 
 def test_what_cannot_be_published_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault in publishing, as a request is cancelled, runs out of time or gives way, costs others a hit at most."""
+    """A fault in publishing at a cancel, a timeout or a preemption costs other requests a hit at most."""
     world = World(24, 4)
     requests = [world.submit(tokens(20, i), GREEDY.but(max_tokens=30)) for i in range(3)]
     late = world.submit(tokens(4, 8), GREEDY.but(max_tokens=30), deadline=0.0)
@@ -545,7 +547,7 @@ def test_what_cannot_be_published_harms_nobody(monkeypatch: pytest.MonkeyPatch) 
     commit = CacheSequence.commit
 
     def broken(self: CacheSequence, publish: bool = True) -> None:
-        if self._planned is None:  # nothing was computed: this is for publishing alone
+        if self._planned is None:  # nothing was computed: this call only publishes
             raise RuntimeError("cannot publish")
         commit(self, publish)
 
@@ -564,7 +566,7 @@ def test_what_cannot_be_published_harms_nobody(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_pin_whose_time_is_over_is_in_nobodys_way() -> None:
-    """Nobody asked the cache for anything since that would have let go of it."""
+    """The cache was not used since the pin expired, which would have released it."""
     now = 0.0
     world = World(10, clock=lambda: now)
     world.submit(tokens(8), GREEDY.but(max_tokens=1))
@@ -578,7 +580,7 @@ def test_a_pin_whose_time_is_over_is_in_nobodys_way() -> None:
 
 
 def test_who_had_begun_and_cannot_come_back_is_told_that_pins_have_changed() -> None:
-    """Alone it just fitted behind the longer pin; the shorter one that is left holds a block that is no hit."""
+    """Alone it just fits with the longer pin; the shorter pin holds a block that is not part of a hit."""
     world = World(10)
     text = tokens(8)
     world.submit(text, GREEDY.but(max_tokens=1))

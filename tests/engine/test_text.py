@@ -1,4 +1,4 @@
-"""Incremental text: characters that span tokens, stop strings that span tokens, nothing ever taken back."""
+"""Incremental text: characters and stop strings may span tokens, and released text is never taken back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BYTES = bytes_to_unicode()
 
 
 def spelled(text: str) -> list[int]:
-    """One token a byte."""
+    """One token per byte."""
     return [TOKENIZER.convert_tokens_to_ids(BYTES[byte]) for byte in text.encode()]
 
 
