@@ -89,10 +89,10 @@ def build(
 ) -> Tiles:
     """Cut `work` into tiles of these shapes (from few rows to many), for `group` query heads per kv head.
 
-    Keys are cut so that each kind, which is a launch of its own, takes the least time if `spread` of its tiles run at
-    once (a number for each kind, or one for all). With `split` they are cut into even parts of about `split` keys in
-    every step: a row's result then depends on no other row, if no run is shared either. The group must fit into the
-    largest shape. Costs about 80 numpy calls and O(rows + partials): 0.3 ms for 64 sequences.
+    Each kind is a launch of its own. Its keys are cut for the least time if `spread` of its tiles run at once (a number
+    for each kind, or one for all). With `split` they are cut into even parts of about `split` keys in every step: a
+    row's result then depends on no other row, if no run is shared either. The group must fit into the largest shape.
+    Costs about 80 numpy calls and O(rows + partials): 0.3 ms for 64 sequences.
     """
     assert group <= shapes[-1].rows, f"{group} heads a group do not fit into tiles of {shapes[-1].rows} rows"
     return _Cut(work, shapes, group).tiles(spread, split)

@@ -24,9 +24,8 @@ class WorkList:
     rows, `fully_visible[i]` is set, and no mask is needed.
 
     Each (item, row) is a *partial*, numbered by its place in `row_ids`: an output and a log-sum-exp. Row `r` is the
-    merge of the partials `merge_ids[merge_offset[r]:merge_offset[r + 1]]` in this order, which is that of their keys,
-    so the result does not depend on the order in which items are computed. A list belongs to one step, and equality is
-    identity.
+    merge of the partials `merge_ids[merge_offset[r]:merge_offset[r + 1]]` in the order of their keys. The result thus
+    does not depend on the order in which items are computed. A list belongs to one step, and equality is identity.
     """
 
     block_size: int

@@ -3,7 +3,7 @@
 This serves architectures that bypass transformers' attention interface, or change attention in a way that it does not
 show. They read cached KV through transformers' cache, and build masks and biases by themselves.
 
-It costs more than attention over the pool: each input gets a forward of its own, so decodes share no product, and each
+It costs more than attention over the pool. Each input gets a forward of its own, so decodes share no product, and each
 layer copies the sequence's whole context out of the pool. Hits, shared prefixes and branches work the same.
 """
 
