@@ -1,7 +1,7 @@
 """Find the request that makes a step fail, so that only that request ends.
 
 A forward or a draw that raises is repeated on each half of its parts, and so on. A part that ran writes the same values
-again, so a request fails only if it fails alone; a step that needs too much memory at once gets through in parts.
+again, so a request fails only if it fails alone. A step that needs too much memory at once gets through in parts.
 """
 
 from __future__ import annotations

@@ -292,8 +292,8 @@ def drop_wrong(core: Core, tokens: TokenIds, namespace: Hashable, wrong: int) ->
 def _owned_from(cache: PrefixCache, tokens: TokenIds, namespace: Hashable, wrong: int) -> tuple[int, int]:
     """Return the position from which tokens lie in the block that is wrong, and that block.
 
-    As a rule that is the block's first position. But if two branches part inside a block, the lower one has a copy of
-    it, and if the copy is wrong the other block is not.
+    As a rule that is the block's first position. But if two branches differ inside a block, the lower one has a copy
+    of it. If the copy is wrong, the other block is not.
     """
     index = wrong // cache.block_size
     block = int(cache.match(tokens, namespace).blocks[index])

@@ -284,27 +284,27 @@ class Detokenizer:
         """Start after `context`, the tokens before the first new one (only the last few are used)."""
         self._decode_ids = _decoder(tokenizer)
         self._ids = list(context[-_CONTEXT:])
-        self._sent = len(self._decode().rstrip(_REPLACEMENT))
+        self._sent = len(self._decoded().rstrip(_REPLACEMENT))
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that can no longer change. O(window)."""
         self._ids.append(token)
-        text = self._decode()
+        text = self._decoded()
         certain = text.rstrip(_REPLACEMENT)
         new = certain[self._sent :]
         self._sent = max(self._sent, len(certain))
         if len(self._ids) > _WINDOW and certain == text:
             del self._ids[:-_CONTEXT]
-            self._sent = len(self._decode())
+            self._sent = len(self._decoded())
         return new
 
     def flush(self) -> str:
         """Return the text that was held back, with incomplete characters as U+FFFD."""
-        new = self._decode()[self._sent :]
+        new = self._decoded()[self._sent :]
         self._sent += len(new)
         return new
 
-    def _decode(self) -> str:
+    def _decoded(self) -> str:
         if not self._ids:
             return ""
         return str(self._decode_ids(self._ids, skip_special_tokens=True))

@@ -1,12 +1,12 @@
 """Plan the tokens that the next step computes: decodes first, then chunks of prompts, then newly admitted requests.
 
 A step has a budget of tokens. Every running stream decodes one of them (iteration-level batching: Orca, OSDI 2022). The
-rest goes to chunks of prompts (Sarathi-Serve, OSDI 2024), so that a long prompt lengthens a step by a chunk and never
+rest goes to chunks of prompts (Sarathi-Serve, OSDI 2024). So a long prompt lengthens a step by a chunk, and never
 stalls the other streams. Budget that is left then admits waiting requests.
 
-Waiting requests hold no blocks. When blocks run out, a running request is preempted (PagedAttention, SOSP 2023): its
-sequences are closed, its published prefix stays in the tree until it is evicted, and it waits again, ahead of the
-requests that came later. `admission` says which request fits and which one is preempted, `wait_queue` which one is
+Waiting requests hold no blocks. When blocks run out, a running request is preempted (PagedAttention, SOSP 2023). Its
+sequences are closed, and its published prefix stays in the tree until it is evicted. The request waits again, ahead of
+the requests that came later. `admission` says which request fits and which one is preempted, `wait_queue` which one is
 first and which one waits for a shared prefix.
 """
 
