@@ -42,13 +42,13 @@ def client(engine: Engine) -> Iterator[list[int]]:
 
 def clocks(engine: Engine) -> dict[str, int]:
     """Nanoseconds: of the wall, of the engine's thread, of all threads, and of the wall for telling and collecting."""
-    telemetry, thread = engine.monitoring.recorder, engine.client.thread._thread.ident
+    watched, thread = engine.monitoring, engine.client.thread._thread.ident
     assert thread is not None
     return {
         "wall": time.perf_counter_ns(),
         "thread": time.clock_gettime_ns(time.pthread_getcpuclockid(thread)),
         "process": time.process_time_ns(),
-        "telling": 0 if telemetry is None else telemetry.cost_ns + telemetry.cache_recorder.cost_ns,
+        "telling": 0 if watched is None else watched.recorder.cost_ns + watched.recorder.cache_recorder.cost_ns,
     }
 
 
