@@ -118,7 +118,7 @@ class FakeRunner:
         states, tokens = self.state[slots], self.tokens[slots]
         before = np.concatenate([np.zeros(1, np.uint64), states[:-1]])
         expected = (before ^ tokens.astype(np.uint64)) * np.uint64(MIX) + np.uint64(ADD)
-        assert (states == expected).all(), "a block table leads to somebody else's tokens"
+        assert (states == expected).all(), "a block table leads to the tokens of another sequence"
         if self.brain is None:
             return logits_of(int(states[-1]), self.vocab)
         logits = np.zeros(self.vocab, dtype=np.float32)

@@ -47,7 +47,7 @@ def make_async(**options: Any) -> tuple[AsyncEngine, FakeRunner]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """For what happens on another thread soon, and is told to nobody."""
+    """Wait for a condition that another thread fulfils without a notification."""
     while not condition():
         await asyncio.sleep(0.001)
 
@@ -58,7 +58,7 @@ async def began(runner: FakeRunner, steps: int = 1) -> None:
 
 
 async def ended(engine: AsyncEngine, **counts: int) -> None:
-    """Nothing is left, nothing is held, and the counters say what they should."""
+    """Wait until no request is left; check that no block is held, and the counters."""
     while (stats := await engine.stats()).running or stats.waiting:
         await asyncio.sleep(0.001)
     check(engine._engine)
@@ -74,7 +74,7 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 # ---- answers
 
 
-def test_what_engines_and_sessions_can_do_their_asynchronous_twins_can_do_in_the_same_words():
+def test_asynchronous_engines_and_sessions_have_the_same_methods():
     for plain, awaited in ((Engine, AsyncEngine), (ChatSession, AsyncChatSession)):
         names = {name for name in vars(plain) | vars(plain.__base__) if not name.startswith("_")} - vars(object).keys()
         names.discard("from_state")  # AsyncEngine.resume wraps the session that it makes
@@ -111,7 +111,7 @@ def test_many_requests_stream_and_wait_at_once():
     run(main())
 
 
-def test_the_loop_goes_on_while_a_step_takes_its_time():
+def test_the_loop_runs_during_a_slow_step():
     async def main() -> None:
         engine, runner = make_async()
         runner.gate = threading.Semaphore(0)
@@ -129,7 +129,7 @@ def test_the_loop_goes_on_while_a_step_takes_its_time():
     run(main())
 
 
-def test_requests_draw_their_seeds_in_the_order_of_their_submission(monkeypatch):
+def test_requests_get_their_seeds_in_the_order_of_submission(monkeypatch):
     async def main() -> list[tuple[int, ...]]:
         engine, _ = make_async(seed=5)
         request, begun, overtaken = engine.client.inputs.request, [], threading.Event()
@@ -153,7 +153,7 @@ def test_requests_draw_their_seeds_in_the_order_of_their_submission(monkeypatch)
     assert run(main()) == expected
 
 
-def test_the_other_verbs():
+def test_the_other_methods():
     async def main() -> None:
         engine, _ = make_async(num_blocks=16)
         async with engine:
@@ -217,7 +217,7 @@ def test_timeouts_end_requests_with_their_name():
     run(main())
 
 
-# ---- leaving
+# ---- cancellation
 
 
 @pytest.mark.parametrize("how", ["result", "iterate", "held iterator", "generate", "warm"])
@@ -293,7 +293,7 @@ def test_leaving_the_loop_early_cancels():
                     await handle.result()
             await ended(engine, cancelled=4, finished=0)
             handle = await engine.submit(prompt_of(5), GREEDY)
-            aiter(handle)  # nobody began to read
+            aiter(handle)  # no iteration began
             assert len((await handle.result()).token_ids) == 6
 
     run(main())
@@ -312,7 +312,7 @@ def test_a_cancelled_handle_just_ends_its_loop():
     run(main())
 
 
-def test_a_pin_that_nobody_waits_for_any_more_is_released(monkeypatch):
+def test_the_pin_of_a_cancelled_warm_is_released(monkeypatch):
     async def main() -> None:
         engine, _ = make_async()
         pins, go_on, pinned = threading.Event(), threading.Event(), engine.client.core.admission.pin
@@ -337,7 +337,7 @@ def test_a_pin_that_nobody_waits_for_any_more_is_released(monkeypatch):
 # ---- backpressure
 
 
-def test_a_slow_reader_holds_up_nobody_and_little_memory():
+def test_a_slow_reader_delays_no_other_request_and_keeps_few_chunks():
     async def main() -> None:
         engine, runner = make_async(num_blocks=400)
         async with engine:
@@ -352,7 +352,7 @@ def test_a_slow_reader_holds_up_nobody_and_little_memory():
             assert unread.qsize() <= 66
             steps = len(runner.steps)
             await engine.stats()
-            assert len(runner.steps) == steps  # it rests: nobody wants anything
+            assert len(runner.steps) == steps  # it is idle: its only request is paused
             rest = [chunk async for chunk in chunks]
             tokens = [token for chunk in (first, *rest) for token in chunk.token_ids]
             assert tokens == greedy_reply(prompt_of(5, 1), 1000)
@@ -360,7 +360,7 @@ def test_a_slow_reader_holds_up_nobody_and_little_memory():
     run(main())
 
 
-def test_who_awaits_the_result_beside_a_loop_that_sleeps_gets_it():
+def test_awaiting_the_result_works_while_an_iterating_task_sleeps():
     async def main() -> None:
         engine, _ = make_async(num_blocks=400)
         async with engine:
@@ -377,7 +377,7 @@ def test_who_awaits_the_result_beside_a_loop_that_sleeps_gets_it():
 # ---- loops and ends
 
 
-def test_one_engine_serves_loops_in_many_threads_and_their_neighbours_without_one():
+def test_one_engine_serves_many_loops_and_threads_without_a_loop():
     engine, _ = make_engine(num_blocks=500)
     twin, answers = AsyncEngine(engine), {}
 
@@ -401,7 +401,7 @@ def test_one_engine_serves_loops_in_many_threads_and_their_neighbours_without_on
 
 
 @pytest.mark.parametrize("reads", ["asleep", "between two chunks"])
-def test_a_loop_that_is_closed_before_the_end_takes_the_request_that_it_read_with_it(reads, caplog):
+def test_closing_a_loop_cancels_the_requests_that_it_iterates(reads, caplog):
     engine, runner = make_engine(num_blocks=460)
     runner.gate = threading.Semaphore(0)
     twin, loop = AsyncEngine(engine), asyncio.new_event_loop()
@@ -426,10 +426,10 @@ def test_a_loop_that_is_closed_before_the_end_takes_the_request_that_it_read_wit
     _still_serves(engine, twin)
     assert "Traceback" not in caplog.text
     if "task" in held:
-        held["task"]._log_destroy_pending = False  # that is what this test is about
+        held["task"]._log_destroy_pending = False  # the test destroys it on purpose
 
 
-def test_a_loop_that_is_closed_before_the_result_it_awaits_does_not_hurt_anybody(caplog):
+def test_closing_a_loop_that_awaits_a_result_affects_no_other_request(caplog):
     engine, runner = make_engine()
     runner.gate = threading.Semaphore(0)
     twin, loop = AsyncEngine(engine), asyncio.new_event_loop()
@@ -455,7 +455,7 @@ def _still_serves(engine: Engine, twin: AsyncEngine) -> None:
     engine.close()
 
 
-def test_closing_ends_what_runs_and_draining_finishes_it():
+def test_closing_ends_running_requests_and_draining_finishes_them():
     async def main() -> None:
         for drain in (False, True):
             engine, runner = make_async(num_blocks=300)
@@ -514,7 +514,7 @@ def test_a_forgotten_engine_ends_its_threads():
         assert not thread.is_alive()
 
 
-def test_loading_takes_place_beside_the_loop(monkeypatch):
+def test_loading_does_not_block_the_loop(monkeypatch):
     made, _ = make_engine()
     loading, go_on = threading.Event(), threading.Event()
 

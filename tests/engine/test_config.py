@@ -1,4 +1,4 @@
-"""Every setting of an engine is declared once, checked when it is given, and documented as it is declared."""
+"""Every setting of an engine is declared once, checked at creation, and documented by its declaration."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(STOP), k=length)
 
 
-def test_a_batch_of_prompts_gives_what_each_history_demands():
+def test_each_prompt_of_a_batch_gets_the_reply_of_its_own_history():
     engine, _ = make_engine()
     prompts = [prompt_of(length, length) for length in (1, 3, 4, 5, 17)]
     with engine:
@@ -49,7 +49,7 @@ def test_a_full_repeat_recomputes_one_token():
         assert again.token_ids == first.token_ids
 
 
-def test_what_was_decoded_is_published_but_for_the_last_token():
+def test_decoded_tokens_are_published_except_the_last():
     engine, _ = make_engine()
     with engine:
         prompt = prompt_of(10)
@@ -60,7 +60,7 @@ def test_what_was_decoded_is_published_but_for_the_last_token():
         assert list(longer.token_ids) == greedy_reply([*prompt, *reply, 1, 2], 6)
 
 
-def test_others_hit_a_request_that_still_runs():
+def test_requests_hit_the_prefix_of_a_running_request():
     engine, runner = make_engine()
     runner.gate = threading.Semaphore(0)
     with engine:
@@ -74,7 +74,7 @@ def test_others_hit_a_request_that_still_runs():
         assert second.result().token_ids == first.result().token_ids == tuple(greedy_reply(prompt, 6))
 
 
-def test_a_prompt_that_another_is_computing_is_waited_for_not_computed_twice():
+def test_a_request_waits_for_a_prefix_that_another_one_computes():
     engine, runner = make_engine(prefill_chunk=8)
     shared = prompt_of(40)
     with engine:
@@ -95,7 +95,7 @@ def test_decodes_come_first_and_prompts_in_chunks_within_the_budget():
         runner.gate.release(1000)
         for handle, prompt in zip(handles, [prompt_of(2, 1), prompt_of(9, 9), prompt_of(20, 20)], strict=True):
             assert list(handle.result().token_ids) == greedy_reply(prompt, 6)
-    # Step 2: the first decodes one token, then six of the nine, then what the budget leaves of the twenty.
+    # Step 2: one decoded token of the first, six of the nine, and the rest of the budget for the twenty.
     assert runner.steps[:3] == [[(0, 2)], [(2, 1), (0, 6), (0, 3)], [(3, 1), (6, 3), (3, 6)]]
     assert max(sum(n for _, n in step) for step in runner.steps) <= 10
 
@@ -128,7 +128,7 @@ def test_namespaces_do_not_share():
 
 
 @pytest.mark.parametrize("shared", [12, 13])
-def test_streams_of_one_request_fork_behind_one_prefill(shared):
+def test_streams_of_one_request_fork_after_one_prefill(shared):
     engine, runner = make_engine()
     prompt = prompt_of(shared)
     params = SamplingParams(max_tokens=8, n=4, seed=7, ignore_eos=True)
@@ -197,7 +197,7 @@ def test_seeds_repeat_and_come_from_the_engine_if_none_is_given():
     assert len(set(replies(1))) == 3
 
 
-def test_logprobs_stand_beside_every_token():
+def test_every_token_has_logprobs():
     engine, _ = make_engine()
     with engine:
         done = engine.generate([prompt_of(5), prompt_of(6)], [GREEDY.but(logprobs=2), GREEDY])
@@ -254,7 +254,7 @@ def test_running_requests_never_run_out_of_blocks(seed):
         check(engine)
 
 
-def test_holding_a_hit_never_takes_what_running_requests_were_promised():
+def test_holding_a_hit_never_takes_promised_blocks():
     engine, runner = make_engine(num_blocks=12)
     stem = prompt_of(32, 1)
     with engine:
@@ -270,7 +270,7 @@ def test_holding_a_hit_never_takes_what_running_requests_were_promised():
         check(engine)
 
 
-def test_a_hit_that_others_hold_costs_nothing_to_hold():
+def test_a_hit_that_other_requests_hold_takes_no_block():
     engine, runner = make_engine(num_blocks=13)
     stem = prompt_of(32, 1)
     with engine:
@@ -281,12 +281,12 @@ def test_a_hit_that_others_hold_costs_nothing_to_hold():
         second = engine.submit([*stem, 1], GREEDY.but(max_tokens=3))
         runner.gate.release(1000)
         assert list(second.result(timeout=10).token_ids) == greedy_reply([*stem, 1], 3)
-        assert [(33 - 1, 1) in step and len(step) == 2 for step in runner.steps].count(True) == 1  # beside the first
+        assert [(33 - 1, 1) in step and len(step) == 2 for step in runner.steps].count(True) == 1  # with the first
         assert second.result().usage.cached_tokens == 32
         check(engine)
 
 
-def test_cancelling_waiting_and_running_requests_frees_what_they_held():
+def test_cancelling_waiting_and_running_requests_frees_their_blocks():
     engine, runner = make_engine(max_sequences=2, max_batch_tokens=8, prefill_chunk=4)
     runner.gate = threading.Semaphore(0)
     with engine:
@@ -303,12 +303,12 @@ def test_cancelling_waiting_and_running_requests_frees_what_they_held():
         for handle in (waiting, prefilling, decoding):
             with pytest.raises(RequestCancelled):
                 handle.result(timeout=10)
-        assert len(list(decoding)) >= 1  # what was computed can still be read; then iteration just ends
+        assert len(list(decoding)) >= 1  # computed chunks can still be read; then iteration just ends
         check(engine)
         assert engine.stats().cancelled == 3
-        assert engine.probe(prompt_of(40, 2)).matched > 0  # what was computed stays cached
+        assert engine.probe(prompt_of(40, 2)).matched > 0  # computed tokens stay cached
         assert list(engine.generate([prompt_of(5, 3)], GREEDY)[0].token_ids) == greedy_reply(prompt_of(5, 3), 6)
-        decoding.cancel()  # at the end it does nothing
+        decoding.cancel()  # no effect after the end
 
 
 def test_an_exception_in_a_step_fails_its_requests_and_nothing_else():
@@ -336,7 +336,7 @@ def test_an_exception_in_a_step_fails_its_requests_and_nothing_else():
         assert engine.stats().failed == 1
 
 
-def test_closing_ends_what_runs():
+def test_closing_ends_running_requests():
     engine, runner = make_engine(max_sequences=1, max_batch_tokens=8)
     runner.gate = threading.Semaphore(0)
     running = engine.submit(prompt_of(3), GREEDY.but(max_tokens=100))
@@ -370,7 +370,7 @@ def test_a_forgotten_engine_ends_its_thread():
     assert not thread.is_alive()
 
 
-def test_interrupting_generate_cancels_what_runs(monkeypatch):
+def test_interrupting_generate_cancels_its_requests(monkeypatch):
     engine, _ = make_engine()
     with engine:
 
@@ -394,7 +394,7 @@ def test_warm_computes_and_pins():
         with engine.warm(prompt, pin=True) as warmed:
             assert (warmed.usage.computed_tokens, warmed.usage.output_tokens, warmed.pinned_tokens) == (20, 0, 20)
             assert engine.stats().cache.pinned_blocks == 5
-            engine.generate([prompt_of(30, seed) for seed in range(5)], GREEDY)  # pressure
+            engine.generate([prompt_of(30, seed) for seed in range(5)], GREEDY)  # to evict other prefixes
             assert engine.probe(prompt).matched == 20
             assert engine.warm(prompt).usage.computed_tokens == 1
             with pytest.raises(PinBudgetExceeded):
@@ -414,7 +414,7 @@ def test_a_prompt_that_fills_the_pool_can_be_warmed_and_not_answered():
         check(engine)
 
 
-def test_a_pin_never_takes_what_running_requests_were_promised():
+def test_a_pin_never_takes_promised_blocks():
     engine, runner = make_engine(num_blocks=20)
     with engine:
         old = np.array(prompt_of(36, 8), np.int32)
@@ -424,7 +424,7 @@ def test_a_pin_never_takes_what_running_requests_were_promised():
         runner.gate.release(1)
         next(iter(running))
         outcome: list[Exception | None] = []
-        engine.client.thread.post(lambda: outcome.append(_pin_error(engine, old)))  # answered before the request ends
+        engine.client.thread.post(lambda: outcome.append(_pin_error(engine, old)))  # runs before the request ends
         runner.gate.release(1000)
         assert list(running.result(timeout=10).token_ids) == greedy_reply(prompt_of(20, 1), 40)
         assert isinstance(outcome[0], PinBudgetExceeded)
@@ -440,7 +440,7 @@ def _pin_error(engine, tokens) -> Exception | None:
     return None
 
 
-def test_a_prompt_that_pins_leave_no_room_for_is_refused_with_the_numbers():
+def test_a_prompt_without_room_because_of_pins_is_refused_with_the_numbers():
     engine, _ = make_engine(num_blocks=10)
     with engine:
         engine.warm(prompt_of(20), pin=True)
@@ -462,7 +462,7 @@ def test_probe_changes_nothing_and_gives_the_reason():
         assert engine.stats().cache == before
 
 
-def test_demoted_prompts_go_first():
+def test_demoted_prompts_are_evicted_first():
     engine, _ = make_engine(num_blocks=20)
     with engine:
         old, new = prompt_of(30, 1), prompt_of(30, 2)
@@ -475,7 +475,7 @@ def test_demoted_prompts_go_first():
         check(engine)
 
 
-def test_clear_cache_forgets_everything():
+def test_clear_cache_drops_everything():
     engine, _ = make_engine()
     with engine:
         engine.warm(prompt_of(30))
@@ -551,7 +551,7 @@ def test_attention_is_named_and_an_unknown_one_is_refused():
         assert engine.stats().attention == "torch"
 
 
-def test_draining_does_not_wait_for_a_reader_who_has_stopped_reading():
+def test_draining_does_not_wait_for_a_stopped_reader():
     engine, _ = make_engine(num_blocks=128)
     handle = engine.submit(prompt_of(5), GREEDY.but(max_tokens=300))
     reader = iter(handle)

@@ -1,4 +1,4 @@
-"""The thread alone: order, waiting, and its two ends."""
+"""The thread alone: the order of calls, waiting, closing and draining."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from radixkv.engine.engine_thread import EngineThread
 from radixkv.errors import EngineClosed
 
 
-def idle_worker(finish: Callable[[EngineClosed], None] = lambda why: None) -> EngineThread:
+def idle_thread(finish: Callable[[EngineClosed], None] = lambda why: None) -> EngineThread:
     return EngineThread(lambda: None, lambda: None, lambda: False, finish)
 
 
 class Countdown:
-    """Work of so many steps, each of which waits to be let through."""
+    """Work of `steps` steps, each of which waits for the gate."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
@@ -72,15 +72,15 @@ def test_calls_run_in_order_between_steps_and_errors_come_back():
         engine_thread.ask(lambda: 1)
 
 
-def test_a_posted_call_that_raises_does_not_take_the_thread(caplog):
-    engine_thread = idle_worker()
+def test_a_posted_call_that_raises_does_not_end_the_thread(caplog):
+    engine_thread = idle_thread()
     engine_thread.post(lambda: 1 // 0)
     assert engine_thread.ask(lambda: 7) == 7
     assert "posted" in caplog.text
     engine_thread.close()
 
 
-def test_an_idle_worker_waits_without_stepping():
+def test_an_idle_thread_waits_without_stepping():
     steps: list[int] = []
     engine_thread = EngineThread(lambda: steps.append(1), lambda: None, lambda: False, lambda why: None)
     answered = [engine_thread.ask(threading.get_ident) for _ in range(3)]
@@ -89,8 +89,8 @@ def test_an_idle_worker_waits_without_stepping():
     assert set(answered) == {engine_thread._thread.ident}
 
 
-def test_a_worker_with_a_deadline_ahead_steps_when_it_is_over_and_answers_meanwhile():
-    left = [3600.0, 0.001, 0.0]  # what is asked of it is answered while an hour is left
+def test_a_thread_with_a_deadline_runs_calls_before_it_and_a_step_after_it():
+    left = [3600.0, 0.001, 0.0]  # a posted call runs although an hour is left
     stepped = threading.Event()
 
     def idle_for() -> float | None:
@@ -101,15 +101,13 @@ def test_a_worker_with_a_deadline_ahead_steps_when_it_is_over_and_answers_meanwh
         stepped.set()
 
     engine_thread = EngineThread(step, idle_for, lambda: bool(left), lambda why: None)
-    assert (
-        engine_thread.ask(lambda: left.pop(0)) == 3600.0
-    )  # then a millisecond passes by itself, and then there is work
+    assert engine_thread.ask(lambda: left.pop(0)) == 3600.0  # then a millisecond passes, and a step runs
     assert stepped.wait(timeout=10)
     engine_thread.close()
     assert len(left) <= 1
 
 
-def test_a_call_that_is_given_up_before_its_turn_is_skipped():
+def test_a_cancelled_call_is_skipped():
     task, ran = Countdown(1), []
     assert task.began.acquire(timeout=10)
     given_up = task.engine_thread.call(lambda: ran.append("given up"))
@@ -121,7 +119,7 @@ def test_a_call_that_is_given_up_before_its_turn_is_skipped():
     assert ran == ["kept"]
 
 
-def test_closing_ends_behind_the_current_step():
+def test_closing_ends_after_the_current_step():
     task = Countdown(3)
     assert task.began.acquire(timeout=10)
     thread = closing(task.engine_thread)
@@ -132,7 +130,7 @@ def test_closing_ends_behind_the_current_step():
     assert task.ended_with == 2
 
 
-def test_draining_finishes_what_is_there_begins_nothing_and_answers_meanwhile():
+def test_draining_finishes_requests_begins_none_and_runs_calls():
     task = Countdown(3)
     assert task.began.acquire(timeout=10)
     thread = closing(task.engine_thread, drain=True)
@@ -147,7 +145,7 @@ def test_draining_finishes_what_is_there_begins_nothing_and_answers_meanwhile():
     assert task.ended_with == 0
 
 
-def test_what_began_before_the_draining_is_finished_too():
+def test_a_request_that_began_before_the_draining_is_finished():
     task = Countdown(1)
     assert task.began.acquire(timeout=10)
     task.engine_thread.post(lambda: setattr(task, "left", 2), begins=True)  # still in the inbox when the step ends
@@ -156,15 +154,15 @@ def test_what_began_before_the_draining_is_finished_too():
         assert thread.is_alive()
     task.gate.release(1)
     assert task.began.acquire(timeout=10)
-    assert not task.engine_thread._drained.is_set()  # though for a moment nothing was left
+    assert not task.engine_thread._drained.is_set()  # although for a moment no work was left
     task.gate.release(10)
     assert joined(thread)
     assert task.ended_with == 0
 
 
-def test_draining_an_idle_worker_just_ends_it():
+def test_draining_an_idle_thread_just_ends_it():
     ended: list[int] = []
-    engine_thread = idle_worker(lambda why: ended.append(1))
+    engine_thread = idle_thread(lambda why: ended.append(1))
     assert joined(closing(engine_thread, drain=True))
     engine_thread.close(drain=True)
     assert ended == [1]
@@ -179,14 +177,14 @@ def test_draining_stops_when_its_time_is_over():
     assert engine_thread._closed
 
 
-def test_an_immediate_end_ends_somebody_elses_draining():
+def test_an_immediate_end_ends_the_draining_of_another_thread():
     engine_thread = EngineThread(lambda: None, lambda: None, lambda: True, lambda why: None)
     draining = closing(engine_thread, drain=True)
     engine_thread.close()
     assert joined(draining)
 
 
-def test_what_interrupts_the_draining_makes_it_an_immediate_end(monkeypatch):
+def test_an_exception_during_the_draining_makes_it_an_immediate_end(monkeypatch):
     task = Countdown(3)
     assert task.began.acquire(timeout=10)
 
@@ -201,13 +199,13 @@ def test_what_interrupts_the_draining_makes_it_an_immediate_end(monkeypatch):
     assert task.ended_with is not None
 
 
-def test_draining_from_the_workers_own_thread_does_not_wait_for_itself():
-    engine_thread = idle_worker()
+def test_draining_from_the_engines_thread_does_not_wait_for_itself():
+    engine_thread = idle_thread()
     engine_thread.post(lambda: engine_thread.close(drain=True))
     assert joined(engine_thread._thread)
 
 
-def test_a_step_that_raises_closes_the_worker_and_ends_a_draining():
+def test_a_step_that_raises_closes_the_thread_and_ends_a_draining():
     def step() -> None:
         raise RuntimeError("it must not")
 
@@ -220,12 +218,12 @@ def test_a_step_that_raises_closes_the_worker_and_ends_a_draining():
         engine_thread.post(lambda: None)
 
 
-def test_a_waiting_worker_keeps_nothing_of_its_last_call_alive():
+def test_a_waiting_thread_keeps_no_object_of_its_last_call_alive():
     class Engine:
         def stats(self) -> int:
             return 1
 
-    engine_thread, engine = idle_worker(), Engine()
+    engine_thread, engine = idle_thread(), Engine()
     gone = threading.Event()
     weakref.finalize(engine, gone.set)
     engine_thread.ask(engine.stats)
@@ -282,6 +280,6 @@ sys.exit(status)
 
 
 @pytest.mark.long
-def test_in_a_forked_child_an_engine_says_whose_it_is_and_the_parents_goes_on():
+def test_in_a_forked_child_calls_are_refused_and_the_parents_engine_goes_on():
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

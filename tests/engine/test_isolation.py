@@ -59,7 +59,7 @@ class Letters:
         {"params": LONG.but(min_tokens=3, stop_token_ids=range(VOCAB))},
     ],
 )
-def test_what_is_wrong_with_a_request_is_said_to_its_caller_at_once(wrong: dict[str, Any]) -> None:
+def test_a_wrong_request_is_refused_at_once(wrong: dict[str, Any]) -> None:
     engine, _ = make_engine()
     with engine:
         with pytest.raises(InvalidInput):
@@ -155,7 +155,7 @@ def test_a_row_without_a_finite_logit_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("params", [{"temperature": 1e-46}, {"temperature": 1e39}, {"top_k": 10**30}])
-def test_extreme_sampling_params_are_served_beside_others(params: dict[str, Any]) -> None:
+def test_extreme_sampling_params_are_served_with_others(params: dict[str, Any]) -> None:
     engine, _ = make_engine()
     with engine:
         extreme = SamplingParams(max_tokens=5, ignore_eos=True, **{"top_k": 5, **params})
@@ -163,7 +163,7 @@ def test_extreme_sampling_params_are_served_beside_others(params: dict[str, Any]
         assert [len(each.token_ids) for each in done] == [5, 30]
 
 
-def test_what_a_cancelled_request_that_filled_the_pool_computed_stays_cached() -> None:
+def test_computed_tokens_of_a_cancelled_request_that_filled_the_pool_stay_cached() -> None:
     engine, runner = make_engine(num_blocks=4, block_size=4)
     runner.gate = threading.Semaphore(0)
     with engine:
@@ -199,7 +199,7 @@ def test_closing_frees_the_pool() -> None:
             ask()
 
 
-def test_a_fault_of_the_pool_itself_hangs_nobody() -> None:
+def test_a_fault_of_the_pool_itself_hangs_no_caller() -> None:
     def broken(*ignored: object) -> None:
         raise AssertionError("the pool is broken")
 
@@ -219,7 +219,7 @@ def test_a_fault_of_the_pool_itself_hangs_nobody() -> None:
     engine.close()
 
 
-def test_what_a_broken_forward_wrote_is_never_published() -> None:
+def test_the_kv_of_a_broken_forward_is_never_published() -> None:
     engine, runner = make_engine(prefill_chunk=8)
     whole, broken = runner._logits, [True]
     runner._logits = lambda chunk: whole(chunk) * (float("nan") if broken[0] else 1)  # type: ignore[method-assign]
@@ -234,7 +234,7 @@ def test_what_a_broken_forward_wrote_is_never_published() -> None:
         check(engine)
 
 
-def test_text_that_is_no_unicode_is_refused_by_name() -> None:
+def test_invalid_unicode_is_refused_by_name() -> None:
     with chat_engine() as engine:
         for verb in (engine.submit, engine.probe, engine.warm):
             with pytest.raises(InvalidInput, match="Unicode"):
@@ -244,7 +244,7 @@ def test_text_that_is_no_unicode_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("seeds", mostly_long([range(15), range(15, 60)], range(15)), ids=str)
-def test_one_user_of_a_small_pool_is_never_refused_what_fits_it(seeds: range) -> None:
+def test_one_user_of_a_small_pool_is_never_refused_a_fitting_prompt(seeds: range) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         size, blocks = rng.choice([2, 3, 4, 16]), rng.choice([4, 5, 7])
@@ -260,7 +260,7 @@ def test_one_user_of_a_small_pool_is_never_refused_what_fits_it(seeds: range) ->
             check(engine)
 
 
-def test_who_asks_a_broken_engine_is_told_what_broke_it() -> None:
+def test_calls_of_a_broken_engine_raise_the_cause() -> None:
     def leave(chunks: object) -> None:
         raise SystemExit("the model wants to leave")
 

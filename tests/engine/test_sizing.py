@@ -25,7 +25,7 @@ def test_free_memory_keeps_within_the_control_group(tmp_path):
     (tmp_path / "memory.current").write_text("400\n")
     assert memory.left_in_cgroup(tmp_path) == 600
     (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 50\nactive_file 200\n")
-    assert memory.left_in_cgroup(tmp_path) == 850  # file pages are given up when memory is asked for
+    assert memory.left_in_cgroup(tmp_path) == 850  # Linux drops file pages when memory is needed
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.left_in_cgroup(tmp_path) == 2**63
 

@@ -1,4 +1,4 @@
-"""Handles and outlets alone: who falls behind, who never does, who is told, and that nobody waits for ever."""
+"""Handles and output channels alone: pauses, waits, ends and listeners; no side waits forever for the other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def counted(channel: OutputChannel) -> list[int]:
 # ---- backpressure
 
 
-def test_a_reader_lags_from_the_limit_until_half_of_it_is_read():
+def test_a_reader_at_the_limit_pauses_the_request_until_half_is_read():
     channel = OutputChannel(max_unread=4)
     drained = counted(channel)
     fill(channel, 1)
@@ -49,7 +49,7 @@ def test_a_reader_lags_from_the_limit_until_half_of_it_is_read():
     assert not channel.paused
     fill(channel, 1, 4)
     assert channel.paused
-    fill(channel, 2, 5)  # the step that was under way
+    fill(channel, 2, 5)  # chunks of the current step
     seen = [next(reader).token_ids[0] for _ in range(3)]
     assert channel.paused and not drained
     seen.append(next(reader).token_ids[0])
@@ -60,16 +60,16 @@ def test_a_reader_lags_from_the_limit_until_half_of_it_is_read():
     assert drained == [1]
 
 
-def test_nobody_lags_who_does_not_iterate():
+def test_unread_chunks_do_not_pause_a_request_that_is_not_iterated():
     channel = OutputChannel(max_unread=2)
     fill(channel, 100)
     assert not channel.paused
-    next(reader_of(channel))  # and leaves again
+    next(reader_of(channel))  # and is collected at once
     fill(channel, 100, 100)
     assert not channel.paused
 
 
-def test_leaving_the_loop_ends_the_lag():
+def test_leaving_the_loop_ends_the_pause():
     channel = OutputChannel(max_unread=2)
     drained = counted(channel)
     fill(channel, 1)
@@ -80,7 +80,7 @@ def test_leaving_the_loop_ends_the_lag():
     assert not channel.paused and drained == [1]
 
 
-def test_waiting_for_the_result_ends_the_lag_and_may_begin_again_when_it_gives_up():
+def test_waiting_for_the_result_ends_the_pause_until_the_wait_times_out():
     channel = OutputChannel(max_unread=2)
     drained = counted(channel)
     fill(channel, 1)
@@ -99,7 +99,7 @@ def test_waiting_for_the_result_ends_the_lag_and_may_begin_again_when_it_gives_u
     assert drained == [1, 1]
 
 
-def test_one_who_waits_for_the_result_beside_a_reader_who_sleeps_gets_it():
+def test_waiting_for_the_result_works_while_a_reader_sleeps():
     channel = OutputChannel(max_unread=2)
     fill(channel, 1)
     reader = reader_of(channel)
@@ -110,7 +110,7 @@ def test_one_who_waits_for_the_result_beside_a_reader_who_sleeps_gets_it():
     results: list[Completion] = []
     waiter = threading.Thread(target=lambda: results.append(channel.wait()))
     waiter.start()
-    assert waits.wait(timeout=10)  # the engine goes on, for as long as it takes
+    assert waits.wait(timeout=10)  # the engine goes on meanwhile
     fill(channel, 50, 3)
     assert not channel.paused
     channel.finish(DONE)
@@ -119,7 +119,7 @@ def test_one_who_waits_for_the_result_beside_a_reader_who_sleeps_gets_it():
     assert len(list(reader)) == 52
 
 
-def test_an_ended_request_lags_no_more():
+def test_an_ended_request_is_not_paused():
     channel = OutputChannel(max_unread=2)
     drained = counted(channel)
     fill(channel, 1)
@@ -130,11 +130,11 @@ def test_an_ended_request_lags_no_more():
     channel.fail(RequestCancelled("x"))
     assert not channel.paused
     assert len(list(reader)) == 9
-    assert not drained  # nobody has to be woken for it
+    assert not drained  # the engine need not wake for it
 
 
 @given(st.integers(1, 5), st.lists(st.sampled_from(["put", "take", "leave", "enter", "wait", "unwait"]), max_size=80))
-def test_the_lag_follows_its_rule(limit, actions):
+def test_pauses_follow_their_rule(limit, actions):
     channel = OutputChannel(max_unread=limit)
     drained = counted(channel)
     readers, waiters, unread, paused, ends = [], [], 0, False, 0
@@ -161,7 +161,7 @@ def test_the_lag_follows_its_rule(limit, actions):
         assert len(drained) == ends
 
 
-def test_an_engine_that_pauses_and_a_reader_that_drains_never_wait_for_each_other():
+def test_a_pausing_engine_and_a_draining_reader_never_deadlock():
     channel, count = OutputChannel(max_unread=2), 20_000
     wake = threading.Semaphore(0)
     channel.on_drained = wake.release
@@ -171,7 +171,7 @@ def test_an_engine_that_pauses_and_a_reader_that_drains_never_wait_for_each_othe
             channel.put(chunk(number))
             while channel.paused:
                 if not wake.acquire(timeout=20):
-                    channel.fail(RequestFailed("nobody woke the engine"))
+                    channel.fail(RequestFailed("the engine was not woken"))
                     return
         channel.finish(DONE)
 
@@ -181,7 +181,7 @@ def test_an_engine_that_pauses_and_a_reader_that_drains_never_wait_for_each_othe
     thread.join(timeout=10)
 
 
-def test_a_reader_who_drains_everything_just_as_the_engine_looks_is_seen(monkeypatch):
+def test_a_reader_that_drains_during_the_engines_check_resumes_the_request(monkeypatch):
     channel = OutputChannel(max_unread=1)
     fill(channel, 1)
     reader = reader_of(channel)
@@ -200,7 +200,7 @@ def test_a_reader_who_drains_everything_just_as_the_engine_looks_is_seen(monkeyp
     monkeypatch.setattr(channel, "_may_resume", looks)
     fill(channel, 1, 1)
     drains[0].join(timeout=10)
-    assert not channel.paused  # or both would wait for each other
+    assert not channel.paused  # otherwise a deadlock
 
 
 # ---- the end
@@ -243,7 +243,7 @@ def test_several_iterators_share_the_chunks_and_all_of_them_end():
     assert sorted(seen) == list(range(300))
 
 
-def test_cancelling_asks_the_engine_once_there_is_something_to_cancel():
+def test_cancelling_notifies_the_engine_only_before_the_end():
     channel, asked = OutputChannel(), []
     handle = Handle(channel, lambda: asked.append(1))
     handle.cancel()
@@ -266,47 +266,47 @@ def test_taking_without_waiting():
 # ---- listeners
 
 
-def test_a_listener_is_told_once_at_the_next_chunk_or_at_once():
-    channel, told = OutputChannel(), []
-    channel.listen(lambda: told.append("first"))
-    assert told == []
+def test_a_listener_is_called_once_at_the_next_chunk_or_at_once():
+    channel, calls = OutputChannel(), []
+    channel.listen(lambda: calls.append("first"))
+    assert calls == []
     fill(channel, 2)
-    assert told == ["first"]
-    channel.listen(lambda: told.append("second"))
-    assert told == ["first", "second"]
-    channel.listen(lambda: told.append("end"), end=True)
+    assert calls == ["first"]
+    channel.listen(lambda: calls.append("second"))
+    assert calls == ["first", "second"]
+    channel.listen(lambda: calls.append("end"), end=True)
     fill(channel, 1)
-    assert told == ["first", "second"]
+    assert calls == ["first", "second"]
     channel.next_chunk(), channel.next_chunk(), channel.next_chunk()
-    channel.listen(lambda: told.append("end of chunks"))
+    channel.listen(lambda: calls.append("end of chunks"))
     channel.finish(DONE)
-    assert told == ["first", "second", "end of chunks", "end"]
-    channel.listen(lambda: told.append("late"), end=True)
-    assert told[-1] == "late"
+    assert calls == ["first", "second", "end of chunks", "end"]
+    channel.listen(lambda: calls.append("late"), end=True)
+    assert calls[-1] == "late"
 
 
-def test_a_listener_that_raises_ends_nothing_but_itself_and_is_logged_once(caplog):
+def test_a_listener_that_raises_is_logged_once_and_affects_no_other(caplog):
     def broken() -> None:
         raise RuntimeError("Event loop is closed")
 
-    channel, told = OutputChannel(), []
+    channel, calls = OutputChannel(), []
     channel.listen(broken)
-    channel.listen(lambda: told.append(1))
+    channel.listen(lambda: calls.append(1))
     fill(channel, 5)
     channel.finish(DONE)
-    assert told == [1]
+    assert calls == [1]
     assert channel.wait() == DONE
     assert caplog.text.count("RuntimeError: Event loop is closed") == 1
 
 
-def test_an_iterator_that_garbage_collection_finds_inside_the_lock_leaves():
+def test_garbage_collection_of_an_iterator_inside_the_lock_does_not_deadlock():
     channel = OutputChannel(max_unread=2)
     drained = counted(channel)
 
     def forget() -> None:
         cycle = [reader_of(channel)]
         next(cycle[0])
-        cycle.append(cycle)  # only the collector finds it
+        cycle.append(cycle)  # only the garbage collector frees it
 
     fill(channel, 1)
     gc.disable()
@@ -314,7 +314,7 @@ def test_an_iterator_that_garbage_collection_finds_inside_the_lock_leaves():
         forget()
         fill(channel, 2, 1)
         assert channel.paused
-        with channel._lock:  # as if it came by while this channel is at work
+        with channel._lock:  # as if garbage were collected inside the channel
             gc.collect()
     finally:
         gc.enable()

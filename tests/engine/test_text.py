@@ -26,7 +26,7 @@ def spelled(text: str) -> list[int]:
 
 @given(st.text(max_size=30), st.text(max_size=5))
 @settings(max_examples=40, deadline=None)
-def test_the_pieces_are_the_text_and_none_is_half_a_character(text, context):
+def test_chunks_join_to_the_text_and_none_is_half_a_character(text, context):
     detokenizer = Detokenizer(TOKENIZER, spelled(context))
     pieces = [detokenizer.push(token) for token in spelled(text)]
     whole = "".join(pieces) + detokenizer.flush()
@@ -34,7 +34,7 @@ def test_the_pieces_are_the_text_and_none_is_half_a_character(text, context):
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-def test_bytes_that_are_no_characters_come_out_as_the_decoder_writes_them():
+def test_invalid_bytes_appear_as_the_decoder_writes_them():
     rng = random.Random(0)
     for _ in range(50):
         tokens = [rng.randrange(256) for _ in range(40)]
@@ -45,7 +45,7 @@ def test_bytes_that_are_no_characters_come_out_as_the_decoder_writes_them():
 
 @given(st.text(alphabet="abé", max_size=25), st.lists(st.text(alphabet="abé", min_size=1, max_size=4), max_size=3))
 @settings(max_examples=80, deadline=None)
-def test_text_ends_before_the_first_stop_string_and_shows_no_part_of_it(text, stops):
+def test_text_ends_before_the_first_stop_string(text, stops):
     stream = TextStream(TOKENIZER, [], stops)
     shown = ""
     for token in spelled(text):
@@ -62,7 +62,7 @@ def test_text_ends_before_the_first_stop_string_and_shows_no_part_of_it(text, st
     assert stream.stopped == bool(ends)
 
 
-def test_nothing_that_cannot_become_a_stop_string_is_held_back():
+def test_text_that_cannot_become_a_stop_string_is_not_held_back():
     stream = TextStream(TOKENIZER, [], ["ab!"])
     assert [stream.push(token) for token in spelled("xabcab")] == ["x", "", "", "abc", "", ""]
     assert stream.flush() == "ab"

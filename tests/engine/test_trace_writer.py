@@ -1,4 +1,4 @@
-"""What an engine that records leaves behind: a trace that is true, there at once, readable, and silent about texts."""
+"""The trace of a recording engine: correct, written at once, readable, and without text."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def conversations(seed: int, count: int, sessions: int, system: int = 12) -> list[list[int]]:
-    """Prompts of conversations that grow in turns, all behind one system prompt; the busiest ones ask most."""
+    """Prompts of conversations that grow in turns after one system prompt; some are used more often."""
     rng = random.Random(seed)
-    said = [tokens(system) for _ in range(sessions)]
+    histories = [tokens(system) for _ in range(sessions)]
     prompts = []
     for _ in range(count):
-        who = min(int(rng.expovariate(0.3)), sessions - 1)
-        if len(said[who]) > 60:
-            said[who] = tokens(system)
-        said[who] += rng.choices(range(49), k=rng.randint(1, 9))
-        prompts.append(list(said[who]))
+        at = min(int(rng.expovariate(0.3)), sessions - 1)
+        if len(histories[at]) > 60:
+            histories[at] = tokens(system)
+        histories[at] += rng.choices(range(49), k=rng.randint(1, 9))
+        prompts.append(list(histories[at]))
     return prompts
 
 
-# ---- what is in it
+# ---- contents
 
 
 def test_ids_are_equal_where_the_engine_hits(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_replay_at_the_pools_size_hits_as_the_engine_did(tmp_path: Path) -> No
         for prompt in conversations(2, 400, 12):
             engine.generate([prompt], ONE)
         cache = engine.stats().cache
-    mine = cache.hit_tokens / cache.query_tokens  # of tokens; a replay knows whole blocks
+    mine = cache.hit_tokens / cache.query_tokens  # of tokens; a replay has whole blocks
     half, same, infinite = (
         replay(read(path), blocks, "lru", block_tokens=4).token_hit_rate for blocks in (20, 40, 2000)
     )
@@ -97,8 +97,8 @@ def test_a_replay_at_the_pools_size_hits_as_the_engine_did(tmp_path: Path) -> No
     assert infinite > mine + 0.1
 
 
-def test_nothing_that_was_said_is_in_it(tmp_path: Path) -> None:
-    """The fields are these, and the same prompts have other ids in the next file: their key is not written anywhere."""
+def test_a_trace_has_no_text_and_no_token_id(tmp_path: Path) -> None:
+    """The same prompts have other ids in the next file: the key is not written."""
     paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for path in paths:
         engine, _ = make_engine(64, 4, record=path)
@@ -129,7 +129,7 @@ def test_ids_are_equal_exactly_as_long_as_all_tokens_so_far_are(one: list[int], 
     assert not set(ids[0]) & set(block_ids(np.array(one, np.int32), size, bytes([1] * 32)))
 
 
-def test_how_requests_ended_and_what_never_came_in(tmp_path: Path) -> None:
+def test_a_trace_has_the_ends_of_requests_and_no_request_that_was_never_admitted(tmp_path: Path) -> None:
     world = World(64)
     recording = TraceWriter(tmp_path / "t", 4)
     world.core.observers.append(recording)
@@ -137,7 +137,7 @@ def test_how_requests_ended_and_what_never_came_in(tmp_path: Path) -> None:
     many = world.submit(tokens(6, 1), ONE.but(max_tokens=3, n=2, temperature=1.0))
     cancelled = world.submit(tokens(7, 2), ONE.but(max_tokens=30), session=4)
     only = world.submit(tokens(8, 3), ONE, session=12)
-    only.max_tokens = 0  # as `warm` asks
+    only.max_tokens = 0  # like a request of `warm`
     world.step()
     world.step()
     late = world.submit(tokens(9, 4), ONE)
@@ -153,11 +153,11 @@ def test_how_requests_ended_and_what_never_came_in(tmp_path: Path) -> None:
     assert only.channel.ended
 
 
-# ---- when
+# ---- time
 
 
-def test_a_request_is_written_when_it_ends_whoever_still_runs(tmp_path: Path) -> None:
-    """What a killed process leaves: nothing is closed, and the first request has not ended."""
+def test_a_request_is_written_when_it_ends_although_others_run(tmp_path: Path) -> None:
+    """As after a kill: the writer is not closed, and the first request has not ended."""
     path, world = tmp_path / "t", World(64)
     recording = TraceWriter(path, 4)
     world.core.observers.append(recording)
@@ -174,7 +174,7 @@ def test_a_request_is_written_when_it_ends_whoever_still_runs(tmp_path: Path) ->
     assert [line["input_length"] for line in lines(path)][3:] == [20]
 
 
-def test_what_came_first_is_replayed_first_though_its_line_is_last(tmp_path: Path) -> None:
+def test_requests_are_replayed_in_order_of_arrival_not_of_lines(tmp_path: Path) -> None:
     path, world = tmp_path / "t", World(64)
     recording = TraceWriter(path, 4)
     world.core.observers.append(recording)
@@ -196,18 +196,18 @@ def test_what_came_first_is_replayed_first_though_its_line_is_last(tmp_path: Pat
 
 
 def until(there: Callable[[], bool]) -> None:
-    """Wait for another thread, but not for ever."""
+    """Wait for another thread, within a limit."""
     deadline = time.monotonic() + 60
     while not there():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.001)
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 class SmallDisk:
-    """A file on a disk that takes so many bytes and no more."""
+    """A file on a disk with room for a few bytes."""
 
     def __init__(self, raw: Any, room: int) -> None:
         self.raw, self.room = raw, room
@@ -235,14 +235,14 @@ def test_a_full_disk_ends_the_recording_with_one_warning_and_no_request(
             assert len(engine.generate([tokens(9, seed)], ONE)[0].token_ids) == 1
         recording._thread.join(10)
         engine.generate([tokens(9)], ONE)
-    said = [record.message for record in caplog.records if record.name == trace_writer.__name__]
-    assert len(said) == 1
-    assert "No space left" in said[0]
+    warnings = [record.message for record in caplog.records if record.name == trace_writer.__name__]
+    assert len(warnings) == 1
+    assert "No space left" in warnings[0]
     assert 0 < len(lines(path)) < 40
     assert path.read_bytes().endswith(b"}\n")
 
 
-def test_a_disk_that_hangs_costs_no_memory_without_end_and_no_engine(
+def test_a_disk_that_hangs_costs_bounded_memory_and_the_engine_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace_writer, "MAX_QUEUED", 5)
@@ -263,7 +263,7 @@ def test_a_disk_that_hangs_costs_no_memory_without_end_and_no_engine(
     assert not recording._thread.is_alive()
 
 
-def test_an_engine_that_nobody_closes_leaves_whole_lines(tmp_path: Path) -> None:
+def test_an_engine_that_is_never_closed_leaves_whole_lines(tmp_path: Path) -> None:
     engine, _ = make_engine(64, 4, record=tmp_path / "trace.jsonl")
     engine.generate([tokens(9)], ONE)
     finalizer = engine._finalizer
@@ -273,7 +273,7 @@ def test_an_engine_that_nobody_closes_leaves_whole_lines(tmp_path: Path) -> None
     assert len(lines(tmp_path / "trace.jsonl")) == 1
 
 
-def test_namespaces_are_forgotten_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keys_of_many_namespaces_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_writer, "MAX_NAMESPACES", 2)
     engine, _ = make_engine(64, 4, record=tmp_path / "t")
     with engine:
@@ -281,18 +281,18 @@ def test_namespaces_are_forgotten_in_the_end(tmp_path: Path, monkeypatch: pytest
             engine.generate([tokens(4)], ONE, namespace=owner)
     ids = [line["hash_ids"][0] for line in lines(tmp_path / "t")]
     assert ids[0] == ids[2] == ids[4]
-    assert len(set(ids)) == 4, "b came back as somebody else"
+    assert len(set(ids)) == 4, "b has a new key"
 
 
-# ---- where it is written
+# ---- the file
 
 
-@pytest.mark.parametrize(("record", "said"), [("there", "exists"), ("no/where", "no folder"), (7, "names a file")])
-def test_a_file_that_cannot_be_begun_is_refused_before_the_model_is_loaded(
-    tmp_path: Path, record: Any, said: str
+@pytest.mark.parametrize(("record", "message"), [("there", "exists"), ("no/where", "no folder"), (7, "names a file")])
+def test_a_file_that_cannot_be_created_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, record: Any, message: str
 ) -> None:
     (tmp_path / "there").write_text("precious\n")
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=message):
         Engine.load("no such model", record=tmp_path / record if isinstance(record, str) else record)
     assert (tmp_path / "there").read_text() == "precious\n"
 
