@@ -194,6 +194,11 @@ class EngineConfig:
         return float(self.scrub)
 
 
+EngineConfig.__doc__ = f"{EngineConfig.__doc__}\n" + "".join(
+    f"    {each.name:20}{each.metadata['help']}\n" for each in fields(EngineConfig)
+)
+
+
 def settings_in(arguments: object) -> EngineConfigFields:
     """The attributes of `arguments` that are settings, such as the options of a command."""
     found = {each.name: getattr(arguments, each.name) for each in fields(EngineConfig) if hasattr(arguments, each.name)}
