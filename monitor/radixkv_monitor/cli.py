@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.once and not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         print("radixkv-monitor: this is no terminal to draw on; --once prints a summary", file=sys.stderr)
         return MISUSED
-    if arguments.sort is not None and (complaint := _no_order(arguments.sort)):
+    if arguments.sort is not None and (complaint := _unknown_order(arguments.sort)):
         print(f"radixkv-monitor: {complaint}", file=sys.stderr)
         return MISUSED
     feed = _feed(arguments)
@@ -109,7 +109,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return _once(feed, as_json=arguments.json) if arguments.once else _draw(feed, arguments)
 
 
-def _no_order(name: str) -> str:
+def _unknown_order(name: str) -> str:
     """Return an error message if no view can be sorted by `name`, else an empty text."""
     from radixkv_monitor.views import sorts
 

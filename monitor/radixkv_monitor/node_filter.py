@@ -34,7 +34,7 @@ class NodeFilter:
     least: int = 0  # tokens
     states: frozenset[str] = field(default_factory=frozenset)  # any of them
 
-    def fits(self, node: NodeRecord, namespace: str | None, session: int | None) -> bool:
+    def matches(self, node: NodeRecord, namespace: str | None, session: int | None) -> bool:
         """Return whether a node matches, by its namespace and the session that held it last. A root matches only by its
         name.
         """
@@ -46,8 +46,8 @@ class NodeFilter:
             return False
         if self.ids and not _has_run(node.head, self.ids):
             return False
-        hay = f"{namespace or 'default'}\n{node.text or ''}".lower()
-        return all(word in hay for word in self.words)
+        searched = f"{namespace or 'default'}\n{node.text or ''}".lower()
+        return all(word in searched for word in self.words)
 
 
 def parse(line: str) -> NodeFilter | None:

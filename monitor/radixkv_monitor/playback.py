@@ -34,8 +34,8 @@ class Playback:
             return None
         now = state.now if self.frozen else self.feed.now
         stale = self.feed.status.link == "stale"
-        mine = self._baseline is not None and self._baseline.engine == state.facts.engine
-        baseline = self._baseline if mine else state.baseline
+        same_engine = self._baseline is not None and self._baseline.engine == state.facts.engine
+        baseline = self._baseline if same_engine else state.baseline
         self._shown = replace(state, now=now, stale=stale, frozen=self.frozen, baseline=baseline)
         return self._shown
 
@@ -97,9 +97,9 @@ class Playback:
     @property
     def banner(self) -> tuple[str, str]:
         """Return notices, the most important first, and their kind: "bad", "warn" or "info"."""
-        said = [each for each in (self._source_text(), self._position_text(), self._recording_text()) if each]
+        notices = [each for each in (self._source_text(), self._position_text(), self._recording_text()) if each]
         kind = "bad" if self.feed.status.link == "stale" else "warn" if self.frozen else "info"
-        return "; ".join(said), kind
+        return "; ".join(notices), kind
 
     def _source_text(self) -> str:
         status = self.feed.status

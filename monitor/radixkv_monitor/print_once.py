@@ -44,9 +44,9 @@ def first_state(feed: Feed, patience: float) -> State:
 def to_dict(state: State) -> dict[str, Any]:
     """Return the verdict, the summary, the engine's facts, and all counters, for scripts."""
     summary = summarise(state)
-    said = verdict(state, summary)
+    judgement = verdict(state, summary)
     return {
-        "verdict": {"level": said.level, "sentence": said.sentence},
+        "verdict": {"level": judgement.level, "sentence": judgement.sentence},
         "time": state.time,
         "engine": asdict(state.facts),
         "summary": summary.as_dict(),

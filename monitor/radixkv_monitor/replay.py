@@ -128,8 +128,8 @@ class FileFeed(ThreadFeed):
             head = self._head
         state = self._player.at(head)
         at_end = head >= span[1] and sentence != "reading the recording"
-        said = self.builder.end_reason or "" if at_end else ""
-        self._shown = state if state is None else replace(state, end_reason=said)
+        reason = self.builder.end_reason or "" if at_end else ""
+        self._shown = state if state is None else replace(state, end_reason=reason)
         self._status = Status("ended" if at_end else "replay", span[0], sentence if at_end else "")
         if at_end:
             self.playing = False

@@ -133,7 +133,7 @@ def summarise(state: State) -> Summary:
     def rate(name: str) -> float | None:
         return per_second(state, history, name)
 
-    evicting, telling = rate("cache.evicted_tokens"), rate("monitor_ns")
+    evicting, telemetry = rate("cache.evicted_tokens"), rate("monitor_ns")
     hits = [each for each in (*state.ended.values(), *state.live.values()) if each.ttft is not None]
     seconds, steps, tokens = (_recent(history, name, now) for name in ("step_seconds", "steps", "step_tokens"))
     return Summary(
@@ -165,7 +165,7 @@ def summarise(state: State) -> Summary:
         coalesced_requests=total("coalesced_requests"),
         audited_blocks=total("audited_blocks"),
         differing_blocks=total("differing_blocks"),
-        telemetry_share=_of_life(state, "monitor_ns") / 1e9 if telling is None else telling / 1e9,
+        telemetry_share=_of_life(state, "monitor_ns") / 1e9 if telemetry is None else telemetry / 1e9,
         watched=minute.watched,
     )
 

@@ -57,9 +57,9 @@ def say(child: subprocess.Popen[str]) -> None:
     child.stdin.flush()
 
 
-async def until(what: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + DEADLINE
-    while not what():
+    while not condition():
         assert time.monotonic() < end, "it did not come"
         await asyncio.sleep(0.05)
 
@@ -114,9 +114,9 @@ def test_the_command_says_the_same_to_scripts(engine: subprocess.Popen[str], fol
         timeout=DEADLINE,
         check=True,
     )
-    told = json.loads(said.stdout)
-    assert told["engine"]["pid"] == engine.pid
-    pool = told["summary"]["pool"]
+    printed = json.loads(said.stdout)
+    assert printed["engine"]["pid"] == engine.pid
+    pool = printed["summary"]["pool"]
     assert pool["free"] == truth["cache"]["free_blocks"]
     assert pool["cached"] == truth["cache"]["cached_blocks"]
 

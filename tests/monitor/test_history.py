@@ -12,7 +12,7 @@ from radixkv_monitor.state import Sample
 STEPS = st.lists(st.tuples(st.floats(0.01, 30), st.integers(0, 1000)), min_size=1, max_size=40)
 
 
-def told(steps: list[tuple[float, int]]) -> tuple[Sample, ...]:
+def samples_of(steps: list[tuple[float, int]]) -> tuple[Sample, ...]:
     sampler, time, counter = Sampler(), 1000.0, 0
     for pause, more in steps:
         time += pause
@@ -23,7 +23,7 @@ def told(steps: list[tuple[float, int]]) -> tuple[Sample, ...]:
 
 @given(STEPS, st.floats(1, 900), st.integers(1, 100))
 def test_the_parts_of_a_series_add_up(steps: list[tuple[float, int]], seconds: float, points: int) -> None:
-    history = told(steps)
+    history = samples_of(steps)
     now = history[-1].time
     parts = series(history, "n", now, seconds, points)
     assert len(parts) == points
@@ -35,7 +35,7 @@ def test_the_parts_of_a_series_add_up(steps: list[tuple[float, int]], seconds: f
 
 @given(STEPS)
 def test_samples_are_in_order_and_the_last_is_what_was_told_last(steps: list[tuple[float, int]]) -> None:
-    history = told(steps)
+    history = samples_of(steps)
     times = [sample.time for sample in history]
     assert times == sorted(times)
     assert history[-1].stats["n"] == sum(more for _, more in steps)

@@ -61,8 +61,8 @@ def test_the_lists_have_the_keys_of_lists_and_no_others() -> None:
 
 def test_every_option_is_in_the_manual() -> None:
     options = {name for action in _parser()._actions for name in action.option_strings if name.startswith("--")}
-    told = set(re.findall(r"^\| `(--\w+)", part("## Start"), re.MULTILINE))
-    assert told == options - {"--help"}
+    documented = set(re.findall(r"^\| `(--\w+)", part("## Start"), re.MULTILINE))
+    assert documented == options - {"--help"}
 
 
 def test_every_view_has_its_place_in_the_manual() -> None:

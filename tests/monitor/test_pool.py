@@ -64,7 +64,7 @@ def text(view: PoolView, part: str) -> str:
     return str(view.query_one(part, Static).content).replace("\N{NO-BREAK SPACE}", " ")
 
 
-def told(view: PoolView) -> str:
+def description(view: PoolView) -> str:
     detail = view.query_one(DetailPane).detail
     assert detail is not None
     return "\n".join([detail.title, *(f"{name}: {value}" for name, value in detail.facts), *detail.notes])
@@ -87,7 +87,7 @@ def test_states_are_on_screen_with_signs_and_counts(size: tuple[int, int]) -> No
 def test_arrows_move_and_say_block_and_node(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
         await pilot.press("right", "l", "left")
-        assert view.block == 1 and "Block 1" in told(view) and "node 2" in told(view)
+        assert view.block == 1 and "Block 1" in description(view) and "node 2" in description(view)
         await pilot.press("h", "left", "left")
         assert view.block == 0
         await pilot.press("end")
@@ -110,7 +110,9 @@ def test_n_goes_to_the_next_owner_and_enter_shows_its_node(size: tuple[int, int]
             await pilot.press("n")
             seen.append(view.block)
         assert seen == [4, 8, 10, 20, 21, 30]
-        assert "Private to request 12, stream 0 (decode)" in told(view) and "48 to 56 of its text" in told(view)
+        assert "Private to request 12, stream 0 (decode)" in description(
+            view
+        ) and "48 to 56 of its text" in description(view)
         await pilot.press("enter", "N", "N")
         assert view.block == 20
 
@@ -159,7 +161,7 @@ def test_zoom_keeps_the_cursor_on_its_block(size: tuple[int, int]) -> None:
 def test_a_click_chooses_a_block_and_a_second_one_shows_its_node() -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
         await pilot.click(view.map, offset=(GUTTER + 9, 0))
-        assert view.block == 9 and "active" in told(view)
+        assert view.block == 9 and "active" in description(view)
         await pilot.click(view.map, offset=(GUTTER + 9, 0))
         await pilot.click(view.map, offset=(2, 0))
         await pilot.click(view.map, offset=(GUTTER + 5, 9))
@@ -187,7 +189,7 @@ def test_what_others_select_is_lit_and_found() -> None:
 def test_a_cell_of_many_blocks_says_what_they_are() -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
         assert view.map.per > 1
-        assert f"first of {view.map.per} in its cell" in told(view) and "4 cached" in told(view)
+        assert f"first of {view.map.per} in its cell" in description(view) and "4 cached" in description(view)
 
     run(script, small(100_000))
 
@@ -236,8 +238,8 @@ def test_token_spans_and_owners_of_a_block() -> None:
     deeper = node(5, (20, 1), start=40, tokens=5)
     shown = replace(shown, nodes={**shown.nodes, 5: deeper})
     blocks.update(shown)
-    told = detail.block_detail(blocks, 20, 1)
-    assert ("owners", "node 5, node 3") in told.facts and ("tokens", "32 to 45 of its text") in told.facts
+    description = detail.block_detail(blocks, 20, 1)
+    assert ("owners", "node 5, node 3") in description.facts and ("tokens", "32 to 45 of its text") in description.facts
     assert detail.token_span(shown, 3, 9) == (16, 32) and detail.token_span(shown, 3, 50) is None
     assert detail.block_detail(blocks, 999, 1).title == "No block"
     assert "1 pin" in detail.block_detail(blocks, 50, 1).notes[0]

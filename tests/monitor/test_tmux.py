@@ -99,10 +99,10 @@ class Terminal:
         text = self.text()
         return all(word in text for word in words)
 
-    def wait(self, true: Callable[[], object], what: str) -> None:
+    def wait(self, true: Callable[[], object], expected: str) -> None:
         end = time.monotonic() + DEADLINE
         while not true():
-            assert time.monotonic() < end, f"waited in vain for {what}:\n{self.text()}"
+            assert time.monotonic() < end, f"waited in vain for {expected}:\n{self.text()}"
             time.sleep(0.05)
 
     def wait_for(self, *words: str) -> None:
@@ -193,13 +193,13 @@ def test_every_view_of_the_demo_says_what_was_told() -> None:
         large = look_through(tty, 160)
         tty.press("q")
         tty.wait_for("status 0.")
-        told = [
+        recorded = [
             {digit: count(mirror) for digit, (_, count) in TRUTHS.items()}
             for mirror in mirrors(tty.folder / "demo.rec")
         ]
         for digit, (pattern, _) in TRUTHS.items():
             for said in (small, large):
-                assert number(pattern, said[digit]) in {each[digit] for each in told}, VIEWS[digit]
+                assert number(pattern, said[digit]) in {each[digit] for each in recorded}, VIEWS[digit]
 
 
 @pytest.mark.parametrize("way", ["q", "C-c", "SIGTERM", "SIGHUP", "SIGINT"])

@@ -334,40 +334,42 @@ def test_export_has_the_rows_as_they_are_shown() -> None:
 # ---- accounts
 
 
-def account(shown: State, number: int) -> str:
+def described(shown: State, number: int) -> str:
     rows = TreeRows()
     rows.update(shown.nodes)
-    told = detail.node_detail(shown, rows.branches[number])
-    return "\n".join([told.title, *(f"{name}: {value}" for name, value in told.facts), *told.notes])
+    description = detail.node_detail(shown, rows.branches[number])
+    return "\n".join(
+        [description.title, *(f"{name}: {value}" for name, value in description.facts), *description.notes]
+    )
 
 
 def test_why_a_node_is_held() -> None:
     shown = small()
-    assert "Not held. Evictable after its descendants (1 node)." in account(shown, 3)
-    assert "Evictable now" in account(shown, 5) and "Eviction takes 1 node before it." in account(shown, 5)
-    assert "Eviction takes it next" in account(shown, 4) and "Marked as done by its user" in account(shown, 4)
+    assert "Not held. Evictable after its descendants (1 node)." in described(shown, 3)
+    assert "Evictable now" in described(shown, 5) and "Eviction takes 1 node before it." in described(shown, 5)
+    assert "Eviction takes it next" in described(shown, 4) and "Marked as done by its user" in described(shown, 4)
     nodes = {**shown.nodes, 2: node(2, 1, locks=1), 3: node(3, 2, 32, 100, locks=3, holders=3)}
     nodes[4] = node(4, 2, 32, 500, locks=1)
     held = replace(shown, nodes=nodes, sequences={9: SequenceRecord(9, None, 0, 3, 132, 0, (), 0.0)})
-    assert "Held by sequence 9 without a request." in account(held, 3)
-    assert "2 holders that the engine did not report" in account(held, 3)
-    assert "locked children, nodes 3, 4: sequence 9 without a request, at node 3." in account(held, 2)
-    assert "Namespace team" in account(shown, 1)
+    assert "Held by sequence 9 without a request." in described(held, 3)
+    assert "2 holders that the engine did not report" in described(held, 3)
+    assert "locked children, nodes 3, 4: sequence 9 without a request, at node 3." in described(held, 2)
+    assert "Namespace team" in described(shown, 1)
 
 
 def test_the_eviction_order_is_the_one_that_the_engine_sent() -> None:
     shown = small(next_victims=(5, 4))
     assert detail.next_to_go(shown) == "next victim: node 5 (2 blocks, idle 7.0 s)"
-    assert "Eviction takes it next" in account(shown, 5) and "Eviction takes 1 node before it." in account(shown, 4)
-    assert "Eviction takes at least 1 node before it." in account(replace(shown, next_victims=(5,)), 4)
-    assert "Eviction takes" not in account(shown, 3), "eviction takes leaves"
+    assert "Eviction takes it next" in described(shown, 5) and "Eviction takes 1 node before it." in described(shown, 4)
+    assert "Eviction takes at least 1 node before it." in described(replace(shown, next_victims=(5,)), 4)
+    assert "Eviction takes" not in described(shown, 3), "eviction takes leaves"
     assert detail.next_to_go(replace(shown, next_victims=())) == "nothing is evictable"
 
 
 def test_without_an_order_from_the_engine_none_is_shown() -> None:
     shown = small(next_victims=None)
     assert detail.next_to_go(shown) == "eviction order unknown"
-    assert "The eviction order is unknown" in account(shown, 5) and "Eviction takes" not in account(shown, 5)
+    assert "The eviction order is unknown" in described(shown, 5) and "Eviction takes" not in described(shown, 5)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -100,10 +100,10 @@ class OverviewView(View):
         return self.query_one(f"#{name}", Panel)
 
     def _draw_verdict(self, state: State, summary: Summary) -> None:
-        said = verdict(state, summary)
+        judgement = verdict(state, summary)
         colours = {"good": "success", "idle": "primary", "warn": "warning", "bad": "error"}
-        style = Style(color=self.app.theme_variables.get(colours[said.level]), bold=True)
-        if self._panel("verdict").show([Text(f"{SIGNS[said.level]} {said.sentence}", style)]):
+        style = Style(color=self.app.theme_variables.get(colours[judgement.level]), bold=True)
+        if self._panel("verdict").show([Text(f"{SIGNS[judgement.level]} {judgement.sentence}", style)]):
             self.call_after_refresh(self._draw)  # its height may change, which changes the room for the cards
 
     def _pool(self, panel: Panel, state: State, summary: Summary) -> list[Text]:
@@ -178,12 +178,12 @@ def _span(state: State, history: Sequence[Sample]) -> tuple[float, str]:
 def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """The share of prompt tokens that were cached, over three spans."""
     width, height = _spark_room(panel, 2)
-    span, spoken = _span(state, history)
+    span, span_name = _span(state, history)
     asked = counters.series(history, "prompt_tokens", state.now, span, width)
     found = counters.series(history, "cached_tokens", state.now, span, width)
     rates = [hits / tokens if tokens >= 1 else None for hits, tokens in zip(found, asked, strict=True)]
     return [
-        panel.title("Hit rate", f"of prompt tokens, {spoken}"),
+        panel.title("Hit rate", f"of prompt tokens, {span_name}"),
         panel.numbers(
             (str(summary.hit_minute), "1 min"), (str(summary.hit_run), "run"), (str(summary.hit_lifetime), "lifetime")
         ),
@@ -226,9 +226,9 @@ def _gain(summary: Summary) -> str:
 def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Tokens per second, and steps."""
     width, height = _spark_room(panel, 3)
-    span, spoken = _span(state, history)
+    span, span_name = _span(state, history)
     return [
-        panel.title("Tokens per second", f"output, {spoken}"),
+        panel.title("Tokens per second", f"output, {span_name}"),
         panel.numbers(
             (short(summary.output_per_second), "output"),
             (short(summary.computed_per_second), "computed"),
@@ -244,9 +244,9 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
 def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Requests now and so far."""
     width, height = _spark_room(panel, 3)
-    span, spoken = _span(state, history)
+    span, span_name = _span(state, history)
     return [
-        panel.title("Requests", f"running, {spoken}"),
+        panel.title("Requests", f"running, {span_name}"),
         panel.numbers(
             (count(summary.running), "running"),
             (count(summary.waiting), "waiting"),
@@ -260,9 +260,9 @@ def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
 def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Evicted tokens, and those that were requested again."""
     width, height = _spark_room(panel, 3)
-    span, spoken = _span(state, history)
+    span, span_name = _span(state, history)
     return [
-        panel.title("Evictions", f"tokens, {spoken}"),
+        panel.title("Evictions", f"tokens, {span_name}"),
         panel.numbers((short(summary.evicted_per_second), "tokens/s"), (str(summary.regret_minute), "regret in 1 min")),
         *panel.spark(counters.series(history, "cache.evicted_tokens", state.now, span, width), height),
         panel.numbers(

@@ -153,7 +153,7 @@ class RequestsView(TableView[RequestRow]):
 
     def detail(self, row: RequestRow, state: State) -> Content:
         """Describe the request, its miss, and its times."""
-        return Content("\n".join((_whose(row.request), miss_sentence(row.request), _times(row))))
+        return Content("\n".join((_origin(row.request), miss_sentence(row.request), _times(row))))
 
     def selected(self, selection: Selection) -> Hashable:
         """Return the number of the selected request."""
@@ -165,7 +165,7 @@ class RequestsView(TableView[RequestRow]):
             self.post_message(RequestSelected(event.key))
 
 
-def _whose(request: RequestRecord) -> str:
+def _origin(request: RequestRecord) -> str:
     parts = [f"Request #{request.number}"]
     parts += [f"session #{request.session}"] * (request.session is not None)
     parts += [f"namespace {request.namespace}"] * (request.namespace is not None)

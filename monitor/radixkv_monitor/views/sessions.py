@@ -120,6 +120,6 @@ def _by_namespace(rows: Sequence[SessionRow]) -> str:
         found[name] += row.session.cached_tokens
     if len(asked) < 2:
         return ""
-    said = ", ".join(f"{name} {share(found[name], tokens)}" for name, tokens in asked.most_common(MOST_NAMED))
+    named = ", ".join(f"{name} {share(found[name], tokens)}" for name, tokens in asked.most_common(MOST_NAMED))
     more = len(asked) - MOST_NAMED
-    return f" · {said}" + (f", {more:,} more" if more > 0 else "")
+    return f" · {named}" + (f", {more:,} more" if more > 0 else "")

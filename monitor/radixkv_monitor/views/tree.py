@@ -23,7 +23,7 @@ from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.flat_tree import FlatTree
 from radixkv_monitor.widgets.tree_row import RowContext
 
-MANY, SOON = 1000, 0.39
+LARGE_TREE, MIN_INTERVAL = 1000, 0.39
 """From this many nodes on, a tree is drawn at most once in this many seconds."""
 WIDE = 120
 """The width from which the description is at the right of the tree, not below it."""
@@ -113,9 +113,9 @@ class TreeView(FilteredView):
     def _can_skip(self, state: State) -> bool:
         """Return whether a large tree can wait for the next state, which arrives within a second while live."""
         last = self._state
-        if last is None or last.line != state.line or state.frozen or state.stale or len(state.nodes) < MANY:
+        if last is None or last.line != state.line or state.frozen or state.stale or len(state.nodes) < LARGE_TREE:
             return False
-        return 0 <= state.now - last.now < SOON
+        return 0 <= state.now - last.now < MIN_INTERVAL
 
     def _draw(self, state: State, before: Sequence[Row] | None) -> None:
         top = self.rows.branches[0]
@@ -140,8 +140,8 @@ class TreeView(FilteredView):
     def _update_detail(self, state: State) -> None:
         branch = self.lines.cursor
         nothing = "No node matches the filter" if self.rows.is_filtered and state.nodes else "Nothing is cached"
-        told = Detail(nothing) if branch is None else detail.node_detail(state, branch)
-        self.query_one(DetailPane).show_detail(told)
+        description = Detail(nothing) if branch is None else detail.node_detail(state, branch)
+        self.query_one(DetailPane).show_detail(description)
 
     def select(self, selection: Selection) -> None:
         """Move the cursor to the node that another view selected."""
@@ -211,15 +211,15 @@ class TreeView(FilteredView):
             self._filter_error = str(error)
         else:
             before = self.rows.rows
-            self.rows.filter(None if self._filter is None else self._fits)
+            self.rows.filter(None if self._filter is None else self._matches)
             if self._state is not None:
                 self._draw(self._state, before)
         if self._state is not None:
             self._update_text(self._state)
 
-    def _fits(self, branch: Branch) -> bool:
+    def _matches(self, branch: Branch) -> bool:
         matching = self._filter
-        return matching is None or matching.fits(branch.node, branch.namespace, self._sessions.of(branch.node.id))
+        return matching is None or matching.matches(branch.node, branch.namespace, self._sessions.of(branch.node.id))
 
     @on(Input.Submitted)
     def _entered(self, event: Input.Submitted) -> None:

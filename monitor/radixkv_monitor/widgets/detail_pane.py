@@ -68,8 +68,8 @@ def _text(detail: Detail, width: int) -> Content:
     for place, (name, value) in enumerate(fits):
         parts += ["\n" if place % across == 0 else "   ", _name(name, names), f"{value:<{widest}}"]
     for name, value in long:
-        hung = wrap(value, max(8, width - names - 2)) or [""]
-        parts += ["\n", _name(name, names), f"\n{' ' * (names + 2)}".join(hung)]
+        folded = wrap(value, max(8, width - names - 2)) or [""]
+        parts += ["\n", _name(name, names), f"\n{' ' * (names + 2)}".join(folded)]
     return Content.assemble(*parts)
 
 

@@ -7,7 +7,7 @@ exported by that value. A cell is pieces of text, each in one of the named style
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.cells import cell_len, set_cell_size
@@ -63,11 +63,12 @@ class Column(Generic[Row]):
     grows: bool = False
     most: int = 1000
 
-    def draw(self, row: Row, width: int) -> Cell:
-        """Return the row's cell, `width` cells wide."""
-        if self.cell is not None:
-            return self.cell(row, width)
-        return [(self.text(self.value(row)), self.style)]
+    draw: Callable[[Row, int], Cell] = field(init=False)
+    """Returns the cell of a row in a given width. Set once, because a screen draws a thousand cells."""
+
+    def __post_init__(self) -> None:
+        value, text, style = self.value, self.text, self.style
+        object.__setattr__(self, "draw", self.cell or (lambda row, _: [(text(value(row)), style)]))
 
     def key(self, row: Row) -> Any:
         """Return the sort key of a row; rows with None come last."""
