@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixkv.cli.entry_point import INTERRUPTED
+from radixkv.config import settings_in
 from radixkv.errors import InvalidInput
 from radixkv_traces.cli import add_trace, name_of, positive, source, window
 from radixkv_traces.formats import Request, TraceRequest, open_trace
@@ -175,18 +176,9 @@ def _pace(arguments: argparse.Namespace) -> Pace:
 
 
 def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for `Engine.load`."""
-    given = {
-        "kv_memory": arguments.kv_memory,
-        "num_blocks": arguments.num_blocks,
-        "block_size": arguments.block_size,
-        "eviction": arguments.eviction,
-        "max_sequences": arguments.max_sequences,
-        "attention": arguments.attention,
-        "device": arguments.device,
-        "dtype": arguments.dtype,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    """Return the settings that were given, for `Engine.load`; `--seed` is for token ids, not for the engine."""
+    given = settings_in(arguments).items()
+    return {name: value for name, value in given if value is not None and name != "seed"}
 
 
 def _extra_body(arguments: argparse.Namespace) -> Mapping[str, Any]:
