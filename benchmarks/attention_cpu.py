@@ -1,20 +1,21 @@
-"""What attention along the tree costs on one CPU thread, beside torch's own attention over KV laid out for it.
+"""Measure attention along the tree on one CPU thread against torch's own attention over contiguous KV.
 
-One layer's shapes are those of a 100M Llama (12 query heads, 4 KV heads of 64, float32); 12 layers take turns, so that
-KV comes from memory as it does in a model. Each row calls `radixkv.attention` as a model does, once per layer.
+One layer has the shapes of a 100M Llama (12 query heads, 4 KV heads of 64, float32). 12 layers take turns, so that KV
+comes from memory as it does in a model. Each row calls `radixkv.attention` as a model does, once per layer.
 
   shared    8 sequences decode over a common prefix of 4096 tokens and 256 of their own. Peer: each sequence alone, its
-            blocks gathered, then `scaled_dot_product_attention`. Bar: 2.5x faster. Stated too: the same peer over KV
-            that needs no gathering.
+            blocks gathered, then `scaled_dot_product_attention`. Bar: 2.5x faster. The table also has the same peer
+            over KV that needs no gathering.
   decode    8 sequences of 512 tokens that share nothing, on a fresh pool (blocks in a row), a grown one (half of each
             sequence came a block at a time, in turns) and a churned one (blocks anywhere). Peer: one masked
             `scaled_dot_product_attention` over a contiguous static cache.
   prefill   A prompt of 2048 tokens with nothing cached, and with 90% of it cached on a churned pool. Peer: the same
             kernel, causal, over contiguous KV of the whole prompt.
-  lists     Building the work list of 64 sequences (8k shared, some 512 of their own): anew, and grown from the last
-            step's by one token each (bar: 0.3 ms). A step's plan, made once for all layers, is timed for `decode`.
+  lists     Building the work list of 64 sequences (8k shared, about 512 of their own): from scratch, and grown from the
+            list of the last step by one token each (bar: 0.3 ms). The plan of a step, made once for all layers, is
+            timed for `decode`.
 
-Times are process CPU time, in milliseconds for 12 layers (lists: for one); the variants take turns, and the medians
+Times are process CPU time, in milliseconds for 12 layers (lists: for one). The variants take turns, and their medians
 are compared. Run it as
 
     python benchmarks/attention_cpu.py [--rounds 15]
@@ -97,7 +98,7 @@ def one_by_one(store: KVStore, tables: Tables, kv: list[int], query: torch.Tenso
     ]
     indices = [torch.from_numpy(table.astype(np.int64)) for table in tables]
 
-    space = [torch.empty(KV_HEADS, max(map(len, tables)), BLOCK, DIM) for _ in range(2)]  # allocating anew costs more
+    space = [torch.empty(KV_HEADS, max(map(len, tables)), BLOCK, DIM) for _ in range(2)]  # a new allocation costs more
 
     def fetch(layer: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         pools = store.keys[layer], store.values[layer]

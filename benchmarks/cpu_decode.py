@@ -1,20 +1,20 @@
-"""What a step costs on one CPU thread, beside transformers on the same weights, in the same process.
+"""Measure an engine step on one CPU thread against transformers on the same weights, in the same process.
 
 The model is a Llama of 100 million random weights in float32 (12 layers, 768 wide, 12 query and 4 KV heads, 32k vocab).
-A step of ours is everything an engine does for it: extend every sequence, run, commit, take the likeliest tokens.
+A step of radixkv includes all work of an engine: extend every sequence, run, commit, take the likeliest tokens.
 
-  decode    8 sequences of some 512 tokens, a token each. Peer: `generate` with a static cache of just this length,
-            its step being (time of 17 tokens - time of 1) / 16. Ours: on a fresh pool, where a sequence's blocks lie
-            side by side, and on a churned one, where they lie anywhere. All three start from the same KV, and must
-            give the same tokens, or this benchmark fails.
+  decode    8 sequences of about 512 tokens, one token each. Peer: `generate` with a static cache of exactly this
+            length; its step is (time of 17 tokens - time of 1) / 16. radixkv runs on a fresh pool, where the blocks of
+            a sequence are contiguous, and on a churned one, where they lie anywhere. All three start from the same KV.
+            The benchmark fails unless they give the same tokens.
   ttft      Time to the first token of a prompt of 2048 tokens, in chunks of 512: nothing cached, and 90% cached.
-  shared    8 sequences, 256 tokens each behind a shared prefix of 4096: attention along the tree (each shared key is
-            read once) against one attention per sequence over its gathered KV, in the same step; also without the
-            time of gathering, as if each sequence had its whole KV in one piece.
+  shared    8 sequences of 256 tokens each after a shared prefix of 4096. Attention along the tree reads each shared key
+            once; the other side runs one attention per sequence over its gathered KV, in the same step. Its time is
+            also given without the gathering, as if each sequence had contiguous KV.
 
-Times are process CPU time in milliseconds on one thread; the cases take turns, and medians are compared. Random KV
-takes the place of prefills where only the time of what follows is measured. Our side runs as `Engine.load` makes it,
-with linear layers packed for oneDNN (models/packed.py); transformers runs its own, which are torch's. Run it as
+Times are process CPU time in milliseconds on one thread. The cases take turns, and medians are compared. Where the
+prefill is not measured, random KV replaces it. radixkv runs as `Engine.load` builds it, with linear layers packed for
+oneDNN (models/packed.py); transformers runs its own linear layers, which are those of torch. Run it as
 
     python benchmarks/cpu_decode.py [--rounds 9]
 
@@ -170,7 +170,7 @@ def static_cache(model: Any, store: KVStore, sequences: list[Sequence]) -> Any:
 
 
 def generate(model: Any, cache: Any, prompts: Tensor, count: int) -> list[list[int]]:
-    """Let transformers continue `prompts` [8, LENGTH + 1] by `count` greedy tokens behind the cached LENGTH."""
+    """Let transformers continue `prompts` [8, LENGTH + 1] by `count` greedy tokens after the cached LENGTH."""
     for layer in cache.layers:
         layer.cumulative_length.fill_(LENGTH)
     output = model.generate(
@@ -214,7 +214,7 @@ def measure_decode(peer: Any, loaded: adapter.LoadedModel, rounds: int) -> dict[
 
 
 def first_token(pool: Steps, prompt: list[int]) -> int:
-    """Open, compute what is missing in chunks, sample, close."""
+    """Open, compute the missing tokens in chunks, sample, close."""
     sequence = pool.cache.open(prompt, limit=len(prompt) - 1)
     waiting = prompt[sequence.length :]
     while waiting:
@@ -267,7 +267,7 @@ class PerSequence:
 
 
 class Clocked:
-    """An attention function that adds up what it costs."""
+    """An attention function that adds up its time."""
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         self.attend, self.spent = attend, 0.0
@@ -334,7 +334,7 @@ def main() -> int:
         result |= {f"shared_{name}_ms": value for name, value in shared.items()}
         result["shared_attention_gain"] = shared["flat_attention"] / shared["tree_attention"]
         result["shared_step_gain"] = shared["flat_step"] / shared["tree_step"]
-        gathered = shared["flat_gather"]  # what an engine would save that kept each sequence's KV in one piece
+        gathered = shared["flat_gather"]  # the saving of an engine with contiguous KV for each sequence
         result["shared_attention_gain_no_gather"] = (shared["flat_attention"] - gathered) / shared["tree_attention"]
         result["shared_step_gain_no_gather"] = (shared["flat_step"] - gathered) / shared["tree_step"]
         result["shared_attention_share"] = shared["tree_attention"] / shared["tree_step"]

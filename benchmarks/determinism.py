@@ -1,22 +1,22 @@
-"""What deterministic=True costs in hits and in time, what it is good for, and how far rounding goes without it.
+"""Measure the cost of deterministic=True in hits and time, its effect, and the rounding differences without it.
 
     python benchmarks/determinism.py [--quick] [--model-100m]
 
-  floors   Two recorded traces through the real cache: hits that end where they may, at multiples of the recorded block,
-           against hits that end on a grid of so many tokens, of which only whole chunks are cached.
-  engine   Conversations and agents on the bundled model, one request at a time and several at once: hit tokens, CPU
-           time, against an ordinary engine and against none. One at a time, every turn is also asked of an engine of
-           the same kind that caches nothing: of how many turns all log probabilities have the same bits, and of how
-           many the tokens are the same?
-  spread   The KV of one prompt computed in several ways: how far apart two of them come, at most, in root mean squares
-           of the head. The audit's tolerances stand on this. With --model-100m also on 100M random weights, and
-           there bits with and without hits are compared on one thread and on two.
-  harm     What one number does to the next logits that is off by just what an audit allows.
-  audit    Thousands of blocks of a healthy pool audited: how many differ, and what a block costs; then the smallest
+  floors   Two recorded traces through the real cache. Hits that end at any multiple of the recorded block are compared
+           with hits that end on a grid of a given number of tokens, where only whole chunks are cached.
+  engine   Conversations and agents on the bundled model, one request at a time and several at once: hit tokens and CPU
+           time, against an ordinary engine and against none. One at a time, an engine of the same kind without a cache
+           answers every turn, too. The table gives the share of turns in which all log probabilities have the same
+           bits, and in which the tokens are the same.
+  spread   The KV of one prompt computed in several ways: the largest distance between two of them, in root mean squares
+           of the head. The tolerances of an audit follow from this. With --model-100m also on 100M random weights;
+           there, bits with and without hits are compared on one thread and on two.
+  harm     The effect on the next logits of one number that differs by exactly the tolerance of an audit.
+  audit    Thousands of blocks of a healthy pool audited: how many differ, and the cost of a block; then the smallest
            change of one number that is found.
 
 One thread; times are process CPU time. The last line is one JSON object; the exit code is 1 if a deterministic engine
-gave other bits, or an audit found something in a healthy pool.
+gave other bits, or if an audit found a difference in a healthy pool.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BLOCK = 16
 
 
 def on_grid(requests: Sequence[TraceRequest], blocks: int) -> list[TraceRequest]:
-    """The same requests in blocks `blocks` times as large: a block is a whole chunk, and what is left is nothing."""
+    """Merge blocks of the requests into blocks `blocks` times as large; the rest of a request is dropped."""
     numbers: dict[tuple[int, ...], int] = {}
     chunked = []
     for request in requests:
@@ -208,7 +208,7 @@ def _compute(runner: Runner, tokens: np.ndarray, tables: list[np.ndarray], size:
 
 
 def harm(dtype: str, changes: int = 300) -> dict[str, Any]:
-    """What one number that is off by all that an audit allows does to the next logits, beside what rounding does."""
+    """Compare the effect of one number at the tolerance of an audit on the next logits with the effect of rounding."""
     loaded = adapter.load("tiny", dtype=dtype)
     rng = random.Random(1)
     tokens = np.array([rng.randrange(300, 1500) for _ in range(400)], np.int32)

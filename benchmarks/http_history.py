@@ -1,27 +1,26 @@
-"""What a client that keeps the conversation itself gets from the cache, with the server's index and without.
+"""Measure the cache hits of a client that keeps the conversation itself, with the server's index and without.
 
     python benchmarks/http_history.py [--turns 12] [--conversations 4] [--save FILE]
 
-A client of an OpenAI-compatible server sends all that was said each time. Without an index every message goes through
-the chat template and the tokenizer again ("naive"): whatever comes out otherwise than it was computed ends the hit.
-With it (radixkv/serve/conversations.py) the ids of what the engine said itself are kept, and new messages are put
-behind them ("append"), or the template is rendered around them ("template"); "auto", what the server does, appends
-unless the template leaves the thinking of earlier turns out.
+A client of an OpenAI-compatible server sends the whole conversation with each request. Without an index every message
+goes through the chat template and the tokenizer again ("naive"), and a hit ends at the first token that differs from
+the computed ones. With an index (radixkv/serve/conversations.py) the server keeps the ids of its own replies. It
+appends new messages to them ("append"), or renders the template around them ("template"). "auto", the default of the
+server, appends unless the template leaves out the thinking of earlier turns.
 
-Two workloads: `chat`, turns of a user and an assistant, and `agent`, two user's turns in which each reply calls a tool
-until half of the turns are over. Clients send back what OpenAI's own client would: content and tool calls, no thinking.
+Two workloads: `chat`, turns of a user and an assistant, and `agent`, two turns of a user in which each reply calls a
+tool until half of the turns are over. Clients send back content and tool calls but no thinking, as OpenAI's own client
+does.
 
   bundled    The bundled model, greedy and at temperature 1.5, which spells words in more than one way.
-  scripted   Replies that are written down, spelled as an encoder spells them, on an engine without a model: what is
-             lost is lost by rendering alone. `ChatML` renders a turn as it was; `thinking, kept`: the same, of a model
-             that thinks, whose thinking the client does not send back; `Qwen-like`: a template that strips the thinking
-             of earlier turns itself; `Mistral-like`: system prompt and tools stand in the last user's turn, wherever
-             that is.
+  scripted   Fixed replies, spelled as an encoder spells them, on an engine without a model, so that only rendering can
+             lose hits. `ChatML` renders a turn as it was. `thinking, kept` is the same for a model that thinks and a
+             client that does not send its thinking back. `Qwen-like` is a template that strips the thinking of earlier
+             turns itself. `Mistral-like` puts system prompt and tools into the last turn of the user.
 
 For each: the share of all prompt tokens that were hits; of the tokens that the engine held of this conversation when
-the request came, the share that was not hit ("lost"); and how many tokens had to be computed, per request. What is put
-behind known ids can be longer than what the template renders (Mistral-like: the tools once a turn), so the last figure
-counts.
+the request came, the share that was not hit ("lost"); and the number of computed tokens per request. Appended messages
+can be longer than the rendering of the template (Mistral-like: the tools once a turn), so the last figure counts.
 
 The last line is one JSON object; the exit code is 1 if appending loses more than 2%, or "auto" more than "naive".
 """
@@ -99,7 +98,7 @@ class Found:
 
 
 class Puppet:
-    """An engine that says what it is told to; its cache is the real one."""
+    """An engine with fixed replies and a real cache."""
 
     def __init__(self, template: str | None) -> None:
         from transformers import AutoTokenizer

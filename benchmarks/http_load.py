@@ -1,26 +1,27 @@
-"""Hundreds of clients stream from one `radixkv serve` at once: is anything lost or wrong, and what does HTTP cost?
+"""Stream to hundreds of clients of one `radixkv serve` at once: count lost or wrong replies, and the cost of HTTP.
 
     python benchmarks/http_load.py [--clients 200] [--turns 3] [--threads 1] [--save FILE]
 
-The server is a process of its own, `radixkv serve tiny --port 0`. Each client is one connection that holds a
-conversation behind a system prompt that all share, sends it whole at each turn, and reads the reply as a stream of
-events. Then as many clients begin a long reply and leave in the middle of it. All clients live in this process.
+The server is a separate process, `radixkv serve tiny --port 0`. Each client is one connection with a conversation of
+its own after a system prompt that all share. It sends the whole conversation at each turn, and reads the reply as a
+stream of events. Then as many clients begin a long reply and disconnect in the middle of it. All clients live in this
+process.
 
-First the same conversations run in this process on an `AsyncEngine`, all at once, without HTTP: `chat` sessions, whose
-replies are what every client must get, word for word, with the same number of prompt tokens.
+First the same conversations run in this process on an `AsyncEngine`, all at once, without HTTP. Every client must get
+the replies of these `chat` sessions, word for word, with the same number of prompt tokens.
 
-  tokens/s      output tokens over wall time, of all clients together. On few cores the clients take theirs from the
-                server's.
+  tokens/s      output tokens over wall time, of all clients together. On few cores the clients compete with the server.
   TTFT          from sending a request to its first text, and in process from submitting it.
   loop us/token CPU time of the thread that runs the event loop (the server's main thread, from /proc), over output
-                tokens: with HTTP it reads bodies, counts, writes events. What it takes beyond the loop in process is
-                the overhead of HTTP. Templates and tokenizers run on another thread, the engine on a third.
+                tokens. With HTTP it reads bodies, counts tokens and writes events. The overhead of HTTP is the
+                difference to the loop in process. Templates and tokenizers run on a second thread, the engine on a
+                third one.
 
-(This file and its neighbour are not `http.py`: a script's folder comes first on Python's path, so a file of that name
-would be what `import http` finds in every script of this folder.)
+(This file is not named `http.py`: the folder of a script comes first on Python's path, so `import http` would find it
+in every script of this folder.)
 
-The last line is one JSON object; the exit code is 1 if a reply is missing or wrong, if not all were answered, or if the
-server has a request running or a block held once all clients have left.
+The last line is one JSON object; the exit code is 1 if a reply is missing or wrong, or if the server has a running
+request or a held block after all clients have disconnected.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ CLOCK = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Run:
-    """What some clients got, in their order, and what it took."""
+    """The replies of some clients, in their order, and their cost."""
 
     answers: list[list[tuple[str, int]]] = field(default_factory=list)  # text and prompt tokens of each turn
     ttfts: list[float] = field(default_factory=list)
@@ -147,7 +148,7 @@ async def in_process(clients: int, turns: int) -> Run:
 
 @contextmanager
 def served(threads: int) -> Iterator[tuple[int, str]]:
-    """A server's process id, and its address; what it logged is shown if anything goes wrong."""
+    """Yield the process id and the address of a server; print its log after an error."""
     command = [sys.executable, "-m", "radixkv", "serve", "tiny", "--port", "0", "--quiet"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "RADIXKV_MONITOR": "0"}
     with tempfile.TemporaryFile("a+") as log:
@@ -179,8 +180,8 @@ def _logged(log: TextIO) -> str:
 
 
 class Connection:
-    """One client's connection, kept for all its requests: bytes in and out, and no more, since the clients share a core
-    with what they measure."""
+    """The connection of one client, kept for all its requests. It handles bytes only, since the clients share a core
+    with the server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -258,7 +259,7 @@ async def reply(connection: Connection, messages: list[dict[str, str]]) -> tuple
 
 
 async def leave_early(url: str, clients: int) -> list[str]:
-    """Begin a long reply, leave behind its third text, and see what is left on the server."""
+    """Begin a long reply, disconnect after its third text, and check that the server frees the request."""
 
     async def one(client: int) -> None:
         messages = [{"role": "user", "content": said(client, 0)}]
@@ -288,7 +289,7 @@ async def leave_early(url: str, clients: int) -> list[str]:
 
 
 async def events(connection: Connection, body: Any) -> AsyncIterator[Any]:
-    """What a stream of events says; a server may put several into one part, never one into two."""
+    """Parse a stream of events. A server may put several events into one part, but never one into two."""
     ended = False
     async for part in connection.ask("POST", "/v1/chat/completions", body):
         for line in part.decode().splitlines():

@@ -163,7 +163,7 @@ def match(version: SimpleNamespace) -> Slice:
 
 
 def insert(version: SimpleNamespace) -> Slice:
-    """Requests of 8k new tokens after a cached prefix of 2k, evicting what came before."""
+    """Requests of 8k new tokens after a cached prefix of 2k, each of which evicts the one before."""
     store = version.cache.PrefixCache(num_blocks=8192, block_size=16)
     random = np.random.default_rng(3)
     head = random.integers(0, 50_000, 2048, dtype=np.int32)

@@ -1,20 +1,20 @@
-"""What an engine's step costs beside its forward and its sampling: the scheduler, the commit, the cache, the text.
+"""Measure an engine step without its forward and its sampling: the scheduler, the commit, the cache, the text.
 
     python benchmarks/scheduler_overhead.py [--steps 64] [--sequences 64] [--model tiny] [--threads 2] [--profile 20]
                                             [--cpu]
 
-One core (`Core.step`, called here on the main thread), 64 greedy streams of some 300 tokens that share a prefix of
-128. Each step is cut in three by clocks around the runner's `run` and the sampler's `sample`; the rest is overhead:
-planning what runs, extending and committing 64 sequences, publishing their tokens in the radix tree, checking the
-logits, turning tokens into text, handing chunks over. Sampling (here one argmax for all rows) is shown apart.
+`Core.step` runs on the main thread with 64 greedy streams of about 300 tokens that share a prefix of 128. Clocks around
+the runner's `run` and the sampler's `sample` cut each step into three parts. The rest is overhead: planning the step,
+extending and committing 64 sequences, publishing their tokens in the radix tree, checking the logits, turning tokens
+into text, passing on chunks. Sampling (here one argmax for all rows) is shown separately.
 
-Wall time of medians over the steps, with all cores for the forward (the overhead has one), so this share is what a
-server pays. On a busy machine --cpu measures the main thread's CPU time instead, with one thread for the forward: what
-others take does not count, and the share is smaller, as the forward has one core, too.
+The times are wall times, medians over the steps, with all cores for the forward and one for the overhead: the share
+that a server pays. On a busy machine, --cpu measures the CPU time of the main thread, with one thread for the forward.
+Other processes do not count then, and the share is smaller, since the forward has one core, too.
 
-The tiny model has its own tokenizer; the 100M Llama of random weights, which has none, borrows a byte-level one made on
-the spot, so that text is paid for in both. Then --profile steps run under cProfile, which shows what of the overhead is
-largest (its own cost inflates small functions).
+The tiny model has a tokenizer. The 100M Llama of random weights has none and borrows a byte-level one made here, so
+that both produce text. At last, --profile steps run under cProfile, which lists the largest parts of the overhead (its
+own cost inflates small functions).
 
 The last line is one JSON object; the exit code is 1 if overhead is 5% of the step or more on either model.
 """

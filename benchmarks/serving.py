@@ -1,32 +1,32 @@
-"""radixkv under load, beside the engines that a CPU user would run instead, on the same work in the same run.
+"""Measure radixkv under load against the engines that a CPU user would run instead, on the same work in the same run.
 
     python benchmarks/serving.py [--rounds 3] [--sweep 0.5 1 2 4] [--models tiny 100m] [--workloads chat agent]
                                  [--quick] [--llama-server FILE] [--save FILE] [--plot FOLDER]
 
-Work (serving_parts/workloads.py; seeded, the same for all): `chat`, conversations of several turns behind one system
-prompt, and `agent`, a long shared prefix, many short steps whose tool results are appended, and branches. Each turn's
-prompt is all that was said so far, the engine's own greedy replies included; replies have fixed lengths, so that all do
-the same work. Models: the bundled one, and a Llama of 100M random weights (cpu_decode.py's, its matrices times 1.5, so
-that replies vary). All in float32, KV included.
+Work (serving_parts/workloads.py; seeded, the same for all): `chat`, conversations of several turns after one system
+prompt, and `agent`, a long shared prefix, many short steps with appended tool results, and branches. The prompt of a
+turn is the whole conversation, with the engine's own greedy replies. Replies have fixed lengths, so that all engines do
+the same work. Models: the bundled one, and a Llama of 100M random weights (that of cpu_decode.py, its matrices times
+1.5, so that replies vary). All run in float32, KV included.
 
 Engines: radixkv with its cache and without; batched `generate` with a static cache (peers/generate_static.py);
 transformers' continuous batching with prefix sharing (peers/continuous_batching.py); llama.cpp's own server with its
 prompt cache (peers/llama_server.py), if its binary is found: --llama-server, $LLAMA_SERVER or `.peers/llama-server`.
-That file says how to make it.
+That file says how to build it.
 
-Fairness: each gets all cores, --clients requests at once, and KV for that many of the longest histories (llama.cpp has
-8 GiB for prompts beside it, its default; `generate` takes what each batch needs). An engine is made anew for each run
-and warmed up by one short request; its first shared prefix is computed within the run. Engines take turns within a
-round, figures are medians over the rounds. Times are wall time as the client sees it: a thread each, in this process,
-over HTTP for llama.cpp.
+Fairness: each engine gets all cores, --clients requests at once, and KV for that many of the longest histories.
+(llama.cpp has 8 GiB more for prompts, its default; `generate` takes as much as each batch needs.) Each run creates its
+engine and warms it up with one short request; the first shared prefix is computed within the run. Engines take turns
+within a round, and figures are medians over the rounds. Times are wall time at the client: a thread each, in this
+process, over HTTP for llama.cpp.
 
-  closed     --clients clients work through the sessions without pausing: what an engine can do.
-  sweep      Sessions arrive as a Poisson process and pause between turns, at multiples of what radixkv without its
-             cache did in the closed loop: how long a user waits. One run a rate.
+  closed     --clients clients work through the sessions without pausing: the throughput of an engine.
+  sweep      Sessions arrive as a Poisson process and pause between turns, at multiples of the rate of radixkv without
+             its cache in the closed loop: the waiting time of a user. One run per rate.
   isolation  radixkv alone: 8 streams decode, a prompt of 4,000 tokens arrives. The gaps between their tokens with
-             chunks of 512, of 128 and without, beside the time of one budgeted step (8 decodes and the last chunk).
+             chunks of 512, of 128 and without, and the time of one budgeted step (8 decodes and the last chunk).
 
-Answers are compared with those of radixkv without its cache, token by token. Where they part, the logits of the two
+Answers are compared with those of radixkv without its cache, token by token. Where they differ, the logits of the two
 tokens must lie within 0.001 of each other, or this benchmark fails. The last line is one JSON object; the exit code is
 1 if a bar is missed: in requests/s on the agent workload with the 100M model, closed loop, 3 times `generate`, ahead of
 llama.cpp, 6 times continuous batching; and with chunks of 512 no gap above 1.25 budgeted steps (100M model).
@@ -61,7 +61,7 @@ def main() -> int:
     options = _options()
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it wants psutil to size what is given
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it sizes its memory with psutil
     print(f"{options.threads} threads, {options.clients} clients, {cpu_name()}, torch {torch.__version__}")
     llama = find_llama(options.llama_server)
     engines = [engine for engine in ENGINES if engine in options.engines and (engine != LLAMA or llama)]
@@ -90,7 +90,7 @@ def main() -> int:
 def load(
     bench: Bench, workload: str, engines: list[str], options: argparse.Namespace, result: dict[str, Any]
 ) -> list[str]:
-    """One workload on one model: closed loop, then the sweep; returns what was wrong with the answers."""
+    """Run one workload on one model: closed loop, then the sweep. Return the wrong answers."""
     sessions = build(_shape(workload, options.quick), bench.loaded.vocab_size)
     requests = sum(session.requests for session in sessions)
     print(f"{bench.name}, {workload}: {len(sessions)} sessions, {requests} requests", flush=True)

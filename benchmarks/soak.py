@@ -1,18 +1,18 @@
-"""10,000 mixed requests with random cancels on the engine's real threads: does anything leak, or answer wrongly?
+"""Send 10,000 mixed requests with random cancels to the engine's real threads: look for leaks and wrong answers.
 
     python benchmarks/soak.py [--requests 10000] [--clients 16] [--model memory|tiny] [--order longest-prefix]
 
 Callers on 16 threads share a pool that is far too small for them: prompts with common beginnings, conversations,
-forked and sampled streams, priorities, namespaces, timeouts; some read slowly, some cancel (before, while they read),
-some walk away; some pin, demote and clear the cache. With the model that is nothing but memory (the default: each slot
-holds a digest of its history, as in `tests/simulation`), every stream must be exactly what its history and seed demand,
-and one forward in 500 raises. With `--model tiny` (the bundled model, greedy), the model's own forward judges, after
-the run, one answer in ten: each token must be its likeliest, to 1e-3.
+forked and sampled streams, priorities, namespaces, timeouts. Some read slowly, some cancel (before or while they read),
+some drop their handles; some pin, demote and clear the cache. In the default model each slot holds a digest of its
+history, as in `tests/simulation`; every stream must follow from its history and seed, and one forward in 500 raises.
+With `--model tiny` (the bundled model, greedy), the model's own forward checks one answer in ten after the run: each
+token must be its likeliest, to 1e-3.
 
-Reported: requests and tokens a second, what became of the requests, preemptions, and the resident memory, after a tenth
-of the requests and at the end (garbage collected). It exits 1 if an answer is wrong, a request is lost, a block is held
-at the end, the cache's books are broken, a request's objects stay alive, or memory grew by more than 64 MB since the
-tenth. The last line is JSON.
+Reported: requests and tokens per second, how the requests ended, preemptions, and the resident memory, after a tenth
+of the requests and at the end (garbage collected). The exit code is 1 if an answer is wrong, a request is lost, a block
+is held at the end, `check()` fails, the objects of a request stay alive, or memory grew by more than 64 MB since the
+first tenth. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def engine_of(chosen: argparse.Namespace) -> Iterator[RequestEngine]:
 
 
 def soak(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Run it all; the figures, and what is wrong."""
+    """Run all requests; return the figures and the faults."""
     own, memory = OwnForward(), Memory(chosen.requests)
     with engine_of(chosen) as engine:
         judge, mixture = (is_expected, MEMORY) if chosen.model == "memory" else (own.keep, TINY)
@@ -131,7 +131,7 @@ def soak(chosen: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         tally = traffic.run(chosen.requests, chosen.clients)
         seconds = time.perf_counter() - began
         stats, model = engine.stats(), engine.model
-        engine.generate([[1]], SamplingParams(max_tokens=1))  # what ended last is forgotten at the next step
+        engine.generate([[1]], SamplingParams(max_tokens=1))  # the last request is dropped at the next step
         figures = {
             "model": chosen.model,
             "order": chosen.order,

@@ -1,16 +1,16 @@
-"""What telemetry costs the engine: a mark, an event, a look, and tokens/s with and without somebody attached.
+"""Measure the cost of telemetry for the engine: a mark, an event, a collection, and tokens/s with and without a client.
 
     python benchmarks/telemetry.py [--quick] [--only events turns engine]
 
-events  Nanoseconds of one mark and of each event that a recorder hears (telemetry_parts/events.py).
-turns   A turn of a conversation in a tree of 1,000, 10,000 and 100,000 nodes, watched and not; the difference by the
-        marks and events of such a turn is what each costs. A look is one `collect` after 64 such turns: it must not
-        grow with the tree (telemetry_parts/turns.py).
-engine  Tokens/s of the bundled model with eight streams: monitor off, on with nobody attached, and on with a client at
+events  Nanoseconds of one mark and of each event that a recorder receives (telemetry_parts/events.py).
+turns   A turn of a conversation in a tree of 1,000, 10,000 and 100,000 nodes, with and without a recorder. The
+        difference, divided by the marks and events of such a turn, is the cost of one. One `collect` after 64 such
+        turns is timed, too; it must not grow with the tree (telemetry_parts/turns.py).
+engine  Tokens/s of the bundled model with eight streams: monitor off, on without a client, and on with a client at
         10 Hz (telemetry_parts/engine.py).
 
-Everything that is compared takes turns within one run. The bar is 200 ns an event. torch has one thread, so that the
-CPU time of the engine's thread is all that its steps cost. The last line is JSON.
+The variants of a comparison take turns within one run. The bar is 200 ns an event. torch has one thread, so that the
+CPU time of the engine's thread is the whole cost of its steps. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def events(quick: bool) -> dict[str, Any]:
 
 
 def turns(quick: bool) -> dict[str, Any]:
-    """Print and give what a turn and a look cost."""
+    """Print and return the cost of a turn and of a collection."""
     marks = marks_of_a_turn()
     found = rows((1000, 5000) if quick else (1000, 10_000, 100_000), 16 if quick else 60)
     for row in found:

@@ -1,17 +1,17 @@
-"""What finding the tree and cutting it into tiles costs a step's host, in milliseconds of thread CPU time.
+"""Measure the host time of finding the tree and cutting it into tiles for a step, in milliseconds of thread CPU time.
 
 Batches of 8, 64 and 256 sequences decode one token a step; blocks of 16. Four shapes of tree:
 
   flat      2,048 tokens each, nothing shared
-  shared    8,192 tokens that all share, 512 of each one's own
-  agents    4,096 tokens of all, 1,024 of each group of eight, 512 of each one's own
-  deep      five levels: each halves the batch and adds 1,024 tokens, then 256 of each one's own
+  shared    8,192 tokens that all share, 512 of each sequence
+  agents    4,096 tokens that all share, 1,024 of each group of eight, 512 of each sequence
+  deep      five levels: each halves the batch and adds 1,024 tokens, then 256 of each sequence
 
-Four things are timed, which take turns within one run:
+Four variants take turns within one run:
 
-  naive     the peer: each step anew, a tree of nodes and dictionaries from the tables, then one list of items. It must
+  naive     the peer: a tree of nodes and dictionaries from the tables in each step, then one list of items. It must
             find the same items.
-  anew      `plan.build` without the last step's list
+  anew      `plan.build` without the list of the last step
   grown     `plan.build` with it, as the engine does while the same sequences decode. Bar: 0.3 ms at 64 sequences,
             in every shape.
   tiles     `tiles.build` for a GPU of 132 processors and heads 32/8, once for each distinct window of a model
@@ -19,7 +19,7 @@ Four things are timed, which take turns within one run:
 Steps are real: each sequence grows by a token, and every sixteenth time by a block. The medians are compared; `low` and
 `high` are the tenth and the ninetieth percentile of `grown`. Run it as
 
-    python benchmarks/plan.py [--steps 48]
+    python benchmarks/worklist.py [--steps 48]
 
 The last line is one JSON object; the exit code is 1 if a bar is missed.
 """
@@ -58,7 +58,7 @@ Items = set[tuple[int, int, tuple[int, ...]]]
 
 
 def flat(count: int) -> list[list[tuple[int, int]]]:
-    """For each sequence its runs, each (name, tokens): who has a run of the same name shares it."""
+    """The runs of each sequence, each (name, tokens). Sequences with a run of the same name share it."""
     return [[(index, 2048)] for index in range(count)]
 
 
@@ -111,7 +111,7 @@ class Node:
 
 
 def naive(tables: Tables, lengths: list[int]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Items as somebody would write them down who builds the tree each step: walk the tables, then walk the tree."""
+    """Build the items from a new tree in each step: walk the tables, then walk the tree."""
     root = Node()
     for index, (table, length) in enumerate(zip(tables, lengths, strict=True)):
         node = root

@@ -1,4 +1,4 @@
-"""A conversation that branches: what two branches have in common is computed once.
+"""A conversation that branches: the common prefix of two branches is computed once.
 
 python examples/chat.py
 """
@@ -18,7 +18,7 @@ with Engine.load("tiny") as engine:  # or a local folder, or a name on the hub
 
     [branch] = chat.fork()  # costs no KV: both go on from the same cached prefix
     print("branch:", branch.send("What do you know about me?", greedy).text)
-    print("edited:", chat.edit(1, "I have a red boat.", greedy).text)  # what came after it is forgotten
+    print("edited:", chat.edit(1, "I have a red boat.", greedy).text)  # drops the turns after it
     print("chat:  ", chat.send("What color is my boat?", greedy).text)
 
     # Why is this prompt (not) in the cache? Asking changes nothing.

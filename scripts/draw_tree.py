@@ -2,8 +2,8 @@
 
     python scripts/draw_tree.py [docs/images/tree.svg]
 
-Tokens are words here. The script talks to a PrefixCache as an engine would, then draws what an observer heard: each
-node with its words and the blocks that hold them, and the pool below. Nothing in the picture is made up.
+Tokens are words here. The script uses a PrefixCache as an engine would, then draws the events of an observer: each node
+with its words and their blocks, and the pool below. The picture shows the real state of the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHATS = [
 
 
 class Node:
-    """What the picture needs to know of a node."""
+    """A node in the picture."""
 
     def __init__(self, parent: int, start: int, length: int, path: list[str]) -> None:
         self.parent, self.start, self.length = parent, start, length
@@ -86,7 +86,7 @@ class Words:
 
 
 def run(cache: PrefixCache, ids: list[int]) -> Sequence:
-    """What an engine does with a prompt, but for the model."""
+    """Process a prompt like an engine, without a model."""
     sequence = cache.open(ids)
     sequence.extend(ids[sequence.length :])
     sequence.commit()

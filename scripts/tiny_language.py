@@ -1,13 +1,11 @@
 """The synthetic language of the bundled model: small worlds, and conversations about them with exactly one right answer
 per turn.
 
-Knows words, worlds (what a person said, what a shop sells) and the skills that ask about them. Knows no tokens, tensors
-or models.
-
-A *skill* looks at a `Conversation` and appends one exchange: a user turn, perhaps tool calls with their results, and
-the assistant's answer. Answers are functions of the history alone, so that greedy decoding can be checked word by word.
-`converse` strings skills together; a fact may be asked for many turns after it was told. There are two kinds of
-conversation: everyday talk, and an agent with a manual, a product list and tools.
+A world holds the facts of a user, or the products of a shop. A *skill* reads a `Conversation` and appends one exchange:
+a user turn, perhaps tool calls with their results, and the assistant's answer. Answers are functions of the history
+alone, so that greedy decoding can be checked word by word. `converse` joins skills; a question about a fact may come
+many turns after the fact. There are two kinds of conversation: everyday talk, and an agent with a manual, a product
+list and tools.
 """
 
 import json
@@ -96,7 +94,7 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     skills: list[str] = field(default_factory=list)
-    about: dict[str, str] = field(default_factory=dict)  # what the user told about himself: name, city, food
+    about: dict[str, str] = field(default_factory=dict)  # facts about the user: name, city, food
     colors: dict[str, str] = field(default_factory=dict)  # belonging -> colour
     pets: dict[str, str] = field(default_factory=dict)  # kind -> name
     total: int | None = None  # of the sum in the last exchange
@@ -148,7 +146,7 @@ Skill = Callable[[Conversation], None]
 
 
 def small_talk(talk: Conversation) -> None:
-    """Greetings, thanks, who the assistant is."""
+    """Greetings, thanks, and the name of the assistant."""
     myself = f"I am {talk.bot}." if talk.bot else "I am Radix, a very small language model."
     question, answer = talk.random.choice(
         [
@@ -211,7 +209,7 @@ def tell(talk: Conversation) -> None:
 
 
 def tell_pet(talk: Conversation) -> None:
-    """The user has a pet; kinds and names are told once."""
+    """The user has a pet; its kind and name are stated once."""
     kind, name = talk.one(*PETS), talk.one(*PET_NAMES)
     if kind in talk.pets or name in talk.pets.values():
         return
@@ -220,7 +218,7 @@ def tell_pet(talk: Conversation) -> None:
 
 
 def tell_color(talk: Conversation) -> None:
-    """The user owns something of a colour; each thing is told once."""
+    """The user owns something of a colour; each thing is stated once."""
     thing, color = talk.one(*BELONGINGS), talk.one(*COLORS)
     if thing in talk.colors:
         return
@@ -231,14 +229,14 @@ def tell_color(talk: Conversation) -> None:
 
 
 def recall(talk: Conversation) -> None:
-    """The user asks for what was told; now and then for what was not."""
+    """The user asks for an earlier fact, and sometimes for one that was not stated."""
     options: list[Skill] = [recall_about, recall_about, recall_everything]
     options += [recall_color] * (2 if talk.colors else 0) + [recall_pet] * (2 if talk.pets else 0) + [recall_nothing]
     talk.random.choice(options)(talk)
 
 
 def recall_about(talk: Conversation) -> None:
-    """Name, city or food, or that it was never told."""
+    """Name, city or food, or that the user did not state it."""
     questions = {
         "name": (
             talk.one("What is my name?", "Do you remember my name?", "Who am I?"),
@@ -259,14 +257,14 @@ def recall_about(talk: Conversation) -> None:
 
 
 def recall_everything(talk: Conversation) -> None:
-    """All of name, city and food that was told, in this order."""
+    """All stated facts of name, city and food, in this order."""
     parts = {"name": "Your name is {}.", "city": "You live in {}.", "food": "You like {}."}
     known = " ".join(part.format(talk.about[key]) for key, part in parts.items() if key in talk.about)
     talk.exchange("recall everything", "What do you know about me?", known or "You have not told me anything yet.")
 
 
 def recall_color(talk: Conversation) -> None:
-    """The colour of something that was told."""
+    """The colour of a stated belonging."""
     thing = talk.one(*talk.colors)
     talk.exchange("recall", f"What color is my {thing}?", f"Your {thing} is {talk.colors[thing]}.")
 
@@ -344,7 +342,7 @@ def weather(talk: Conversation) -> None:
 
 
 def calculation(talk: Conversation) -> None:
-    """Numbers too large to know by heart, from a tool."""
+    """Numbers too large to learn by heart, from a tool."""
     a, b = talk.random.randint(11, 99), talk.random.randint(11, 99)
     sign, operation, result = talk.random.choice(
         [("plus", "add", a + b), ("minus", "subtract", a - b), ("times", "multiply", a * b)]
@@ -385,7 +383,7 @@ def order(talk: Conversation) -> None:
 
 
 def known_items(talk: Conversation) -> list[str]:
-    """What the shop sells, or any item where there is no shop."""
+    """The items of the shop, or any item where there is no shop."""
     return list(talk.shop["products"]) if talk.shop else ITEMS
 
 
@@ -413,7 +411,7 @@ def open_shop(talk: Conversation, most: int) -> str:
 
 
 def manual(bot: str | None, shop: dict[str, Any], style: str) -> str:
-    """The manual of an agent who serves in a shop."""
+    """The manual of an agent in a shop."""
     lines = [
         f"You are {bot}, the assistant of the {shop['name']} Shop in {shop['city']}. {style}".strip(),
         "Answer from this manual. Use a tool for the weather, for the stock, for orders and for large numbers.",

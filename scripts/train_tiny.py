@@ -5,7 +5,7 @@
     python scripts/train_tiny.py --out radixkv/assets/tiny --evaluate      # exact answers per skill, on conversations
     never seen in training
 
-Knows how text becomes tokens and how the model learns; the language itself, and its answers, are in `tiny_language.py`.
+This script has the tokenizer and the training; `tiny_language.py` has the language and its answers.
 Deterministic for a seed, a number of steps and a version of torch. Every conversation is a row of its own, from
 position 0, as it is in use; the loss is over assistant turns, and a little over the rest. Matrices learn by Muon
 (orthogonalised momentum), embeddings and norms by AdamW.
@@ -39,8 +39,8 @@ ROPE_THETA = 1e6  # most of a head's dimensions turn slowly enough to compare to
 MATRIX_RATE, VECTOR_RATE = 0.01, 0.003
 HELD_OUT = 1_000_003  # evaluation seeds start here; training uses one stream from --seed
 
-# Each turn's text depends on that turn alone, so a longer history's rendering begins with the shorter one's: what a
-# prefix cache wants.
+# Each turn's text depends on that turn alone, so the rendering of a longer history begins with that of the shorter
+# one, as a prefix cache needs.
 CHAT_TEMPLATE = """\
 {%- if tools or (messages and messages[0].role == 'system') -%}
 <|im_start|>system
@@ -194,7 +194,7 @@ def wire(model: LlamaForCausalLM) -> None:
 
     Layer 0's heads copy the tokens 1, 2 and 3 positions back into a place of their own. Layer 1's heads look for where
     (0) the present token is the one before, (1) the last token is the one before that, (2) the last token is the
-    present one; 0 and 1 say what they find there, 2 says what stood before it. All of it is only a start.
+    present one. Heads 0 and 1 output the token found there, head 2 the token before it. Training starts from this.
     """
     embedding = model.model.embed_tokens.weight.normal_(std=0.05)
     embedding[:, 0] = 0.5  # a constant, for layer 0's heads go by distance alone
@@ -205,7 +205,7 @@ def wire(model: LlamaForCausalLM) -> None:
         look_back(first, head, head + 1)
         write_head(first, head, value=code, out=0.08 * place.T)
     slow = torch.ones(HEAD_DIM, 1)
-    slow[torch.arange(HEAD_DIM) % (HEAD_DIM // 2) < 12] = 0  # fast rotations would blur what is compared
+    slow[torch.arange(HEAD_DIM) % (HEAD_DIM // 2) < 12] = 0  # fast rotations would blur the comparison
     for head, (query, key) in enumerate([(code, places[0]), (places[0], places[1]), (places[0], code)]):
         rows = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
         second.q_proj.weight[rows], second.k_proj.weight[rows] = 2 * slow * query, 2 * slow * key
@@ -233,7 +233,7 @@ def look_back(attention: torch.nn.Module, head: int, distance: int) -> None:
 
 
 def write_head(attention: torch.nn.Module, head: int, value: torch.Tensor, out: torch.Tensor) -> None:
-    """Set what a head reads where it attends [HEAD_DIM, WIDTH], and what it writes [WIDTH, HEAD_DIM]."""
+    """Set the value matrix [HEAD_DIM, WIDTH] of a head, and its output matrix [WIDTH, HEAD_DIM]."""
     rows = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
     attention.v_proj.weight[rows], attention.o_proj.weight[:, rows] = value, out
 
@@ -408,7 +408,7 @@ def load_model(folder: Path) -> LlamaForCausalLM:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that was saved beside it."""
+    """The tokenizer that was saved with it."""
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -429,7 +429,7 @@ def report(scores: dict[str, tuple[int, int]]) -> str:
 
 
 def main() -> int:
-    """Train and evaluate, or only evaluate what is at --out."""
+    """Train and evaluate, or only evaluate the model at --out."""
     parser = argparse.ArgumentParser(description="Train or evaluate radixkv's bundled model.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="go on from this model, on more tools")
@@ -460,7 +460,7 @@ def main() -> int:
         )
         print(f"final loss {loss:.4f}", flush=True)
         save(model, tokenizer, arguments.out)
-    # Loaded back, for the weights were rounded to bfloat16: what is evaluated is what is used.
+    # Loaded back, because the weights were rounded to bfloat16.
     model, tokenizer = load_model(arguments.out), load_tokenizer(arguments.out)
     print(report(evaluate(model, tokenizer, arguments.conversations)))
     return 0

@@ -1,8 +1,8 @@
-"""transformers' own continuous batching as a peer: its manager, its paged cache, its prefix sharing switched on.
+"""Run transformers' continuous batching as a peer: its manager, its paged cache, with prefix sharing.
 
-Knows: the manager's public calls (`add_request` with streaming, `get_result`), and one private one that is wrapped to
-count hits, as it counts none itself. Pages have 16 tokens instead of 256, as it shares whole pages only, and a step up
-to 1,024: it was fastest so.
+Uses the manager's public calls (`add_request` with streaming, `get_result`), and wraps a private one to count hits,
+which the manager does not count. Pages have 16 tokens instead of 256, since only whole pages are shared, and a step has
+up to 1,024 tokens. These settings were the fastest.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ContinuousBatching:
         self._manager.destroy()
 
     def _collect(self) -> None:
-        """Hand each output to the stream that waits for it; tell all when the manager has died."""
+        """Pass each output to its stream, and end all streams when the manager has died."""
         while not self._closing.is_set():
             output = self._manager.get_result(timeout=0.1)
             with self._lock:

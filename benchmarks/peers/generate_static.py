@@ -1,9 +1,9 @@
-"""A server made of batched `generate` with a static cache: who waits is batched, and a batch runs to its end.
+"""Run batched `generate` of transformers with a static cache as a server: each batch runs to its end.
 
-Knows: transformers' `generate`, its static cache, and a queue. When the model is free, all that wait (up to `slots`,
-after a moment in which the others may still come) go in as one batch, padded on the left. The static cache is made anew
-for each batch, as long as its longest prompt and reply together, since every step reads all of it. Tokens are streamed.
-Nobody enters a batch that runs; a reply shorter than the batch's longest is handed out in time, and its row runs on.
+When the model is free, all waiting requests form one batch, up to `slots`, after a short pause in which more may
+arrive. The batch is padded on the left. Each batch has a static cache as long as its longest prompt and reply together,
+since every step reads all of it. Tokens are streamed. No request enters a running batch. A reply shorter than the
+longest of its batch is passed on in time, and its row runs on.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GenerateStatic:
 
 
 class _Streamer:
-    """Takes each step's tokens from `generate` to those who wait for them."""
+    """Passes the tokens of each step from `generate` to the waiting requests."""
 
     def __init__(self, batch: list[_Asked]) -> None:
         self._batch, self._step = batch, -1  # generate hands the prompts over first

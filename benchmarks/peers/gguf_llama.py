@@ -1,11 +1,10 @@
 """Write a transformers Llama as a GGUF file (version 3), in float32, for llama.cpp.
 
-Knows: the GGUF container, llama.cpp's tensor names, and the order in which it wants the rows of queries and keys. Knows
-no tokenizer: the file gets made-up pieces, one a token, in llama.cpp's "bert" vocabulary, the one kind that has no end
-of text. So nothing ends a reply but its length, and nothing has to be masked for that. Prompts go in as token ids.
+The file has no tokenizer but made-up pieces, one a token, in llama.cpp's "bert" vocabulary, the only kind without an
+end of text. So a reply ends by its length alone, and no token has to be masked. Prompts are sent as token ids.
 
-llama.cpp turns pairs of neighbouring dimensions where transformers turns dimension i with i + half, so the rows of each
-head of the query and key projections are interleaved here; scores do not change by that.
+llama.cpp rotates pairs of adjacent dimensions where transformers rotates dimension i with i + half. The rows of each
+head of the query and key projections are therefore interleaved here; scores do not change.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def write(model: Any, path: Path) -> None:
 
 
 def _fields(config: Any, vocab: int) -> Iterator[tuple[str, tuple[int, Any]]]:
-    """Metadata: what llama.cpp reads of a Llama's shape, and the made-up vocabulary."""
+    """Metadata for llama.cpp: the shape of the Llama, and the made-up vocabulary."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
     if config.attention_bias or config.mlp_bias or rope["rope_type"] != "default":

@@ -1,8 +1,7 @@
-"""llama.cpp's server as a peer: a process of its own, spoken to over HTTP, prompts and replies as token ids.
+"""Run llama.cpp's server as a peer: a separate process, over HTTP, with prompts and replies as token ids.
 
-Knows: how the server is started, what it streams, and the counters in its answers. Its prompt cache is on in all forms:
-a slot keeps its last prompt (`cache_prompt`), a request goes to the slot whose prompt is most like its own, and prompts
-that a slot gives up are kept in memory beside the KV (`--cache-ram`, 8 GiB unless told otherwise).
+Its prompt cache is on in all forms. A slot keeps its last prompt (`cache_prompt`), a request goes to the slot with the
+most similar prompt, and prompts that leave a slot are kept in memory (`--cache-ram`, 8 GiB by default).
 
 The binary comes out of llama-cpp-python's source package (20 minutes on two cores; needs cmake and a C++ compiler):
 

@@ -1,7 +1,4 @@
-"""The engines under test, all over one model: how each is started, warm and alike in what it is given.
-
-Knows: every engine's constructor, models, and a folder for what llama.cpp reads. Knows no workload.
-"""
+"""Start and warm up the engines of the serving benchmark, all over one model and with equal resources."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ class Bench:
 
     @contextmanager
     def serve(self, engine: str, kv_tokens: int) -> Iterator[Server]:
-        """The engine, made anew, with room for `kv_tokens`, and warm: it has answered one short request."""
+        """Create the engine with room for `kv_tokens`, and warm it up with one short request."""
         server = self._makers(kv_tokens)[engine]()
         try:
             for _ in server.stream([5, 6, 7, 8], 4):

@@ -1,7 +1,4 @@
-"""Who asks: N clients that each wait for their answer, or arrivals at a rate that waits for nobody.
-
-Knows: sessions, threads, and the clock at the caller's end. Knows no engine but its one verb.
-"""
+"""Run the clients of the serving benchmark: N clients that wait for each answer, or arrivals at a fixed rate."""
 
 from __future__ import annotations
 

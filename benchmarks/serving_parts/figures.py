@@ -1,6 +1,6 @@
-"""From what clients saw to figures: rates, percentiles, and whether two engines gave the same answers.
+"""Turn the records of the clients into figures: rates, percentiles, and whether two engines gave the same answers.
 
-Knows: records and counters. Knows no engine, but for the plain forward that says how near a tie was.
+A plain forward of the model gives the distance of the two logits where answers differ.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Figures:
 
 
 def figures(records: Sequence[Record], counted: Counted) -> Figures:
-    """What a run comes to."""
+    """The figures of a run."""
     begin, end = min(each.sent for each in records), max(each.arrivals[-1] for each in records)
     seconds, tokens = end - begin, sum(len(each.reply) for each in records)
     ttft = [(each.arrivals[0] - each.sent) * 1e3 for each in records]
@@ -84,7 +84,7 @@ def _percentiles(values: Any, *at: float) -> Iterable[float]:
 class Agreement:
     """How one engine's replies compare with another's: sessions alike to the last token, and how the others part.
 
-    Behind the first difference of a session its prompts differ, so nothing more is compared there. `widest` is the most
+    After the first difference the prompts of a session differ, so the comparison ends there. `widest` is the most
     that the two tokens' logits lay apart at a first difference.
     """
 
@@ -110,7 +110,7 @@ def agreement(model: Any, ours: Sequence[Record], theirs: Sequence[Record]) -> A
 
 @torch.inference_mode()
 def _apart(model: Any, one: Record, other: Record) -> float:
-    """How far apart the logits of the first two tokens are that differ, behind the same history."""
+    """Return the distance of the logits of the first two tokens that differ, after the same history."""
     assert one.prompt == other.prompt, "the replies before this one were alike"
     at = next(i for i, (a, b) in enumerate(zip(one.reply, other.reply, strict=True)) if a != b)
     ids = torch.tensor([[*one.prompt, *one.reply[:at]]])

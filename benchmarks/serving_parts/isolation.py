@@ -1,6 +1,6 @@
-"""Streams that decode while a long prompt arrives: what it does to the gaps between their tokens.
+"""Measure the gaps between the tokens of decoding streams while a long prompt arrives.
 
-Knows: radixkv's engine put together from its parts, and its runner on its own. Knows no peer.
+Runs radixkv only: its engine put together from parts, and its runner alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from radixkv.models.runner import Runner
 from .servers import BLOCK
 
 STREAMS, SHORT, LONG = 8, 64, 4000
-BEFORE, BEHIND = 16, 8  # tokens that each stream has when the prompt arrives, and gets behind its first token
+BEFORE, BEHIND = 16, 8  # tokens that each stream has when the prompt arrives, and gets after its first token
 WHOLE = 1 << 13  # a chunk that no prompt here fills
 CHUNKS = (WHOLE, 512, 128)
 

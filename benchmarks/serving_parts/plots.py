@@ -1,6 +1,6 @@
-"""Pictures of the figures: SVG files with what was measured and nothing else.
+"""Draw the figures of the serving benchmark as SVG files. Needs matplotlib.
 
-Knows: the dictionary that `serving.py --save` writes. Knows no engine; needs matplotlib. Draws a saved one on its own:
+Draws the results of an earlier `serving.py --save`:
 
     python benchmarks/serving_parts/plots.py FILE FOLDER
 """
@@ -67,7 +67,7 @@ def _closed(parts: dict[str, Any]) -> Any:
 
 
 def _sweep(parts: dict[str, Any]) -> Any:
-    """What a user waits, over the rate of arrivals: time to first token above, gaps between tokens below."""
+    """Draw the waiting time over the rate of arrivals: time to first token above, gaps between tokens below."""
     size = (1.6 + 2.6 * len(parts), 5)
     figure, axes = plt.subplots(2, len(parts), figsize=size, squeeze=False, sharex="col", layout="constrained")
     for column, (key, points) in enumerate(parts.items()):

@@ -1,7 +1,4 @@
-"""One run of one engine, rounds of runs in turn, and the tables of what came out.
-
-Knows: engines by name, workloads, figures. Knows no command line.
-"""
+"""Run one engine once, run rounds of engines in turn, and print tables of the figures."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ def run(
 def measure_closed(
     bench: Bench, sessions: list[Session], engines: Sequence[str], rounds: int
 ) -> tuple[dict[str, Figures], list[str]]:
-    """Median figures of each engine, and what was wrong with its answers; prints both."""
+    """Print and return the median figures of each engine, and its wrong answers."""
     runs: dict[str, list[Figures]] = {engine: [] for engine in engines}
     wrong: list[str] = []
     for number in range(rounds):

@@ -1,7 +1,4 @@
-"""What the load asks of an engine, and radixkv's answer to it.
-
-Knows: the one verb of a server under load, and what it counts. Knows no peer: these have files of their own in `peers`.
-"""
+"""Define the interface of a server under load, and implement it for radixkv. The folder `peers` has the others."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""What is asked: conversations and agents, seeded, as sessions whose turns grow one history.
+"""Generate the serving workloads from a seed: conversations and agents, as sessions whose turns grow one history.
 
-Knows: token ids, lengths, pauses. Knows no engine and no clock.
-
-A session's prompt is all that was said so far, the engine's own replies included: each turn adds new tokens (a
-question, a tool's result) behind them. `branches` go on from the history that their parent ends with.
+The prompt of a session is its whole history, the engine's own replies included. Each turn appends new tokens: a
+question, or the result of a tool. `branches` continue the history at the end of their parent.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Shape:
-    """Ranges (low, high) of what a workload draws."""
+    """Ranges (low, high) of the random numbers of a workload."""
 
     opening: int
     sessions: int
@@ -59,7 +57,7 @@ class Shape:
 
 
 SHAPES = {
-    # A system prompt, users who think between turns.
+    # A system prompt, and users with pauses between turns.
     "chat": Shape(opening=256, sessions=8, turns=4, new=(24, 96), reply=(24, 48), pause_s=2.0),
     # System prompt and tools in front, short steps with tool results, every second agent tries two ways at its end.
     "agent": Shape(

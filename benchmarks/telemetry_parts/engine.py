@@ -1,10 +1,10 @@
-"""Tokens a second of an engine that tells nothing, of one that nobody watches, and of one with a client at 10 Hz.
+"""Measure tokens per second of an engine without telemetry, with telemetry, and with a client at 10 Hz.
 
-Three engines with the bundled model take turns, a short run of eight streams each, in an order that moves on; after
-some rounds all three are loaded anew, as where its tensors lie makes an engine some percent faster or slower. The
-client is a process of its own (reader.py), and stays attached. Each run gives wall time, the CPU time of the engine's
-thread, and that of all threads of this process. What counts is the median over all rounds of the ratio to the run
-without telemetry in the same round: a load that stays for a second is in both.
+Three engines with the bundled model take turns with short runs of eight streams each, and the order rotates. After some
+rounds all three are loaded again, because the memory addresses of its tensors change the speed of an engine by some
+percent. The client is a separate process (reader.py) and stays attached. Each run gives wall time, the CPU time of the
+engine's thread, and that of all threads of this process. The result is the median over all rounds of the ratio to the
+run without telemetry in the same round, so that a load of a second affects both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Run = dict[str, float]
 
 @contextmanager
 def client(engine: Engine) -> Iterator[list[int]]:
-    """Somebody who reads all frames at 10 Hz; behind the end, the bytes that it got."""
+    """A client that reads all frames at 10 Hz; after the end, the number of its bytes."""
     assert engine.monitoring is not None and engine.monitoring.publisher.path is not None
     socket = str(engine.monitoring.publisher.path)
     command = [sys.executable, str(Path(__file__).with_name("reader.py")), socket, str(HZ)]

@@ -1,9 +1,9 @@
-"""Nanoseconds of one mark, and of one event that a recorder hears, as the cache tells it: its guard included.
+"""Measure the nanoseconds of one mark, and of one event from the cache to a recorder, its guard included.
 
-Each event is told 256 times in a loop, to ids of its own. Opened and closed take turns, so that what one notes the
-other forgets; evictions and regrets are taken away behind each loop, as somebody does who collects, and beside that
-evictions go into a ring that is full, which costs most. CPU time of this thread, an empty loop taken off. Batches of
-all events take turns: of each, the median, and the fifth percentile, which is near to what a quiet machine gives.
+A loop sends each event 256 times, with ids of its own. Opened and closed events take turns, so that the one undoes the
+other. Evictions and regrets are collected after each loop; evictions are also measured with a full ring, the most
+expensive case. Times are the CPU time of this thread, less an empty loop. Batches of all events take turns. The result
+is the median of each, and the fifth percentile, which is close to the time on a quiet machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Batch = Callable[[], int]
 
 
 def timed(batch: Callable[[], None], behind: Callable[[], None]) -> Batch:
-    """The batch, which says what CPU time it took; what comes behind it is not counted."""
+    """Run the batch and return its CPU time."""
 
     def run() -> int:
         begun = time.thread_time_ns()
@@ -38,7 +38,7 @@ def timed(batch: Callable[[], None], behind: Callable[[], None]) -> Batch:
 
 
 def batches() -> dict[str, Batch]:
-    """What is measured. The loops are written out: a call for each turn would cost as much as an event."""
+    """The measured events. The loops are written out: a call for each turn would cost as much as an event."""
     cache = PrefixCache(16, 16)
     heard = EventBuffer(time.time)
     told: Any = guarded(heard, lambda: None)

@@ -1,8 +1,8 @@
-"""Somebody who is attached to an engine and reads all that comes, in a process of its own, and draws nothing.
+"""Attach to an engine and read all frames in a separate process, without drawing.
 
     python reader.py SOCKET HZ
 
-Says "ready" when the first bytes have come; ends with its standard input, and says how many bytes there were.
+Prints "ready" after the first bytes. Ends when its standard input ends, and prints the number of bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a turn of a conversation costs the cache, watched and not, and what a look costs, by the size of the tree.
+"""Measure a turn of a conversation in the cache, with and without a recorder, and a collection, by size of the tree.
 
-A turn is open, extend by 64 tokens, commit and close of a new conversation under one of 100 system prompts. Watched and
-not take turns; CPU time of this thread.
+A turn is open, extend by 64 tokens, commit and close of a new conversation under one of 100 system prompts. The
+variants take turns. Times are the CPU time of this thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ TURNS = 64  # between two looks
 
 
 def rows(sizes: tuple[int, ...], rounds: int) -> list[dict[str, float]]:
-    """For each size the medians: a turn, a watched one, a look at what 64 changed, and one at nothing, in us."""
+    """Return for each size the medians in us: a turn, one with a recorder, a collection after 64 turns, and an empty
+    one."""
     return [_row(nodes, rounds) for nodes in sizes]
 
 
