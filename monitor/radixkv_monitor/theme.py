@@ -1,6 +1,6 @@
 """The dark and the light theme, and the colours and signs of states, ages, references and sessions.
 
-The colours are those of Okabe and Ito, and steps of viridis, which colour-blind people can tell apart. Each meaning
+The colours are those of Okabe and Ito, and steps of viridis, which are distinct with colour blindness too. Each meaning
 also has a sign of one cell, so nothing on screen is said by colour alone.
 """
 
