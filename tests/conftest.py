@@ -1,7 +1,8 @@
 """Settings of every test run: which examples the tests try.
 
-By default they are fixed: the same in every run, in every process and whatever else was imported. `RADIXKV_SEED=N`
-draws fresh examples from that seed (`make test-all` does), and a failure then prints how to keep the example.
+By default they are fixed: the same in every run and in every process, with any set of imported modules.
+`RADIXKV_SEED=N` draws fresh examples from that seed (`make test-all` does), and a failure then prints how to keep the
+example.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hypothesis tries the same examples in every run, whatever else was imported (tests/conftest.py)."""
+"""Hypothesis tries the same examples in every run, with any set of imported modules (tests/conftest.py)."""
 
 from __future__ import annotations
 

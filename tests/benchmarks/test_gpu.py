@@ -1,4 +1,4 @@
-"""The arithmetic, the adapters and the judgement of benchmarks/gpu; what it launches is run by test_gpu_smoke.py."""
+"""The arithmetic, the adapters and the verdicts of benchmarks/gpu; test_gpu_smoke.py runs its kernels."""
 
 # ruff: noqa: E402  (the benchmark's modules import Triton, which is looked for before)
 
@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu import bars, foreign, peers, report, run, shapes, timing  # found beside the benchmarks, not installed
+from gpu import bars, foreign, peers, report, run, shapes, timing  # in the folder of the benchmarks, not installed
 from gpu.chunks import _contiguous
 from gpu.device import Device
 from gpu.model import LLAMA_3_8B, TINY, build
@@ -108,7 +108,7 @@ def test_all_parts_together_take_less_than_ten_minutes() -> None:
 
 
 def _played(monkeypatch: pytest.MonkeyPatch, lasts: dict[str, float]) -> list[tuple[str, float]]:
-    """Parts that measure one row and take so many seconds of a clock of their own, 10 if nothing is said."""
+    """Parts that measure one row and take the given seconds of a virtual clock, by default 10."""
     now, played = [1000.0], []
 
     def part(part: run.PartOf, order: run.Order, ceilings: Ceilings, path: Path) -> str:
@@ -297,7 +297,7 @@ def test_a_peer_gets_keys_and_tables_in_the_layout_that_it_reads(folder: Path, w
 
 
 class _Wrapper:
-    """FlashInfer's wrapper, by its documentation: pages [blocks, kv_heads, BLOCK, dim], runs told by `plan`."""
+    """FlashInfer's wrapper, by its documentation: pages [blocks, kv_heads, BLOCK, dim], runs given by `plan`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         assert "HND" in arguments

@@ -1,4 +1,5 @@
-"""benchmarks/gpu from end to end on tiny shapes, its kernels interpreted: what meets a GPU first has run before."""
+"""benchmarks/gpu from end to end on tiny shapes, its kernels interpreted, so that no code runs on a GPU for the first
+time."""
 
 from __future__ import annotations
 

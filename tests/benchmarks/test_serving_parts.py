@@ -17,7 +17,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from peers import gguf_llama  # found beside the benchmarks, not installed
+from peers import gguf_llama  # in the folder of the benchmarks, not installed
 from serving_parts.clients import Record, closed_loop, open_loop
 from serving_parts.figures import agreement, figures, median
 from serving_parts.servers import Counted
@@ -50,7 +50,7 @@ class Echo:
 
 
 def check_histories(records: list[Record], sessions: list[Session]) -> None:
-    """Each request was sent once, behind all that was said before it in its session and in that session's parent."""
+    """Each request was sent once, after the whole history of its session and of the parent of that session."""
     found = {(record.session, record.turn): record for record in records}
     assert len(found) == len(records) == sum(session.requests for session in sessions)
 
@@ -99,7 +99,7 @@ def test_clients_say_what_the_sessions_say(clients: int) -> None:
 
 
 class Meeting(Echo):
-    """Answers nobody before as many as `parties` are there at once."""
+    """Sends no answer before `parties` requests have arrived."""
 
     def __init__(self, parties: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_figures_of_two_requests() -> None:
 
 
 def judge(ids: torch.Tensor, logits_to_keep: int) -> Any:
-    """Logits 0, 0.1, 0.2 and so on, whatever was said."""
+    """Logits 0, 0.1, 0.2 and so on, for any history."""
     return SimpleNamespace(logits=torch.arange(100).expand(1, logits_to_keep, 100) / 10)
 
 

@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001 - DeepSeek's control tokens have wide bars
-"""Chat templates in the styles that models use, each with the texts that it must give, written down a second time.
+"""Chat templates in the styles of real models, each with plain functions that write the expected texts.
 
-A style is a template and, beside it, plain functions that say what the model has to see. The functions know nothing of
-the template, of marks, or of rendering: they are what a history is compared with.
+A style is a template and a set of functions for the text that the model must see. The functions use neither the
+template nor the rendering code, so that a rendered history can be compared with their texts.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ QWEN3 = """{%- if tools or messages[0].role == 'system' %}<|im_start|>system
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-# Channels: the model samples their headers; thinking stays until the turn's last message; a call names whom it is for.
+# Channels: the model samples their headers; thinking stays until the turn's last message; a call names its recipient.
 GPT_OSS = """<|start|>system<|message|>Knowledge cutoff: 2024-06
 Current date: {{ strftime_now('%Y-%m-%d') }}<|end|>
 {%- if tools or messages[0].role == 'system' %}<|start|>developer<|message|>
@@ -160,7 +160,7 @@ Current date: {{ strftime_now('%Y-%m-%d') }}<|end|>
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
-# A prompt opens the thinking; nothing separates turns; the arguments of calls are texts; behind results no turn begins.
+# A prompt opens the thinking; nothing separates turns; the arguments of calls are texts; no turn begins after results.
 DEEPSEEK = """{{- bos_token }}
 {%- set state = namespace(results=false) %}
 {%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
@@ -195,10 +195,10 @@ Calls = Sequence[tuple[str, str, dict[str, Any]]]  # id, name, arguments
 
 @dataclass(frozen=True, repr=False)
 class Style:
-    """A template, its tokens, and what it stands for in plain text.
+    """A template, its tokens, and the expected texts.
 
-    `opening(system, tools)` stands in front, then come turns: `user(said, tools)`, with the tools for the first one, or
-    `results`; `begin`, where a prompt ends; what is sampled, as `says`, `thinks` and `calls` spell it; and `close`.
+    `opening(system, tools)` comes first, then the turns: `user(said, tools)`, with the tools in the first one, or
+    `results`; `begin` at the end of a prompt; the sampled reply, as `says`, `thinks` and `calls` spell it; and `close`.
     """
 
     name: str

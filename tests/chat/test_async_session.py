@@ -1,4 +1,4 @@
-"""Conversations in asyncio say and keep what plain ones do, and a cancelled task leaves them as they were."""
+"""Conversations in asyncio behave as those in threads, and a cancelled task leaves them unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.fakes import check
 
 Result = TypeVar("Result")
 PARAMS = SamplingParams(temperature=0, max_tokens=100)
-LONG = "1 2 3 4 5 6 7 8 9 " * 100  # nobody computes the reply to this before it is cancelled
+LONG = "1 2 3 4 5 6 7 8 9 " * 100  # too long to be answered before it is cancelled
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -108,7 +108,7 @@ def test_a_cancelled_task_undoes_its_turn_and_the_next_one_goes_through(verb):
         async with engine:
             chat = engine.chat()
             await chat.send("one", PARAMS)
-            await engine.stats()  # behind the last step
+            await engine.stats()  # after the last step
             while gate.acquire(blocking=False):
                 pass
             before = (chat.history, chat.token_ids)

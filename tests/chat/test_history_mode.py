@@ -1,4 +1,4 @@
-"""Appending is tried before it is done: what it would lose is found, named and refused."""
+"""Appending is tried on a sample first: differences from the template are found, named and refused."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_with_calls_a_model_thinks_as_far_as_its_template_knows_thinking(name: s
         sampled_text(template, messages, at) for at, message in enumerate(messages) if message["role"] == "assistant"
     ]
     assert ["arithmetic" in each for each in said] == [style.strips] * 3
-    if name == "DeepSeek":  # whose prompts open thinking, but not behind results
+    if name == "DeepSeek":  # whose prompts open thinking, but not after results
         assert [each.count("<think>") for each in said] == [0, 1, 0]
 
 

@@ -1,4 +1,4 @@
-"""What is certainly too long is refused before all of it is encoded, and nothing else is."""
+"""Prompts that are certainly too long are refused before all of their text is encoded; no others are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bytes_and_merges() -> PreTrainedTokenizerFast:
 
 @cache
 def pieces() -> PreTrainedTokenizerFast:
-    """As Llama 2's: characters and merges over words that begin with a mark, and bytes for what is unknown."""
+    """As Llama 2's: characters and merges over words that begin with a mark, and bytes for unknown characters."""
     symbols = sorted({*"▁thequickrn x=1234567890abcdefg.,", "é"})
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
     merges = [("t", "h"), ("h", "e"), ("t", "he"), ("▁", "the"), ("=", "="), ("==", "=="), ("▁", "▁"), ("▁▁", "▁▁")]

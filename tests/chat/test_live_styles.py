@@ -1,4 +1,4 @@
-"""Whole conversations on an engine, in each style: what is found in the cache, and what a reply is taken for."""
+"""Whole conversations on an engine, in each style: their cache hits, and how replies are parsed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "chats.md"
 
 
 class Scripted:
-    """A brain that says these replies, one after another, to whatever it is asked."""
+    """A model that gives these replies, one after another, to any prompt."""
 
     def __init__(self, replies: Sequence[list[int]]) -> None:
         self.replies = iter(replies)
@@ -85,7 +85,7 @@ def test_thinking_is_shown_no_more_in_a_rendered_history_and_forgotten_with_its_
         for text in ("b", "c"):
             chat.send(text, GREEDY)
             states.append(chat.token_ids)
-            assert seen(style, chat.token_ids).count("Hmm") == 1  # the one behind the last question
+            assert seen(style, chat.token_ids).count("Hmm") == 1  # the one after the last question
         chat.rewind()
         assert chat.token_ids == states[1]
         assert chat.edit(1, "b", GREEDY).text == "Two."
@@ -175,7 +175,7 @@ def dialogue(style: Style, turns: int = 8) -> Iterator[tuple[str, list[int]]]:
 
 
 def found(style: Style, *, append: bool) -> tuple[float, float]:
-    """What the cache holds of the prompts behind the first: of all their tokens, of those that were there before."""
+    """The cached share of the prompts after the first: of all their tokens, and of those that were there before."""
     template = ChatTemplate(style.tokenizer(), style.stop_ids, None, DATE)
     ids, computed, messages, said = array("i"), array("i"), [], {}
     hits = tokens = there = 0

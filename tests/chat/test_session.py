@@ -1,4 +1,4 @@
-"""Chat sessions on a scripted model: what is appended, what is hit, what is undone."""
+"""Chat sessions on a scripted model: appended turns, cache hits, and undone turns."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ def test_results_keep_the_reply_that_asked_for_them():
         reply = chat.tool_results([ToolResult(asked.tool_calls[0].id, "r" * 100)])
         assert reply.text == "Seen."
         assert [message["role"] for message in chat.history] == ["user", "assistant", "tool", "assistant"]
-        chat.send("s" * 60)  # now the oldest turns go, results with what asked for them
+        chat.send("s" * 60)  # now the oldest turns go, results together with their calls
         assert [message["role"] for message in chat.history] == ["user", "assistant"]
 
 

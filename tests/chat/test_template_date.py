@@ -1,4 +1,4 @@
-"""The date and the tools of a conversation are what they were when it began."""
+"""A conversation keeps the date and the tools of its beginning."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_conversation_that_goes_on_after_midnight_keeps_its_prefix(history: st
             assert engine.model.tokenizer.decode(later.token_ids).startswith("Monday, 03 February 2031|")
 
 
-# Llama 3.1's: another day unless it is told one. And Llama 3.2's, which asks the clock, here for the microsecond, too.
+# Llama 3.1's: another day unless one is given. And Llama 3.2's, which asks the clock, here for the microsecond, too.
 TOLD = "{{ date_string if date_string is defined else '26 Jul 2024' }}|" + CHATML
 ASKED = "{{ strftime_now('%d %b %Y, %H:%M:%S.%f') }}|" + CHATML
 

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - DeepSeek's control tokens have wide bars
-"""What the model sees, turn by turn, in the style of six templates, against texts that know nothing of templates."""
+"""Prompts in the style of six templates, turn by turn, against texts that were written without templates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ARGUMENTS = st.dictionaries(
 
 @dataclass(frozen=True)
 class Step:
-    """One turn: what a user says, or what tools return; and the reply, in what spelling, cut after how many tokens."""
+    """One turn: the text of a user or the results of tools; and the reply, its spelling, and the length of its cut."""
 
     said: str
     answer: str
@@ -86,7 +86,7 @@ def spelled(style: Style, text: str, seed: int) -> list[int]:
 
 @dataclass
 class Talk:
-    """A conversation that keeps its ids, as a session does; and the text that a model has to see, kept beside it."""
+    """A conversation that keeps its ids, as a session does, together with the text that the model must see."""
 
     style: Style
     append: bool
@@ -98,7 +98,7 @@ class Talk:
     said: dict[int, list[int]] = field(default_factory=dict)
     asked: tuple[ToolCall, ...] = ()
     turns: int = 0
-    controls: list[int] = field(default_factory=list)  # the control tokens among what has to come
+    controls: list[int] = field(default_factory=list)  # the control tokens in the expected text
 
     def __post_init__(self) -> None:
         self.template = ChatTemplate(self.style.tokenizer(), self.style.stop_ids, TOOLS if self.tools else None, DATE)
@@ -106,7 +106,7 @@ class Talk:
         self.messages = [{"role": "system", "content": SYSTEM}] if self.system else []
 
     def see(self, text: str, harmless: str | None = None) -> None:
-        """What the template has to add; in `harmless` nobody from outside has spelt a control token."""
+        """The text that the template must add; in `harmless` no user text spells a control token."""
         self.text += text
         ids = self.style.tokenizer().encode(text if harmless is None else harmless, add_special_tokens=False)
         self.controls += controls(self.style, ids)
@@ -210,12 +210,12 @@ def test_an_appended_history_is_what_was_seen_before_and_what_is_new(
 
 
 def assert_seen(talk: Talk, before: list[int], prompt: list[int]) -> None:
-    """All that was there but a stop token that the template has not, and then the text that has to come."""
+    """The ids so far, without a stop token that the template lacks, and then the expected text."""
     kept = before[:-1] if before and before[-1] in talk.style.stop_ids else before
     assert prompt[: len(kept)] == kept
     assert talk.decoded(prompt) == talk.text
     assert controls(talk.style, prompt) == talk.controls
-    if not (talk.tools and talk.style.repeats_tools):  # when turns are dropped, what is left is rendered anew
+    if not (talk.tools and talk.style.repeats_tools):  # after turns are dropped, the others are rendered again
         assert list(talk.template.spliced(talk.messages, talk.said, keep_thinking=True)) == prompt
 
 
@@ -235,7 +235,7 @@ def shown_by_the_template(talk: Talk, replies: dict[int, dict[str, Any]]) -> str
 
 
 def in_full(style: Style, answer: str, thinks: bool, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
-    """A reply as its template takes it, thinking included where it knows any."""
+    """A reply in the form of its template, with the thinking if the template renders it."""
     message: dict[str, Any] = {"role": "assistant", "content": answer}
     if calls:
         as_text = style.name == "DeepSeek"
@@ -296,7 +296,7 @@ def within(part: list[int], whole: list[int]) -> bool:
 @each_style
 @pytest.mark.parametrize("append", [True, False])
 def test_nobody_speaks_in_marks(name: str, append: bool) -> None:
-    """Marks stand for replies while a history is rendered; a user may have heard of them."""
+    """Marks replace replies while a history is rendered; a user may type them, too."""
     style = STYLES[name]
     names = [
         *(f"{kind}{at}" for kind in ("answer", "thinking", "call") for at in range(6)),
@@ -324,7 +324,7 @@ def test_what_closes_a_call_is_skipped_as_far_as_the_first_token_that_may_stop_a
 
 
 def habit(template: str, *control: str, stops: tuple[str, ...] = ("<|im_end|>",)) -> ChatTemplate:
-    """A template with these control tokens beside ChatML's."""
+    """A template with these control tokens in addition to those of ChatML."""
     style = replace(STYLES["ChatML"], name="habit", template=template, control=(*STYLES["ChatML"].control, *control))
     tokenizer = style.tokenizer()
     return ChatTemplate(tokenizer, frozenset(tokenizer.convert_tokens_to_ids(list(stops))))
@@ -340,7 +340,7 @@ RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "look", "content"
 
 
 def test_words_that_stand_behind_the_results_of_their_own_turn() -> None:
-    """A turn is one message to some templates: call, results, and only then what was said beside the call."""
+    """Some templates render a turn as one message: call, results, and only then the text that came with the call."""
     template = """{%- for m in messages %}
 {%- if m.role == 'tool' %}{% elif m.tool_calls %}<|im_start|>{{ m.role }}<call>
 {{- m.tool_calls[0].function.arguments | tojson }}<|end|>
@@ -400,7 +400,7 @@ def test_calls_are_given_to_a_template_in_the_form_that_it_writes_as_json(writte
     assert chat.rendering.text(chat.opening(messages)).count('<call>{"at": "a"}') == 2
     for odd in ({}, {"function": None}, {"function": {"name": "look"}}, {"function": {"arguments": "[1"}}):
         messages[1]["tool_calls"] = [odd]
-        with suppress(ChatError):  # what a template cannot read is its own to refuse
+        with suppress(ChatError):  # a template refuses input that it cannot read by itself
             chat.opening(messages)
 
 

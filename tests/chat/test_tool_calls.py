@@ -1,4 +1,4 @@
-"""What a model writes as a call is read as that call, in each format, however it comes in pieces; all else is text."""
+"""Calls are parsed in each format, with any split of the stream into pieces; everything else is text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Read = tuple[str, list[tuple[str, Any]]]
 
 
 def read(pieces: list[str], form: CallFormat) -> Read:
-    """What is said and what is called; the books are checked on the way."""
+    """Return the text and the calls; check the reader on the way."""
     reader = CallReader(form, NAMES, "7")
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
     assert [part for part in parts if not isinstance(part, str)] == reader.calls
@@ -49,7 +49,7 @@ def pieces_of(text: str, data: st.DataObject) -> list[str]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-# ---- what models write
+# ---- calls as models write them
 
 
 def hermes(calls: list[Any], style: dict[str, Any], _: int) -> str:
@@ -94,7 +94,7 @@ def test_llama_writes_calls_without_any_tag(calls, style, between, data):
     assert read([f"I say {text}"], LLAMA) == (f"I say {text}", [])
 
 
-# ---- what is no call
+# ---- text that is no call
 
 
 SOUP = st.lists(
@@ -224,7 +224,7 @@ def test_text_is_held_back_only_while_it_may_be_a_call():
         assert "".join(map(str, reader.push(text))) == "".join(parts), text
     assert reader.finish() == []
     bare = CallReader(LLAMA, NAMES, "0")
-    assert bare.push(" ") == [] and bare.push("I ") == [" I"]  # no call without a tag behind words
+    assert bare.push(" ") == [] and bare.push("I ") == [" I"]  # no call without a tag after words
     assert bare.push("{") == [" {"]
     named = CallReader(MISTRAL, NAMES, "0")
     assert named.push("[TOOL_CALLS]I ") == []  # a name, perhaps

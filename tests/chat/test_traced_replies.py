@@ -26,7 +26,7 @@ CLOSED = """{%- for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
 
-# Each prompt opens the thinking, one behind results, too; that of replies before the last user's message is left out,
+# Each prompt opens the thinking, one after results, too; that of replies before the last user's message is left out,
 # and an EMPTY one may be written in its place.
 OPENED = """{%- set last = namespace(at=0) %}
 {%- for m in messages if m.role == 'user' %}{% set last.at = messages.index(m) %}{% endfor %}
@@ -80,7 +80,7 @@ def tokenizer_of(template: str, *controls: str, words: Sequence[str] = ()) -> Pr
 
 
 class Talk:
-    """Turns of a session, without an engine: what was sampled, and the texts of the prompts."""
+    """Turns of a session, without an engine: the sampled replies, and the texts of the prompts."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, *, append: bool, tools: Any = None, stops: Sequence[str] = ()

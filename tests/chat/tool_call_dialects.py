@@ -28,7 +28,7 @@ QWEN = """{%- if tools %}<|im_start|>system
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-# The calls are a list behind one tag; ids have nine letters and digits, and nothing else is taken.
+# The calls are a list after one tag; ids have exactly nine letters and digits.
 MISTRAL_LIST = """{{- '<s>' }}
 {%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
 {%- for m in messages %}
@@ -77,7 +77,7 @@ LLAMA = """{{- '<|begin_of_text|>' }}
 
 @dataclass(frozen=True)
 class Dialect:
-    """A template, its control tokens, the text behind which a reply begins, and how the model writes calls."""
+    """A template, its control tokens, the text before a reply, and how the model writes calls."""
 
     template: str
     controls: tuple[str, ...]

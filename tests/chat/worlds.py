@@ -96,7 +96,7 @@ def chat_engine(
 
 
 def rendered(engine: Engine, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
-    """What the plain template gives for a whole conversation whose last message is a reply, up to its stop token."""
+    """The plain template's text of a whole conversation whose last message is a reply, up to its stop token."""
     tokenizer = engine.model.tokenizer
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     return list(tokenizer.encode(text.removesuffix("\n"), add_special_tokens=False))

@@ -24,7 +24,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def typed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """A new conversation into which lines are typed; gives what it printed."""
+    """Type lines into a new conversation; return the printed text."""
 
     def run(*lines: str) -> str:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))

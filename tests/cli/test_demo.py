@@ -15,7 +15,7 @@ from radixkv.cli import demo, demo_script, main
 
 @pytest.fixture(scope="module")
 def played():
-    """(exit status, what was printed, seconds) of one demo, not on a terminal."""
+    """(exit status, printed text, seconds) of one demo, not on a terminal."""
     torch.set_num_threads(1)
     from contextlib import redirect_stdout
     from io import StringIO

@@ -40,7 +40,7 @@ def _threads() -> Iterator[None]:
 
 @pytest.fixture
 def examine(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, list[tuple[str, str]]]]]:
-    """Run the command; its exit status, and (status, seen) of each finding by what it is about."""
+    """Run the command; return its exit status, and (status, seen) of each finding by its subject."""
 
     def run(*arguments: str) -> tuple[int, dict[str, list[tuple[str, str]]]]:
         status = main(["doctor", *arguments, "--json"])
@@ -74,7 +74,7 @@ def test_the_bundled_model_is_well(examine: Any, tiny: LoadedModel) -> None:
     assert found["pool"] == [("ok", "1,024 blocks of 16 tokens, 96 KiB each: 96 MiB, 4 whole contexts")]
     assert found["attention"] == [("ok", "torch: Triton does not run on cpu")]
     assert "float32 on cpu, context 4,096, 1,536 token ids" in found["model"][0][1]
-    head = 1536 * 192  # it is the embedding's weight, unless it was laid out anew for this CPU
+    head = 1536 * 192  # it is the embedding's weight, unless it was packed for this CPU
     assert found["weights"] in [[("ok", weights(1_771_200))], [("ok", weights(1_771_200 + head))]]
     assert found["stop tokens"] == [("ok", "2 '<|im_end|>'")]
     assert found["chat template"] == [("ok", "appended histories read exactly as the template renders them")]
@@ -225,7 +225,7 @@ def test_a_pool_that_does_not_fit_is_a_problem(examine: Any) -> None:
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What is installed, to be changed, under requirements of our own."""
+    """The installed packages, to be changed, under requirements of our own."""
     here = {"torch": "2.12.1+cu128", "triton": "3.7.0", "transformers": "5.20.0", "numpy": "2.1", "rich": "14.1"}
     stated = [
         "torch<2.14,>=2.11",

@@ -1,4 +1,4 @@
-"""What doctor says of a model's tokenizer, stop tokens, suggestions and conversations."""
+"""The findings of doctor about a model's tokenizer, stop tokens, suggestions and conversations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tiny() -> LoadedModel:
 
 
 def told(loaded: LoadedModel, about: str) -> list[tuple[str, str]]:
-    """(status, seen) of what is found about one thing."""
+    """(status, seen) of the findings on one subject."""
     return [(each.status, each.seen) for each in doctor_checks.language(loaded) if each.about == about]
 
 

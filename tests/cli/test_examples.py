@@ -1,4 +1,4 @@
-"""Every example runs, and prints what it promises."""
+"""Every example runs, and prints the promised lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a token are those that a model's attention really writes; what fits follows from them."""
+"""The bytes per token equal those that the attention of a model writes; the capacity follows from them."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def test_interrupting_a_draining_ends_it_at_once_and_passes_on():
     assert len(world.runner.steps) == 1
 
 
-# ---- what is refused
+# ---- refused requests
 
 
 def test_bad_timeouts_and_limits_are_refused_by_name():

@@ -1,4 +1,4 @@
-"""The public surface: what `radixkv` exports, sorted, and without torch until it is used."""
+"""The public surface: the exports of `radixkv`, sorted, and without torch until it is used."""
 
 from __future__ import annotations
 

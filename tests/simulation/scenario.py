@@ -15,7 +15,7 @@ Ids = tuple[int, ...]
 
 
 class Sabotage(Exception):
-    """The exception of every injected fault except lack of memory, to tell it from a real one."""
+    """The exception of every injected fault except lack of memory, distinct from any real one."""
 
 
 class Unhashable:
