@@ -68,7 +68,7 @@ class BlockPool:
             self.free.extend(blocks)
 
     def share(self, block: int, *, idle: bool, sole_idle: bool, sole_node: Node | None = None) -> None:
-        """Add an owner. Of a sole owner so far, `sole_idle` says whether it is idle; `sole_node` is it, if a node."""
+        """Add an owner. For a block with one owner so far: whether that is idle, and the node if it is one."""
         entry = self.shared.get(block)
         if entry is None:
             entry = self.shared[block] = SharedBlock(1, int(sole_idle), sole_node)
@@ -132,14 +132,14 @@ class SharedBlocks:
         self.deduped_tail_blocks = 0  # how often the block table of a held node has changed
 
     def share(self, block: int, node: Node, *, idle: bool) -> None:
-        """Make a node above `node`, locked if that is locked, an owner of `node`'s first block too."""
+        """Record that `node` and the node above it share `block`; both are idle or both are locked."""
         self.pool.share(block, idle=idle, sole_idle=idle)
         entry = self.pool.shared[block]
         if entry.deepest_owner is None or entry.deepest_owner.end <= node.end:
             entry.deepest_owner = node
 
     def release(self, block: int, *, idle: bool = False) -> None:
-        """Drop one owner; free the block too if nodes need no more than the copies of it below them."""
+        """Drop one owner. If only nodes are left and a child has a copy, use the copy and free the block."""
         deepest_owner = self.pool.release(block, idle=idle)
         if deepest_owner is not None:
             self.dedupe_tail_block(deepest_owner)

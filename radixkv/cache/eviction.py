@@ -2,7 +2,8 @@
 
 The index is a persistent sorted list: choosing a victim scans nothing and rebuilds nothing, and every operation is
 O(log leaves). A policy is either a rank, which is part of the sort key, or a subclass that overrides the hooks below.
-The hooks take the tree and a node; by default they read nothing.
+The hooks take the tree and a node; by default they read nothing. A rank is computed once, when a leaf is added, so it
+must not depend on the length of the node, which trimming and splitting change.
 """
 
 from __future__ import annotations

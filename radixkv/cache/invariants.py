@@ -19,7 +19,7 @@ from radixkv.cache.types import Node
 
 
 def check(state: CacheState) -> None:
-    """Check all invariants of DESIGN §2. O(blocks + tokens)."""
+    """Recount locks, owners, blocks and the index, and compare. O(blocks + tokens)."""
     tree, pool = state.tree, state.pool
     sequences = cast(list[Sequence], list(state.open.values()))
     nodes = list(tree.walk())

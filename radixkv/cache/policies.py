@@ -12,7 +12,7 @@ Policy = Callable[[int, int, Callable[[], float]], EvictionIndex]  # num_blocks,
 
 
 def by_rank(rank: Rank | None = None) -> Policy:
-    """A policy that evicts leaves of low rank first, and equal ranks by recency."""
+    """A policy that evicts leaves of low rank first, and equal ranks by recency. A leaf is ranked when it is added."""
     return lambda num_blocks, block_size, clock: EvictionIndex(rank)
 
 

@@ -125,7 +125,7 @@ class RadixTree:
         return last - first - len(logical) + sum(map(self.pool.is_evictable, blocks))
 
     def held_length(self, node: Node, raw: bytes | bytearray) -> int:
-        """Length of the path to `node`, continued by the unpublished `raw`, that others hold besides one holder.
+        """Count the tokens of the path to `node`, then of `raw`, that stay held if one holder releases them.
 
         O(depth) + O(bytes of `raw`).
         """

@@ -304,7 +304,7 @@ class Sequence:
         tree.merge(parent)
 
     def _follow(self) -> None:
-        """Walk down nodes that other sequences published of the tail, and take their full blocks for our own."""
+        """If others published part of the tail, move to their nodes and use their full blocks instead of our own."""
         tree, size = self._state.tree, self._state.pool.block_size
         raw = bytes(self._tail)
         held = self.node
