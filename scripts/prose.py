@@ -1,12 +1,11 @@
 """Count the words that plain technical English does without, in docstrings, comments and pages.
 
-    python scripts/prose.py             rates per 1,000 words, and each place that is over a limit
+    python scripts/prose.py             rates per 1,000 words, and the sentences of files over a limit
     python scripts/prose.py --files     the counts of each file, highest first
-    python scripts/prose.py --lower     lower the allowances to the present counts
 
 Code is not a person: it holds, records and returns. A sentence names its nouns instead of circumscribing them. Code
-spans, quoted text, URLs and fenced code do not count. `scripts/prose_allowances.json` lists files that may exceed a
-limit for now; an allowance is only ever lowered. `tests/test_prose.py` calls `problems`.
+spans, quoted text, URLs and fenced code do not count. All files together keep the limits, and no file has more than
+four times a limit. `tests/test_prose.py` calls `problems`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import json
 import re
 import sys
 import tokenize
@@ -25,10 +23,6 @@ from pathlib import Path
 TOP = Path(__file__).resolve().parent.parent
 SOURCES = ("radixkv", "kernels/radixkv_kernels", "monitor/radixkv_monitor", "traces/radixkv_traces")
 PAGES = ("docs/*.md", "README.md", "CONTRIBUTING.md")
-ALLOWANCES = TOP / "scripts" / "prose_allowances.json"
-ALL_FILES = False
-"""Whether a file without an allowance may not exceed its limit; if not, it counts in the total only."""
-
 PER_FILE = 4  # a file may have up to this many times the rate of the whole
 
 
@@ -126,71 +120,34 @@ def rates(files: dict[str, Prose]) -> dict[str, float]:
     return {kind: 1000 * sum(len(found.hits[kind]) for found in files.values()) / max(total, 1) for kind in KINDS}
 
 
-Allowances = dict[str, dict[str, float]]
-"""By path and kind, how many hits a file may have; under "total", rates of the whole."""
-
-
-def most(path: str, kind: str, words: int, allowances: Allowances) -> float:
-    """How many hits a file may have."""
-    limit = PER_FILE * KINDS[kind].limit * words / 1000
-    allowed = allowances.get(path, {}).get(kind)
-    return max(limit, allowed) if allowed is not None else limit if ALL_FILES else float("inf")
-
-
-def problems(files: dict[str, Prose], allowances: Allowances) -> list[str]:
-    """One line for each hit in a file that has too many, and for each kind that the whole has too many of."""
+def problems(files: dict[str, Prose]) -> list[str]:
+    """Return one line for each hit in a file over a limit, and for each kind that is over its limit in all files."""
     found = [
-        f"{path}:{line}: {kind}: {sentence}"
+        f"{path}:{line}: {name}: {sentence}"
         for path, prose in files.items()
-        for kind, hits in prose.hits.items()
-        if len(hits) > most(path, kind, prose.words, allowances)
+        for name, hits in prose.hits.items()
+        if 1000 * len(hits) > PER_FILE * KINDS[name].limit * prose.words
         for line, sentence in hits
     ]
-    for kind, rate in rates(files).items():
-        limit = max(KINDS[kind].limit, allowances.get("total", {}).get(kind, 0.0))
-        if rate > limit + 0.005:
-            found.append(f"all files together: {kind}: {rate:.2f} in 1,000 words, {limit:.2f} at most")
-    return found
-
-
-def lowered(files: dict[str, Prose], allowances: Allowances | None) -> Allowances:
-    """The allowances, none higher than before; without any, as they begin."""
-    now: Allowances = {"total": {kind: round(rate, 2) for kind, rate in rates(files).items()}}
-    for path, prose in files.items():
-        over = {kind: len(hits) for kind, hits in prose.hits.items()}
-        limits = {kind: PER_FILE * KINDS[kind].limit * prose.words / 1000 for kind in KINDS}
-        now[path] = {kind: float(count) for kind, count in over.items() if count > limits[kind]}
-    if allowances is not None:
-        now = {
-            path: {kind: min(now[path][kind], allowances[path][kind]) for kind in now[path].keys() & allowances[path]}
-            for path in now.keys() & allowances.keys()
-        }
-    now["total"] = {kind: rate for kind, rate in now.get("total", {}).items() if rate > KINDS[kind].limit}
-    return {path: kinds for path, kinds in now.items() if kinds}
-
-
-def allowed() -> Allowances:
-    """The allowances of the checkout; none if the file is gone."""
-    found: Allowances = json.loads(ALLOWANCES.read_text()) if ALLOWANCES.exists() else {}
-    return found
+    for name, rate in rates(files).items():
+        if rate > KINDS[name].limit:
+            found += [f"all files together: {name}: {rate:.2f} in 1,000 words, {KINDS[name].limit:.2f} at most"]
+            found += [f"{path}:{line}: {sentence}" for path in files for line, sentence in files[path].hits[name]]
+    return list(dict.fromkeys(found))
 
 
 def main() -> int:
     """Print rates and problems; 1 if there are problems."""
     arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     arguments.add_argument("--files", action="store_true", help="print the counts of each file, highest first")
-    arguments.add_argument("--lower", action="store_true", help="lower the allowances to the present counts")
     options, files = arguments.parse_args(), read_all()
-    if options.lower:
-        fewer = lowered(files, allowed() if ALLOWANCES.exists() else None)
-        ALLOWANCES.write_text(json.dumps(fewer, indent=1, sort_keys=True) + "\n")
     for kind, rate in rates(files).items():
         print(f"{kind:8} {rate:6.2f} in 1,000 words, {KINDS[kind].limit:.1f} at most")
     if options.files:
         for path, prose in sorted(files.items(), key=lambda item: -sum(map(len, item[1].hits.values()))):
             counts = ", ".join(f"{kind} {len(hits)}" for kind, hits in prose.hits.items() if hits)
             print(f"{path}: {prose.words} words, {counts or '-'}")
-    found = problems(files, allowed())
+    found = problems(files)
     print(*found, sep="\n")
     return bool(found)
 

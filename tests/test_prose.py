@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 prose: Any = importlib.import_module("prose")
@@ -32,7 +30,7 @@ def tell(who):
 
 
 def test_all_prose_keeps_the_limits() -> None:
-    found = prose.problems(prose.read_all(), prose.allowed())
+    found = prose.problems(prose.read_all())
     assert not found, "\n".join(["rewrite these sentences (STYLE.md, English):", *found[:60]])
 
 
@@ -61,27 +59,16 @@ def test_fenced_code_spans_quotes_and_links_of_a_page_do_not_count(tmp_path: Pat
     assert found.words == 6
 
 
-@pytest.mark.parametrize(("before", "after"), [(5.0, 2.0), (1.0, 1.0)])
-def test_an_allowance_only_falls(tmp_path: Path, before: float, after: float) -> None:
+def test_a_file_and_all_files_together_keep_their_limits(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
-    path.write_text("who " * 2)
-    files = {"page.md": prose.read(path), "new.md": prose.read(path)}
-    begin = prose.lowered(files, None)
-    assert begin == {"total": {"people": 1000.0}, "page.md": {"people": 2.0}, "new.md": {"people": 2.0}}
-    allowances = prose.lowered(files, {"page.md": {"people": before}, "gone.md": {"people": 3.0}})
-    assert allowances == {"page.md": {"people": after}}
-
-
-def test_a_file_above_its_allowance_and_a_total_above_its_limit_are_problems(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "page.md"
-    path.write_text("One line.\n\nTwo of it, who knows.\n")
-    files = {"page.md": prose.read(path)}
-    assert not prose.problems(files, prose.lowered(files, None))
-    monkeypatch.setattr(prose, "ALL_FILES", True)
-    found = prose.problems(files, {"page.md": {"speech": 1.0}, "total": {"speech": 1000.0}})
-    assert found == [
-        "page.md:3: people: Two of it, who knows.",
-        "all files together: people: 142.86 in 1,000 words, 0.40 at most",
+    path.write_text("One line.\n\nTwo of it, who knows.\n" + "word " * 3000)
+    mixed = prose.read(path)
+    assert not prose.problems({"page.md": mixed})
+    path.write_text("One line.\n\nTwo of it, who waits.\n")
+    short = prose.read(path)
+    assert prose.problems({"page.md": mixed, "short.md": short}) == [
+        "short.md:3: people: Two of it, who waits.",
+        "all files together: people: 0.66 in 1,000 words, 0.40 at most",
+        "page.md:3: Two of it, who knows.",
+        "short.md:3: Two of it, who waits.",
     ]
