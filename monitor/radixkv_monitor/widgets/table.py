@@ -1,7 +1,7 @@
 """Show a table of any length: draw only the visible rows, and keep the cursor on its row when rows come and go.
 
-A column is one entry: its title, its width, the value that it shows of a row, and how rows are sorted, filtered and
-exported by that value. A cell is pieces of text, each in one of the named styles below, which the themes colour.
+A column is one entry. It holds the title, the width and the value of a row, and how rows are sorted, filtered and
+exported by the value. A cell is pieces of text, each in one of the named styles below, which the themes colour.
 """
 
 from __future__ import annotations
