@@ -268,15 +268,15 @@ def test_terms_of_a_filter(line: str, fits: dict[str, object], not_fit: dict[str
     assert matching is not None
     for facts, answer in ((fits, True), (not_fit, False)):
         values = {name: value for name, value in facts.items() if name not in ("namespace", "session")}
-        assert matching.fits(node(2, 1, **values), facts.get("namespace"), facts.get("session")) is answer  # type: ignore[arg-type]
+        assert matching.matches(node(2, 1, **values), facts.get("namespace"), facts.get("session")) is answer  # type: ignore[arg-type]
 
 
 def test_a_root_fits_by_its_name_only() -> None:
     root = node(1, tokens=0)
-    assert NodeFilter(words=("team",)).fits(root, "team", None)
+    assert NodeFilter(words=("team",)).matches(root, "team", None)
     for line in ("min:1", "cached", "ids:1", "session:1"):
         matching = parse(line)
-        assert matching is not None and not matching.fits(root, "team", 1)
+        assert matching is not None and not matching.matches(root, "team", 1)
 
 
 def test_an_empty_line_is_no_filter() -> None:

@@ -1,7 +1,7 @@
 """The radix tree as lines with a cursor.
 
-While the tree changes, the view stays at the node under the cursor, if the user moved the cursor and it is visible. Else
-it stays at the topmost node.
+While the tree changes, the view stays at the node under the cursor, if the user moved the cursor and it is visible.
+Else it stays at the topmost node.
 """
 
 from __future__ import annotations
