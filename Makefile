@@ -1,11 +1,11 @@
-# One command per verb. Each works alone on a fresh machine: it makes .venv first if that is missing.
+# One command per verb. Each works on a fresh machine: it creates .venv if that is missing.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .PHONY: help demo test test-all lint types bench bench-gpu kernels models clean
-help:            ## this list
+help:            ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(READY): pyproject.toml
@@ -15,38 +15,38 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)   ## conversations and branches share one pool, on the bundled model
+demo: $(READY)   ## run conversations and branches that share one pool, on the bundled model
 	$(BIN)/radixkv demo
 
 # Bytecode is written even where the environment forbids it: dozens of subprocesses would compile the sources each.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
 
-test: $(READY)   ## the tests, the same examples every time; no network, no GPU; under three minutes on two cores
+test: $(READY)   ## run the tests with fixed examples, without network or GPU, in under three minutes on two cores
 	$(PYTEST) -m "not long"
 
 SEED := $(shell date +%s)
-test-all: $(READY) ## all tests, the long ones, too, with fresh examples; SEED=N repeats a run, SEED= takes the fixed ones
+test-all: $(READY) ## run all tests, with fresh examples; SEED=N repeats a run, SEED= takes the fixed examples
 	env RADIXKV_SEED=$(SEED) $(PYTEST) $(if $(SEED),--hypothesis-seed=$(SEED))
 
-lint: $(READY)   ## style, format, and who may import whom
+lint: $(READY)   ## check style, format and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: $(READY)  ## mypy, strict
+types: $(READY)  ## check types with mypy, strict
 	$(BIN)/mypy
 
-bench: $(READY)  ## every benchmark that runs without a peer to install (each ends in one JSON line)
+bench: $(READY)  ## run every benchmark that needs no other engine; each ends in one JSON line
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
 
-bench-gpu: $(READY) ## everything worth measuring on a GPU, in under ten minutes; without one, each part says why not
+bench-gpu: $(READY) ## run the GPU benchmarks, in under ten minutes; without a GPU, each part prints why it does not run
 	$(BIN)/python benchmarks/gpu
 
-kernels: $(READY) ## compile every Triton kernel for GPUs that need not be here, and read what came out
+kernels: $(READY) ## compile every Triton kernel for several GPUs, without one, and check the machine code
 	$(BIN)/python scripts/compile_kernels.py
 
-models: $(READY) ## try every architecture that transformers has, small and random, and write docs/models.md
+models: $(READY) ## try every architecture of transformers, small and random, and write docs/models.md
 	$(BIN)/python scripts/models.py
 
-clean:           ## forget .venv and caches
+clean:           ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""Which parameters of a test run in `make test`; the others are marked `long` and run in `make test-all`."""
+"""Select the parameters of a test that run in `make test`; the others are marked `long` and run in `make test-all`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def mostly_long(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """All values for `pytest.mark.parametrize`, marked long unless they are named as quick.
+    """Return all values for `pytest.mark.parametrize`, marked long except for the quick ones.
 
     >>> [each if isinstance(each, str) else each.values for each in mostly_long(["lru", "fifo"], "lru")]
     ['lru', ('fifo',)]
