@@ -16,6 +16,7 @@ from dataclasses import replace
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
 from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.records import (
+    NEXT_VICTIMS,
     Changes,
     EngineFacts,
     EvictionRecord,
@@ -100,7 +101,7 @@ class Engine:
         return Changes(
             time.time(), nodes=tuple(changed.values()), gone_nodes=gone, sequences=sequences, requests=requests,
             sessions=tuple(self._session(each.session or 0) for each in requests),
-            evictions=tuple(map(self._evicted, went)), stats=self._stats(),
+            evictions=tuple(map(self._evicted, went)), stats=self._stats(), next_victims=self._victims(),
         )  # fmt: skip
 
     def _everything(self) -> Changes:
@@ -111,7 +112,7 @@ class Engine:
             time.time(), reset=True, stats=self._stats(), nodes=tuple(self.nodes.values()),
             requests=(*(_ended(each) for each in begun), *self.requests.values()),
             sessions=tuple(self._session(number) for number in range(1, SESSIONS + 1)),
-            evictions=tuple(map(self._evicted, victims)),
+            evictions=tuple(map(self._evicted, victims)), next_victims=self._victims(),
         )  # fmt: skip
 
     # ---- requests, sessions, evictions
@@ -150,9 +151,14 @@ class Engine:
             self.evicted, now, node.id, node.start, node.tokens, self.each, now - node.used, node.hits, True, why, again
         )
 
+    def _leaves(self) -> list[int]:
+        return [number for number, node in self.nodes.items() if node.parent and not self.children.get(number)]
+
+    def _victims(self) -> tuple[int, ...]:
+        return tuple(number for number in self._leaves() if not self.nodes[number].locks)[:NEXT_VICTIMS]
+
     def _evict(self) -> list[NodeRecord]:
-        leaves = [number for number, node in self.nodes.items() if node.parent and not self.children.get(number)]
-        gone = [self.nodes.pop(number) for number in self.random.sample(leaves, REPLACED)]
+        gone = [self.nodes.pop(number) for number in self.random.sample(self._leaves(), REPLACED)]
         for node in gone:
             self.children[node.parent] -= 1
             for first, count in zip(node.blocks[::2], node.blocks[1::2], strict=True):
