@@ -15,52 +15,56 @@ _HEAD = """\
 
 <!-- Written by `make models`; edit scripts/model_parts/page.py instead. -->
 
-transformers {transformers} maps AutoModelForCausalLM to {total} classes. `make models` builds each of them small,
-with random weights in float64, and loads it into a real engine. On {date}, with torch {torch}:
+In transformers {transformers}, AutoModelForCausalLM has {total} classes. `make models` builds a small model of each
+class, with random weights in float64, and loads it into a real engine. These are the results of {date}, with torch
+{torch}:
 
 {counts}
 
-{faults}Each model is also tested when it is loaded, and that test decides. `radixkv doctor MODEL` shows its result for
-your model.
+{faults}Each model is also tested when you load it, and that test decides whether it runs. `radixkv doctor MODEL` shows
+the result for your model.
 
 ## The results
 
-**paged**: the model's attention reads and writes the pool through block tables. One forward computes all sequences of
-a step, prefills and decodes together, and shared prefixes are read once. Windows, chunks, softcaps and sinks cost
-nothing in addition. All keys and values are kept in spite of windows, so that a prefix stays a hit. MLA is stored
-decompressed: as keys and values of every head, which takes more memory than its latent vector would. `radixkv plan`
-counts them so.
+**paged**: radixkv computes the attention of the model. It reads and writes the pool through block tables. One forward
+computes all sequences of a step, prefills and decodes together, and shared prefixes are read once. Windows, chunks,
+softcaps and sinks cost no extra time. The pool keeps all keys and values, even outside of a window, so that a prefix
+stays a hit. Latent attention (MLA) is stored decompressed, as keys and values of every head. This takes more memory
+than its latent vector would, and `radixkv plan` counts it.
 
 **fallback**: the model bypasses transformers' attention interface, or changes attention in a way that the interface
 does not show (ALiBi, masks of its own). It runs by its own attention, over a cache that is filled from the pool. Hits,
-forks and answers are the same, but each sequence takes a forward of its own in each step, and each layer copies the
-sequence's whole context out of the pool for it. A warning at load gives the reason;
-[architectures.md](architectures.md) has the costs.
+forks and answers are the same. But each sequence takes a forward of its own in each step, and each layer copies the
+sequence's whole context out of the pool. A warning at load gives the reason; [architectures.md](architectures.md) has
+the costs.
 
-**refused**: loading raises `UnsupportedModel` with the reason. The model keeps state other than keys and values of each
-token (recurrent and convolutional state, an index of keys to attend to), or needs another model's output, or its
-answers over the pool differed from its own.
+**refused**: loading raises `UnsupportedModel` with the reason. There are three kinds of reasons. The model keeps state
+other than the keys and values of each token, such as recurrent state or an index of keys. Or it needs the output of
+another model. Or its logits over the pool differ from those of its own forward.
 
-**cannot be built**: transformers itself makes no model of the class here, for the reason in the table.
+**cannot be built**: transformers cannot create a model of the class in this environment. The table gives its error.
 
 ## The trial
 
-Each model has the kinds of layers that are typical of its architecture: a window that is shorter than the prompts and
-longer than the self-test's unless a layer names it, routed experts, sinks and softcaps that change the scores, rotary
-dims that differ from the head's. The engine is asked for a prompt; then at once for one that leaves it inside a
-block, a short one, a single token, one that continues its reply, and three sampled streams that fork after a common
-prefix; then for the first two again, and for one that continues to the end of the context. Blocks have 4 tokens,
-chunks 17. Every row of logits that the engine computed is compared with the model's own forward over the same tokens,
-called without a cache, and every greedy token with the forward's choice. Where transformers narrows to float32
-(softmax, norms, routers), both sides are kept in float64. Errors are then those of adding numbers in another order, and
-more than 1e-9 is wrong (1e-4 if a note says float32). *error* bounds the difference of any logit.
+Each model has the kinds of layers that are typical of its architecture: windows, routed experts, sinks, softcaps, or
+rotary dims that differ from the size of the head. Windows are shorter than the prompts. Sinks and softcaps are large
+enough to change the scores. Blocks have 4 tokens, and chunks have 17. Each engine runs three batches of requests:
 
-The reference is the model's own forward, `model(input_ids)`. If transformers' `generate` disagrees with that forward, a
-note says so. (RoBERTa and similar models count positions from the padding id on; `generate` counts from 0.) The padding
-token is not text here, and never sampled. longrope's frequencies are fixed to those for the longest context, so prompts
-within the original context differ from `model(input_ids)` on purpose: they are compared with themselves, once alone and
-once in a batch with long ones.
-"""
+1. a prompt;
+2. at the same time: a prompt that diverges from the first one inside a block, a short prompt, a single token, a prompt
+   that continues the first reply, and three sampled streams that fork after a common prefix;
+3. the first two prompts again, and a prompt that continues to the end of the context.
+
+Every row of logits that the engine computed is compared with the model's own forward over the same tokens, without a
+cache. Every greedy token must be the one that the forward chooses. Where transformers computes in float32 (softmax,
+norms, routers), both sides are kept in float64. The remaining errors come from adding numbers in another order. An
+error above 1e-9 is a failure (1e-4 if a note says float32). The column *error* is an upper bound for all logits.
+
+The reference is the model's own forward, `model(input_ids)`. A note says if transformers' `generate` disagrees with
+that forward. (RoBERTa and similar models count positions from the padding id on; `generate` counts from 0.) The padding
+token does not occur in prompts, and is never sampled. longrope's frequencies are fixed to those for the longest
+context. So prompts within the original context differ from `model(input_ids)` on purpose. They are computed twice, once
+alone and once in a batch with long ones, and both results are compared. """
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def _others(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _variants(verdicts: Sequence[Verdict]) -> list[str]:
-    text = "Some results depend on the configuration. These variants are not counted above."
+    text = "Some results depend on the configuration. The counts above do not include these variants."
     rows = [
         _line(each.name, each.result, each.attention, _error(each.error), _short(_because(each))) for each in verdicts
     ]
