@@ -64,7 +64,8 @@ The reference is the model's own forward, `model(input_ids)`. A note says if tra
 that forward. (RoBERTa and similar models count positions from the padding id on; `generate` counts from 0.) The padding
 token does not occur in prompts, and is never sampled. longrope's frequencies are fixed to those for the longest
 context. So prompts within the original context differ from `model(input_ids)` on purpose. They are computed twice, once
-alone and once in a batch with long ones, and both results are compared. """
+alone and once in a batch with long ones, and both results are compared.
+"""
 
 
 @dataclass(frozen=True)
