@@ -86,10 +86,10 @@ class Admission:
 
         Without room for the headroom, the request publishes late, and is promised all the blocks that it may take.
         """
+        self._pinned_blocks()  # releases pins that have expired
         if self._can_finish(request, sequence, headroom_blocks(request)):
             return True
         request.guaranteed = request.publish_late = True
-        self._pinned_blocks()  # releases pins that have expired
         if not self._can_finish(request, sequence):
             # A hit that ends inside a block costs a copy of that block: compute its tokens instead.
             sequence.truncate(self._reuse.aligned(sequence.length - sequence.length % self._block_size))

@@ -101,7 +101,9 @@ class WaitQueue:
             return False
         for leader in running:
             position = _prefill_position(leader)
-            if position is None or not _is_equal(leader.namespace, request.namespace):
+            if position is None or self._reuse.aligned(len(leader.prompt)) - cached < self._min_saving:
+                continue  # too short, whatever it shares; without reuse always
+            if not _is_equal(leader.namespace, request.namespace):
                 continue
             shared = self._reuse.aligned(common_prefix(leader.prompt, request.prompt))
             if shared > position and shared - cached >= self._min_saving:

@@ -15,6 +15,7 @@ from radixkv import SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.cache import Sequence as CacheSequence
 from radixkv.config import EngineConfig
+from radixkv.engine import wait_queue
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestFailed, RequestTimedOut
@@ -208,8 +209,9 @@ def test_the_wait_for_a_neighbour_is_bounded() -> None:
     assert is_right(leader) and is_right(follower)
 
 
-def test_who_can_hit_nothing_does_not_wait() -> None:
-    """Without a prefix cache equal prompts run at the same time, as different ones do."""
+def test_who_can_hit_nothing_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a prefix cache equal prompts run at the same time, as different ones do, and are not even compared."""
+    monkeypatch.delattr(wait_queue, "common_prefix")
     steps = []
     for seeds in ([1] * 6, range(6)):
         world = World(1024, 4, EngineConfig(max_batch_tokens=256, prefill_chunk=32), reuse=False)
@@ -577,6 +579,20 @@ def test_a_pin_whose_time_is_over_is_in_nobodys_way() -> None:
     whole = world.submit(tokens(36, 1), GREEDY.but(max_tokens=5))
     world.finish()
     assert is_right(whole)
+
+
+def test_an_expired_pin_does_not_make_a_request_publish_late() -> None:
+    now = 0.0
+    world = World(10, clock=lambda: now)
+    world.submit(tokens(8), GREEDY.but(max_tokens=1))
+    world.finish()
+    world.core.admission.pin(np.array(tokens(8), np.int32), ttl=5.0)
+    now = 6.0
+    nearly_whole = world.submit(tokens(4, 1), GREEDY.but(max_tokens=33))  # 9 blocks and one of headroom
+    world.step()
+    assert nearly_whole in world.core.scheduler.running and not nearly_whole.publish_late
+    world.finish()
+    assert is_right(nearly_whole)
 
 
 def test_who_had_begun_and_cannot_come_back_is_told_that_pins_have_changed() -> None:
