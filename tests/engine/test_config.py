@@ -14,7 +14,9 @@ import pytest
 
 from radixkv import AsyncEngine, Engine, EngineConfig
 from radixkv.cache import POLICIES
-from radixkv.config import ATTENTION, EngineConfigFields, settings_in
+from radixkv.config import ATTENTION, ORDERS, VICTIMS, EngineConfigFields, settings_in
+from radixkv.engine import admission
+from radixkv.engine.wait_queue import QUEUES
 from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv.kv_size import parse_bytes
 from radixkv.models.attention_interface import BACKENDS
@@ -115,3 +117,7 @@ def test_sizes_in_words() -> None:
 def test_settings_load_no_torch_and_no_numpy() -> None:
     code = "import sys, radixkv.config; sys.exit({'torch', 'numpy'} & set(sys.modules) != set())"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_orders_and_victims_are_those_of_the_engines_tables() -> None:
+    assert set(ORDERS) == set(QUEUES) and set(VICTIMS) == set(admission.VICTIMS)
