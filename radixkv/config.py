@@ -1,8 +1,8 @@
 """The settings of an engine, each declared once: its type, its default, its range and its meaning.
 
 `EngineConfig` checks every value, and values against each other, when it is created. Checks that need the model, the
-device or the file system are made by `Engine.load`. The options of the commands and the table in docs/engine.md read
-the declarations below.
+device or the file system are made by `Engine.load`. The commands make their options from the declarations below, and a
+test compares the table in docs/engine.md with them.
 """
 
 from __future__ import annotations

@@ -181,11 +181,12 @@ def _add_settings(group: argparse._ActionsContainer, *names: str) -> None:
         if default is False:
             group.add_argument(option, action="store_true", help=setting.metadata["help"])
             continue
+        is_number = isinstance(default, int) or setting.metadata["least"] is not None
         shown = "" if default is None or "auto" in setting.metadata["help"] else f" (default {default})"
         group.add_argument(
             option,
             default=default,
-            type=int if isinstance(default, int) else str,
-            metavar=_METAVARS.get(setting.name, "N" if isinstance(default, int) else None),
+            type=int if is_number else str,
+            metavar=_METAVARS.get(setting.name, "N" if is_number else None),
             help=setting.metadata["help"].replace("%", "%%") + shown,
         )

@@ -1,13 +1,14 @@
 """Decide which waiting request fits, how many blocks are promised, and which running request is preempted.
 
-A request is admitted when the blocks that it is sure to take fit. These are the blocks of its prompt and of its sampled
-tokens, and one block more for each stream. Streams grow beyond that promise, so blocks may run out, and then a running
-request is preempted. A preempted request is promised all the blocks that it may take, max_tokens included, when it
-comes back.
+A request is admitted when the blocks that it is sure to take fit. These are the blocks of its prompt and of the tokens
+that it has sampled so far, and one block more for each stream. Streams grow beyond that promise, so blocks may run out,
+and then a running request is preempted. A preempted request is promised all the blocks that it may take, max_tokens
+included, when it comes back.
 
 Every victim policy takes paused requests first (their answers are not being read), then the lowest priority, then
 requests that were never preempted. The last rule matters: a preempted request is admitted only if all that it may take
-fits. So another request is always there that was promised less. No request of the lowest priority is preempted twice.
+fits. So another request is always there that was promised less, and no request is preempted twice, except paused ones
+and those of a lower priority than others.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def blocks_needed(request: Request, block_size: int, start: int | None = None, *
 
 
 def headroom_blocks(request: Request) -> int:
-    """Return one block for each stream: publishing tokens that are cached by then also holds the tree's copy."""
+    """Return one block per stream, for the case that another request has cached the tokens that it publishes."""
     return request.streams_left
 
 

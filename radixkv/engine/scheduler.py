@@ -1,8 +1,8 @@
 """Plan the tokens that the next step computes: decodes first, then chunks of prompts, then newly admitted requests.
 
-A step has a budget of tokens. Every running stream decodes one of them (iteration-level batching: Orca, OSDI 2022). The
-rest goes to chunks of prompts (Sarathi-Serve, OSDI 2024). So a long prompt lengthens a step by a chunk, and never
-stalls the other streams. Budget that is left then admits waiting requests.
+A step has a budget of tokens. Every active stream that has its whole prompt decodes one token (iteration-level
+batching: Orca, OSDI 2022). The rest goes to chunks of prompts (Sarathi-Serve, OSDI 2024). So a long prompt lengthens a
+step by a chunk, and never stalls the other streams. Budget that is left then admits waiting requests.
 
 Waiting requests hold no blocks. When blocks run out, a running request is preempted (PagedAttention, SOSP 2023). Its
 sequences are closed, and its published prefix stays in the tree until it is evicted. The request waits again, ahead of

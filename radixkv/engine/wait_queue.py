@@ -5,7 +5,7 @@ a part of the answer. Then `WaitQueue` goes by arrival, and `LongestPrefixQueue`
 
 Sixteen agents that start together with one system prompt would compute it sixteen times: at their start it is not
 cached. So a request is delayed while a running request is about to compute a prefix of its prompt, and hits that prefix
-then. The wait is bounded: twice the steps that the shared part takes, and a few.
+then. The wait for each running request is bounded: twice the steps that the shared part takes, plus eight.
 """
 
 from __future__ import annotations

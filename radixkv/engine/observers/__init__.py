@@ -18,7 +18,7 @@ class EngineObserver:
     """Notified of each request by the engine's thread; every method does nothing unless a subclass overrides it.
 
     A method must not raise, and must return soon: the engine's step waits for it. `Core.observers` lists the observers
-    of an engine, and is empty by default.
+    of an engine; without monitor and recording it is empty.
     """
 
     def added(self, request: Request) -> None:
