@@ -16,10 +16,10 @@ from hypothesis.internal.conjecture import providers
 SEED = os.environ.get("RADIXKV_SEED", "")
 KEEP = f"""\
 The examples of this run were fresh, drawn from seed {SEED}: `make test-all SEED={SEED}` repeats it.
-Keep each find as a fixed example, so that `make test` fails, too, until it is mended:
-  a property      add the arguments after "Falsifying example" to the test as @example(...)
-  a state machine write the printed steps as a test of their own
-  a life          add its seed to KEPT in tests/simulation/test_lives.py"""
+Keep each find as a fixed example, so that `make test` fails, too, until the fault is fixed:
+  a property       add the printed arguments of the failing test case to the test as @example(...)
+  a state machine  write the printed steps as a test
+  a life           add its seed to KEPT in tests/simulation/test_lives.py"""
 
 # Hypothesis mixes the constants of all imported modules of a project into its examples. The examples of a test would
 # then depend on the tests that ran before it in the same process, and on every edit of any module.
