@@ -45,7 +45,7 @@ bench-gpu: $(READY) ## run the GPU benchmarks, in under ten minutes; without a G
 kernels: $(READY) ## compile every Triton kernel for several GPUs, without one, and check the machine code
 	$(BIN)/python scripts/compile_kernels.py
 
-models: $(READY) ## try every architecture of transformers, small and random, and write docs/models.md
+models: $(READY) ## test a small random model of every decoder class of transformers, and write docs/models.md
 	$(BIN)/python scripts/models.py
 
 clean:           ## remove .venv and caches

@@ -107,8 +107,8 @@ class EngineConfig:
     )
     attention: str = _setting(
         "auto",
-        "attention backend: torch, triton, or auto (triton on CUDA where it serves the model, torch elsewhere, and the "
-        "model's own code where neither is right)",
+        "attention backend: torch, triton, or auto (triton on CUDA if it supports the model, else torch; the "
+        "model's own attention if neither is correct)",
         choices=ATTENTION,
     )
     compile: bool | str = _setting(
@@ -135,8 +135,8 @@ class EngineConfig:
     prefix_cache: bool = _setting(True, "reuse cached prefixes; False computes every prompt in full, for comparisons")
     deterministic: bool = _setting(
         False,
-        "give a request that runs alone the same bits whether it hits or not; hits end on multiples of prefill_chunk, "
-        "which must be whole blocks",
+        "compute the same bits with and without cache hits for a request that runs alone; hits end on multiples of "
+        "prefill_chunk, a multiple of block_size",
         _FLAG,
     )
     scrub: bool | float = _setting(
@@ -146,8 +146,8 @@ class EngineConfig:
     )
     monitor: bool | str = _setting(
         True,
-        "let radixkv-monitor of the same user watch, without any text; a tcp:// address also admits clients that have "
-        "the token; False, or RADIXKV_MONITOR=0 in the environment, turns this off",
+        "allow radixkv-monitor of the same user to attach; it receives no text. A tcp:// address also admits clients "
+        "with the token. False, or RADIXKV_MONITOR=0 in the environment, disables this",
         _MONITOR,
     )
     expose_text: bool = _setting(False, "show the beginning of each cached text in the monitor", _FLAG)

@@ -119,9 +119,9 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=KEY",
-        help="name and key of a tenant, or NAME=@FILE; repeat for more tenants. Each tenant has a part of the cache of "
-        "its own. Also read from the environment: RADIXKV_API_KEYS=NAME=KEY,NAME=KEY. Required to listen on an address "
-        "that other machines can reach",
+        help="name and key of a tenant, or NAME=@FILE; repeat for more tenants. Each tenant has its own part of the "
+        "cache. The environment variable RADIXKV_API_KEYS=NAME=KEY,NAME=KEY does the same. Required to listen on an "
+        "address that other machines can reach",
     )
     group.add_argument("--model-name", metavar="NAME", help="name of the model in the API (default: its own name)")
     group.add_argument("--vllm-metrics", action="store_true", help="export the metrics under vLLM's names as well")
@@ -134,9 +134,11 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="waiting requests; more get status 429 (default 256)",
+        help="most waiting requests; further ones get status 429 (default 256)",
     )
-    group.add_argument("--max-per-key", type=int, metavar="N", help="requests of one tenant (default: no limit)")
+    group.add_argument(
+        "--max-per-key", type=int, metavar="N", help="most requests of one tenant at once (default: no limit)"
+    )
     group.add_argument("--max-body", default="8MiB", metavar="SIZE", help="largest request body (default 8MiB)")
     group.add_argument(
         "--max-prompt-tokens",
@@ -156,15 +158,15 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         "--history-memory",
         default="64MiB",
         metavar="SIZE",
-        help="memory for past conversations, so that resent ones hit the cache; 0 for none (default 64MiB)",
+        help="memory for past conversations, so that resent conversations hit the cache; 0 for none (default 64MiB)",
     )
     group.add_argument(
         "--history",
         choices=("auto", "append", "template"),
         default="auto",
-        help="how new messages are added to a known conversation: append them to its tokens, or render everything by "
-        "the template around the known replies; auto (the default) appends unless the template drops the thinking of "
-        "earlier replies, or appending would lose text of the template",
+        help="how new messages are added to a known conversation: append them to its token ids, or render the "
+        "whole conversation by the chat template, with the ids of the known replies. auto (the default) appends, "
+        "unless the template drops the thinking of earlier replies or appending would lose text",
     )
 
 

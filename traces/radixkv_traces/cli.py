@@ -68,10 +68,10 @@ def add_trace(parser: argparse.ArgumentParser, *, tokenizer: bool = True) -> Non
         )  # fmt: skip
     reading.add_argument("--start", type=seconds, default=0.0, metavar="S", help="skip requests before second S")
     reading.add_argument("--end", type=seconds, metavar="S", help="skip requests from second S on")
-    reading.add_argument("--limit", type=positive, metavar="N", help="the most requests to read")
+    reading.add_argument("--limit", type=positive, metavar="N", help="read at most N requests")
     reading.add_argument(
         "--interleave", type=positive, metavar="N",
-        help="take turns between N sessions at a time instead of file order, for traces without times",
+        help="alternate between N sessions at a time instead of file order, for traces without times",
     )  # fmt: skip
 
 

@@ -40,7 +40,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: a
         metavar="LIST",
         help="page sizes; default 8,16,32,64,128",
     )
-    pool.add_argument("--model", metavar="NAME", help="the model of sizes in bytes: a folder, a config.json, or a name")
+    pool.add_argument(
+        "--model", metavar="NAME", help="model that defines the bytes of a token: a folder, a config.json, or a name"
+    )
     pool.add_argument("--kv-bytes", type=positive, metavar="N", help="bytes of KV for each token, instead of --model")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -24,8 +24,8 @@ from radixkv_traces.mooncake import to_line
 from radixkv_traces.records import TraceRequest
 
 _CONVENTIONS = """\
-The distributions are round numbers of the orders that published traces show: measure with your own trace where you
-have one. Answers come at 50 tokens a second. "Log-normal 40 (1.0)" has a median of 40 and a sigma of 1.0;
+The parameters are round numbers of the same magnitude as in published traces. Use a trace of your own traffic if you
+have one. Answers are generated at 50 tokens a second. "Log-normal 40 (1.0)" has a median of 40 and a sigma of 1.0;
 "geometric 4" has a mean of 4 and begins at 1."""
 
 
@@ -201,7 +201,7 @@ AGENT_CONTEXT = 131072
 
 
 def chat(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
-    """People in conversations with one of four assistants.
+    """Conversations with one of four assistants.
 
     Assistant by Zipf; its system prompt log-normal 200 (0.5) tokens. Geometric 4 turns: a message of log-normal 40
     (1.0) tokens, an answer of log-normal 200 (0.8), a pause of log-normal 30 (1.2) seconds. A conversation ends before
@@ -221,7 +221,7 @@ def chat(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
 
 
 def agent(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
-    """Agents that call tools until they are done, and people that return with the next task.
+    """Agents that call tools until a task is done. Later, the user sends the next task.
 
     Three agents by Zipf; system prompt and tools log-normal 8,000 (0.4) tokens. Geometric 2.5 tasks of log-normal 150
     (1.0) tokens, each with geometric 12 calls. A call's answer has log-normal 120 (0.8) tokens, its tool result
@@ -252,7 +252,7 @@ def agent(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
 
 
 def tot(draw: Draw, number: int, shared: Shared) -> Iterator[Call]:
-    """Tree-of-thought search: every thought is continued in several ways, all are judged, the best are kept.
+    """Tree-of-thought search: continue each thought in several ways, judge all of them, and keep the best.
 
     One instruction of about 1,000 tokens to propose and one of about 500 to judge; a problem of log-normal 200 (0.6).
     Three levels: five thoughts of log-normal 60 (0.5) tokens below each of the kept ones, a verdict of 5 tokens on

@@ -23,8 +23,15 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add the command to a parser's commands."""
     parser = commands.add_parser("report", help=_ABOUT, description=f"{_ABOUT.capitalize()}.", parents=[common])
     parser.set_defaults(module=__name__)
-    parser.add_argument("results", nargs="+", metavar="RESULT", help="a JSON file of simulate, or a folder of run")
-    parser.add_argument("--out", default=".", metavar="DIR", help="folder for the pictures (default: the present one)")
+    parser.add_argument(
+        "results",
+        nargs="+",
+        metavar="RESULT",
+        help="a file with the output of simulate --json, or a folder of run --out",
+    )
+    parser.add_argument(
+        "--out", default=".", metavar="DIR", help="folder for the pictures (default: the current folder)"
+    )
     parser.add_argument("--kind", default="svg,png", metavar="LIST", help="formats: svg, png and pdf; default svg,png")
 
 

@@ -49,7 +49,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: a
         help=f"policies: {', '.join([*sorted(POLICIES), *BOUNDS])}; default lru,clairvoyant",
     )  # fmt: skip
     pools.add_argument(
-        "--model", metavar="NAME", help="the model of sizes in bytes: a folder, a config.json, or a name"
+        "--model", metavar="NAME", help="model that defines the bytes of a token: a folder, a config.json, or a name"
     )
     pools.add_argument("--kv-bytes", type=positive, metavar="N", help="bytes of KV for each token, instead of --model")
     shown = parser.add_argument_group("output")

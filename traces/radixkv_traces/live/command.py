@@ -228,21 +228,23 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="make prompts and answers of recorded blocks N times shorter (for small models)",
     )
-    group.add_argument("--max-output", type=positive, metavar="N", help="the most tokens of an answer")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the token ids made up for block ids")
+    group.add_argument("--max-output", type=positive, metavar="N", help="most tokens of an answer")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the token ids that are generated for block ids"
+    )
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="'tiny' (bundled, the default), a local folder, or a hub name")
     group.add_argument("--kv-memory", metavar="SIZE", help="memory of the KV pool, such as 512MB (default: auto)")
-    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the KV pool, in place of --kv-memory")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the KV pool, instead of --kv-memory")
     group.add_argument("--block-size", type=int, metavar="N", help="tokens of a block of the pool (default: 16)")
     group.add_argument("--eviction", metavar="POLICY", help="eviction policy (default: lru)")
-    group.add_argument("--max-sequences", type=int, metavar="N", help="the most requests of a step (default: 64)")
+    group.add_argument("--max-sequences", type=int, metavar="N", help="most requests that run at once (default: 64)")
     group.add_argument("--attention", help="torch, triton or auto")
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: auto)")
     group.add_argument("--dtype", help="float32, bfloat16, ... (default: auto)")
-    group.add_argument("--compare", choices=("off",), help="off: replay again without a prefix cache, and compare")
+    group.add_argument("--compare", choices=("off",), help="off: replay again with the prefix cache off, and compare")
 
 
 def _add_target(group: argparse._ArgumentGroup) -> None:
@@ -253,10 +255,14 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
         "--vocab-size", type=positive, default=30000, metavar="N", help="token ids are below N (default: 30000)"
     )
     group.add_argument(
-        "--extra", default="{}", metavar="JSON", help='fields added to each body; {"ignore_eos": null} removes that one'
+        "--extra", default="{}", metavar="JSON", help='fields added to each body; {"ignore_eos": null} removes a field'
     )
     group.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="longest silence of the server (default: 600)"
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="longest time without data from the server (default: 600)",
     )
     group.add_argument(
         "--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable with the API key"
