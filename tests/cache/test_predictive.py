@@ -14,6 +14,7 @@ from radixkv.cache.predictive.access_records import KINDS, MOST_USES, AccessReco
 from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, HazardModel, Traits, _best_rates
 from radixkv.cache.predictive.index import MOVES, PredictiveIndex
 from radixkv.cache.predictive.lru_baseline import HEADROOM, LruBaseline
+from tests.cache.verbs import publish
 from tests.cache.workloads import WORKLOADS, Fresh, Request, hits, replay
 
 PLAIN = Traits(0, 1, 0, 0, 0, False)
@@ -370,3 +371,25 @@ def test_a_clock_that_goes_back_stands_still() -> None:
         now[0] = time
         served(cache, [step, step + 1])
         cache.check()
+
+
+def test_a_close_counts_the_tokens_after_the_prompt_as_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Traits] = []
+    classed = HazardModel.classed
+    monkeypatch.setattr(HazardModel, "classed", lambda model, traits: seen.append(traits) or classed(model, traits))
+    cache = PrefixCache(8, 1, "predictive")
+    with cache.open([1, 2, 3, 4]) as sequence:
+        sequence.extend([1, 2, 3, 4, 5, 6])
+        sequence.commit()
+        seen.clear()
+    assert {traits.output for traits in seen} == {size_class(2)} != {size_class(6)}
+
+
+def test_discarded_text_is_claimed_by_no_access() -> None:
+    cache = PrefixCache(8, 1, "predictive")
+    publish(cache, [1, 2, 3, 4])
+    record = learner(cache).victim().policy_data
+    assert (record.start, record.end) == (0, 4)
+    cache.discard([1, 2, 3, 4], start=2)
+    cache.check()
+    assert (record.start, record.end) == (0, 2)

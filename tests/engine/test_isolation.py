@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from radixkv import SamplingParams
 from radixkv.config import EngineConfig
+from radixkv.engine.fault_isolation import in_halves
+from radixkv.engine.request import Request
 from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, RequestFailed
 from radixkv.models.loaded import SequenceInput
 from tests.chat.worlds import chat_engine
@@ -271,3 +274,27 @@ def test_calls_of_a_broken_engine_raise_the_cause() -> None:
             call()
         assert isinstance(caught.value.__cause__, SystemExit)
     engine.close()
+
+
+def test_tensors_of_a_failed_forward_are_freed_before_its_halves_run() -> None:
+    """Otherwise a step that ran out of memory would run out of it again."""
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def call(items: list[int]) -> list[int]:
+        alive.append(sum(each() is not None for each in tensors))
+        tensor = torch.zeros(1)
+        if len(items) > 1:
+            tensors.append(weakref.ref(tensor))
+            raise MemoryError
+        return items
+
+    request = Request(np.zeros(1, np.int32), SamplingParams(), 1, frozenset(), 0)
+    items = [1, 2, 3, 4]
+    try:
+        call(items)
+    except MemoryError as raised:
+        error = raised
+    parts = in_halves(items, call, lambda item: request, lambda request, error: None, error)
+    assert [part for part, _ in parts] == [[1], [2], [3], [4]]
+    assert len(tensors) == 3 and not any(alive)

@@ -195,7 +195,7 @@ def test_ctrl_c_before_a_replay_has_begun_keeps_what_others_found(say: Say, monk
     [
         (("simulate", "no-such-file"), "no-such-file"),
         (("simulate", "sample:none"), "conversation"),
-        (("simulate", "sample:chat", "--policy", "mru"), "clairvoyant"),
+        (("simulate", "sample:chat", "--policy", "unheard-of"), "clairvoyant"),
         (("simulate", "sample:chat", "--capacity", "much"), "capacity 'much'"),
         (("simulate", "sample:chat", "--capacity", "1GB"), "--model"),
         (("simulate", "sample:chat", "--start", "1000"), "no request"),

@@ -115,7 +115,7 @@ def test_64_bit_ids_and_empty_prompts_are_fine() -> None:
 
 
 def test_wrong_sizes_and_policies_are_refused() -> None:
-    for capacity, policy, block_tokens in ((0, "lru", 1), (1, "mru", 1), (1, "lru", 0)):
+    for capacity, policy, block_tokens in ((0, "lru", 1), (1, "unheard-of", 1), (1, "lru", 0)):
         with pytest.raises(InvalidInput):
             replay([], capacity, policy, block_tokens)
 
@@ -167,7 +167,7 @@ def test_every_policy_of_the_cache_keeps_its_books(policy: str, hints: list[Any]
 
 def test_an_unknown_policy_says_which_there_are() -> None:
     with pytest.raises(UnknownPolicy, match="clairvoyant, infinite"):
-        replay([], 1, "mru")
+        replay([], 1, "unheard-of")
 
 
 def test_ctrl_c_leaves_whole_requests_only() -> None:
