@@ -110,7 +110,7 @@ def _telemetry() -> Finding:
     if os.environ.get("RADIXKV_MONITOR", "1") == "0":
         return note("telemetry", "switched off by RADIXKV_MONITOR=0: radixkv-monitor and ps see no engine")
     try:
-        return ok("telemetry", f"sockets for radixkv-monitor lie in {own_folder()}")
+        return ok("telemetry", f"the sockets for radixkv-monitor are in {own_folder()}")
     except UnsafeFolder as error:
         return problem("telemetry", str(error))
 
@@ -250,10 +250,10 @@ def _faster(loaded: LoadedModel) -> Iterator[Finding]:
 def _faster_on_cpu(dtype: torch.dtype) -> Iterator[Finding]:
     import torch
 
-    yield note("faster", "a CUDA device: all runs on the CPU, with attention in torch")
+    yield note("faster", "use a CUDA device: the model runs on the CPU, with attention in torch")
     cores, threads = _cores(), torch.get_num_threads()
     if threads < cores:
-        limit = "; OMP_NUM_THREADS says so" if os.environ.get("OMP_NUM_THREADS") else ""
+        limit = ", as OMP_NUM_THREADS sets it" if os.environ.get("OMP_NUM_THREADS") else ""
         yield note("faster", f"more threads: torch uses {threads} of {cores} cores{limit}")
     elif threads > cores:
         yield note("faster", f"fewer threads: torch uses {threads}, but the process has {cores} cores")

@@ -323,7 +323,7 @@ def test_threads_and_widths_that_slow_a_cpu_down(monkeypatch: pytest.MonkeyPatch
     assert notes(1) == ""
     assert notes(4) == "more threads: torch uses 1 of 4 cores"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert notes(4).endswith("; OMP_NUM_THREADS says so")
+    assert notes(4).endswith(", as OMP_NUM_THREADS sets it")
     assert "widens KV in bfloat16" in notes(1, torch.bfloat16)
     assert "float64 takes twice" in notes(1, torch.float64)
     torch.set_num_threads(2)
