@@ -92,7 +92,7 @@ class _Guarded:
 
         def fail() -> None:
             self._drop()
-            _log.exception("the cache's observer failed at %r: it is told nothing more", event)
+            _log.exception("the cache's observer failed at %r: it receives no more events", event)
 
         call = _guard(receive, fail, getattr(Observer, event))
         setattr(self, event, call)

@@ -25,7 +25,7 @@ from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import reuse_policy
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
-from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestCancelled, RequestTimedOut
+from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import SequenceInput
 from radixkv.sampling.params import SampleRow
 from radixkv.sampling.sampler import Sampled, sample
@@ -56,8 +56,8 @@ class BackgroundTask(Protocol):
         """Do one piece if it is due. Raises nothing."""
         ...
 
-    def close(self, error: EngineClosed) -> None:
-        """End: the engine was closed."""
+    def close(self) -> None:
+        """End, because the engine was closed."""
         ...
 
 
@@ -125,7 +125,7 @@ class Core:
             except Exception:
                 _log.exception("what a request held could not be freed")
         for task in self.background:
-            task.close(EngineClosed("the engine was closed during the audit"))
+            task.close()
         self.scheduler.close()
         self._reuse.close()
         del self.runner, self.cache

@@ -129,10 +129,10 @@ class Auditor:
             _log.exception("an audit failed")
             self._give_up(job, error)
 
-    def close(self, error: EngineClosed) -> None:
+    def close(self) -> None:
         """Fail the audits that have not ended."""
         while self._jobs:
-            _fail(self._jobs.popleft().future, error)
+            _fail(self._jobs.popleft().future, EngineClosed("the engine was closed during the audit"))
 
     def _finish(self, job: _Job) -> None:
         self._jobs.popleft()
