@@ -137,7 +137,7 @@ def _feed(arguments: argparse.Namespace) -> Any:
         return feed_factory.feed_of_found(found[0])
     lines = [feed_factory.describe(each, time.time()) for each in found]
     if arguments.once:
-        raise EngineNotFound("several engines run here, name one by its process id or socket:\n" + "\n".join(lines))
+        raise EngineNotFound("several engines are running; name one by its process id or socket:\n" + "\n".join(lines))
     from radixkv_monitor.dialogs import PickerApp
 
     picker = PickerApp(lines)

@@ -184,7 +184,7 @@ def _facts_of_owner(state: State, blocks: Blocks, block: int, owners: list[Owner
     facts = [("owners", ", ".join(_name(owner) for owner in owners[:MOST_NAMED]))]
     span = token_span(state, tip, block)
     if span is not None:
-        facts.append(("tokens", f"{span[0]:,} to {span[1]:,} of its text"))
+        facts.append(("tokens", f"{span[0]:,} to {span[1]:,} of the sequence"))
     session = blocks.sessions.of(tip)
     facts.append(("session", {SHARED: "several", UNKNOWN: "none seen"}.get(session, str(session))))
     node = state.nodes.get(tip)

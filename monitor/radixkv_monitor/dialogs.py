@@ -195,7 +195,7 @@ class PickerApp(App[int]):
 
     def compose(self) -> ComposeResult:
         """Lay out the question and the lines."""
-        yield Label(f"{len(self._lines)} engines run here. Which one? (enter: watch it, q: quit)")
+        yield Label(f"{len(self._lines)} engines are running. Choose one (enter: watch, q: quit).")
         yield OptionList(*(Option(line) for line in self._lines), markup=False)
 
     def on_mount(self) -> None:

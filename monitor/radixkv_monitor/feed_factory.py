@@ -19,8 +19,8 @@ DEMO_PAST = 60.0
 """The age of the demo's engine when it is first shown, in seconds."""
 
 NO_ENGINE = (
-    "no engine of yours runs on this machine. Every radixkv engine can be monitored unless it was loaded with "
-    "monitor=False: start one, or see a simulated one with --demo"
+    "no running engine of this user was found. Start an engine (without monitor=False), or watch a simulated "
+    "one with --demo"
 )
 
 
@@ -35,7 +35,7 @@ def feed_of(target: str, token: str = "") -> ThreadFeed:
         mode = path.stat().st_mode
     except OSError as error:
         raise InvalidInput(
-            f"{target} is no process id and no tcp://HOST:PORT, and as a socket or a recording it cannot be read: "
+            f"{target} is not a process id or tcp://HOST:PORT, and cannot be read as a socket or a recording: "
             f"{error.strerror}"
         ) from error
     if stat.S_ISSOCK(mode):

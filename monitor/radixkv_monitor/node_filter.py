@@ -72,7 +72,7 @@ def parse(line: str) -> NodeFilter | None:
         elif name in ("ns", "namespace"):
             words.append(value)
         else:
-            raise InvalidFilter(f"{term!r}: allowed are words, session:N, ids:N,N, min:N, {', '.join(STATES)}")
+            raise InvalidFilter(f"unknown filter {term!r}; use words, session:N, ids:N,N, min:N, {', '.join(STATES)}")
     return NodeFilter(tuple(words), frozenset(sessions), ids, least, frozenset(states))
 
 
@@ -80,7 +80,7 @@ def _number(term: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise InvalidFilter(f"{term!r}: {value!r} is no whole number") from None
+        raise InvalidFilter(f"{term!r}: {value!r} is not a whole number") from None
 
 
 def _has_run(head: tuple[int, ...], ids: tuple[int, ...]) -> bool:

@@ -61,11 +61,12 @@ def to_text(state: State) -> str:
     """Return a few lines for people."""
     summary, facts = summarise(state), state.facts
     up = state.now - facts.started
+    device = " ".join(each for each in (facts.device, facts.dtype) if each != "none") or "no model"
     pool, hit, miss = summary.pool, summary.ttft_hit, summary.ttft_miss
     parts = (("active", pool.active), ("pinned", pool.pinned), ("cached", pool.cached), ("free", pool.free))
     lines = (
         verdict(state, summary).sentence,
-        f"engine      {facts.model}, {facts.device} {facts.dtype}, pid {facts.pid}, up {duration(up)}",
+        f"engine      {facts.model}, {device}, pid {facts.pid}, up {duration(up)}",
         f"pool        {count(pool.total)} blocks: {', '.join(f'{name} {share(n, pool.total)}' for name, n in parts)}",
         f"hit rate    {summary.hit_lifetime} of {count(summary.hit_lifetime.whole)} prompt tokens",
         f"first token {duration(hit.median)} if half of the prompt was cached ({hit.count} requests), "

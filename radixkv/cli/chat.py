@@ -105,7 +105,7 @@ class Repl:
             if command in self._commands:
                 self._commands[command](rest.strip())
             elif command.startswith("/"):
-                raise WrongCommandError(f"there is no command {command}: /help lists them")
+                raise WrongCommandError(f"unknown command {command}; /help lists the commands")
             else:
                 self._show(self.session.stream(line, self._params))
         except EngineClosed:
@@ -133,7 +133,7 @@ class Repl:
     def _fork(self, rest: str) -> None:
         self._branches += self.session.fork()
         self._note(
-            f"now in branch {len(self._branches)}; branch {self._at + 1} is unchanged, and /branch N switches to it."
+            f"now in branch {len(self._branches)}; branch {self._at + 1} is unchanged. /branch N switches to branch N."
         )
         self._at = len(self._branches) - 1
 
@@ -142,12 +142,12 @@ class Repl:
             self._at = _number(rest, "branch", len(self._branches)) - 1
         for number, session in enumerate(self._branches, start=1):
             mark = "*" if number == self._at + 1 else " "
-            self._note(f"{mark} branch {number}: {session.turns} exchanges, {len(session.token_ids)} tokens")
+            self._note(f"{mark} branch {number}: {_exchanges(session.turns)}, {len(session.token_ids)} tokens")
 
     def _rewind(self, rest: str) -> None:
         turns = _number(rest or "1", "number of exchanges", self.session.turns)
         self.session.rewind(turns)
-        self._note(f"{self.session.turns} exchanges are left.")
+        self._note(f"{_exchanges(self.session.turns)} left")
 
     def _edit(self, rest: str) -> None:
         number, _, text = rest.partition(" ")
@@ -172,7 +172,10 @@ class Repl:
             "prompt tokens",
             f"{stats.prompt_tokens:,}, {stats.cached_tokens:,} of them found in the cache ({stats.hit_rate:.1%})",
         )
-        table.add_row("tokens computed", f"{stats.computed_tokens:,}, replies of {stats.output_tokens:,} included")
+        table.add_row(
+            "tokens computed",
+            f"{stats.computed_tokens:,}, including {stats.output_tokens:,} sampled tokens",
+        )
         used = cache.cached_blocks + cache.held_blocks
         table.add_row("blocks", f"{used:,} of {cache.num_blocks:,} in use, {cache.block_size} tokens each")
         table.add_row("evicted", f"{cache.evicted_tokens:,} tokens")
@@ -194,10 +197,14 @@ def _number(text: str, name: str, most: int) -> int:
     return int(text)
 
 
+def _exchanges(count: int) -> str:
+    return f"{count} exchange" if count == 1 else f"{count} exchanges"
+
+
 def _cost(reply: Reply, context_limit: int) -> str:
     usage = reply.usage
     full = usage.prompt_tokens + usage.output_tokens >= context_limit
-    cut = ", cut: the context is full" if full else ", cut at --max-tokens"
+    cut = ", stopped because the context is full" if full else ", stopped at --max-tokens"
     ended = cut if reply.finish_reason == "length" else ""
     found = f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens from the cache"
     return f"{found}, first token after {usage.ttft_s * 1000:.0f} ms{ended}"

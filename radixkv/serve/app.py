@@ -106,7 +106,7 @@ async def _not_routed(_: Request, error: Exception) -> Response:
     """Respond to an unknown path or method."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = {404: "there is no such path here: see /openapi.json", 405: "this path takes another method"}
+    message = {404: "unknown path; /openapi.json lists the paths", 405: "this path does not support this method"}
     text = message.get(error.status_code, error.detail)
     return ApiError(error.status_code, text, code=code, headers=error.headers).response()
 

@@ -24,7 +24,7 @@ def parse_object(body: bytes) -> JsonObject:
     except RecursionError as error:
         raise bad_request(f"the body is nested more than {DEEPEST} deep", code="invalid_json") from error
     except ValueError as error:
-        raise bad_request(f"the body is no valid JSON: {error}", code="invalid_json") from error
+        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(parsed, dict):
         raise bad_request(f"the body must be a JSON object, not {kind_of(parsed)}", code="invalid_json")
     if body.count(b"[") + body.count(b"{") > DEEPEST:
@@ -124,7 +124,7 @@ class Fields:
         """Refuse the fields that were not read."""
         for name in self._left:
             path = self.path(shown(name).strip('"'))
-            raise bad_request(f"unknown field {path}: remove it, or check how it is spelt", path, "unknown_parameter")
+            raise bad_request(f"unknown field {path}: remove it, or check its spelling", path, "unknown_parameter")
 
     def wrong(self, name: str, wanted: str, value: object) -> NoReturn:
         """Raise for a value of the wrong type."""
@@ -166,4 +166,4 @@ def shown(value: object) -> str:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ApiError(400, f"the body is no valid JSON: {name} is no number there", code="invalid_json")
+    raise ApiError(400, f"the body is not valid JSON: {name} is not a JSON number", code="invalid_json")

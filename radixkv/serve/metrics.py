@@ -120,31 +120,38 @@ def _histogram(name: str, about: str, of: Mapping[str, Histogram] | Histogram, l
 def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     stats, cache = snapshot.stats, snapshot.stats.cache
     labels = {"model": snapshot.model, "device": stats.device, "dtype": stats.dtype, "attention": stats.attention}
-    info = GaugeMetricFamily("radixkv:engine_info", "What runs; always 1", labels=list(labels))
+    info = GaugeMetricFamily(
+        "radixkv:engine_info",
+        "Labels describe the engine; always 1",
+        labels=list(labels),
+    )
     info.add_metric(list(labels.values()), 1)
     yield info
-    yield _gauge("radixkv:uptime_seconds", "Since the engine was loaded", stats.uptime_s)
+    yield _gauge("radixkv:uptime_seconds", "Seconds since the engine was loaded", stats.uptime_s)
     yield from _own_requests(snapshot)
     for name in ("prompt", "cached", "computed", "recomputed", "coalesced", "output"):
         yield _counter(f"radixkv:{name}_tokens", _TOKENS[name], getattr(stats, f"{name}_tokens"))
-    yield _counter("radixkv:steps", "Forwards of the model", stats.steps)
+    yield _counter("radixkv:steps", "Forward passes of the model", stats.steps)
     states = {"free": cache.free_blocks, "cached": cache.cached_blocks, "held": cache.held_blocks}
     yield _gauge("radixkv:blocks", "Blocks of the pool: free, cached (evictable) or held by requests", states, "state")
     for name, about in _CACHE_GAUGES.items():
         yield _gauge(f"radixkv:{name}", about, getattr(cache, name.removeprefix("tree_")))
     for name, about in _CACHE_COUNTERS.items():
         yield _counter(f"radixkv:{name}", about, getattr(cache, name))
-    yield _counter("radixkv:audited_blocks", "Cached blocks that were computed again", stats.audited_blocks)
-    yield _counter(
-        "radixkv:differing_blocks", "Of these, those that were not what they should be", stats.differing_blocks
-    )
+    yield _counter("radixkv:audited_blocks", "Cached blocks that an audit computed again", stats.audited_blocks)
+    yield _counter("radixkv:differing_blocks", "Audited blocks whose content differed", stats.differing_blocks)
     if snapshot.history is not None:
         yield from _own_history(snapshot.history)
 
 
 def _own_requests(snapshot: _Snapshot) -> Iterator[Metric]:
     stats, requests, histograms = snapshot.stats, snapshot.requests, snapshot.requests.histograms
-    yield _gauge("radixkv:requests", "Requests now", {"running": stats.running, "waiting": stats.waiting}, "state")
+    yield _gauge(
+        "radixkv:requests",
+        "Running and waiting requests",
+        {"running": stats.running, "waiting": stats.waiting},
+        "state",
+    )
     ends = {
         "finished": stats.finished,
         "cancelled": stats.cancelled,
@@ -152,13 +159,15 @@ def _own_requests(snapshot: _Snapshot) -> Iterator[Metric]:
         "failed": stats.failed - stats.timed_out,
         "refused": snapshot.refused,
     }
-    yield _counter("radixkv:requests_ended", "Requests by how they ended; refused ones never began", ends, "outcome")
-    yield _counter("radixkv:preemptions", "Requests that gave way when blocks ran out", stats.preemptions)
+    yield _counter("radixkv:requests_ended", "Ended requests by outcome; refused ones never began", ends, "outcome")
+    yield _counter("radixkv:preemptions", "Preemptions of running requests", stats.preemptions)
     yield _counter(
-        "radixkv:coalesced_requests", "Requests that a neighbour computed a prefix for", stats.coalesced_requests
+        "radixkv:coalesced_requests",
+        "Requests that were delayed for a shared prefix",
+        stats.coalesced_requests,
     )
-    yield _counter("radixkv:lookups", "Prompts by why no more of them was cached", requests.lookups, "reason")
-    missed = "Tokens of prompts that were not cached, by why"
+    yield _counter("radixkv:lookups", "Admitted prompts by miss reason", requests.lookups, "reason")
+    missed = "Prompt tokens that were not cached, by miss reason"
     yield _counter("radixkv:missed_tokens", missed, requests.missed_tokens, "reason")
     first = {"most": histograms["ttft_hit"], "less": histograms["ttft_miss"]}
     about = "Time to the first token, by whether at least half of the prompt was cached"
@@ -168,40 +177,40 @@ def _own_requests(snapshot: _Snapshot) -> Iterator[Metric]:
 
 
 def _own_history(history: HistoryStats) -> Iterator[Metric]:
-    yield _gauge("radixkv:history_bytes", "What remembering conversations takes", history.bytes)
-    yield _gauge("radixkv:history_replies", "Replies whose ids are remembered", history.replies)
-    yield _counter("radixkv:history_lookups", "Conversations with earlier replies that came in", history.lookups)
-    yield _counter("radixkv:history_found", "Of these, those with a reply that is remembered", history.found)
-    yield _counter("radixkv:history_forgotten", "Replies that went to make room", history.forgotten)
+    yield _gauge("radixkv:history_bytes", "Memory of the stored conversation history, in bytes", history.bytes)
+    yield _gauge("radixkv:history_replies", "Replies whose token ids are stored", history.replies)
+    yield _counter("radixkv:history_lookups", "Requests whose messages contain earlier replies", history.lookups)
+    yield _counter("radixkv:history_found", "Requests for which a stored reply was found", history.found)
+    yield _counter("radixkv:history_forgotten", "Stored replies that were dropped to make room", history.forgotten)
 
 
 _TOKENS = {
-    "prompt": "Tokens of prompts, once a request",
-    "cached": "Of these, tokens that were found in the cache",
-    "computed": "Tokens that were run through the model",
+    "prompt": "Prompt tokens, counted once per request",
+    "cached": "Prompt tokens that were found in the cache",
+    "computed": "Tokens that the model computed",
     "recomputed": "Tokens that were computed again after a preemption",
-    "coalesced": "Tokens that were found because a neighbour was waited for",
-    "output": "Tokens that were sampled",
+    "coalesced": "Prompt tokens found in the cache because the request was delayed for a shared prefix",
+    "output": "Sampled tokens",
 }
 _CACHE_GAUGES = {
-    "pinned_blocks": "Of the held blocks, those that pins hold",
+    "pinned_blocks": "Held blocks that a pin holds",
     "tree_nodes": "Nodes of the radix tree",
-    "tree_leaves": "Of these, leaves that could be evicted",
-    "namespaces": "Namespaces that have something cached",
-    "ghosts": "Evicted runs that are remembered",
+    "tree_leaves": "Evictable leaves of the radix tree",
+    "namespaces": "Namespaces with cached tokens",
+    "ghosts": "Evicted runs of tokens that are still recorded",
 }
 _CACHE_COUNTERS = {
-    "evicted_blocks": "Blocks that were freed to make room",
-    "evicted_tokens": "Tokens that went with them",
+    "evicted_blocks": "Blocks that were evicted",
+    "evicted_tokens": "Tokens that were evicted",
     "copied_blocks": "Blocks that were copied on write",
-    "regret_tokens": "Tokens that were asked for again after they were evicted",
+    "regret_tokens": "Tokens that were requested again after their eviction",
 }
 _OWN_HISTOGRAMS = {
-    "token_gap_seconds": ("gap", "Between two tokens of a stream"),
-    "queue_seconds": ("queue", "From when a request came to when it began"),
-    "request_seconds": ("total", "From when a request came to its end"),
-    "request_prompt_tokens": ("prompt_tokens", "Tokens of a prompt"),
-    "request_output_tokens": ("output_tokens", "Tokens of a request's replies"),
+    "token_gap_seconds": ("gap", "Seconds between two tokens of a stream"),
+    "queue_seconds": ("queue", "Seconds from the submission of a request to its admission"),
+    "request_seconds": ("total", "Seconds from the submission of a request to its end"),
+    "request_prompt_tokens": ("prompt_tokens", "Prompt tokens of a request"),
+    "request_output_tokens": ("output_tokens", "Output tokens of a request"),
 }
 
 
@@ -258,7 +267,7 @@ def _sum(histograms: list[Histogram]) -> Histogram:
     return whole
 
 
-_SAME = "What vLLM calls by this name"
+_SAME = "The metric that vLLM exports under this name"
 _VLLM_HISTOGRAMS = {
     "time_to_first_token_seconds": ("ttft_hit", "ttft_miss"),
     "inter_token_latency_seconds": ("gap",),

@@ -266,7 +266,7 @@ def _chat_bound(fields: Fields) -> int | None:
 
 
 def _refuse_what_chat_lacks(fields: Fields) -> None:
-    fields.only("response_format", ({"type": "text"},), "replies cannot be forced into a form")
+    fields.only("response_format", ({"type": "text"},), "constrained output is not supported")
     fields.only("modalities", (["text"],), "this server reads and writes text")
     for name, why in NOT_OF_CHAT.items():
         fields.only(name, (), why)

@@ -138,7 +138,7 @@ class Service:
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 unless this is the model that is served."""
         if name != self.model_name:
-            message = f"there is no model {name[:100]!r} here: this server has {self.model_name!r}"
+            message = f"unknown model {name[:100]!r}; this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     # ---- prompts and texts

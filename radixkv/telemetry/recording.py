@@ -164,8 +164,8 @@ def _check_head(path: str | PathLike[str], head: bytes) -> None:
         return
     if head.startswith(_NAME):
         version = head.removeprefix(_NAME).decode("ascii", "replace").strip()
-        raise ProtocolError(f"{path} is a recording of version {version}, and this reads version {_VERSION}")
-    raise ProtocolError(f"{path} is no recording of telemetry: it does not begin with {MAGIC!r}")
+        raise ProtocolError(f"{path} is a recording of version {version}; this program reads version {_VERSION}")
+    raise ProtocolError(f"{path} is not a telemetry recording: its first line is not {MAGIC.decode().strip()!r}")
 
 
 def read_recording(path: str | PathLike[str]) -> Iterator[Frame]:

@@ -62,13 +62,13 @@ def test_a_fork_leaves_the_first_branch_as_it_is(typed):
     )
     assert "You have not told me about your hat." in out
     assert out.rindex("Your hat is red.") > out.index("You have not told me about your hat.")
-    assert "* branch 1: 1 exchanges" in out
+    assert "* branch 1: 1 exchange," in out
     assert "  branch 2: 2 exchanges" in out
 
 
 def test_rewind_forgets(typed):
     out = typed("I like soup.", "My name is Nora.", "/rewind", "What is my name?", "What do I like?")
-    assert "1 exchanges are left." in out
+    assert "1 exchange left" in out
     assert "You have not told me your name." in out
     assert "You like soup." in out
 
@@ -93,7 +93,7 @@ def test_help_lists_every_command(typed):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("/dance", "there is no command /dance"),
+        ("/dance", "unknown command /dance"),
         ("/rewind", "this conversation has no exchange yet"),
         ("/edit", "type /edit N TEXT"),
         ("/edit 1 Hello!", "this conversation has no exchange yet"),

@@ -75,7 +75,7 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     only(monkeypatch)
     assert cli.main(["--once"]) == 1
     said = capsys.readouterr()
-    assert said.out == "" and "no engine of yours runs" in said.err and "--demo" in said.err
+    assert said.out == "" and "no running engine of this user" in said.err and "--demo" in said.err
 
 
 def test_several_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def test_several_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nosuch", "--once"], "is no process id"),
+        (["nosuch", "--once"], "is not a process id"),
         (["/", "--once"], "neither a socket nor a recording"),
         (["tcp://nowhere", "--once"], "tcp://"),
         (["--json"], "--json goes with --once"),
@@ -125,7 +125,7 @@ def test_no_recording_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[
     path = tmp_path / "x"
     path.write_text("not one")
     assert cli.main([str(path), "--once"]) == 1
-    assert "is no recording" in capsys.readouterr().err
+    assert "is not a telemetry recording" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_130(recording: Path, monkeypatch: pytest.MonkeyPatch) -> None:

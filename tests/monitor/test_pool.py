@@ -112,7 +112,7 @@ def test_n_goes_to_the_next_owner_and_enter_shows_its_node(size: tuple[int, int]
         assert seen == [4, 8, 10, 20, 21, 30]
         assert "Private to request 12, stream 0 (decode)" in description(
             view
-        ) and "48 to 56 of its text" in description(view)
+        ) and "48 to 56 of the sequence" in description(view)
         await pilot.press("enter", "N", "N")
         assert view.block == 20
 
@@ -239,7 +239,10 @@ def test_token_spans_and_owners_of_a_block() -> None:
     shown = replace(shown, nodes={**shown.nodes, 5: deeper})
     blocks.update(shown)
     description = detail.block_detail(blocks, 20, 1)
-    assert ("owners", "node 5, node 3") in description.facts and ("tokens", "32 to 45 of its text") in description.facts
+    assert ("owners", "node 5, node 3") in description.facts and (
+        "tokens",
+        "32 to 45 of the sequence",
+    ) in description.facts
     assert detail.token_span(shown, 3, 9) == (16, 32) and detail.token_span(shown, 3, 50) is None
     assert detail.block_detail(blocks, 999, 1).title == "No block"
     assert "1 pin" in detail.block_detail(blocks, 50, 1).notes[0]

@@ -217,7 +217,7 @@ def test_evictions_show_regret_and_lead_to_the_node(size: tuple[int, int]) -> No
 
     async def script(pilot: Pilot[None]) -> None:
         text = screen(pilot.app)
-        assert any("352 tokens evicted, 320 (91%) regretted" in line for line in text)
+        assert any("352 tokens evicted, 320 (91%) requested again" in line for line in text)
         assert any("! after 500 ms" in line for line in text)
         await pilot.press("enter")  # node 6 is no longer cached
         await pilot.pause()

@@ -186,7 +186,7 @@ def test_a_filter_that_nobody_understands_is_explained_and_changes_nothing() -> 
         await pilot.press("slash")
         view.query_one(Input).value = "min:"
         await pilot.pause()
-        assert "min:" in headline(view) and "no whole number" in headline(view) and len(ids(view)) == 7
+        assert "min:" in headline(view) and "not a whole number" in headline(view) and len(ids(view)) == 7
         await pilot.press("4", "0")
         assert ids(view) == [1, 2, 3, 4]
         view.query_one(Input).value = ""

@@ -70,9 +70,9 @@ def test_a_cut_recording_ends_with_a_bye_that_says_so(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "is no recording"),
-        (b"%PDF-1.7 and more", "is no recording"),
-        (b"RADIXKV-TELEMETRY 2\n", "is a recording of version 2, and this reads version 1"),
+        (b"", "is not a telemetry recording"),
+        (b"%PDF-1.7 and more", "is not a telemetry recording"),
+        (b"RADIXKV-TELEMETRY 2\n", "is a recording of version 2; this program reads version 1"),
         (MAGIC, "holds no frame"),
         (MAGIC + encode(Hello(FACTS))[:-1], "holds no frame"),
         (MAGIC + encode(Gap(1)), "its first frame is no hello"),

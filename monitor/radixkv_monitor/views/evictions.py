@@ -53,7 +53,7 @@ class EvictionsView(TableView[EvictionRow]):
         Column("requested again", 15, lambda row: row.wanted_after, cell=_wanted_again, sort="regret", descending=False,
                search=lambda row: "" if row.wanted_after is None else "requested wanted again regret",
                export="wanted_after_s"),
-        Column("left", 6, lambda row: row.eviction.gone, lambda gone: "gone" if gone else "head", "dim", rank=3),
+        Column("kept", 6, lambda row: row.eviction.gone, lambda gone: "none" if gone else "head", "dim", rank=3),
         Column("reason", 24, lambda row: row.eviction.pressure, style="dim", rank=4, grows=True),
     )  # fmt: skip
     first_sorts = ("time", "regret", "tokens", "time unused", "hits")
@@ -76,7 +76,7 @@ class EvictionsView(TableView[EvictionRow]):
         regret = int(state.stats.get("cache.regret_tokens", 0))
         wanted = sum(1 for row in rows if row.wanted_after is not None)
         return (
-            f"{plural(tokens, 'token')} evicted, {regret:,} ({share(regret, tokens)}) regretted · "
+            f"{plural(tokens, 'token')} evicted, {regret:,} ({share(regret, tokens)}) requested again · "
             f"{wanted:,} of {len(rows):,} evictions"
         )
 
@@ -116,4 +116,4 @@ def eviction_sentence(record: EvictionRecord) -> str:
 def _regret(record: EvictionRecord) -> str:
     if record.wanted_again is None:
         return "They have not been requested since."
-    return f"They were requested again {duration(record.wanted_again - record.time)} later, which is a regret."
+    return f"They were requested again {duration(record.wanted_again - record.time)} later (counted as regret)."

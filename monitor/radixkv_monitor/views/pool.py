@@ -139,7 +139,7 @@ class PoolView(View):
         dark = self.app.current_theme.dark
         key = (dark, *((meaning.name, meaning.shade, count) for meaning, count in zip(legend, counts, strict=True)))
         per, signs = ZOOM_LEVELS[self.zoom_level]
-        size = "1 block per sign" if signs else f"{per} block{'s' if per > 1 else ''} per cell"
+        size = "1 block per cell" if signs else f"{per} block{'s' if per > 1 else ''} per cell"
         fit = " (fits)" if self._zoom is None else ""
         marked = "" if self._node is None else f" · node {self._node} is highlighted"
         total = self.blocks.map.num_blocks

@@ -151,7 +151,7 @@ def _goodput(name: str, goodput: Figures) -> str:
 def _cache_value(ratios: Figures) -> str:
     named = {"ttft_ms": "median TTFT", "e2e_ms": "median E2E", "output_tokens_per_s": "output tokens/s"}
     said = [f"{label} {ratios[key]:.2f}x" for key, label in named.items() if ratios[key] is not None]
-    return "the cache is worth: " + ", ".join(said)
+    return "gain from the cache: " + ", ".join(said)
 
 
 def _number(key: str, value: Any) -> str:
