@@ -173,4 +173,4 @@ def test_a_reply_that_fills_the_context_says_so(monkeypatch):
     out = io.StringIO()
     with Engine.load("tiny", num_blocks=1) as small:
         Repl(small, small.chat(), SamplingParams(temperature=0), Console(file=out, width=120)).loop()
-    assert "cut: the context is full" in out.getvalue()
+    assert "stopped because the context is full" in out.getvalue()
