@@ -217,7 +217,7 @@ def _socket_of(pid: int) -> str:
         raise EngineNotFound(f"process {pid} runs {len(of_it)} engines: name a socket: {', '.join(of_it)}")
     if not of_it:
         others = ", ".join(str(found.pid) for found in running) or "none"
-        raise EngineNotFound(f"process {pid} runs no engine that can be watched; running here: {others}")
+        raise EngineNotFound(f"process {pid} has no running engine; engines on this machine: {others}")
     return of_it[0]
 
 

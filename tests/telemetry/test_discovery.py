@@ -258,7 +258,7 @@ def test_a_token_is_looked_up_for_a_port_of_ours_alone(claimed):
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        (1, "process 1 runs no engine that can be watched; running here: "),
+        (1, "process 1 has no running engine; engines on this machine: "),
         ("/no/such.sock", "no engine answers at /no/such.sock: No such file"),
         ("/" + "x" * 200, "no engine answers at"),
         ("tcp://127.0.0.1:1", "no engine answers at tcp://127.0.0.1:1: Connection refused"),
