@@ -62,7 +62,7 @@ class Vocabulary:
         return not any(left + each in self.neighbours for each in _SPELT.get(right, right))
 
     def of_letters(self, text: str) -> int:
-        """Bound the tokens of a text by its characters: each is in a token of at most the length of the longest."""
+        """Return a lower bound for the tokens of `text`: no token has more of a character than `longest` states."""
         counts = Counter(text)
         return int(sum(count / self.longest[letter] for letter, count in counts.items() if letter in self.longest))
 

@@ -52,12 +52,12 @@ def ok(about: str, seen: str) -> Finding:
 
 
 def note(about: str, seen: str) -> Finding:
-    """Return a finding that works but may be unwanted."""
+    """Return a finding about a part that works, but not as well as it could."""
     return Finding("note", about, seen)
 
 
 def problem(about: str, seen: str) -> Finding:
-    """Return a finding that does not work."""
+    """Return a finding about a part that does not work."""
     return Finding("problem", about, seen)
 
 

@@ -134,10 +134,13 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="most waiting requests; further ones get status 429 (default 256)",
+        help="most waiting replies; further ones get status 429 (default 256)",
     )
     group.add_argument(
-        "--max-per-key", type=int, metavar="N", help="most requests of one tenant at once (default: no limit)"
+        "--max-per-key",
+        type=int,
+        metavar="N",
+        help="most replies of one tenant, running or waiting (default: no limit)",
     )
     group.add_argument("--max-body", default="8MiB", metavar="SIZE", help="largest request body (default 8MiB)")
     group.add_argument(

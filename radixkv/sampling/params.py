@@ -54,12 +54,12 @@ class Integer(Parameter):
 
     @property
     def wire(self) -> tuple[int, int]:
-        """Return the range of HTTP clients."""
+        """The range that HTTP clients may use."""
         low, high = INT64
         return low if self.low is None else self.low, self.wire_high or self.high or high
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return the value."""
+        """Return the value; raise InvalidInput if it is out of range."""
         if value is None and self.optional:
             return value
         if (
@@ -89,11 +89,11 @@ class Number(Parameter):
 
     @property
     def wire(self) -> tuple[float, float]:
-        """Return the range of HTTP clients."""
+        """The range that HTTP clients may use."""
         return self.low, self.high if self.wire_high is None else self.wire_high
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return the value."""
+        """Return the value; raise InvalidInput if it is out of range."""
         if not _is_number(value) or not self.low <= value <= self.high or (self.above and value == self.low):
             sign = ">" if self.above else ">="
             limit = "" if self.high == math.inf else f" and <= {self.high:g}"
