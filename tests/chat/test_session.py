@@ -107,6 +107,17 @@ def test_a_stream_that_is_closed_or_left_is_undone():
         assert [message["content"] for message in chat.history if message["role"] == "user"] == ["one", "four"]
 
 
+def test_a_complete_reply_that_was_not_read_before_the_next_call_is_undone():
+    with chat_engine() as engine, engine.chat() as chat:
+        left = chat.stream("one")
+        left.handle.result()  # complete, but not part of the history yet
+        assert chat.send("two").text == "You said two!"
+        after = (chat.history, chat.token_ids)
+        with pytest.raises(RequestCancelled):
+            left.wait()
+        assert (chat.history, chat.token_ids) == after and chat.turns == 1
+
+
 def test_tool_calls_and_their_results():
     def reply(text: str) -> str:
         if text.startswith("{"):
