@@ -118,7 +118,7 @@ def test_what_is_redirected_is_no_terminal(redirected: str, monkeypatch: pytest.
 
 def test_nobody_at_a_process_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([str(2**22 + 1), "--once"]) == 1
-    assert f"process {2**22 + 1} runs no engine" in capsys.readouterr().err
+    assert f"process {2**22 + 1} has no running engine" in capsys.readouterr().err
 
 
 def test_no_recording_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,9 @@ from radixkv_monitor.widgets.panel import Panel
 from tests.monitor.fake_feed import FACTS, FakeFeed
 from tests.monitor.samples import request
 
-SIZES = pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=["80x24", "160x48"])
+SIZES = pytest.mark.parametrize(
+    "size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)], ids=["80x24", "160x48"]
+)
 STATS = {
     "prompt_tokens": 10_000.0,
     "cached_tokens": 9_300.0,

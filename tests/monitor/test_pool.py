@@ -22,7 +22,9 @@ from radixkv_monitor.widgets.heat_map import GUTTER, HeatMap
 from tests.monitor import samples
 from tests.monitor.view_host import hosted, screen, state
 
-both_sizes = pytest.mark.parametrize("size", [(80, 24), (160, 48)], ids=["80x24", "160x48"])
+both_sizes = pytest.mark.parametrize(
+    "size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)], ids=["80x24", "160x48"]
+)
 
 
 def node(number: int, blocks: tuple[int, ...], start: int = 0, tokens: int = 32, **values: object) -> NodeRecord:

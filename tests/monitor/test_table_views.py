@@ -53,7 +53,7 @@ EVICTIONS = state(
     ],
     stats={"cache.evicted_tokens": 352, "cache.regret_tokens": 320},
 )
-BOTH = pytest.mark.parametrize("size", [(80, 24), (160, 48)])
+BOTH = pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)])
 
 
 def numbers(view: TableView) -> list[object]:  # type: ignore[type-arg]

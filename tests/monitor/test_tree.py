@@ -25,7 +25,7 @@ from tests.cache.verbs import publish
 from tests.monitor import samples
 from tests.monitor.view_host import FACTS, hosted, screen, state
 
-SIZES = ((80, 24), (160, 48))
+SIZES = ((80, 24), pytest.param((160, 48), marks=pytest.mark.long))
 both_sizes = pytest.mark.parametrize("size", SIZES, ids=["80x24", "160x48"])
 
 
@@ -61,7 +61,7 @@ def many(count: int = 60) -> State:
 
 
 def run(
-    script: Callable[[Pilot[None], TreeView], Awaitable[None]], shown: State, size: tuple[int, int] = SIZES[0]
+    script: Callable[[Pilot[None], TreeView], Awaitable[None]], shown: State, size: tuple[int, int] = (80, 24)
 ) -> list[object]:
     view = TreeView()
 
