@@ -353,6 +353,7 @@ def test_a_feed_that_breaks_says_so(engines: Engines, feed: SocketFeed) -> None:
 
 def test_a_silent_engine_counts_as_gone(engines: Engines, feed: SocketFeed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv_monitor.live.SILENCE_TIMEOUT", 0.0)
+    monkeypatch.setattr("radixkv_monitor.live.SHORTEST_RETRY", 8.0)  # no attempt whose failure would be shown instead
     with engines.serve() as engine:
         send(engine, Hello(FACTS), snapshot(1.0, 1))
         feed.start()

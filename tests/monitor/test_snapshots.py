@@ -270,6 +270,7 @@ def test_a_screen_that_differs_makes_another_picture() -> None:
         async with app.run_test(size=(80, 24)) as pilot:
             await settle(pilot)
             app.tick()
+            await until(pilot, lambda: ">help</text>" in screenshot(app))  # the bottom line may come a second later
             await settle(pilot)
             first = screenshot(app)
             app.playback.feed = other
