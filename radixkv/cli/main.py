@@ -187,7 +187,7 @@ def _add_settings(group: argparse._ActionsContainer, *names: str) -> None:
             group.add_argument(option, action="store_true", help=setting.metadata["help"])
             continue
         is_number = isinstance(default, int) or setting.metadata["least"] is not None
-        shown = "" if default is None or "auto" in setting.metadata["help"] else f" (default {default})"
+        shown = "" if default in (None, "auto") else f" (default {default})"
         group.add_argument(
             option,
             default=default,
