@@ -18,8 +18,8 @@ $(READY): pyproject.toml
 demo: $(READY)   ## run conversations and branches that share one pool, on the bundled model
 	$(BIN)/radixkv demo
 
-# Two processes a core: tests of the monitor and of servers mostly wait.
-WORKERS := $(shell $(PYTHON) -c "import os; print(min(8, 2 * os.cpu_count()))")
+# Three processes for two cores: tests of the monitor and of servers wait a good part of their time.
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(8, (3 * os.cpu_count() + 1) // 2))")
 # Bytecode is written even where the environment forbids it: dozens of subprocesses would compile the sources each.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist worksteal
 

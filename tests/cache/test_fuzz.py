@@ -34,6 +34,7 @@ POOLS = [
     (16, 12, "predictive", 40, 6),
     (16, 40, "lru", 60, 10),
 ]
+QUICK = (*POOLS[1:4], POOLS[5], POOLS[-1])  # every policy, and four block sizes
 
 
 class Story:
@@ -158,7 +159,7 @@ class Story:
 
 
 @pytest.mark.parametrize("operations", mostly_long([20_000, OPERATIONS], 20_000))
-@pytest.mark.parametrize(("block_size", "blocks", "policy", "suffix", "most_open"), POOLS)
+@pytest.mark.parametrize(("block_size", "blocks", "policy", "suffix", "most_open"), mostly_long(POOLS, *QUICK))
 def test_long_runs_under_pressure(
     block_size: int, blocks: int, policy: str, suffix: int, most_open: int, operations: int
 ) -> None:

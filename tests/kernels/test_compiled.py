@@ -59,6 +59,7 @@ def widths(row: dict[str, Any], name: str) -> set[int]:
     return {int(bits) for bits in row["code"]["loads"].get(name, ())}
 
 
+@pytest.mark.long
 def test_a_kernel_compiles_without_a_fault() -> None:
     (row,) = compiled("--target", "sm_90", "--case", "192/128", "--processes", "1")
     assert row["code"]["tensor_cores"] and not row["faults"]

@@ -21,8 +21,6 @@ QUICK = (
     "test_blocks.py",
     "test_combinations.py::test_any_two_settings_meet",
     "test_edges.py::test_decodes_of_lengths_around_blocks",
-    "test_engine.py::test_logits_are_those_of_torch",
-    "test_graphs.py::test_logits_outlive_the_next_replay",
 )
 
 
@@ -34,8 +32,8 @@ def run(names: list[str]) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def test_some_tests_of_each_file_in_the_interpreter() -> None:
-    assert {name.split("::")[0] for name in QUICK} == set(FILES)
+def test_some_tests_of_each_file_without_models_in_the_interpreter() -> None:
+    assert {name.split("::")[0] for name in QUICK} == set(FILES) - set(WITH_MODELS)
     run(list(QUICK))
 
 

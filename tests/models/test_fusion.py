@@ -107,6 +107,7 @@ def test_what_would_be_compiled_in_each_step_runs_as_it_is_with_one_warning(
     assert caplog.messages == ["the model runs uncompiled: it would be compiled anew in each step"]
 
 
+@pytest.mark.long
 def test_what_does_not_compile_runs_as_it_is_with_one_warning(
     build: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:

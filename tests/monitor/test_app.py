@@ -26,6 +26,7 @@ from radixkv_monitor.state_builder import StateBuilder
 from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS, BlockSelected, NodeSelected, RequestSelected
 from tests.monitor.fake_feed import FACTS
+from tests.selection import mostly_long
 
 SIZES = pytest.mark.parametrize(
     "size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)], ids=["80x24", "160x48"]
@@ -127,6 +128,7 @@ def test_space_freezes_while_reading_goes_on(size: tuple[int, int]) -> None:
     played(steps, size)
 
 
+@pytest.mark.long
 def test_the_past_step_by_step_and_back_to_the_present() -> None:
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
         def time() -> float:
@@ -203,7 +205,7 @@ def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch
     played(steps)
 
 
-@pytest.mark.parametrize("key", ["j", "c", "s"])
+@pytest.mark.parametrize("key", mostly_long(["j", "c", "s"], "j"))
 def test_export(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -227,6 +229,7 @@ def test_export(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert text.startswith("<svg") and "Healthy" in text
 
 
+@pytest.mark.long
 def test_a_picture_shows_neither_a_dialog_nor_what_was_said_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +393,7 @@ def test_the_palette_knows_the_views() -> None:
 HASTY = ["ctrl+p pagedown", "ctrl+p enter enter enter", "ctrl+p escape escape", "question_mark escape escape", "e j j"]
 
 
-@pytest.mark.parametrize("keys", HASTY)
+@pytest.mark.parametrize("keys", mostly_long(HASTY, HASTY[0]))
 def test_hasty_hands(keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Press keys as fast as a terminal sends them, without time to draw between two."""
     monkeypatch.chdir(tmp_path)
@@ -409,7 +412,7 @@ def test_hasty_hands(keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     played(steps)
 
 
-@pytest.mark.parametrize("theme", ["radixkv-light", "radixkv-dark"])
+@pytest.mark.parametrize("theme", mostly_long(["radixkv-light", "radixkv-dark"], "radixkv-light"))
 def test_both_themes(theme: str) -> None:
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
         app.theme = theme

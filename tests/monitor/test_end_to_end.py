@@ -102,6 +102,7 @@ def test_the_screen_says_what_the_engine_says(engine: subprocess.Popen[str]) -> 
     asyncio.run(watch())
 
 
+@pytest.mark.long
 def test_the_command_says_the_same_to_scripts(engine: subprocess.Popen[str], folder: Path) -> None:
     say(engine)
     assert engine.stdout is not None

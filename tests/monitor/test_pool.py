@@ -104,6 +104,7 @@ def test_arrows_move_and_say_block_and_node(size: tuple[int, int]) -> None:
     assert isinstance(selections[1], NodeSelected) and selections[1].number == 2 and not selections[1].show
 
 
+@pytest.mark.long
 @both_sizes
 def test_n_goes_to_the_next_owner_and_enter_shows_its_node(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
@@ -139,6 +140,7 @@ def test_c_and_s_go_through_the_modes(size: tuple[int, int]) -> None:
     run(script, small(), size)
 
 
+@pytest.mark.long
 @both_sizes
 def test_zoom_keeps_the_cursor_on_its_block(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
@@ -271,6 +273,7 @@ def test_lit_shades_go_to_white_on_dark_and_to_black_on_light() -> None:
     assert highlighted.dark > CACHED.dark and highlighted.light < CACHED.light and highlighted.sign == CACHED.sign
 
 
+@pytest.mark.long
 def test_the_map_fits_any_size() -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
         for size in ((40, 10), (200, 60), (12, 8), (120, 40)):

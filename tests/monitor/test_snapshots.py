@@ -34,6 +34,7 @@ from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS
 from scripts.draw_monitor import FOLDER, PICTURES, RECORDING, Moment, draw, settle
 from scripts.record_demo import BEGAN, SECONDS, frames
+from tests.selection import mostly_long
 
 DREW = {"textual": "8.2.8", "rich": "15.0.0"}
 HERE = {name: version(name) for name in DREW}
@@ -112,7 +113,7 @@ async def until(pilot: Pilot[Any], done: Callable[[], bool]) -> None:
 
 @pictured
 @SIZES
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_long(NAMES, "overview", "tree"))
 def test_a_view(looks: Looks, name: str, size: tuple[int, int]) -> None:
     looks(watching(name), size)
 
@@ -135,6 +136,7 @@ def test_the_pool_by_something_else(looks: Looks, mode: str) -> None:
     looks(app, (80, 24), "right", "down", "down")
 
 
+@pytest.mark.long
 @pictured
 @SIZES
 def test_a_node_is_lit_in_the_pool(looks: Looks, size: tuple[int, int]) -> None:
@@ -191,6 +193,7 @@ def test_an_engine_that_is_gone(looks: Looks, size: tuple[int, int]) -> None:
     looks(watching("overview", feed), size)
 
 
+@pytest.mark.long
 @pictured
 def test_a_frozen_past(looks: Looks) -> None:
     looks(watching("requests"), (80, 24), *["left_square_bracket"] * 4)
@@ -262,6 +265,7 @@ def test_the_script_writes_the_same_bytes_again(tmp_path: Path) -> None:
 # ---- that a picture is worth something
 
 
+@pytest.mark.long
 def test_a_screen_that_differs_makes_another_picture() -> None:
     """Change the least that can differ: a colour, and a letter."""
     import asyncio

@@ -26,6 +26,7 @@ from radixkv_monitor.widgets.detail_pane import _text
 from radixkv_monitor.widgets.table import Column
 from tests.monitor import samples
 from tests.monitor.view_host import hosted, screen, state
+from tests.selection import mostly_long
 
 REQUESTS = state(
     live=[
@@ -188,6 +189,7 @@ def test_the_filter_leaves_rows_with_all_its_words() -> None:
     hosted(view, REQUESTS, script)
 
 
+@pytest.mark.long
 def test_n_and_shift_n_step_through_what_the_filter_leaves() -> None:
     view = RequestsView()
 
@@ -247,7 +249,10 @@ def test_sorting_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("view", "shown"), [(RequestsView, REQUESTS), (SessionsView, SESSIONS), (EvictionsView, EVICTIONS)]
+    ("view", "shown"),
+    mostly_long(
+        [(RequestsView, REQUESTS), (SessionsView, SESSIONS), (EvictionsView, EVICTIONS)], (RequestsView, REQUESTS)
+    ),
 )
 def test_a_new_column_is_one_entry(view: type[TableView[Any]], shown: State, monkeypatch: pytest.MonkeyPatch) -> None:
     parity: Column[Any] = Column("parity", 9, lambda row: f"odd-{widget.key(row) % 2}", sort="parity", export="parity")
@@ -282,6 +287,7 @@ def test_a_click_moves_the_cursor_and_a_second_opens() -> None:
     assert [each.number for each in app.selections] == [5]
 
 
+@pytest.mark.long
 def test_a_thousand_rows_scroll_with_the_cursor() -> None:
     view = EvictionsView()
     many = state(evictions=[samples.eviction(number=number, node=number) for number in range(1, 1001)])

@@ -23,6 +23,7 @@ import pytest
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
+from tests.selection import mostly_long
 from tests.telemetry.served import many, serving, wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -180,6 +181,7 @@ def look_through(tty: Terminal, width: int) -> dict[str, str]:
     return said
 
 
+@pytest.mark.long
 def test_every_view_of_the_demo_says_what_was_told() -> None:
     with terminal((80, 24)) as tty:
         tty.start("--demo", "--record", "demo.rec")
@@ -202,7 +204,7 @@ def test_every_view_of_the_demo_says_what_was_told() -> None:
                 assert number(pattern, said[digit]) in {each[digit] for each in recorded}, VIEWS[digit]
 
 
-@pytest.mark.parametrize("way", ["q", "C-c", "SIGTERM", "SIGHUP", "SIGINT"])
+@pytest.mark.parametrize("way", mostly_long(["q", "C-c", "SIGTERM", "SIGHUP", "SIGINT"], "q", "SIGTERM"))
 def test_whatever_ends_it_puts_the_terminal_back_and_closes_the_recording(way: str) -> None:
     with serving() as (publisher, engine), terminal((80, 24)) as tty:
         engine.change(*many(50))
@@ -223,6 +225,7 @@ def test_whatever_ends_it_puts_the_terminal_back_and_closes_the_recording(way: s
         assert [len(mirror.nodes) for mirror in mirrors(tty.folder / "a.rec")][-1] == 50
 
 
+@pytest.mark.long
 def test_a_closed_window_leaves_no_process() -> None:
     with serving() as (publisher, engine), terminal((80, 24)) as tty:
         engine.change(*many(50))
@@ -234,6 +237,7 @@ def test_a_closed_window_leaves_no_process() -> None:
         assert [len(mirror.nodes) for mirror in mirrors(tty.folder / "a.rec")][-1] == 50
 
 
+@pytest.mark.long
 def test_ctrl_z_goes_to_the_shell_and_fg_comes_back() -> None:
     with serving() as (publisher, engine), terminal((80, 24)) as tty:
         engine.change(*many(50))

@@ -169,6 +169,7 @@ def test_the_filter_shows_matches_n_walks_them_and_escape_ends_it(size: tuple[in
     run(script, small(), size)
 
 
+@pytest.mark.long
 def test_a_filter_by_session_follows_who_holds_what() -> None:
     async def script(pilot: Pilot[None], view: TreeView) -> None:
         await pilot.press("slash", *"session:8")
@@ -196,6 +197,7 @@ def test_a_filter_that_nobody_understands_is_explained_and_changes_nothing() -> 
     run(script, small())
 
 
+@pytest.mark.long
 @both_sizes
 def test_f_follows_what_was_used_last_until_the_cursor_is_moved(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: TreeView) -> None:
@@ -214,6 +216,7 @@ def test_f_follows_what_was_used_last_until_the_cursor_is_moved(size: tuple[int,
     run(script, small(), size)
 
 
+@pytest.mark.long
 def test_the_view_stays_with_its_node_while_others_come_and_go() -> None:
     async def script(pilot: Pilot[None], view: TreeView) -> None:
         shown = many()
@@ -272,6 +275,7 @@ def test_untouched_the_view_stays_at_the_top() -> None:
     run(script, many())
 
 
+@pytest.mark.long
 def test_a_click_moves_the_cursor_and_a_click_on_the_sign_closes() -> None:
     async def script(pilot: Pilot[None], view: TreeView) -> None:
         await pilot.click(view.lines, offset=(12, 2))

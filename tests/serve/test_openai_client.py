@@ -289,6 +289,7 @@ def test_models_and_errors_are_what_the_client_expects(served: Served) -> None:
         stranger.models.list()
 
 
+@pytest.mark.long
 def test_the_example_of_an_agent_runs_and_hits(served: Served) -> None:
     environment = {**os.environ, "OPENAI_BASE_URL": served.url, "OPENAI_API_KEY": KEYS["bob"]}
     command = [sys.executable, str(ROOT / "examples" / "agent_http.py")]

@@ -192,6 +192,7 @@ def test_the_command_serves_until_it_is_told_to_stop():
         assert process.wait(60) == 0
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_the_command_at_once_and_quietly():
     with command() as (process, url), streaming(url, 1900) as lines:
         process.send_signal(signal.SIGINT)

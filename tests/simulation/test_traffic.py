@@ -6,10 +6,11 @@ import logging
 
 import pytest
 
+from tests.selection import mostly_long
 from tests.simulation.traffic import Mixture, Traffic, is_expected, leaked, memory_engine
 
 
-@pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
+@pytest.mark.parametrize("order", mostly_long(["fcfs", "longest-prefix"], "longest-prefix"))
 def test_mixed_requests_from_many_threads_are_all_answered_and_leave_nothing(
     order: str, caplog: pytest.LogCaptureFixture
 ) -> None:
