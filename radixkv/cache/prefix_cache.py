@@ -76,7 +76,10 @@ class PrefixCache:
 
     @property
     def evictable_blocks(self) -> int:
-        """Blocks that eviction could free now, exactly. O(1)."""
+        """Blocks whose owners are all unlocked nodes: eviction frees at least these. O(1).
+
+        It frees one more if the last leaf that shares a held node's part-filled block leaves, and a copy remains.
+        """
         return self.state.pool.evictable
 
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
