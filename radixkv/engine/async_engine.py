@@ -50,10 +50,15 @@ class AsyncRequestEngine:
 
     @classmethod
     async def load(
-        cls, model: Any = "tiny", config: EngineConfig | None = None, **fields: Unpack[EngineConfigFields]
+        cls,
+        model: Any = "tiny",
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Any | None = None,
+        **fields: Unpack[EngineConfigFields],
     ) -> Self:
         """Load a model on a thread of its own; same arguments and errors as `Engine.load`."""
-        return cls(await asyncio.to_thread(cls._kind.load, model, config, **fields))
+        return cls(await asyncio.to_thread(cls._kind.load, model, config, tokenizer=tokenizer, **fields))
 
     # ---- requests
 

@@ -82,11 +82,18 @@ class RequestEngine:
 
     @classmethod
     def load(
-        cls, model: Any = "tiny", config: EngineConfig | None = None, **fields: Unpack[EngineConfigFields]
+        cls,
+        model: Any = "tiny",
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Any | None = None,
+        **fields: Unpack[EngineConfigFields],
     ) -> Self:
         """Load a model ("tiny", a local folder, a hub name, or a transformers model) and allocate its KV pool.
 
-        The settings are those of `config` (default: `EngineConfig()`), replaced by `fields`; docs/engine.md lists them.
+        `tokenizer` is for a transformers model and for files without a tokenizer, and replaces the tokenizer of the
+        files: a transformers tokenizer, or a folder or hub name that has one. The settings are those of `config`
+        (default: `EngineConfig()`), replaced by `fields`; docs/engine.md lists them.
         Raises UnsupportedModel or InvalidInput, OSError where `record` cannot be written.
         """
         from radixkv.models.adapter import load
@@ -94,6 +101,9 @@ class RequestEngine:
         from radixkv.models.fusion import fuse, wanted
         from radixkv.models.runner import Runner
 
+        if not isinstance(config, EngineConfig | None):
+            kind = type(config).__name__
+            raise InvalidInput(f"config must be an EngineConfig, not a {kind}: a tokenizer is passed as tokenizer=")
         config = replace(config or EngineConfig(), **fields)
         check_path(config.record)  # before the model is loaded, which takes longer
         device = config.device
@@ -102,6 +112,7 @@ class RequestEngine:
         fused = wanted(config.compile, str(device), deterministic=config.deterministic)
         loaded = load(
             model,
+            tokenizer=tokenizer,
             device=device,
             dtype=config.dtype,
             attention=config.attention,

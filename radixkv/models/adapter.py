@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +34,7 @@ _taken: weakref.WeakKeyDictionary[Any, weakref.ref[LoadedModel]] = weakref.WeakK
 def load(
     model: Any,
     *,
+    tokenizer: Any | None = None,
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "auto",
     attention: str = "auto",
@@ -41,6 +43,8 @@ def load(
 ) -> LoadedModel:
     """Load `model`: "tiny" (bundled), a local folder, a hub name, or a transformers model that is already built.
 
+    A folder may also be a Path. `tokenizer` replaces the tokenizer of the files: a transformers tokenizer, or a folder
+    or hub name that has one. It is checked before the weights are loaded.
     A built model is taken over: its attention is replaced, and from then on it runs through radixkv only. dtype "auto"
     is float32 on a CPU, on other devices the dtype of the saved weights; a built model keeps its own. Large float32
     layers are packed for the CPU; a built model also keeps its own weights. `attention` is "torch", "triton", or
@@ -51,16 +55,24 @@ def load(
     """
     place = _device(device)
     attention_interface.check_backend(attention, place)
-    if isinstance(model, str):
-        wanted = _dtype(dtype, "auto" if place.type != "cpu" else torch.float32)
-        module, tokenizer = loader.read(
-            model, dtype=wanted, device=place, revision=revision, trust_remote_code=trust_remote_code
-        )
-        name = model
-    else:
-        module, tokenizer, name = _built(model, place, dtype), None, _name_of(model)
+    if tokenizer is not None:
+        tokenizer = loader.given_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    built = not isinstance(model, str | os.PathLike)
+    if built:
+        module, name = _built(model, place, dtype), _name_of(model)
         _give_own_config(module)
-    loaded = _take_over(module.eval(), tokenizer, name, keep=not isinstance(model, str), attention=attention)
+        loader.check_tokens(module, tokenizer, name)
+    else:
+        wanted, name = _dtype(dtype, "auto" if place.type != "cpu" else torch.float32), loader.name_of(model)
+        module, tokenizer = loader.read(
+            name,
+            tokenizer=tokenizer,
+            dtype=wanted,
+            device=place,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+    loaded = _take_over(module.eval(), tokenizer, name, keep=built, attention=attention)
     _taken[module] = weakref.ref(loaded)
     return loaded
 

@@ -7,14 +7,16 @@ transformers become errors that a user can act on.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -28,18 +30,27 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
+_PATH_STARTS = ("/", ".", "~")  # no hub name starts like this
+_INSIDE = {"model": "config.json and the weights", "tokenizer": "the tokenizer's files"}
 _SHOWN = 400  # letters of an error of another library
 
 _log = logging.getLogger(__name__)
 
 
 def read(
-    name: str, *, dtype: torch.dtype | str, device: torch.device, revision: str | None, trust_remote_code: bool
+    name: str,
+    *,
+    tokenizer: Any | None = None,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    revision: str | None,
+    trust_remote_code: bool,
 ) -> tuple[Any, Any | None]:
     """Return (model, tokenizer or None); weights come from safetensors only, and every one of them is in the files.
 
-    `dtype` "auto" is the dtype of the saved weights. Raises InvalidInput if there is no usable model of this name or
-    its weights do not fit into memory, UnsupportedModel if radixkv cannot run the model.
+    With a `tokenizer`, the files of another one are not read. `dtype` "auto" is the dtype of the saved weights. Raises
+    InvalidInput if there is no usable model of this name or its weights do not fit into memory, UnsupportedModel if
+    radixkv cannot run the model.
     """
     folder, place = _folder(name), name
     if folder is None:
@@ -54,8 +65,9 @@ def read(
         found = checkpoint.examine(folder)
         _check_memory(found, name, dtype, device)
         model = _read_model(found, name, place, dtype, options).to(device)
-    tokenizer = _read_tokenizer(place, folder, options)
-    _check_tokens(model, tokenizer, name)
+    if tokenizer is None:
+        tokenizer = _read_tokenizer(place, folder, options)
+    check_tokens(model, tokenizer, name)
     _keep_named_stops(model, tokenizer, found)
     return model, tokenizer
 
@@ -63,10 +75,22 @@ def read(
 # ---- files
 
 
-def _folder(name: str) -> Path | None:
+def name_of(source: str | os.PathLike[str]) -> str:
+    """Return `source` as a name; a relative path gets a leading "./", so that it is no hub name.
+
+    >>> name_of("org/model"), name_of(Path("org/model")), name_of(Path("/models/one"))
+    ('org/model', './org/model', '/models/one')
+    """
+    if isinstance(source, str):
+        return source
+    path = os.fspath(source)
+    return path if path.startswith(_PATH_STARTS) else f"./{path}"
+
+
+def _folder(name: str, part: str = "model") -> Path | None:
     """Return the local folder that `name` means; None for a hub name. Raises InvalidInput for a missing path."""
     if not name.strip():
-        raise InvalidInput("the model's name is empty; give a folder, a hub name, or 'tiny' for the bundled model")
+        raise InvalidInput(f"the {part}'s name is empty; give a folder, a hub name, or 'tiny' for the bundled model")
     if name in BUNDLED:
         return BUNDLED[name]
     path = Path(name).expanduser()
@@ -74,9 +98,9 @@ def _folder(name: str) -> Path | None:
         if path.is_dir():
             return path
         if path.exists():
-            raise InvalidInput(f"{name} is a file; give the folder that holds config.json and the weights")
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name:
-        raise InvalidInput(f"there is no model folder {name}")
+            raise InvalidInput(f"{name} is a file; give the folder that holds {_INSIDE[part]}")
+    if name.startswith(_PATH_STARTS) or name.count("/") > 1 or "\\" in name:
+        raise InvalidInput(f"there is no {part} folder {name}")
     return None
 
 
@@ -188,6 +212,43 @@ def _no_memory(error: Exception) -> bool:
 # ---- the tokenizer
 
 
+def given_tokenizer(source: Any, *, trust_remote_code: bool) -> Any:
+    """Return the tokenizer that is to replace the model's own: `source` itself, or that of a folder or hub name.
+
+    Raises InvalidInput if `source` is neither, or has no tokenizer that can be read.
+    """
+    if isinstance(source, PreTrainedTokenizerBase):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        raise InvalidInput(_no_tokenizer(source))
+    name = name_of(source)
+    folder = _folder(name, "tokenizer")
+    place, options = name, {"trust_remote_code": trust_remote_code}
+    if folder is not None:
+        place, options = str(folder), {**options, "local_files_only": True}
+        with _readable():
+            if not _has_tokenizer(folder):
+                raise InvalidInput(f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
+    elif not isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str):
+        _log.warning("tokenizer %s: there is no folder of that name: looking for it on the hub", name)
+    try:
+        return AutoTokenizer.from_pretrained(place, **options)
+    except Exception as error:  # tokenizers' own errors are plain Exceptions
+        where = f"in {folder}" if folder is not None else f"{name!r}, of no local folder,"
+        raise InvalidInput(f"the tokenizer {where} cannot be read: {_text(error)}") from error
+
+
+def _no_tokenizer(source: Any) -> str:
+    """Return the error for an object that is no tokenizer of transformers, with a remedy if there is a known one."""
+    kind = f"{type(source).__module__}.{type(source).__name__}"
+    said = f"tokenizer must be a tokenizer of transformers, or a folder or hub name that has one, not a {kind}"
+    if isinstance(getattr(source, "tokenizer", None), PreTrainedTokenizerBase):  # a processor
+        return f"{said}: pass its .tokenizer"
+    if isinstance(source, tokenizers.Tokenizer):
+        return f"{said}: wrap it, transformers.PreTrainedTokenizerFast(tokenizer_object=...)"
+    return said
+
+
 def _read_tokenizer(place: str, folder: Path, options: dict[str, Any]) -> Any | None:
     """Return the model's tokenizer; None if it has none (token ids still work)."""
     local = place == str(folder)
@@ -205,7 +266,7 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
-def _check_tokens(model: Any, tokenizer: Any | None, name: str) -> None:
+def check_tokens(model: Any, tokenizer: Any | None, name: str) -> None:
     """Warn of tokens without an embedding: from a larger tokenizer, or from another model's settings."""
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if rows is None:

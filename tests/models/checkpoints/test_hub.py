@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import loader
+from radixkv.models import adapter, loader
 from tests.chat.worlds import byte_tokenizer
 from tests.models.checkpoints.files import INDEX, read, rewrite, same, second_shard
 from tests.models.conftest import FAMILIES, make
@@ -37,6 +37,16 @@ def test_a_hub_name_loads_from_the_cache(hub: Path) -> None:
     assert tokenizer is None
     byte_tokenizer().save_pretrained(hub)
     assert len(read("some/model")[1]) == 264
+
+
+def test_a_tokenizer_is_found_by_its_hub_name(hub: Path, caplog: pytest.LogCaptureFixture) -> None:
+    byte_tokenizer().save_pretrained(hub)
+    loaded = adapter.load(make(FAMILIES["llama"]()), tokenizer="some/model")
+    assert len(loaded.tokenizer) == 264
+    assert "looking for it on the hub" not in caplog.text
+    with pytest.raises(InvalidInput, match=r"the tokenizer 'other/model', of no local folder, cannot be read: "):
+        adapter.load(make(FAMILIES["llama"]()), tokenizer="other/model")
+    assert "tokenizer other/model: there is no folder of that name: looking for it on the hub" in caplog.text
 
 
 def test_the_files_of_a_hub_model_are_looked_at_before_they_are_read(hub: Path) -> None:
