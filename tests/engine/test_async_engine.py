@@ -519,7 +519,7 @@ def test_loading_does_not_block_the_loop(monkeypatch):
     loading, go_on = threading.Event(), threading.Event()
 
     def load(model: str, config: None, **options: Any) -> Engine:
-        assert (model, options) == ("tiny", {"num_blocks": 7})
+        assert (model, options) == ("tiny", {"tokenizer": None, "num_blocks": 7})
         loading.set()
         assert go_on.wait(timeout=10)
         return made
