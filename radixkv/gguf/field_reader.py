@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 from radixkv.errors import InvalidInput
 
-MOST_BYTES = 256 * 2**20  # of a header; one with a vocabulary of 262,144 tokens and their merges takes 20 MB
-MOST_VALUES = 10_000_000  # in all arrays of a header
+MOST_BYTES = 128 * 2**20  # of a header; one with a vocabulary of 262,144 tokens and their merges takes 20 MB
+MOST_VALUES = 5_000_000  # in all arrays of a header
 _ARRAY_COST = 16  # an empty array counts as this number of values, so that nested arrays keep the limit on time too
 _DEPTH = 4  # of nested arrays
 _LONGEST_NAME = 65_535  # bytes of a key or of a tensor's name
@@ -72,15 +72,15 @@ class FieldReader:
         return number
 
     def name(self) -> str:
-        """Return a key or a tensor's name: UTF-8, not empty."""
+        """Return a key or a tensor's name: not empty, UTF-8, printable."""
         length = self.u64()
         if not 0 < length <= _LONGEST_NAME:
             raise self.broken(f"a name of {length:,} bytes")
         at = self._take(length)
-        try:
-            return self._window[at : at + length].decode()
-        except UnicodeDecodeError as error:
-            raise self.broken(f"a name that is not UTF-8 ({error.reason})") from error
+        name = self._window[at : at + length].decode("utf-8", "replace")
+        if not name.isprintable() or "\ufffd" in name:
+            raise self.broken(f"the name {name[:80]!r} is not printable UTF-8")
+        return name
 
     def value(self) -> Any:
         """Return a metadata value, preceded by its type: a number, a bool, a string, or a list of one of these.

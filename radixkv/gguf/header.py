@@ -23,7 +23,7 @@ T = TypeVar("T", str, int, float, bool, list)  # type: ignore[type-arg]
 
 _MAGIC, _LFS = b"GGUF", b"version https://git-lfs"  # the second: a placeholder, in a clone made without git-lfs
 _VERSIONS = (2, 3)  # equal in layout; 3 also allows big-endian files
-_MOST_KEYS, _MOST_TENSORS, _MOST_SHARDS = 65_536, 262_144, 4_096
+_MOST_KEYS, _MOST_TENSORS, _MOST_SHARDS = 65_536, 131_072, 4_096
 _MOST_DIMS = 4
 _LARGEST_ALIGNMENT = 2**20
 _AGAIN = "fetch or copy it again"
@@ -122,7 +122,9 @@ def find(folder: Path) -> Path | None:
     several models, with their names.
     """
     try:
-        files = sorted(each for each in folder.iterdir() if each.suffix == ".gguf" and not each.name.startswith("."))
+        files = sorted(
+            each for each in folder.iterdir() if each.suffix.lower() == ".gguf" and not each.name.startswith(".")
+        )
     except OSError as error:
         raise InvalidInput(f"{folder} cannot be read: {error.strerror}") from error
     models: dict[str, Path] = {}
@@ -371,7 +373,7 @@ def _check_model(header: GGUFHeader) -> None:
             raise UnsupportedModel(f"{header.path} is {_NO_MODELS[each]}, no model: give the file of the model itself")
     if kind != "model":
         raise UnsupportedModel(f"{header.path} is of type {kind!r}, no model: give the file of the model itself")
-    if not architecture:
-        raise InvalidInput(f"{header.path}: its metadata has no general.architecture: {_AGAIN}")
+    if not architecture or not architecture.isprintable():
+        raise InvalidInput(f"{header.path}: its metadata has no valid general.architecture: {_AGAIN}")
     if not header.tensors:
         raise UnsupportedModel(f"{header.path} holds a vocabulary without weights: give the file of the model itself")
