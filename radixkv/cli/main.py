@@ -38,7 +38,9 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     about = "chat with a model; fork, rewind and edit the conversation"
     chat = commands.add_parser("chat", help=about, description=_sentence(about), parents=[common])
     chat.set_defaults(module="radixkv.cli.chat")
-    chat.add_argument("--model", default="tiny", help=_MODEL)
+    model = chat.add_mutually_exclusive_group()
+    model.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{_MODEL} (default tiny)")
+    model.add_argument("--model", dest="model", default="tiny", help="the same, as an option")
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")

@@ -20,7 +20,9 @@ def test_version_and_help_say_so_and_leave(capsys):
         assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [[], ["dance"], ["chat", "--max-tokens", "many"], ["demo", "extra"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["dance"], ["chat", "--max-tokens", "many"], ["demo", "extra"], ["chat", "one", "--model", "two"]]
+)
 def test_wrong_usage_is_status_2(argv, capsys):
     with pytest.raises(SystemExit) as left:
         main(argv)
@@ -41,6 +43,7 @@ def test_help_loads_no_torch():
     ("options", "said"),
     [
         (["--model", "/no/such/folder"], "no model folder /no/such/folder"),
+        (["/no/such/folder"], "no model folder /no/such/folder"),
         (["--temperature", "-1"], "temperature"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--kv-memory", "lots"], "lots"),
