@@ -118,6 +118,6 @@ def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the tensor's bytes, which are not copied if it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data = memoryview(flat.view(torch.uint8).numpy())
+    data = flat.view(torch.uint8).numpy().data
     for start in range(0, len(data), _PIECE):
         yield data[start : start + _PIECE]
