@@ -29,13 +29,15 @@ def parsers(
 
 
 def run(program: str, arguments: argparse.Namespace) -> int:
-    """Run the command in `arguments.module`; return the exit status.
+    """Run the command in `arguments.module`, after `arguments.check` if there is one; return the exit status.
 
     0 is success, 1 a failure that was reported, 2 wrong usage or unreadable input, 130 Ctrl-C. Errors are printed to
     stderr in one line; with --debug they are raised.
     """
     debug = "debug" in arguments
     try:
+        if "check" in arguments:
+            arguments.check(arguments)
         status = int(import_module(arguments.module).run(arguments))
         sys.stdout.flush()
         return status

@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
     about = "chat with a model; fork, rewind and edit the conversation"
     chat = commands.add_parser("chat", help=about, description=_sentence(about), parents=[common])
-    chat.set_defaults(module="radixkv.cli.chat")
+    chat.set_defaults(module="radixkv.cli.chat", check=_check_model)
     model = chat.add_mutually_exclusive_group()
     model.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{_MODEL} (default tiny)")
     model.add_argument("--model", dest="model", default="tiny", help="the same, as an option")
@@ -102,7 +102,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser], c
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
     about = "serve OpenAI's HTTP API (chat, completions, models, metrics) from one engine; needs radixkv[serve]"
     serve = commands.add_parser("serve", help=about, description=_sentence(about), parents=[common])
-    serve.set_defaults(module="radixkv.serve.command")
+    serve.set_defaults(module="radixkv.serve.command", check=_check_model)
     serve.add_argument("model", metavar="MODEL", help=_MODEL)
     _add_access(serve.add_argument_group("address and access"))
     _add_serving_limits(serve.add_argument_group("limits"))
@@ -173,6 +173,13 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         "whole conversation by the chat template, with the ids of the known replies. auto (the default) appends, "
         "unless the template drops the thinking of earlier replies or appending would lose text",
     )
+
+
+def _check_model(arguments: argparse.Namespace) -> None:
+    """Refuse a mistyped path or a broken GGUF file before torch is imported, which takes seconds."""
+    from radixkv.models import model_path
+
+    model_path.check(arguments.model)
 
 
 def _sentence(about: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import architecture, attention_interface, fallback, loader, packed, rope
+from radixkv.models import architecture, attention_interface, fallback, loader, model_path, packed, rope
 from radixkv.models.architecture import max_length
 from radixkv.models.attention_interface import IMPLEMENTATION, OWN, select
 from radixkv.models.loaded import LayerSpec, LoadedModel
@@ -63,7 +63,7 @@ def load(
         _give_own_config(module)
         loader.check_tokens(module, tokenizer, name)
     else:
-        wanted, name = _dtype(dtype, "auto" if place.type != "cpu" else torch.float32), loader.name_of(model)
+        wanted, name = _dtype(dtype, "auto" if place.type != "cpu" else torch.float32), model_path.name_of(model)
         module, tokenizer = loader.read(
             name,
             tokenizer=tokenizer,

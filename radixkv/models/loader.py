@@ -21,17 +21,17 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from radixkv.errors import InvalidInput, UnsupportedModel
+from radixkv.gguf.header import read_header
 from radixkv.memory import free_memory
-from radixkv.models import checkpoint, weight_check
+from radixkv.models import checkpoint, model_path, weight_check
 from radixkv.models.checkpoint import Checkpoint
+from radixkv.models.gguf_tokenizer import tokenizer_of
+from radixkv.models.model_path import BUNDLED, readable
 
-BUNDLED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
-_PATH_STARTS = ("/", ".", "~")  # no hub name starts like this
-_INSIDE = {"model": "config.json and the weights", "tokenizer": "the tokenizer's files"}
 _SHOWN = 400  # letters of an error of another library
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def read(
     InvalidInput if there is no usable model of this name or its weights do not fit into memory, UnsupportedModel if
     radixkv cannot run the model.
     """
-    folder, place = _folder(name), name
+    folder, place = model_path.find(name), name
     if folder is None:
         folder = _fetched(name, revision)
         revision = folder.name  # its commit: nothing changes between two files
@@ -61,7 +61,7 @@ def read(
     else:
         place = str(folder)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
-    with _room_for(name), _own_reports(silent=name in BUNDLED), _readable():
+    with _room_for(name), _own_reports(silent=name in BUNDLED), readable():
         found = checkpoint.examine(folder)
         _check_memory(found, name, dtype, device)
         model = _read_model(found, name, place, dtype, options).to(device)
@@ -73,35 +73,6 @@ def read(
 
 
 # ---- files
-
-
-def name_of(source: str | os.PathLike[str]) -> str:
-    """Return `source` as a name; a relative path gets a leading "./", so that it is no hub name.
-
-    >>> name_of("org/model"), name_of(Path("org/model")), name_of(Path("/models/one"))
-    ('org/model', './org/model', '/models/one')
-    """
-    if isinstance(source, str):
-        return source
-    path = os.fspath(source)
-    return path if path.startswith(_PATH_STARTS) else f"./{path}"
-
-
-def _folder(name: str, part: str = "model") -> Path | None:
-    """Return the local folder that `name` means; None for a hub name. Raises InvalidInput for a missing path."""
-    if not name.strip():
-        raise InvalidInput(f"the {part}'s name is empty; give a folder, a hub name, or 'tiny' for the bundled model")
-    if name in BUNDLED:
-        return BUNDLED[name]
-    path = Path(name).expanduser()
-    with _readable():
-        if path.is_dir():
-            return path
-        if path.exists():
-            raise InvalidInput(f"{name} is a file; give the folder that holds {_INSIDE[part]}")
-    if name.startswith(_PATH_STARTS) or name.count("/") > 1 or "\\" in name:
-        raise InvalidInput(f"there is no {part} folder {name}")
-    return None
 
 
 def _fetched(name: str, revision: str | None) -> Path:
@@ -195,15 +166,6 @@ def _room_for(name: str) -> Iterator[None]:
         raise InvalidInput(f"no memory is left for the weights of {name!r}: {advice} ({_text(error)})") from error
 
 
-@contextmanager
-def _readable() -> Iterator[None]:
-    """Turn missing read permissions, for which Path.is_file raises, into InvalidInput."""
-    try:
-        yield
-    except PermissionError as error:
-        raise InvalidInput(f"{error.filename} cannot be read: {error.strerror}") from error
-
-
 def _no_memory(error: Exception) -> bool:
     """Return whether memory ran out: torch raises its own class on a GPU, on a CPU a RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
@@ -213,7 +175,7 @@ def _no_memory(error: Exception) -> bool:
 
 
 def given_tokenizer(source: Any, *, trust_remote_code: bool) -> Any:
-    """Return the tokenizer that is to replace the model's own: `source` itself, or that of a folder or hub name.
+    """Return the tokenizer that is to replace the model's own: `source`, or that of a folder, GGUF file or hub name.
 
     Raises InvalidInput if `source` is neither, or has no tokenizer that can be read.
     """
@@ -221,12 +183,16 @@ def given_tokenizer(source: Any, *, trust_remote_code: bool) -> Any:
         return source
     if not isinstance(source, str | os.PathLike):
         raise InvalidInput(_no_tokenizer(source))
-    name = name_of(source)
-    folder = _folder(name, "tokenizer")
+    name = model_path.name_of(source)
+    folder = model_path.find(name, "tokenizer")
+    if folder is not None and model_path.is_gguf(folder):
+        if (found := tokenizer_of(read_header(folder))) is None:
+            raise InvalidInput(f"{folder} has no tokenizer: give a folder or hub name that has one")
+        return found
     place, options = name, {"trust_remote_code": trust_remote_code}
     if folder is not None:
         place, options = str(folder), {**options, "local_files_only": True}
-        with _readable():
+        with readable():
             if not _has_tokenizer(folder):
                 raise InvalidInput(f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
     elif not isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str):
