@@ -1,19 +1,21 @@
-"""Read the shape of a model's KV from its config.json, or look it up by a well-known name.
+"""Read the shape of a model's KV from its config.json or GGUF file, or look it up by a well-known name.
 
-Nothing is loaded or downloaded. A shape does not imply that radixkv runs the model: `radixkv doctor` loads it to test
-that.
+No weight is read and nothing is downloaded. A shape does not imply that radixkv runs the model: `radixkv doctor` loads
+it to test that.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from radixkv.errors import InvalidInput
+from radixkv.gguf.header import GGUFHeader, find, read_header
 from radixkv.kv_size import WIDTHS, KVShape, LayerKV
 
 _NAMED = {  # layers, KV heads, head dim, context: as their config.json says; weights of 16 bits
@@ -60,10 +62,11 @@ _STATEFUL = {"falcon_mamba", "hrm_text", "mamba", "mamba2", "recurrent_gemma", "
 
 
 def kv_shape(model: str) -> KVShape:
-    """Return the KV shape of a model: "tiny" (bundled), a folder, a config.json, or a well-known name.
+    """Return the KV shape of a model: "tiny" (bundled), a folder, a config.json, a GGUF file, or a well-known name.
 
     Raises InvalidInput with the reason if `model` is none of these, is not a decoder, or stores anything other than
-    keys and values of each token.
+    keys and values of each token; UnsupportedModel for a GGUF file of an unknown architecture. Costs the header of a
+    GGUF file.
 
     >>> kv_shape("llama-3.1-70b").bytes_per_token()
     327680
@@ -71,6 +74,8 @@ def kv_shape(model: str) -> KVShape:
     path = _path_of(model)
     if path is None:
         return _named(model)
+    if isinstance(path, Path) and _is_gguf(path):
+        return _of_gguf(read_header(path), model)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
@@ -81,15 +86,37 @@ def kv_shape(model: str) -> KVShape:
 
 
 def _path_of(model: str) -> Path | Traversable | None:
-    """Return the path of the config.json; None if `model` can only be a name."""
+    """Return the path of the config.json or of the GGUF file; None if `model` can only be a name."""
     if model == "tiny":
         return resources.files("radixkv").joinpath("assets", "tiny", "config.json")
     path = Path(model).expanduser()
     if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise InvalidInput(f"model {model!r}: the folder has no config.json")
-    return path if path.is_file() else None
+        config = path / "config.json"
+        found = config if config.is_file() else find(path)
+        if found is None:
+            raise InvalidInput(f"model {model!r}: the folder has no config.json and no GGUF file")
+        return found
+    return path if path.is_file() or _is_gguf(path) else None
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
+
+
+def _of_gguf(header: GGUFHeader, name: str) -> KVShape:
+    """Return the KV shape of a GGUF file; without a dtype, and with a note, if the weights are quantised."""
+    from radixkv.gguf.architectures import config_of  # imports numpy, which takes longer than all other plans
+
+    config = config_of(header)
+    try:
+        shape = _of_config(config, name)
+    except ValueError as error:
+        raise InvalidInput(f"model {name!r}: {header.path} states no KV shape: {error}") from error
+    types = {each.type_name for each in header.tensors.values() if len(each.shape) > 1} - {"F32", "F16", "BF16"}
+    if not types:
+        return shape
+    note = f"the weights are quantised ({', '.join(sorted(types))}): an engine stores KV in float32 on a CPU, else in "
+    return replace(shape, dtype=None, notes=(*shape.notes, note + str(shape.dtype)))
 
 
 def _named(model: str) -> KVShape:

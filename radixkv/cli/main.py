@@ -67,7 +67,9 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
         epilog="A well-known model can be given by name; an unknown name lists them. See docs/sizing.md.",
     )  # fmt: skip
     plan.set_defaults(module="radixkv.cli.plan")
-    plan.add_argument("model", metavar="MODEL", help="a config.json, a folder with one, tiny, or a well-known name")
+    plan.add_argument(
+        "model", metavar="MODEL", help="a config.json or GGUF file, a folder with one, tiny, or a well-known name"
+    )
     plan.add_argument(
         "--memory", metavar="SIZE", help="KV memory of each rank, such as 8GiB; shows how many sequences fit"
     )

@@ -107,7 +107,7 @@ def _notes(plan: Plan) -> list[str]:
     """List the assumptions and limits that apply to the numbers."""
     notes = list(plan.shape.notes)
     if plan.shape.dtype is None and plan.dtype == ASSUMED_DTYPE:
-        notes.append(f"the config names no dtype; {ASSUMED_DTYPE} is assumed, the dtype of most weights")
+        notes.append(f"the model names no dtype; {ASSUMED_DTYPE} is assumed, the dtype of most weights")
     heads = [layer.kv_heads for layer in plan.shape.layers]
     if plan.ranks > 1:
         notes.append("radixkv itself runs on one device; ranks are planned for engines that split KV heads")

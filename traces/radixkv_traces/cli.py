@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from radixkv.cli import entry_point
-from radixkv.errors import InvalidInput
+from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.kv_shapes import kv_shape
 from radixkv.kv_size import UNITS
 from radixkv_traces.formats import FORMATS, SAMPLES, ChatRequest, Request, Source, TraceRequest, open_trace, sample
@@ -179,7 +179,7 @@ def parse_capacity(text: str, unique_blocks: int, block_tokens: int, kv_bytes: i
 
 
 def kv_bytes_per_token(model: str) -> int:
-    """Return the bytes of keys and values of a token in all layers of a model: its folder, its config.json, or a name.
+    """Return the bytes of keys and values of a token in all layers of a model: its folder or file, or a name.
 
     They are counted as `radixkv plan` counts them, in the dtype of the saved weights. Raises InvalidInput where nothing
     says so; --kv-bytes gives the figure directly.
@@ -189,7 +189,7 @@ def kv_bytes_per_token(model: str) -> int:
     """
     try:
         return kv_shape(model).bytes_per_token()
-    except InvalidInput as error:
+    except (InvalidInput, UnsupportedModel) as error:
         raise InvalidInput(f"{error}; or give --kv-bytes") from error
 
 
