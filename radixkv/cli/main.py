@@ -179,7 +179,7 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
 
 def _check_model(arguments: argparse.Namespace) -> None:
     """Refuse a mistyped path or a broken GGUF file before torch is imported, which takes seconds."""
-    from radixkv.models import model_path
+    from radixkv import model_path
 
     model_path.check(arguments.model)
 

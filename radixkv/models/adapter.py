@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from radixkv import model_path
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import architecture, attention_interface, fallback, loader, model_path, packed, rope
+from radixkv.models import architecture, attention_interface, fallback, loader, packed, rope
 from radixkv.models.architecture import max_length
 from radixkv.models.attention_interface import IMPLEMENTATION, OWN, select
 from radixkv.models.loaded import LayerSpec, LoadedModel

@@ -20,13 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from radixkv import model_path
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.gguf.header import read_header
 from radixkv.memory import free_memory
-from radixkv.models import checkpoint, model_path, weight_check
+from radixkv.model_path import BUNDLED, readable
+from radixkv.models import checkpoint, weight_check
 from radixkv.models.checkpoint import Checkpoint
 from radixkv.models.gguf_tokenizer import tokenizer_of
-from radixkv.models.model_path import BUNDLED, readable
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from radixkv import model_path
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import model_path
 from tests.gguf.raw_file import file_of
 
 

@@ -15,7 +15,7 @@ from radixkv.errors import InvalidInput
 from radixkv.gguf import header as gguf
 from radixkv.gguf.architectures import config_of
 
-BUNDLED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
+BUNDLED = {"tiny": Path(__file__).parent / "assets" / "tiny"}
 CONFIG = "config.json"
 _PATH_STARTS = ("/", ".", "~")  # no hub name starts like this
 _SUFFIX, _MAGIC = ".gguf", b"GGUF"
