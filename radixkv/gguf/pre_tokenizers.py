@@ -46,6 +46,7 @@ _QWEN35 = (
 )
 _TEKKEN = rf"{_CAPITALIZED}|{_CAPITALS}|\p{{N}}|{_SIGNS}[\r\n/]*|{_LINES}|{_SPACES}"
 _GPT4O = rf"{_CAPITALIZED}{_ANY_CASE}?|{_CAPITALS}{_ANY_CASE}?|\p{{N}}{{1,3}}|{_SIGNS}[\r\n/]*|{_LINES}|{_SPACES}"
+_SEED_CODER = rf"{_ANY_CASE}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}|{_SPACES}"
 _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}|{_SPACES}"
@@ -63,28 +64,25 @@ _gpt4o = PreTokenizer((_GPT4O,), ignore_merges=True)
 PRE_TOKENIZERS = {
     "gpt-2": _gpt2,
     "phi-2": _gpt2,
-    "exaone4": _gpt2,
-    "olmo": replace(_gpt2, nfc=True),
+    "olmo": replace(_gpt2, nfc=True),  # this and mpt stand for the tokenizer of GPT-NeoX
     "mpt": replace(_gpt2, nfc=True),
     "smollm": _single_digits,
     "starcoder": _single_digits,
     "refact": _single_digits,
-    "codeshell": _single_digits,
-    "exaone": _single_digits,
-    "command-r": replace(_single_digits, nfc=True),
     "llama-bpe": _llama3,
     "llama3": _llama3,
     "llama-v3": _llama3,
     "falcon3": _llama3,
-    "smaug-bpe": replace(_llama3, add_bos=False),
     "lfm2": _llama3,
+    "dbrx": PreTokenizer((_LLAMA3,)),
+    "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "qwen2": _qwen2,
-    "deepseek-r1-qwen": replace(_qwen2, nfc=False),
-    "stablelm2": _qwen2,
+    "deepseek-r1-qwen": _qwen2,
     "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o": _gpt4o,
     "llama4": _gpt4o,
     "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK3)),
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_CODER, _DIGIT)),
+    "seed-coder": PreTokenizer((_SEED_CODER,)),
 }

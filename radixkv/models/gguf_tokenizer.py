@@ -28,6 +28,11 @@ _SPACE = "\u2581"  # sentencepiece writes a space as this sign
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # of transformers: of llama.cpp
 _REMEDY = "pass tokenizer= with the folder or hub name of the original model"
 
+_NORMALIZATIONS = (
+    "tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap",
+    "tokenizer.ggml.normalizer.lowercase", "tokenizer.ggml.normalizer.strip_accents",
+)  # fmt: skip
+
 # Control tokens that end a reply. llama.cpp looks for the same names, because files often state one stop token of many.
 _STOP_NAMES = frozenset({
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>",
@@ -106,6 +111,10 @@ class Vocabulary:
             raise self.broken(f"its tokens {first[token]} and {at} are the same, {token!r}")
         for name in (*_NAMED.values(), "eot", "eom"):
             self.named(name)
+        if other := [key for key in _NORMALIZATIONS if self.metadata.get(key)]:
+            raise UnsupportedModel(
+                f"{self.path}: its tokenizer changes text in a way unknown here ({other[0]}): {_REMEDY}"
+            )
 
     def broken(self, reason: str) -> InvalidInput:
         """Return the error for metadata that contradicts itself."""
@@ -138,10 +147,10 @@ class Vocabulary:
         """The split before byte-level merges. Raises UnsupportedModel for a name that is not in the table."""
         name = self.metadata.get("tokenizer.ggml.pre")
         if name not in PRE_TOKENIZERS:
-            reason = "it does not say" if name is None else f"radixkv has no table entry for {name!r}, which says"
+            reason = f"radixkv has no rule {name!r} for" if name else "the file does not state"
             raise UnsupportedModel(
-                f"{self.path}: {reason} how its tokenizer splits text (tokenizer.ggml.pre), so its token ids would be "
-                f"a guess: {_REMEDY}"
+                f"{self.path}: {reason} how its tokenizer splits text (tokenizer.ggml.pre), so the ids of a text would "
+                f"be a guess: {_REMEDY}"
             )
         return PRE_TOKENIZERS[name]
 
@@ -159,12 +168,16 @@ class Vocabulary:
                     found[name] = at
         return {name: id_ for name, id_ in found.items() if id_ is not None}
 
+    @cached_property
+    def control(self) -> dict[str, int]:
+        """Ids of the control tokens."""
+        return {self.tokens[i]: i for i, type_ in enumerate(self.types) if type_ == _CONTROL}
+
     @property
     def stops(self) -> list[int]:
         """Ids that end a reply, in ascending order."""
         ids = (self.special.get("eos"), self.named("eot"), self.named("eom"))
-        control = {self.tokens[i]: i for i, type_ in enumerate(self.types) if type_ == _CONTROL}
-        named = {name: id_ for name, id_ in control.items() if name in _STOP_NAMES}
+        named = {name: id_ for name, id_ in self.control.items() if name in _STOP_NAMES}
         if any(pair <= named.keys() for pair in ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})):
             named.pop("<|end|>", None)  # it ends a message of such models, and their reply goes on
         if "<|tool_response>" in named:
@@ -227,23 +240,23 @@ def _list_of(header: GGUFHeader, name: str, kind: type, *, optional: bool = Fals
 
 
 def _backend(vocabulary: Vocabulary) -> Tokenizer:
-    """Return the tokenizer with its added tokens, without a post processor."""
+    """Return the tokenizer with its added tokens, without a post processor.
+
+    The added tokens of Phi-3 take the white space after them, which the files do not state.
+    """
     backend = _KINDS[vocabulary.kind](vocabulary)
-    spell = backend.token_to_id
-    strip = vocabulary.architecture == "phi3" and vocabulary.kind == "llama"
+    phi3 = vocabulary.architecture == "phi3" and vocabulary.kind == "llama"
     control, added = [], []
     for token, type_ in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        strips = phi3 and token not in ("<s>", "<unk>", "<|endoftext|>")
         if type_ == _CONTROL:
-            control.append(AddedToken(token, normalized=False, special=True, rstrip=strip and token not in _KEPT))
+            control.append(AddedToken(token, normalized=False, special=True, rstrip=strips))
         elif type_ == _USER_DEFINED:
-            text = token if spell(token) is not None else _as_signs(token)
-            added.append(AddedToken(text, normalized=False, special=False))
+            text = token if backend.token_to_id(token) is not None else _as_signs(token)
+            added.append(AddedToken(text, normalized=False, special=False, rstrip=strips))
     backend.add_special_tokens(control)
     backend.add_tokens(added)
     return backend
-
-
-_KEPT = ("<s>", "<unk>", "<|endoftext|>")  # control tokens of Phi-3 that keep the white space after them
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
@@ -279,12 +292,21 @@ def _gemma4(vocabulary: Vocabulary) -> Tokenizer:
 def _with_signs(
     vocabulary: Vocabulary, ids: dict[str, int], merges: list[tuple[str, str]], *, prefix: bool
 ) -> Tokenizer:
-    """Return BPE over a whole text whose spaces are signs, with byte tokens for characters outside the vocabulary."""
+    """Return BPE over a whole text whose spaces are signs, with byte tokens for characters outside the vocabulary.
+
+    With `prefix` each text begins with a sign, and so does the text after an added token. The models of Mistral with
+    control tokens such as [INST] are an exception: there a sign comes before a whole text only, if it has no space.
+    """
     unknown = vocabulary.special.get("unk")
+    if unknown is None and vocabulary.types.count(_BYTE) < 256:
+        raise vocabulary.broken("it has no unknown token, and too few byte tokens to spell every character")
     unk_token = None if unknown is None else vocabulary.tokens[unknown]
     backend = Tokenizer(BPE(vocab=ids, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     signs = normalizers.Replace(" ", _SPACE)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), signs]) if prefix else signs
+    if prefix and "[INST]" in vocabulary.control:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="first", split=False)
+    else:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), signs]) if prefix else signs
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend
