@@ -6,7 +6,6 @@ could change the answers without a word, so every key is read, has a value witho
 
 from __future__ import annotations
 
-import math
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -63,8 +62,8 @@ class ModelKeys:
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return the value of a key, or `default`; a float as the shortest decimal number that is stored alike.
 
-        An array with the same value for every layer counts as that value. Raises InvalidInput for a missing key, one of
-        another type, or a float that is negative or not finite; UnsupportedModel for an array of different values.
+        An array with the same value for every layer counts as that value. Raises InvalidInput for a missing key or one
+        of another type, UnsupportedModel for an array of different values.
         """
         self._read.add(key)
         name, metadata = self._prefix + key, self.header.metadata
@@ -80,16 +79,12 @@ class ModelKeys:
                     f"{self.header.path}: its metadata has no {name}: fetch it again, or convert it again"
                 )
             return default
-        if not isinstance(found, float):
-            return found
-        if not 0.0 <= found < math.inf:
-            raise InvalidInput(f"{self.header.path}: {name} is {found}: fetch or copy it again")
-        return shortest(found)  # type: ignore[return-value]
+        return shortest(found) if isinstance(found, float) else found  # type: ignore[return-value]
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1 and below 2**31. Raises InvalidInput for anything else."""
+        """Return a whole number of at least 1. Raises InvalidInput for anything else."""
         found = self.value(key, int) if default is None else self.value(key, int, default)
-        if not 0 < found < 2**31:
+        if found < 1:
             raise InvalidInput(f"{self.header.path}: {self._prefix}{key} is {found}: fetch or copy it again")
         return found
 
@@ -122,6 +117,5 @@ def shortest(stored: float) -> float:
     >>> shortest(9.999999747378752e-06)
     1e-05
     """
-    with np.errstate(over="ignore"):
-        narrow = np.float32(stored)
+    narrow = np.float32(stored)
     return float(str(narrow)) if float(narrow) == stored else stored

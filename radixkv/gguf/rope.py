@@ -29,20 +29,13 @@ def rope_parameters(
     `scaling` replaces the scaling that the metadata state. Raises UnsupportedModel for a scaling that transformers does
     not have in this form, and without `partial` if only a part of each head is rotated.
     """
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope_base(keys)}
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.value("rope.freq_base", float, 10_000.0)}
     rotary = keys.size("rope.dimension_count", head_dim)
     if partial and int(head_dim * (rotary / head_dim)) == rotary:  # as transformers rounds it
         found["partial_rotary_factor"] = rotary / head_dim
     elif rotary != head_dim:
         raise keys.unsupported(f"rotary embeddings rotate {rotary} of the {head_dim} numbers of a head")
     return {**found, **(stated_scaling(keys) if scaling is None else scaling)}
-
-
-def rope_base(keys: ModelKeys, key: str = "rope.freq_base") -> float:
-    """Return the base of the rotary frequencies. Raises InvalidInput if it is 0."""
-    if not (base := keys.value(key, float, 10_000.0)):
-        raise InvalidInput(f"{keys.header.path}: {key} is 0: fetch or copy it again")
-    return base
 
 
 def llama3_parameters(keys: ModelKeys, head_dim: int, base: float) -> dict[str, Any]:
@@ -72,8 +65,6 @@ def llama3_parameters(keys: ModelKeys, head_dim: int, base: float) -> dict[str, 
 def longrope_parameters(keys: ModelKeys, rotary: int, context: int) -> dict[str, Any]:
     """Return the LongRoPE scaling of the factors for short and for long contexts, one factor per rotary frequency."""
     original = keys.size(f"{_SCALING}original_context_length")
-    if original == 1:  # its logarithm is a divisor
-        raise InvalidInput(f"{keys.header.path}: {_SCALING}original_context_length is 1: fetch or copy it again")
     stretch = context / original
     usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
     attention = keys.value(f"{_SCALING}attn_factor", float, usual)

@@ -169,7 +169,7 @@ def _no_weights(folder: Path, names: Sequence[str]) -> Exception:
     if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
         return UnsupportedModel(f"{folder} has pickled weights only, and {_CONVERT}")
     if any(folder.glob("*.gguf")):
-        return UnsupportedModel(f"{folder} has weights in GGUF only: take the model that they were made from")
+        return UnsupportedModel(f"{folder} has weights in GGUF only: give the path of their file")
     text = f"{folder} has no weights: no {' or '.join(names)}"
     others = sorted(each.name for each in folder.glob("*.safetensors"))
     if others:

@@ -1,14 +1,14 @@
-"""Find a model and load it into memory: the bundled one, a local folder, or a name on the hub.
+"""Find a model and load it into memory: the bundled one, a local folder or GGUF file, or a name on the hub.
 
-`checkpoint` examines the files first, and `weight_check` compares the loaded weights with the model. Errors of
-transformers become errors that a user can act on.
+`checkpoint` examines the files first, and `weight_check` compares the loaded weights with the model. `gguf_weights`
+loads GGUF files. Errors of transformers become errors that a user can act on.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from radixkv import model_path
-from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.gguf.header import read_header
+from radixkv.errors import InvalidInput, RadixKVError, UnsupportedModel
+from radixkv.gguf.architectures import config_of
+from radixkv.gguf.header import GGUFHeader, read_header
 from radixkv.memory import free_memory
 from radixkv.model_path import BUNDLED, readable
-from radixkv.models import checkpoint, weight_check
+from radixkv.models import checkpoint, gguf_weights, weight_check
 from radixkv.models.checkpoint import Checkpoint
-from radixkv.models.gguf_tokenizer import tokenizer_of
+from radixkv.models.gguf_tokenizer import stop_token_ids, tokenizer_of
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -47,11 +48,11 @@ def read(
     revision: str | None,
     trust_remote_code: bool,
 ) -> tuple[Any, Any | None]:
-    """Return (model, tokenizer or None); weights come from safetensors only, and every one of them is in the files.
+    """Return (model, tokenizer or None); weights come from safetensors or GGUF, and every one of them is in the files.
 
-    With a `tokenizer`, the files of another one are not read. `dtype` "auto" is the dtype of the saved weights. Raises
-    InvalidInput if there is no usable model of this name or its weights do not fit into memory, UnsupportedModel if
-    radixkv cannot run the model.
+    With a `tokenizer`, the files of another one are not read. `dtype` "auto" is the dtype of the saved weights, and
+    bfloat16 for quantised GGUF. Raises InvalidInput if there is no usable model of this name or its weights do not fit
+    into memory, UnsupportedModel if radixkv cannot run the model.
     """
     folder, place = model_path.find(name), name
     if folder is None:
@@ -59,12 +60,15 @@ def read(
         revision = folder.name  # its commit: nothing changes between two files
     elif revision is not None:
         raise InvalidInput(f"revision={revision!r} is for models on the hub, and {name!r} is here")
+    elif model_path.is_gguf(folder):
+        return _read_gguf(folder, name, tokenizer, dtype, device)
     else:
         place = str(folder)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
     with _room_for(name), _own_reports(silent=name in BUNDLED), readable():
         found = checkpoint.examine(folder)
-        _check_memory(found, name, dtype, device)
+        itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else None
+        _check_memory(name, found.bytes_in(itemsize), found.bytes_in(2), dtype, device)
         model = _read_model(found, name, place, dtype, options).to(device)
     if tokenizer is None:
         tokenizer = _read_tokenizer(place, folder, options)
@@ -103,16 +107,17 @@ def _fetched(name: str, revision: str | None) -> Path:
 # ---- weights
 
 
-def _check_memory(found: Checkpoint, name: str, dtype: torch.dtype | str, device: torch.device) -> None:
-    """Refuse weights that do not fit into memory, before the machine starts to swap: they are read, then moved."""
-    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else None
-    needed = found.bytes_in(itemsize)
+def _check_memory(name: str, needed: int, half: int, dtype: torch.dtype | str, device: torch.device) -> None:
+    """Refuse weights that do not fit into memory, before the machine starts to swap: they are read, then moved.
+
+    They take `needed` bytes in `dtype`, and `half` in a dtype of 16 bits.
+    """
     places = {"cpu": free_memory()}
     if device.type == "cuda":
         places[str(device)] = torch.cuda.mem_get_info(device)[0]
     for place, free in places.items():
         if needed > free:
-            half, kind = found.bytes_in(2), str(dtype).removeprefix("torch.") if itemsize else "they are saved"
+            kind = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "they are saved"
             advice = f"; with dtype='bfloat16' they take {half:,}" if half <= free else ""
             raise InvalidInput(
                 f"the weights of {name!r} take {needed:,} bytes as {kind}, and {free:,} are free on {place}{advice}"
@@ -144,6 +149,34 @@ def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | s
         raise InvalidInput(f"{name!r} cannot be read: {type(error).__name__}: {_text(error)}") from error
     weight_check.check(model, info, name, found.tensors)
     return model
+
+
+def _read_gguf(
+    file: Path, name: str, tokenizer: Any | None, dtype: torch.dtype | str, device: torch.device
+) -> tuple[Any, Any | None]:
+    """Return the model and tokenizer of a GGUF file; all checks precede the reading of weights."""
+    with _room_for(name), _own_reports(silent=True), readable():
+        header = read_header(file)
+        config = config_of(header)
+        wanted: torch.dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, config["dtype"])
+        _check_memory(name, header.bytes_in(wanted.itemsize), header.bytes_in(2), wanted, device)
+        if tokenizer is None:
+            tokenizer, stops = tokenizer_of(header), stop_token_ids(header)
+        else:
+            stops = _stops_without_tokenizer(header, config)
+        model = gguf_weights.read_model(header, config, wanted).to(device)
+    model.generation_config.eos_token_id = stops or None
+    check_tokens(model, tokenizer, name)
+    return model, tokenizer
+
+
+def _stops_without_tokenizer(header: GGUFHeader, config: Mapping[str, Any]) -> list[int]:
+    """Return the stop tokens of a GGUF file, or its end of text alone if its own tokenizer is broken or unknown."""
+    try:
+        return stop_token_ids(header)
+    except RadixKVError:
+        end = config["eos_token_id"]
+        return [] if end is None else [end]
 
 
 def _text(error: Exception) -> str:

@@ -91,7 +91,7 @@ def test_what_is_missing_or_broken_is_named(many: Path, fault: str) -> None:
 
 def test_gguf_is_no_weight_file(one: Path) -> None:
     (one / "model.safetensors").rename(one / "model-Q4_K_M.gguf")
-    with pytest.raises(UnsupportedModel, match="has weights in GGUF only: take the model that they were made from"):
+    with pytest.raises(UnsupportedModel, match="has weights in GGUF only: give the path of their file"):
         adapter.load(str(one))
 
 

@@ -34,8 +34,9 @@ def test_weights_that_do_not_fit_are_not_begun_with(one: Path, monkeypatch: pyte
 
 def test_a_card_is_asked_for_its_memory_too(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
+    saved = checkpoint.examine(one).bytes_in(None)
     with pytest.raises(InvalidInput, match=r"bytes as they are saved, and 1,000 are free on cuda:1$"):
-        loader._check_memory(checkpoint.examine(one), "it", "auto", torch.device("cuda:1"))
+        loader._check_memory("it", saved, saved // 2, "auto", torch.device("cuda:1"))
 
 
 def test_what_is_saved_counts_as_it_is_saved(one: Path) -> None:
