@@ -14,7 +14,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from radixkv import model_path
 from radixkv.errors import InvalidInput
+from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import GGUFHeader, find, read_header
 from radixkv.kv_size import WIDTHS, KVShape, LayerKV
 
@@ -74,7 +76,7 @@ def kv_shape(model: str) -> KVShape:
     path = _path_of(model)
     if path is None:
         return _named(model)
-    if isinstance(path, Path) and _is_gguf(path):
+    if isinstance(path, Path) and model_path.is_gguf(path):
         return _of_gguf(read_header(path), model)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -96,17 +98,13 @@ def _path_of(model: str) -> Path | Traversable | None:
         if found is None:
             raise InvalidInput(f"model {model!r}: the folder has no config.json and no GGUF file")
         return found
-    return path if path.is_file() or _is_gguf(path) else None
-
-
-def _is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf"
+    if path.is_file():
+        return path
+    return model_path.find(model) if path.suffix.lower() == ".gguf" else None  # raises for a mistyped path
 
 
 def _of_gguf(header: GGUFHeader, name: str) -> KVShape:
     """Return the KV shape of a GGUF file; without a dtype, and with a note, if the weights are quantised."""
-    from radixkv.gguf.architectures import config_of  # imports numpy, which takes longer than all other plans
-
     config = config_of(header)
     try:
         shape = _of_config(config, name)

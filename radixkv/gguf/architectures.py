@@ -19,6 +19,7 @@ from radixkv.gguf.rope import (
     SHORT,
     llama3_parameters,
     longrope_parameters,
+    rope_base,
     rope_parameters,
     stated_scaling,
 )
@@ -80,6 +81,11 @@ def config_of(header: GGUFHeader) -> Config:
         raise keys.unsupported(f"keys have {head_dim} numbers a head, values have {value_dim}")
     if header.value("general.quantization_version", int, 2) != 2:
         raise keys.unsupported("general.quantization_version is not 2")
+    kv_heads = keys.size("attention.head_count_kv", heads)
+    if heads % kv_heads:
+        raise InvalidInput(
+            f"{header.path}: {heads} heads cannot share {kv_heads} KV heads evenly: fetch or copy it again"
+        )
     layers = keys.size("block_count")
     if layers > len(header.tensors):
         raise InvalidInput(
@@ -93,7 +99,7 @@ def config_of(header: GGUFHeader) -> Config:
         "intermediate_size": keys.size("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.size("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
         "rms_norm_eps": keys.value("attention.layer_norm_rms_epsilon", float),
@@ -163,7 +169,7 @@ def _llama(keys: ModelKeys, config: Config) -> None:
     if FACTORS in tensors:
         if scaling:
             raise keys.unsupported(f"rotary frequencies are scaled twice, by {FACTORS} and by rope.scaling")
-        scaling = llama3_parameters(keys, config["head_dim"], keys.value("rope.freq_base", float, 10_000.0))
+        scaling = llama3_parameters(keys, config["head_dim"], rope_base(keys))
     config["rope_parameters"] = rope_parameters(keys, config["head_dim"], scaling=scaling)
     window = keys.value("attention.sliding_window", int, 0)
     if 0 < window < config["max_position_embeddings"]:
@@ -225,7 +231,7 @@ def _gemma2(keys: ModelKeys, config: Config) -> None:
 def _gemma3(keys: ModelKeys, config: Config) -> None:
     _scaled_like_gemma(keys, config, hidden_over_heads=62)
     window = keys.value("attention.sliding_window", int, 0)
-    local = {"rope_type": "default", "rope_theta": keys.value("rope.freq_base_swa", float, 10_000.0)}
+    local = {"rope_type": "default", "rope_theta": rope_base(keys, "rope.freq_base_swa")}
     config.update(
         rope_parameters={"full_attention": rope_parameters(keys, config["head_dim"]), "sliding_attention": local},
         sliding_window=window or config["max_position_embeddings"],

@@ -6,14 +6,15 @@ could change the answers without a word, so every key is read, has a value witho
 
 from __future__ import annotations
 
+import math
+from struct import Struct
 from typing import Any, TypeVar, overload
-
-import numpy as np
 
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.gguf.header import GGUFHeader, typed
 
 T = TypeVar("T", int, float, bool, str)
+_F32 = Struct("<f")
 
 # Values with which a key changes no logits. None: no value changes them.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
@@ -62,8 +63,8 @@ class ModelKeys:
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return the value of a key, or `default`; a float as the shortest decimal number that is stored alike.
 
-        An array with the same value for every layer counts as that value. Raises InvalidInput for a missing key or one
-        of another type, UnsupportedModel for an array of different values.
+        An array with the same value for every layer counts as that value. Raises InvalidInput for a missing key, one of
+        another type, or a float that is negative or not finite; UnsupportedModel for an array of different values.
         """
         self._read.add(key)
         name, metadata = self._prefix + key, self.header.metadata
@@ -79,12 +80,16 @@ class ModelKeys:
                     f"{self.header.path}: its metadata has no {name}: fetch it again, or convert it again"
                 )
             return default
-        return shortest(found) if isinstance(found, float) else found  # type: ignore[return-value]
+        if not isinstance(found, float):
+            return found
+        if not 0.0 <= found < math.inf:
+            raise InvalidInput(f"{self.header.path}: {name} is {found}: fetch or copy it again")
+        return shortest(found)  # type: ignore[return-value]
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1. Raises InvalidInput for anything else."""
+        """Return a whole number of at least 1 and below 2**31. Raises InvalidInput for anything else."""
         found = self.value(key, int) if default is None else self.value(key, int, default)
-        if found < 1:
+        if not 0 < found < 2**31:
             raise InvalidInput(f"{self.header.path}: {self._prefix}{key} is {found}: fetch or copy it again")
         return found
 
@@ -117,5 +122,13 @@ def shortest(stored: float) -> float:
     >>> shortest(9.999999747378752e-06)
     1e-05
     """
-    narrow = np.float32(stored)
-    return float(str(narrow)) if float(narrow) == stored else stored
+    texts = (f"{stored:.{digits}g}" for digits in range(1, 10))  # nine digits distinguish all numbers of 32 bits
+    return next((float(text) for text in texts if _narrow(float(text)) == stored), stored)
+
+
+def _narrow(number: float) -> float | None:
+    """Return a number rounded to 32 bits; None if it is too large for them."""
+    try:
+        return float(_F32.unpack(_F32.pack(number))[0])
+    except OverflowError:
+        return None

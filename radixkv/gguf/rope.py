@@ -7,9 +7,8 @@ four parameters. These are recovered, and accepted only if the same factors foll
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
-
-import numpy as np
 
 from radixkv.errors import InvalidInput
 from radixkv.gguf.header import GGUFTensor
@@ -29,7 +28,7 @@ def rope_parameters(
     `scaling` replaces the scaling that the metadata state. Raises UnsupportedModel for a scaling that transformers does
     not have in this form, and without `partial` if only a part of each head is rotated.
     """
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.value("rope.freq_base", float, 10_000.0)}
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope_base(keys)}
     rotary = keys.size("rope.dimension_count", head_dim)
     if partial and int(head_dim * (rotary / head_dim)) == rotary:  # as transformers rounds it
         found["partial_rotary_factor"] = rotary / head_dim
@@ -38,20 +37,27 @@ def rope_parameters(
     return {**found, **(stated_scaling(keys) if scaling is None else scaling)}
 
 
+def rope_base(keys: ModelKeys, key: str = "rope.freq_base") -> float:
+    """Return the base of the rotary frequencies. Raises InvalidInput if it is below 1."""
+    if (base := keys.value(key, float, 10_000.0)) < 1.0:
+        raise InvalidInput(f"{keys.header.path}: {key} is {base}: fetch or copy it again")
+    return base
+
+
 def llama3_parameters(keys: ModelKeys, head_dim: int, base: float) -> dict[str, Any]:
     """Return the scaling of Llama 3.1 that the factors in `rope_freqs.weight` follow from; empty if they are all 1.
 
     Raises UnsupportedModel if they follow from other parameters than those of the Llama 3 models.
     """
     factors = _values(keys, FACTORS, head_dim // 2)
-    if np.all(factors == 1.0):
+    if all(each == 1.0 for each in factors):
         return {}
-    smooth = _ORIGINAL * base ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)  # turns in 8192 tokens
-    share = np.clip((smooth - _LOW) / (_HIGH - _LOW), 0.0, 1.0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        factor = float(f"{(1 - share[-1]) / (1 / float(factors[-1]) - share[-1]):.6g}")
-        expected = 1 / ((1 - share) / factor + share)
-    if not np.allclose(factors, expected, rtol=_TOLERANCE, atol=0.0):
+    turns = [_ORIGINAL * base ** -(2 * at / head_dim) / (2 * math.pi) for at in range(len(factors))]  # in 8192 tokens
+    shares = [min(max((each - _LOW) / (_HIGH - _LOW), 0.0), 1.0) for each in turns]
+    scaled = 1 / factors[-1] - shares[-1]
+    factor = float(f"{(1 - shares[-1]) / scaled:.6g}") if scaled > 0 else 1.0
+    expected = [1 / ((1 - share) / factor + share) if factor else 0.0 for share in shares]
+    if not all(math.isclose(*pair, rel_tol=_TOLERANCE) for pair in zip(factors, expected, strict=True)):
         raise keys.unsupported(f"{FACTORS} has factors of rotary frequencies that Llama 3 does not have")
     return {
         "rope_type": "llama3",
@@ -65,13 +71,15 @@ def llama3_parameters(keys: ModelKeys, head_dim: int, base: float) -> dict[str, 
 def longrope_parameters(keys: ModelKeys, rotary: int, context: int) -> dict[str, Any]:
     """Return the LongRoPE scaling of the factors for short and for long contexts, one factor per rotary frequency."""
     original = keys.size(f"{_SCALING}original_context_length")
+    if original == 1:  # its logarithm is a divisor
+        raise InvalidInput(f"{keys.header.path}: {_SCALING}original_context_length is 1: fetch or copy it again")
     stretch = context / original
     usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
     attention = keys.value(f"{_SCALING}attn_factor", float, usual)
     found = {
         "rope_type": "longrope",
-        "short_factor": [shortest(each) for each in _values(keys, SHORT, rotary // 2).tolist()],
-        "long_factor": [shortest(each) for each in _values(keys, LONG, rotary // 2).tolist()],
+        "short_factor": [shortest(each) for each in _values(keys, SHORT, rotary // 2)],
+        "long_factor": [shortest(each) for each in _values(keys, LONG, rotary // 2)],
         "original_max_position_embeddings": original,
     }
     return found if math.isclose(attention, usual, rel_tol=1e-6) else {**found, "attention_factor": attention}
@@ -98,7 +106,7 @@ def stated_scaling(keys: ModelKeys) -> dict[str, Any]:
     }
 
 
-def _values(keys: ModelKeys, name: str, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _values(keys: ModelKeys, name: str, count: int) -> list[float]:
     """Return the numbers of a small tensor, all finite and positive."""
     tensor = keys.header.tensors.get(name)
     if tensor is None:
@@ -106,16 +114,18 @@ def _values(keys: ModelKeys, name: str, count: int) -> np.ndarray[Any, np.dtype[
     if tensor.shape != (count,) or tensor.type_name != "F32":
         raise keys.unsupported(f"{name} has the shape {list(tensor.shape)} in {tensor.type_name}, not [{count}] in F32")
     found = _read(tensor)
-    if not np.all((found > 0) & np.isfinite(found)):
+    if not all(0.0 < each < math.inf for each in found):
         raise InvalidInput(f"{tensor.file}: {name} has numbers that are no factors: fetch or copy it again")
     return found
 
 
-def _read(tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _read(tensor: GGUFTensor) -> list[float]:
     try:
-        stored = np.fromfile(tensor.file, "<f4", tensor.numbers, offset=tensor.offset)
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.offset)
+            stored = file.read(4 * tensor.numbers)
     except OSError as error:
         raise InvalidInput(f"{tensor.file} cannot be read: {error.strerror}: check its permissions") from error
-    if stored.size != tensor.numbers:
+    if len(stored) < 4 * tensor.numbers:
         raise InvalidInput(f"{tensor.file} ended within {tensor.name}: fetch or copy it again")
-    return stored.astype(np.float64)
+    return list(struct.unpack(f"<{tensor.numbers}f", stored))

@@ -100,8 +100,10 @@ def test_a_config_json_comes_before_a_gguf_file(tmp_path: Path) -> None:
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InvalidInput, match=r"no config\.json and no GGUF file"):
         kv_shape(str(tmp_path))
-    with pytest.raises(InvalidInput, match=r"none\.gguf does not exist"):
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(InvalidInput, match=r"there is no file .*none\.gguf, but .* has other\.gguf"):
         kv_shape(str(tmp_path / "none.gguf"))
+    (tmp_path / "other.gguf").unlink()
     path = written(tmp_path / "model.gguf", "rwkv6")
     with pytest.raises(UnsupportedModel, match="rwkv6"):
         kv_shape(path)
@@ -125,7 +127,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, capsys: pytest.Captur
 def test_a_plan_imports_no_torch(tmp_path: Path) -> None:
     code = (
         f"import sys\nfrom radixkv.cli import main\nassert main(['plan', {written(tmp_path / 'model.gguf')!r}]) == 0\n"
-        "assert not {'torch', 'transformers', 'gguf', 'rich'} & sys.modules.keys()"
+        "assert not {'torch', 'transformers', 'gguf', 'numpy', 'rich'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

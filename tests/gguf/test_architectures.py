@@ -102,7 +102,13 @@ def test_keys_that_would_change_the_answers_are_refused(architecture: str, keys:
     [
         ({"attention.head_count": None}, r"no llama\.attention\.head_count"),
         ({"attention.head_count": 0}, "head_count is 0"),
+        ({"feed_forward_length": 2**63}, "feed_forward_length is 9223372036854775808"),
         ({"attention.head_count": -4}, "head_count is -4"),
+        ({"attention.head_count_kv": 3}, "4 heads cannot share 3 KV heads evenly"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon is nan"),
+        ({"attention.layer_norm_rms_epsilon": -1.0}, r"layer_norm_rms_epsilon is -1\.0"),
+        ({"rope.freq_base": 1e300, "rope.scaling.factor": float("inf")}, "factor is inf"),
+        ({"rope.freq_base": 0.0}, r"rope\.freq_base is 0"),
         ({"block_count": 10**9}, "1,000,000,000 layers in 6 tensors"),
         ({"embedding_length": 128}, "embedding_length is 128"),
         ({"context_length": "long"}, "'long', where int is expected"),
@@ -112,6 +118,12 @@ def test_keys_that_would_change_the_answers_are_refused(architecture: str, keys:
 def test_broken_metadata_is_invalid_input(keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidInput, match=reason):
         config_of(header(keys=keys))
+
+
+def test_a_longrope_of_one_token_is_invalid_input() -> None:
+    keys = {"attention.sliding_window": 0, "rope.scaling.original_context_length": 1}
+    with pytest.raises(InvalidInput, match="original_context_length is 1"):
+        config_of(header("phi3", keys, {"rope_factors_long.weight": (8,)}))
 
 
 def test_keys_without_effect_are_ignored() -> None:
