@@ -70,7 +70,10 @@ def main() -> int:
     except WorkerError as error:
         missing = str(error)
         print(f"{PEER} is missing: {missing}", flush=True)
-    result = compare(sides, model, QUICK if options.quick else Sizes(), options.clocks, options.rounds, missing)
+    try:
+        result = compare(sides, model, QUICK if options.quick else Sizes(), options.clocks, options.rounds, missing)
+    except WorkerError as error:
+        raise SystemExit(str(error)) from error
     from cpu_decode import cpu_name  # imports torch, so after the measurements
 
     machine = {"cpu": cpu_name(), "cores": os.cpu_count()}

