@@ -71,14 +71,17 @@ def find(name: str, part: str = "model") -> Path | None:
     return None
 
 
-def check(name: str) -> None:
-    """Check what can be checked without torch: the path, and the header of a GGUF file.
+def check(name: str) -> gguf.GGUFHeader | None:
+    """Check what can be checked without torch: the path, and the header of a GGUF file, which is returned.
 
     Raises InvalidInput or UnsupportedModel, as loading the model would after some seconds.
     """
     place = find(name)
-    if place is not None and is_gguf(place):
-        config_of(gguf.read_header(place))
+    if place is None or not is_gguf(place):
+        return None
+    header = gguf.read_header(place)
+    config_of(header)
+    return header
 
 
 def is_gguf(path: Path) -> bool:
@@ -109,4 +112,4 @@ def _others(folder: Path) -> str:
     with readable():
         names = sorted(each.name for each in folder.glob("*") if _ends_as_gguf(each.name))
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f", but {folder} has {', '.join(names[:_LISTED])}{more}" if names else ""
+    return f"; its folder has {', '.join(names[:_LISTED])}{more}" if names else ""

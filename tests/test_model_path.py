@@ -60,7 +60,7 @@ def test_a_missing_file_lists_its_neighbours(place: Path) -> None:
     with pytest.raises(InvalidInput, match=r"^there is no file gone/typo\.gguf$"):
         model_path.find("gone/typo.gguf")
     put(place / "here", *(f"{letter}.gguf" for letter in "abcdefg"))
-    with pytest.raises(InvalidInput, match=r"no file here/x\.gguf, but here has a\.gguf, .*, e\.gguf and 2 more$"):
+    with pytest.raises(InvalidInput, match=r"no file here/x\.gguf; its folder has a\.gguf, .*, e\.gguf and 2 more$"):
         model_path.find("here/x.gguf")
     (place / "link.gguf").symlink_to("gone.gguf")
     with pytest.raises(InvalidInput, match=r"link\.gguf is a link to nothing"):
@@ -94,4 +94,4 @@ def test_a_command_refuses_a_path_before_it_imports_torch(command: str, place: P
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "radixkv: there is no file modle.gguf, but . has model.gguf\n"
+    assert done.stderr == "radixkv: there is no file modle.gguf; its folder has model.gguf\n"

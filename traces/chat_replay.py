@@ -18,7 +18,7 @@ from radixkv_traces.formats import open_trace, sample
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", nargs="?", help="a file of conversations; default: the sample")
-    parser.add_argument("--model", default="tiny", help="'tiny' (bundled), a local folder, or a hub name")
+    parser.add_argument("--model", default="tiny", help="'tiny' (bundled), a local folder, a GGUF file, or a hub name")
     parser.add_argument("--max-tokens", type=int, default=48, help="most tokens of a reply")
     options = parser.parse_args()
     params = SamplingParams(max_tokens=options.max_tokens, temperature=0)

@@ -37,10 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
     """
     console = Console(highlight=False)
     params = _params(arguments)
-    with console.status(f"loading {arguments.model}"):
+    with console.status("starting"):
         from radixkv.chat import Engine  # takes seconds: it imports torch
-
-        engine = Engine.load(arguments.model, **settings_in(arguments))
+    if console.is_terminal:  # the loader shows a bar below this line
+        console.print(f"loading {arguments.model}", markup=False)
+    engine = Engine.load(arguments.model, tokenizer=arguments.tokenizer, **settings_in(arguments))
     with engine:
         Repl(engine, engine.chat(arguments.system), params, console).loop()
     return 0

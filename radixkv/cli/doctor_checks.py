@@ -62,11 +62,14 @@ def problem(about: str, seen: str) -> Finding:
 
 
 PYTHON = SpecifierSet(">=3.11")
-_NAMED = ("torch", "triton", "transformers")  # listed even without a problem
+_NAMED = ("torch", "triton", "transformers", "gguf")  # listed even without a problem
 
 
-def versions() -> Iterator[Finding]:
-    """Compare installed with supported versions: the largest packages, and each one that does not fit."""
+def versions(extra: str = "") -> Iterator[Finding]:
+    """Compare installed with supported versions: the largest packages, and each one that does not fit.
+
+    The packages of an `extra` of radixkv are included.
+    """
     yield ok("radixkv", __version__)
     python = f"{platform.python_version()} ({sys.platform}, {platform.machine()})"
     suits = PYTHON.contains(platform.python_version(), prereleases=True)
@@ -75,9 +78,9 @@ def versions() -> Iterator[Finding]:
         stated = requires("radixkv") or []
     except PackageNotFoundError:
         yield note("packages", "radixkv runs from a folder, not installed: nothing says which versions it supports")
-        stated = list(_NAMED)
+        stated = [each for each in _NAMED if each != "gguf" or extra == "gguf"]
     for requirement in map(Requirement, stated):
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             found = _judged(requirement)
             if requirement.name in _NAMED or found.status != "ok":
                 yield found

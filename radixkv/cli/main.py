@@ -13,7 +13,7 @@ from radixkv.cli import entry_point
 from radixkv.config import EngineConfig
 
 _PROGRAM = "radixkv"
-_MODEL = "tiny (bundled), a local folder, or a name on the hub"
+_MODEL = "tiny (bundled), a local folder, a GGUF file, or a name on the hub"
 _METAVARS = {"kv_memory": "SIZE", "eviction": "POLICY", "record": "FILE"}
 
 
@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands, common)
     _add_doctor(commands, common)
     _add_serve(commands, common)
+    _add_convert(commands, common)
     return parser
 
 
@@ -41,6 +42,7 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     model = chat.add_mutually_exclusive_group()
     model.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{_MODEL} (default tiny)")
     model.add_argument("--model", dest="model", default="tiny", help="the same, as an option")
+    _add_tokenizer(chat)
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
@@ -97,6 +99,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser], c
         default="tiny",
         help=_MODEL,
     )
+    _add_tokenizer(doctor)
     _add_settings(doctor, "kv_memory", "block_size", "device", "dtype", "attention", "revision", "trust_remote_code")
     doctor.add_argument("--json", action="store_true", help="print one JSON object with all findings, for scripts")
 
@@ -106,6 +109,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     serve = commands.add_parser("serve", help=about, description=_sentence(about), parents=[common])
     serve.set_defaults(module="radixkv.serve.command", check=_check_model)
     serve.add_argument("model", metavar="MODEL", help=_MODEL)
+    _add_tokenizer(serve)
     _add_access(serve.add_argument_group("address and access"))
     _add_serving_limits(serve.add_argument_group("limits"))
     _add_settings(
@@ -127,7 +131,11 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         "cache. The environment variable RADIXKV_API_KEYS=NAME=KEY,NAME=KEY does the same. Required to listen on an "
         "address that other machines can reach",
     )
-    group.add_argument("--model-name", metavar="NAME", help="name of the model in the API (default: its own name)")
+    group.add_argument(
+        "--model-name",
+        metavar="NAME",
+        help="name of the model in the API (default: its own name; of a GGUF file, without .gguf)",
+    )
     group.add_argument("--vllm-metrics", action="store_true", help="export the metrics under vLLM's names as well")
     group.add_argument("--quiet", action="store_true", help="do not log a line per request; logs never contain text")
 
@@ -177,11 +185,40 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_convert(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    about = "write a GGUF model as a folder of safetensors, which loads faster; needs radixkv[gguf]"
+    convert = commands.add_parser(
+        "convert", help=about, description=_sentence(about), parents=[common],
+        epilog="The folder has the weights as numbers of 32 bits, with which answers are the same as from the file. "
+        "--dtype bfloat16 rounds them, halves the folder, and changes answers a little.",
+    )  # fmt: skip
+    convert.set_defaults(module="radixkv.cli.convert")
+    convert.add_argument("file", metavar="FILE.gguf", help="the file, one of its shards, or a folder with one model")
+    convert.add_argument("folder", metavar="FOLDER", help="a new or empty folder; nothing is overwritten")
+    _add_tokenizer(convert)
+    convert.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="type of the written weights (default float32)",
+    )
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer", metavar="NAME", help="folder, GGUF file or hub name of a tokenizer (default: the model's own)"
+    )
+
+
 def _check_model(arguments: argparse.Namespace) -> None:
     """Refuse a mistyped path or a broken GGUF file before torch is imported, which takes seconds."""
     from radixkv import model_path
 
     model_path.check(arguments.model)
+    if arguments.tokenizer is not None:
+        model_path.find(arguments.tokenizer, "tokenizer")
 
 
 def _sentence(about: str) -> str:

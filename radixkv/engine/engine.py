@@ -89,7 +89,7 @@ class RequestEngine:
         tokenizer: Any | None = None,
         **fields: Unpack[EngineConfigFields],
     ) -> Self:
-        """Load a model ("tiny", a local folder, a hub name, or a transformers model) and allocate its KV pool.
+        """Load a model ("tiny", a folder, a GGUF file, a hub name, or a transformers model) and allocate its KV pool.
 
         `tokenizer` is for a transformers model and for files without a tokenizer, and replaces the tokenizer of the
         files: a transformers tokenizer, or a folder or hub name that has one. The settings are those of `config`

@@ -42,10 +42,10 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Load `model`: "tiny" (bundled), a local folder, a hub name, or a transformers model that is already built.
+    """Load `model`: "tiny" (bundled), a folder, a GGUF file, a hub name, or a transformers model that is already built.
 
-    A folder may also be a Path. `tokenizer` replaces the tokenizer of the files: a transformers tokenizer, or a folder
-    or hub name that has one. It is checked before the weights are loaded.
+    A folder or file may also be a Path. `tokenizer` replaces the tokenizer of the files: a transformers tokenizer, or
+    a folder, GGUF file or hub name that has one. It is checked before the weights are loaded.
     A built model is taken over: its attention is replaced, and from then on it runs through radixkv only. dtype "auto"
     is float32 on a CPU, on other devices the dtype of the saved weights; a built model keeps its own. Large float32
     layers are packed for the CPU; a built model also keeps its own weights. `attention` is "torch", "triton", or
@@ -73,6 +73,7 @@ def load(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+        name = model_path.shown_name(name)
     loaded = _take_over(module.eval(), tokenizer, name, keep=built, attention=attention)
     _taken[module] = weakref.ref(loaded)
     return loaded

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         _log_to_stderr(arguments.quiet)
         _print(f"loading {arguments.model}")
         with _naming_options():
-            engine = Engine.load(arguments.model, config)
+            engine = Engine.load(arguments.model, config, tokenizer=arguments.tokenizer)
         with engine:
             name = settings.model_name or engine.model.name
             where = address(sock)

