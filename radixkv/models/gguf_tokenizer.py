@@ -45,7 +45,7 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerFast | None:
     """Return the tokenizer of a GGUF file with its chat template; None if the file has no vocabulary.
 
     Raises InvalidInput for metadata that contradicts itself, UnsupportedModel for a kind of tokenizer, or a split, that
-    radixkv cannot reproduce. O(vocabulary): 0.5 s for 50,000 tokens with merges, a few seconds for 262,144 with scores.
+    radixkv cannot reproduce. O(vocabulary): 0.1 s for 49,152 tokens with merges, 2.5 s for 262,144 with scores.
     """
     vocabulary = Vocabulary.of(header)
     if vocabulary is None:
@@ -55,7 +55,7 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerFast | None:
     except RadixKVError:
         raise
     except Exception as error:  # the errors of tokenizers are plain Exceptions
-        raise InvalidInput(f"{header.path}: its tokenizer cannot be built: {error}") from error
+        raise vocabulary.broken(f"its tokenizer cannot be built ({error})") from error
     return PreTrainedTokenizerFast(tokenizer_object=_Shared(backend), **vocabulary.settings)
 
 
@@ -216,7 +216,7 @@ class Vocabulary:
 
 
 class _Shared:
-    """Hands a tokenizer to transformers without the copy that its constructor makes, half of the time of a build."""
+    """Hands a tokenizer to transformers without the copy that its constructor makes, which takes as long as a build."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
