@@ -2,8 +2,13 @@
 
 A row's token depends on its own logits, parameters, seed and position only: not on the batch, the cache or the device.
 
+Each token has a random number of its own, and the largest ratio of weight and number wins: an exponential race, which
+draws tokens in proportion to their weights. Rounding of the logits, which differs between a hit and a miss, changes the
+winner only where two ratios are almost equal. Cumulative sums are not as stable: an error in one weight moves the
+bounds of all later tokens, and a large vocabulary has thousands of tokens with very small weights.
+
 Every filter is a threshold: top-k, top-p and min-p each give the smallest logit that they keep, and equal logits are
-kept or dropped together. So the kept set needs no tie-breaking, and is sampled in the order of token ids.
+kept or dropped together. So the kept set needs no tie-breaking.
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ from radixkv.sampling.params import SampleRow, SamplingParams, TokenLogprobs
 _FIRST_CANDIDATES = 64  # most likely tokens that are sorted first if only top_p or min_p filters
 _WIDEN = 8  # factor for the rows whose kept set may reach beyond the candidates
 _PAGE = 256  # tokens whose weights are summed together if no filter applies
-_BELOW_ONE = 1 - 2**-50
+# The constants of SplitMix64 (Steele, Lea, Flood 2014), as signed integers.
+_STEP, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _FLOAT = torch.finfo(torch.float32)
 
 
@@ -89,22 +95,35 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[SampleRow], members: list
         logits if all_rows else logits[members],
         (best if all_rows else best[members])[:, None],
         [row.params for row in chosen],
-        torch.tensor([[_uniform(row.seed, row.position)] for row in chosen], dtype=torch.float64, device=best.device),
+        torch.tensor([[_key(row.seed, row.position)] for row in chosen], device=best.device),
     )
     return draw.from_all() if candidates == 0 else draw.from_candidates(candidates)
 
 
-def _uniform(seed: int, position: int) -> float:
-    """Return the number in [0, 1) of (seed, position). It has 48 bits, so that no product rounds up to the total."""
-    digest = hashlib.blake2b(struct.pack("<QQ", seed % 2**64, position % 2**64), digest_size=6).digest()
-    return int.from_bytes(digest, "little") / 2**48
+def _key(seed: int, position: int) -> int:
+    """Return the signed 64 bits from which the random numbers of (seed, position) are made."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed % 2**64, position % 2**64), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _exponential(keys: Tensor, ids: Tensor) -> Tensor:
+    """Return the exponentially distributed float64 of each (key, id), greater than 0; int64s that broadcast.
+
+    SplitMix64 in integers that wrap around: the same numbers on every device.
+    """
+    bits = keys + ids * _STEP
+    bits = (bits ^ (bits >> 30 & 2**34 - 1)) * _FIRST  # the masks turn arithmetic shifts into logical ones
+    bits = (bits ^ (bits >> 27 & 2**37 - 1)) * _SECOND
+    bits = bits ^ (bits >> 31 & 2**33 - 1)
+    uniform = ((bits >> 12 & 2**52 - 1).double() + 0.5) * 2.0**-52
+    return -uniform.log()
 
 
 class _RandomDraw:
-    """Sample rows of logits [rows, vocab], given their maximum [rows, 1], parameters and uniform numbers [rows, 1]."""
+    """Sample rows of logits [rows, vocab], given their maximum [rows, 1], parameters and keys [rows, 1]."""
 
-    def __init__(self, logits: Tensor, best: Tensor, params: list[SamplingParams], uniform: Tensor) -> None:
-        self.logits, self.best, self.params, self.uniform = logits, best, params, uniform
+    def __init__(self, logits: Tensor, best: Tensor, params: list[SamplingParams], keys: Tensor) -> None:
+        self.logits, self.best, self.params, self.keys = logits, best, params, keys
         # Clamped to float32: a temperature that underflows or overflows would give 0/0 or inf/inf.
         self.temperature = self._column([p.temperature for p in params]).clamp(_FLOAT.tiny, _FLOAT.max).float()
 
@@ -119,15 +138,17 @@ class _RandomDraw:
         """Sample the whole distribution: first a page of tokens by the sums of the pages, then a token of the page."""
         weights = self._scaled(self.logits).exp_()
         pages = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _PAGE)).view(len(weights), -1, _PAGE)
-        cumulative = pages.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
-        target = self.uniform * cumulative[:, -1:]
-        page = torch.searchsorted(cumulative, target, right=True)
-        rest = target - torch.where(page > 0, cumulative.gather(1, (page - 1).clamp_min(0)), 0.0)
-        within = pages.take_along_dim(page[:, :, None], dim=1)[:, 0].cumsum(dim=1, dtype=torch.float64)
-        # Two sums of a page may differ in the last bit: stay below the sum that is searched.
-        place = torch.searchsorted(within, torch.minimum(rest, within[:, -1:] * _BELOW_ONE), right=True)
-        tokens: list[int] = (page * _PAGE + place)[:, 0].tolist()
+        sums = pages.sum(dim=2, dtype=torch.float64)
+        # Pages are numbered from -1 downwards: tokens have the other ids.
+        page = self._winner(sums, -1 - torch.arange(sums.shape[1], device=sums.device))
+        ids = page * _PAGE + torch.arange(_PAGE, device=page.device)
+        place = self._winner(pages.take_along_dim(page[:, :, None], dim=1)[:, 0], ids)
+        tokens: list[int] = ids.gather(1, place)[:, 0].tolist()
         return tokens
+
+    def _winner(self, weights: Tensor, ids: Tensor) -> Tensor:
+        """Return the places [rows, 1] of one id per row, drawn in proportion to the weights [rows, n], not all 0."""
+        return (weights.double() / _exponential(self.keys, ids)).argmax(dim=1, keepdim=True)
 
     def from_candidates(self, candidates: int) -> list[int]:
         """Sample the tokens that top-k, top-p and min-p keep, sorting only the most likely `candidates`.
@@ -138,9 +159,7 @@ class _RandomDraw:
         values = self._scaled(best_logits)
         weights = values.double().exp()
         threshold = self._threshold(values, weights)
-        ids, order = ids.sort(dim=1)
-        cumulative = (weights * (values >= threshold)).gather(1, order).cumsum(dim=1)
-        place = torch.searchsorted(cumulative, self.uniform * cumulative[:, -1:], right=True)
+        place = self._winner(weights * (values >= threshold), ids)
         tokens: list[int] = ids.gather(1, place)[:, 0].tolist()
         if candidates == self.logits.shape[1]:
             return tokens
@@ -152,7 +171,7 @@ class _RandomDraw:
         return tokens
 
     def _select(self, rows: list[int]) -> _RandomDraw:
-        return _RandomDraw(self.logits[rows], self.best[rows], [self.params[row] for row in rows], self.uniform[rows])
+        return _RandomDraw(self.logits[rows], self.best[rows], [self.params[row] for row in rows], self.keys[rows])
 
     def _threshold(self, values: Tensor, weights: Tensor) -> Tensor:
         """Return the smallest value [rows, 1] that all three filters keep. `values` are sorted in descending order."""

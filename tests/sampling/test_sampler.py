@@ -32,7 +32,7 @@ STOPS = frozenset({4, 9})
 
 
 def by_hand(logits: list[float], row: SampleRow) -> tuple[list[float], int, float]:
-    """Return (probabilities, sampled token, distance of the draw from another token) of one row, in plain Python."""
+    """Return (probabilities, sampled token, its lead over the second one) of one row, in plain Python."""
     p = row.params
     values = list(logits)
     reply = list(row.history[row.prompt_length :])
@@ -63,10 +63,30 @@ def by_hand(logits: list[float], row: SampleRow) -> tuple[list[float], int, floa
         weights = [weight if weight >= smallest else 0.0 for weight in weights]
     weights = [weight if weight >= p.min_p else 0.0 for weight in weights]
     probabilities = [weight / sum(weights) for weight in weights]
-    digest = hashlib.blake2b(struct.pack("<QQ", row.seed % 2**64, row.position), digest_size=6).digest()
-    uniform = int.from_bytes(digest, "little") / 2**48
-    edges = np.cumsum(probabilities)
-    return probabilities, int(np.searchsorted(edges, uniform, side="right")), float(np.abs(edges - uniform).min())
+    digest = hashlib.blake2b(struct.pack("<QQ", row.seed % 2**64, row.position), digest_size=8).digest()
+    key, tokens, lead = int.from_bytes(digest, "little"), list(range(len(values))), math.inf
+    if p.top_k <= 0 and p.top_p == 1 and p.min_p == 0:  # first a page of 256 tokens
+        pages = [tokens[start : start + 256] for start in range(0, len(tokens), 256)]
+        page, lead = race(key, {-1 - at: sum(weights[token] for token in page) for at, page in enumerate(pages)})
+        tokens = pages[-1 - page]
+    token, second = race(key, {token: weights[token] for token in tokens})
+    return probabilities, token, min(lead, second)
+
+
+def race(key: int, weights: dict[int, float]) -> tuple[int, float]:
+    """Return the id with the largest ratio of weight and random number, and how much larger it is than the second."""
+    ratios = {id: weight / exponential(key, id) for id, weight in weights.items()}
+    first, *others = sorted(ratios, key=ratios.__getitem__, reverse=True)
+    return first, 1 - ratios[others[0]] / ratios[first] if others else math.inf
+
+
+def exponential(key: int, id: int) -> float:
+    """Return -log of a uniform number, by SplitMix64 (https://prng.di.unimi.it/splitmix64.c)."""
+    state = (key + id * 0x9E3779B97F4A7C15) % 2**64
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+    state ^= state >> 31
+    return -math.log(((state >> 12) + 0.5) / 2**52)
 
 
 # Penalties and biases that float32 represents exactly, so that ties are ties in both samplers.
@@ -109,10 +129,29 @@ def test_every_row_is_what_it_is_by_hand(rows: list[SampleRow], seed: int) -> No
     found = sample(logits, rows).tokens
     assert torch.equal(logits, untouched)
     for token, row, values in zip(found, rows, logits, strict=True):
-        probabilities, expected, distance = by_hand(values.tolist(), row)
-        if distance > 1e-5:  # else the draw is too close to an edge for float32
+        probabilities, expected, lead = by_hand(values.tolist(), row)
+        if lead > 1e-5:  # else the two are too close for float32
             assert token == expected
         assert not probabilities or probabilities[token] > 0
+
+
+def test_a_large_vocabulary_is_drawn_as_by_hand() -> None:
+    rows = [SampleRow(SamplingParams(temperature=1.3), 3, position) for position in range(40)]
+    logits = logits_for(40, 2, vocab=1000)
+    for token, row, values in zip(sample(logits, rows).tokens, rows, logits, strict=True):
+        _, expected, lead = by_hand(values.tolist(), row)
+        assert lead > 1e-5
+        assert token == expected
+
+
+@pytest.mark.parametrize("options", mostly_long([{}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 1e-3}], {}), ids=str)
+def test_rounding_of_the_logits_changes_no_token(options: dict[str, Any]) -> None:
+    """Logits of a hit and of a miss differ by about 1e-5. Vocabularies are large, and most tokens are very unlikely."""
+    generator, draws = torch.Generator().manual_seed(8), 200 if options else 2000
+    rows = [SampleRow(SamplingParams(temperature=1.5, **options), 5, position) for position in range(draws)]
+    logits = torch.randn(1, 30_000, generator=generator) * 3
+    rounded = logits + torch.randn(1, 30_000, generator=generator) * 1e-5
+    assert sample(rounded.expand(draws, -1), rows).tokens == sample(logits.expand(draws, -1), rows).tokens
 
 
 @settings(max_examples=40, deadline=None)
