@@ -171,7 +171,7 @@ def _llama(keys: ModelKeys, config: Config) -> None:
             raise keys.unsupported(f"rotary frequencies are scaled twice, by {FACTORS} and by rope.scaling")
         scaling = llama3_parameters(keys, config["head_dim"], rope_base(keys))
     config["rope_parameters"] = rope_parameters(keys, config["head_dim"], scaling=scaling)
-    window = keys.value("attention.sliding_window", int, 0)
+    window = keys.size("attention.sliding_window", 0, least=0)
     if 0 < window < config["max_position_embeddings"]:
         config.update(model_type="mistral", sliding_window=window)
     elif config["model_type"] == "llama":
@@ -184,9 +184,16 @@ def _mixtral(keys: ModelKeys, config: Config) -> None:
     config.update(
         model_type="mixtral",
         sliding_window=config.get("sliding_window"),
-        num_local_experts=keys.size("expert_count"),
-        num_experts_per_tok=keys.size("expert_used_count"),
+        **_experts(keys, "num_local_experts"),
     )
+
+
+def _experts(keys: ModelKeys, field: str) -> Config:
+    """Return the number of experts as `field`, and the number of those that run for a token."""
+    count, used = keys.size("expert_count"), keys.size("expert_used_count")
+    if used > count:
+        raise InvalidInput(f"{keys.header.path}: {used} of {count} experts run for each token: fetch or copy it again")
+    return {field: count, "num_experts_per_tok": used}
 
 
 def _qwen2(keys: ModelKeys, config: Config) -> None:
@@ -200,11 +207,11 @@ def _qwen3(keys: ModelKeys, config: Config) -> None:
 
 def _qwen3moe(keys: ModelKeys, config: Config) -> None:
     _qwen3(keys, config)
-    used = keys.size("expert_used_count")
+    chosen = _experts(keys, "num_experts")
+    width = config["intermediate_size"] // chosen["num_experts_per_tok"] or 1
     config.update(
-        num_experts=keys.size("expert_count"),
-        num_experts_per_tok=used,
-        moe_intermediate_size=keys.size("expert_feed_forward_length", config["intermediate_size"] // used or 1),
+        **chosen,
+        moe_intermediate_size=keys.size("expert_feed_forward_length", width),
         norm_topk_prob=True,  # llama.cpp always normalises the weights of the chosen experts
         decoder_sparse_step=1,
         mlp_only_layers=[],
@@ -230,7 +237,7 @@ def _gemma2(keys: ModelKeys, config: Config) -> None:
 
 def _gemma3(keys: ModelKeys, config: Config) -> None:
     _scaled_like_gemma(keys, config, hidden_over_heads=62)
-    window = keys.value("attention.sliding_window", int, 0)
+    window = keys.size("attention.sliding_window", 0, least=0)
     local = {"rope_type": "default", "rope_theta": rope_base(keys, "rope.freq_base_swa")}
     config.update(
         rope_parameters={"full_attention": rope_parameters(keys, config["head_dim"]), "sliding_attention": local},
@@ -266,7 +273,7 @@ def _phi3(keys: ModelKeys, config: Config) -> None:
     original = keys.value("rope.scaling.original_context_length", int, context)
     config["original_max_position_embeddings"] = original
     if "attention.sliding_window" in keys:
-        window = keys.value("attention.sliding_window", int)
+        window = keys.size("attention.sliding_window", least=0)
     elif context in _FIRST_PHI3:
         window = _FIRST_PHI3[context]
     else:

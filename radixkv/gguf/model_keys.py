@@ -86,10 +86,10 @@ class ModelKeys:
             raise InvalidInput(f"{self.header.path}: {name} is {found}: fetch or copy it again")
         return shortest(found)  # type: ignore[return-value]
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1 and below 2**31. Raises InvalidInput for anything else."""
+    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a whole number of at least `least` and below 2**31. Raises InvalidInput for anything else."""
         found = self.value(key, int) if default is None else self.value(key, int, default)
-        if not 0 < found < 2**31:
+        if not least <= found < 2**31:
             raise InvalidInput(f"{self.header.path}: {self._prefix}{key} is {found}: fetch or copy it again")
         return found
 

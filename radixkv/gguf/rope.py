@@ -30,6 +30,10 @@ def rope_parameters(
     """
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope_base(keys)}
     rotary = keys.size("rope.dimension_count", head_dim)
+    if rotary > head_dim:
+        raise InvalidInput(
+            f"{keys.header.path}: rope.dimension_count is {rotary:,}, of {head_dim:,} numbers of a head: fetch it again"
+        )
     if partial and int(head_dim * (rotary / head_dim)) == rotary:  # as transformers rounds it
         found["partial_rotary_factor"] = rotary / head_dim
     elif rotary != head_dim:

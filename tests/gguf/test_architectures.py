@@ -110,6 +110,8 @@ def test_keys_that_would_change_the_answers_are_refused(architecture: str, keys:
         ({"rope.freq_base": 1e300, "rope.scaling.factor": float("inf")}, "factor is inf"),
         ({"rope.freq_base": 0.0}, r"rope\.freq_base is 0"),
         ({"block_count": 10**9}, "1,000,000,000 layers in 6 tensors"),
+        ({"attention.sliding_window": -1}, "sliding_window is -1"),
+        ({"rope.dimension_count": 2**30}, "dimension_count is 1,073,741,824, of 16 numbers"),
         ({"embedding_length": 128}, "embedding_length is 128"),
         ({"context_length": "long"}, "'long', where int is expected"),
         ({"attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon"),
@@ -118,6 +120,11 @@ def test_keys_that_would_change_the_answers_are_refused(architecture: str, keys:
 def test_broken_metadata_is_invalid_input(keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidInput, match=reason):
         config_of(header(keys=keys))
+
+
+def test_more_experts_for_a_token_than_there_are() -> None:
+    with pytest.raises(InvalidInput, match="5 of 4 experts run for each token"):
+        config_of(header("qwen3moe", {"expert_count": 4, "expert_used_count": 5}))
 
 
 def test_a_longrope_of_one_token_is_invalid_input() -> None:
