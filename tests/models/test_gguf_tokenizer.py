@@ -306,22 +306,28 @@ def _same(metadata: dict[str, Any]) -> None:
 
 
 BROKEN: dict[str, tuple[Any, str]] = {
+    "a kind that is no text": (lambda m: m.update({"tokenizer.ggml.model": [1]}), "ggml.model is"),
+    "a split that is no text": (lambda m: m.update({"tokenizer.ggml.pre": ["a"]}), "ggml.pre is"),
     "no tokens": (lambda m: m.pop("tokenizer.ggml.tokens"), "tokens is missing"),
     "empty": (lambda m: m.update({"tokenizer.ggml.tokens": []}), "no tokens"),
-    "tokens that are no text": (lambda m: m["tokenizer.ggml.tokens"].append(3), "no list of"),
+    "tokens that are no text": (lambda m: m["tokenizer.ggml.tokens"].append(3), "no str"),
     "types of another length": (lambda m: m["tokenizer.ggml.token_type"].pop(), "token types"),
-    "types that are no numbers": (lambda m: m.update({"tokenizer.ggml.token_type": ["a"]}), "no list of"),
+    "types that are no numbers": (lambda m: m.update({"tokenizer.ggml.token_type": ["a"]}), "no int"),
     "the same token twice": (_same, "tokens 3 and 5 are the same"),
+    "a token of a million letters": (lambda m: m["tokenizer.ggml.tokens"].__setitem__(9, "a" * 10**6), "1,000,000"),
     "an id beyond the tokens": (lambda m: m.update({"tokenizer.ggml.eos_token_id": 10**6}), "eos_token_id is 1000000"),
     "an id that is no number": (lambda m: m.update({"tokenizer.ggml.eot_token_id": "x"}), "eot_token_id is 'x'"),
-    "a flag that is none": (lambda m: m.update({"tokenizer.ggml.add_bos_token": 3}), "neither true nor false"),
+    "a flag that is none": (lambda m: m.update({"tokenizer.ggml.add_bos_token": 3}), "bool is expected"),
     "no first token": (lambda m: m.update({"tokenizer.ggml.add_bos_token": True}), "names no such token"),
-    "no merges": (lambda m: m.pop("tokenizer.ggml.merges"), "merges is no list"),
+    "no merges": (lambda m: m.pop("tokenizer.ggml.merges"), "merges is missing"),
+    "merges that are no text": (lambda m: m.update({"tokenizer.ggml.merges": [1]}), "no str"),
     "merges of unknown tokens": (lambda m: m["tokenizer.ggml.merges"].append("qqqq zzzz"), "cannot be built"),
     "merges of one token": (lambda m: m["tokenizer.ggml.merges"].append("qqqq"), "cannot be built"),
-    "bytes that are no text": (lambda m: m["tokenizer.ggml.tokens"].__setitem__(9, "\udcff"), "cannot be built"),
-    "a template that is no text": (lambda m: m.update({"tokenizer.chat_template": 3}), "template 'default'"),
+    "bytes that are no text": (lambda m: m["tokenizer.ggml.tokens"].__setitem__(9, "\udcff"), "valid UTF-8"),
+    "merges that are no UTF-8": (lambda m: m["tokenizer.ggml.merges"].append("a \udcff"), "cannot be built"),
+    "a template that is no text": (lambda m: m.update({"tokenizer.chat_template": 3}), "chat_template is 3"),
     "a template that is not there": (lambda m: m.update({"tokenizer.chat_templates": ["rag"]}), "template 'rag'"),
+    "a context that is no number": (lambda m: m.update({"llama.context_length": "x"}), "context_length is 'x'"),
 }
 
 
@@ -332,7 +338,15 @@ def test_broken_metadata_is_refused(name: str) -> None:
     change(metadata)
     with pytest.raises(InvalidInput, match=said) as caught:
         tokenizer_of(header_of(metadata))
-    assert "model.gguf" in str(caught.value) and "get it again" in str(caught.value)
+    assert "model.gguf" in str(caught.value) and "again" in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_tokens_without_a_text_may_be_several() -> None:
+    metadata = plain()
+    metadata["tokenizer.ggml.tokens"] += ["", ""]
+    metadata["tokenizer.ggml.token_type"] += [UNUSED, UNUSED]
+    assert len(built(header_of(metadata))) == len(metadata["tokenizer.ggml.tokens"])
 
 
 @pytest.mark.parametrize("change", ["missing", "short", "no numbers", "no bytes"])
