@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from radixkv import model_path
@@ -42,7 +41,7 @@ class StoppedError(Exception):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert the model; return 0, or 128 plus the number of the signal that stopped it.
+    """Convert the model; return 0, or 128 plus the number of the signal that stopped the writing.
 
     Raises InvalidInput or UnsupportedModel for a file that does not load, and InvalidInput for a folder that holds
     files or a disk without room, both before any weight is read; OSError.
@@ -51,9 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
     folder = _free_folder(arguments.folder)
     header = gguf.read_header(_gguf(arguments.file))
     _check_space(folder.parent, header.bytes_in(DTYPES[arguments.dtype]))
+    model, tokenizer = _load(header.path, arguments.dtype, arguments.tokenizer)  # nothing is on the disk until now
     try:
-        with _stopping(), _whole(folder) as partial:
-            written = _convert(header.path, partial, arguments.dtype, arguments.tokenizer)
+        with _deferred_signals() as check, _whole(folder) as partial:
+            written = _write(model, tokenizer, partial, check)
+            check()
     except StoppedError as stopped:
         print(f"radixkv: stopped by {stopped}; nothing is left on the disk", file=sys.stderr)
         return stopped.status
@@ -107,14 +108,14 @@ def _check_space(place: Path, weights: int) -> None:
 # ---- the conversion
 
 
-def _convert(path: Path, folder: Path, dtype: str, tokenizer: str | None) -> int:
-    """Read the model as an engine does, and write it to the folder; return the bytes of its weights."""
+def _load(path: Path, dtype: str, tokenizer: str | None) -> tuple[Any, Any]:
+    """Return the model and tokenizer as an engine reads them, before it changes their attention and layers."""
     import torch  # takes seconds; wrong arguments are refused before
 
-    from radixkv.models import architecture, checkpoint_writer, loader
+    from radixkv.models import architecture, loader
 
     given = None if tokenizer is None else loader.given_tokenizer(tokenizer, trust_remote_code=False)
-    model, words = loader.read(
+    model, own = loader.read(
         str(path),
         tokenizer=given,
         dtype=getattr(torch, dtype),
@@ -123,9 +124,21 @@ def _convert(path: Path, folder: Path, dtype: str, tokenizer: str | None) -> int
         trust_remote_code=False,
     )
     architecture.check_supported(model)
+    return model, own
+
+
+def _write(model: Any, tokenizer: Any | None, folder: Path, check: Callable[[], None]) -> int:
+    """Write the model to the folder, and call `check` between two pieces; return the bytes of its weights."""
+    from radixkv.models import checkpoint_writer
+
     total = checkpoint_writer.bytes_of(model)
-    with _bar(total) as progress:
-        checkpoint_writer.write_model(folder, model, words, progress=progress)
+    with _bar(total) as advance:
+
+        def progress(count: int) -> None:
+            check()
+            advance(count)
+
+        checkpoint_writer.write_model(folder, model, tokenizer, progress=progress)
     return total
 
 
@@ -159,22 +172,23 @@ def _whole(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _stopping() -> Iterator[None]:
-    """Raise StoppedError at the first SIGINT, SIGTERM or SIGHUP; ignore further ones, so that cleaning up ends.
+def _deferred_signals() -> Iterator[Callable[[], None]]:
+    """Defer SIGINT, SIGTERM and SIGHUP; yield a function that raises StoppedError after one of them.
 
+    An exception that a handler raises can arise anywhere, also where a library drops it or while files are removed.
     Signals that were ignored at the start, as under nohup, stay ignored.
     """
+    arrived: list[int] = []
 
-    def stop(number: int, _: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise StoppedError(number)
+    def check() -> None:
+        if arrived:
+            raise StoppedError(arrived[0])
 
     before = {each: signal.getsignal(each) for each in _ENDINGS if signal.getsignal(each) is not signal.SIG_IGN}
     for each in before:
-        signal.signal(each, stop)
+        signal.signal(each, lambda number, _: arrived.append(number))
     try:
-        yield
+        yield check
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
