@@ -7,7 +7,7 @@ from radixkv import Engine, SamplingParams
 
 greedy = SamplingParams(temperature=0)
 
-with Engine.load("tiny") as engine:  # or a local folder, or a name on the hub
+with Engine.load("tiny") as engine:  # or a folder, a GGUF file, or a name on the hub
     chat = engine.chat("You are Mira.")
     for text in ("My name is Nora and I live in Oslo.", "I have a green boat.", "What color is my boat?"):
         print(f"you:  {text}\nMira: ", end="")

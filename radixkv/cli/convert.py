@@ -1,4 +1,4 @@
-"""`radixkv convert`: write a GGUF model as a folder of safetensors, which loads in seconds.
+"""`radixkv convert`: write a GGUF model as a folder of safetensors, which loads without dequantisation.
 
 The folder is written next to its final place and renamed at the end. So it is there as a whole or not at all, also
 after Ctrl-C, SIGTERM or on a full disk.

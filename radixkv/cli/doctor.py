@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import os
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,9 +81,6 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield _self_test(loaded)
     yield from language(loaded)
     yield from _faster(loaded)
-    if header is not None:
-        command = shlex.join(["radixkv", "convert", arguments.model, "FOLDER"])
-        yield note("faster", f"{command}, once: a folder of safetensors loads in less time, and answers are the same")
 
 
 def _refused(error: Exception, arguments: argparse.Namespace) -> Finding:

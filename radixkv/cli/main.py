@@ -188,11 +188,11 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
 def _add_convert(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
 ) -> None:
-    about = "write a GGUF model as a folder of safetensors, which loads faster; needs radixkv[gguf]"
+    about = "write a GGUF model as a folder of safetensors, which loads without dequantisation; needs radixkv[gguf]"
     convert = commands.add_parser(
         "convert", help=about, description=_sentence(about), parents=[common],
-        epilog="The folder has the weights as numbers of 32 bits, with which answers are the same as from the file. "
-        "--dtype bfloat16 rounds them, halves the folder, and changes answers a little.",
+        epilog="The folder has the weights as numbers of 32 bits, which give the same answers as the file, and is "
+        "several times larger. --dtype bfloat16 halves it; it rounds the weights, which changes answers a little.",
     )  # fmt: skip
     convert.set_defaults(module="radixkv.cli.convert")
     convert.add_argument("file", metavar="FILE.gguf", help="the file, one of its shards, or a folder with one model")
