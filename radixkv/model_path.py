@@ -13,7 +13,6 @@ from pathlib import Path
 
 from radixkv.errors import InvalidInput
 from radixkv.gguf import header as gguf
-from radixkv.gguf.architectures import config_of
 
 BUNDLED = {"tiny": Path(__file__).parent / "assets" / "tiny"}
 CONFIG = "config.json"
@@ -69,19 +68,6 @@ def find(name: str, part: str = "model") -> Path | None:
     if name.startswith(_PATH_STARTS) or name.count("/") > 1 or "\\" in name:
         raise InvalidInput(f"there is no {part} folder {name}")
     return None
-
-
-def check(name: str) -> gguf.GGUFHeader | None:
-    """Check what can be checked without torch: the path, and the header of a GGUF file, which is returned.
-
-    Raises InvalidInput or UnsupportedModel, as loading the model would after some seconds.
-    """
-    place = find(name)
-    if place is None or not is_gguf(place):
-        return None
-    header = gguf.read_header(place)
-    config_of(header)
-    return header
 
 
 def is_gguf(path: Path) -> bool:

@@ -1,15 +1,13 @@
-"""Which local files a name means, and the refusals that need no torch."""
+"""Which local files a name means."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from radixkv import model_path
-from radixkv.errors import InvalidInput, UnsupportedModel
+from radixkv.errors import InvalidInput
 from tests.gguf.raw_file import file_of
 
 
@@ -72,26 +70,3 @@ def test_another_file_is_no_model(place: Path, name: str, text: str) -> None:
     (place / name).write_text(text)
     with pytest.raises(InvalidInput, match=r"is a file; give the folder that holds config\.json and the .*, or a GGUF"):
         model_path.find(name)
-
-
-def test_a_checked_file_is_read_up_to_its_weights(place: Path) -> None:
-    (place / "cut.gguf").write_bytes(file_of()[:40])
-    with pytest.raises(InvalidInput, match=r"cut\.gguf"):
-        model_path.check("cut.gguf")
-    (place / "other.gguf").write_bytes(file_of().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0lambo"))
-    with pytest.raises(UnsupportedModel, match="lambo"):
-        model_path.check("other.gguf")
-    for name in ("tiny", "some/model", str(put(place / "empty"))):
-        model_path.check(name)
-
-
-@pytest.mark.parametrize("command", ["chat", "serve"])
-def test_a_command_refuses_a_path_before_it_imports_torch(command: str, place: Path) -> None:
-    put(place, "model.gguf")
-    code = (
-        f"import sys\nfrom radixkv.cli import main\nstatus = main([{command!r}, 'modle.gguf'])\n"
-        "assert not {'torch', 'transformers', 'rich'} & sys.modules.keys()\nsys.exit(status)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "radixkv: there is no file modle.gguf; its folder has model.gguf\n"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from radixkv import model_path
+from radixkv.cli import model_check
 from radixkv.cli.plan import size
 from radixkv.errors import InvalidInput
 from radixkv.gguf import header as gguf
@@ -48,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     started = time.monotonic()
     folder = _free_folder(arguments.folder)
-    header = gguf.read_header(_gguf(arguments.file))
+    header = model_check.check(str(_gguf(arguments.file)))
+    assert header is not None, "the file was found to be GGUF"
     _check_space(folder.parent, header.bytes_in(DTYPES[arguments.dtype]))
     model, tokenizer = _load(header.path, arguments.dtype, arguments.tokenizer)  # nothing is on the disk until now
     try:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from radixkv import model_path
+from radixkv.cli import model_check
 from radixkv.cli.doctor_checks import Finding, language, note, ok, problem, versions
 from radixkv.cli.plan import size
 from radixkv.errors import InvalidInput, RadixKVError, UnsafeFolder
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     header, refusal = None, None  # of a GGUF file; the reason why the model cannot be loaded
     try:
-        header = model_path.check(arguments.model)  # importing torch takes seconds
+        header = model_check.check(arguments.model)  # importing torch takes seconds
     except Exception as error:  # any error is a finding
         refusal = error
     yield from versions("gguf" if header is not None else "")

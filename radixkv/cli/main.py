@@ -213,12 +213,10 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_model(arguments: argparse.Namespace) -> None:
-    """Refuse a mistyped path or a broken GGUF file before torch is imported, which takes seconds."""
-    from radixkv import model_path
+    """Check the model's files before the command imports torch."""
+    from radixkv.cli import model_check
 
-    model_path.check(arguments.model)
-    if arguments.tokenizer is not None:
-        model_path.find(arguments.tokenizer, "tokenizer")
+    model_check.check_arguments(arguments)
 
 
 def _sentence(about: str) -> str:

@@ -99,7 +99,8 @@ def _fetched(name: str, revision: str | None) -> Path:
     except InvalidInput:
         raise
     except (OSError, ValueError) as error:
-        said = f"cannot find model {name!r}: no local folder of that name, and {_text(error)}{bundled}"
+        hint = "; of a repository of GGUF files, download one and give its path" if "gguf" in name.lower() else bundled
+        said = f"cannot find model {name!r}: no local folder of that name, and {_text(error)}{hint}"
         raise InvalidInput(said) from error
     return folder
 
