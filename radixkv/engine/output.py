@@ -53,7 +53,8 @@ class Chunk:
     """One step of one stream: a sampled token and the text that it released.
 
     `text` is empty while it might turn out to be part of a stop string or of an unfinished character. Then the last
-    `held` characters are withheld. `finish_reason` is set on the last chunk of a stream only.
+    `held` characters are withheld. `finish_reason` is set on the last chunk of a stream only, and `stop_text` is the
+    stop string that ended the stream.
     """
 
     text: str
@@ -62,6 +63,7 @@ class Chunk:
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     held: int = 0
+    stop_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Completion:
 
     `text` ends before a stop string or a stop token; `token_ids` has every sampled token, a stop token included.
     `finish_reason` is "stop" (a stop id or stop string) or "length" (max_tokens, or the context was full).
+    `stop_text` is the stop string that ended the text, if one did.
     With `n > 1`, `alternatives` has the completions of the streams 1..n-1.
     """
 
@@ -80,6 +83,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
     alternatives: tuple[Completion, ...] = ()
+    stop_text: str | None = None
 
 
 class OutputChannel:

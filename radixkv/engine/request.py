@@ -11,8 +11,9 @@ import time
 from array import array
 from collections import abc
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -128,9 +129,7 @@ class Request:
     def completion(self) -> Completion:
         """Return the result of all streams, which have finished."""
         first, *others = [stream.completion() for stream in self.streams]
-        return Completion(
-            first.text, first.token_ids, first.finish_reason, first.usage, first.logprobs, 0, alternatives=tuple(others)
-        )
+        return replace(first, alternatives=tuple(others))
 
 
 @dataclass(frozen=True)
@@ -201,12 +200,14 @@ class Stream:
             text = self.text.flush()
         else:
             text = self.text.push(token, watch=may_stop)
-            if self.text.stopped:
+            if self.text.stopped_by:
                 self.finish_reason = "stop"
             elif length >= request.max_tokens:
                 self.finish_reason = "length"
                 text += self.text.flush()
-        return Chunk(text, (token,), self.index, logprobs, self.finish_reason, len(self.text.held))
+        return Chunk(
+            text, (token,), self.index, logprobs, self.finish_reason, len(self.text.held), self.text.stopped_by
+        )
 
     def resume(self, sequence: Sequence, common_length: int | None = None) -> None:
         """Go on after a preemption, on a sequence with a cached prefix or one forked from another stream."""
@@ -253,7 +254,8 @@ class Stream:
             recomputed_tokens=self.recomputed_tokens,
         )
         logprobs = tuple(self.logprobs) if self.logprobs else None
-        return Completion(self.text.text, output, self.finish_reason, usage, logprobs, self.index)
+        text = self.text
+        return Completion(text.text, output, self.finish_reason, usage, logprobs, self.index, stop_text=text.stopped_by)
 
 
 def derive_seed(seed: int, number: int) -> int:
@@ -335,7 +337,7 @@ class TextStream:
         self._stop = tuple(stop)
         self.held = ""  # characters that a stop string may begin with
         self._released: list[str] = []
-        self.stopped = False
+        self.stopped_by: str | None = None  # the stop string that ended the text
 
     @property
     def text(self) -> str:
@@ -343,15 +345,19 @@ class TextStream:
         return "".join(self._released)
 
     def push(self, token: int, *, watch: bool = True) -> str:
-        """Add a token; returns the text that it releases. Looks for stop strings if `watch`, and sets `stopped`."""
+        """Add a token; returns the text that it releases. Looks for stop strings if `watch`, and sets `stopped_by`."""
         if self._detokenizer is None:
             return ""
         self.held += self._detokenizer.push(token)
         if not self._stop:
             return self._release(len(self.held))
-        at = min((i for i in map(self.held.find, self._stop) if i >= 0), default=-1) if watch else -1
-        self.stopped = at >= 0
-        return self._release(at if self.stopped else len(self.held) - (self._undecided() if watch else 0))
+        if not watch:
+            return self._release(len(self.held))
+        found = [(at, stop) for stop in self._stop if (at := self.held.find(stop)) >= 0]
+        if not found:
+            return self._release(len(self.held) - self._undecided())
+        at, self.stopped_by = min(found, key=itemgetter(0))
+        return self._release(at)
 
     def flush(self) -> str:
         """Release the text that was held back, at the end of a stream without a stop string."""
@@ -362,7 +368,7 @@ class TextStream:
 
     def _release(self, length: int) -> str:
         text = self.held[:length]
-        self.held = "" if self.stopped else self.held[length:]
+        self.held = "" if self.stopped_by else self.held[length:]
         self._released.append(text)
         return text
 

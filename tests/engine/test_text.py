@@ -51,7 +51,7 @@ def test_text_ends_before_the_first_stop_string(text, stops):
     for token in spelled(text):
         shown += stream.push(token)
         assert not any(stop in shown for stop in stops)
-        if stream.stopped:
+        if stream.stopped_by:
             break
     else:
         shown += stream.flush()
@@ -59,7 +59,9 @@ def test_text_ends_before_the_first_stop_string(text, stops):
     ends = [end for end in range(len(text) + 1) if any(stop in text[:end] for stop in stops)]
     expected = text if not ends else text[: min(i for i in (text[: ends[0]].find(s) for s in stops) if i >= 0)]
     assert shown == stream.text == expected
-    assert stream.stopped == bool(ends)
+    assert (stream.stopped_by is not None) == bool(ends)
+    if stream.stopped_by:
+        assert text[len(expected) :].startswith(stream.stopped_by)
 
 
 def test_text_that_cannot_become_a_stop_string_is_not_held_back():

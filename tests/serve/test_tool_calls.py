@@ -214,9 +214,9 @@ def test_tags_in_a_text_of_which_some_is_held_back(said: list[str], stop: str) -
     for each in said:
         token = list(tags)[int(each) - 1] if each.isdigit() else tokenizer.convert_tokens_to_ids(each)
         out += tagged.push(Chunk(texts.push(token), (token,), held=len(texts.held)))
-        if texts.stopped:
+        if texts.stopped_by:
             break
-    out += tagged.push(Chunk("" if texts.stopped else texts.flush(), ()))
+    out += tagged.push(Chunk("" if texts.stopped_by else texts.flush(), ()))
     left = "".join(said).replace("1", "").replace("2", "").partition(stop)[0]
     expected = ""
     for each in said:
