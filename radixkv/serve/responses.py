@@ -124,13 +124,20 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout: float, cleanup: ExitStack) -> None:
-        """Close `cleanup` at the end of the response."""
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        send_timeout: float,
+        cleanup: ExitStack,
+        error_event: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
+        """Close `cleanup` at the end of the response. `error_event` encodes an error; the default is OpenAI's form."""
         self.status_code = 200
         self.background = None
         self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events, self._send_timeout, self._cleanup = events, send_timeout, cleanup
+        self._error_event = error_event or (lambda error: sse_event(error.body()))
 
     def init_headers(self, headers: Any = None) -> None:
         """Set the headers as Starlette does, but without a content length."""
@@ -157,7 +164,7 @@ class EventStream(Response):
         except Exception as error:
             if isinstance(error, TimeoutError):
                 raise
-            await self._send_one(send, sse_event(as_api_error(error).body()))
+            await self._send_one(send, self._error_event(as_api_error(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any
 
 from radixkv.engine import AsyncHandle, Chunk
@@ -31,14 +32,22 @@ async def start(
 ) -> AsyncHandle:
     """Submit a request, which is cancelled when `cleanup` closes, and fails after `timeout` seconds.
 
-    `session` is a number that the requests of a conversation share, for the monitor. Raises PromptTooLong, and as
-    `AsyncEngine.submit`.
+    `session` is a number that the requests of a conversation share, for the monitor. `max_tokens` is limited to the
+    room after the prompt. The replies share this room if the pool cannot hold `max_tokens` for each of them.
+    Raises PromptTooLong, and as `AsyncEngine.submit`.
     """
     most = service.settings.max_prompt_tokens
     if most is not None and len(ids) > most:
         raise PromptTooLong(f"the prompt has {len(ids)} tokens, and this server takes at most {most}")
-    params = options.params if options.bounded else unbounded(options.params, service.engine.context_limit - len(ids))
-    handle = await service.engine.submit(ids, params, namespace=caller.namespace, timeout=timeout, session=session)
+    params, engine = options.params, service.engine
+    submit = partial(engine.submit, ids, namespace=caller.namespace, timeout=timeout, session=session)
+    shared = unbounded(params, engine.context_limit - len(ids))
+    try:
+        handle = await submit(params if options.bounded else shared)
+    except PromptTooLong:
+        if not options.bounded or params.max_tokens <= shared.max_tokens:
+            raise
+        handle = await submit(shared)
     cleanup.callback(handle.cancel)
     return handle
 

@@ -1,0 +1,291 @@
+"""Serve one chat request of any protocol: from its body to neutral events, without the protocol's JSON.
+
+`open_turn` admits a request, reads its body, encodes the prompt and submits it. The resulting `Turn` yields its replies
+as pieces (content, thinking, tool calls) and ends, or returns whole replies. A protocol is a reader of bodies, which
+returns a `ChatRequest`, and an `Encoder`, which writes bytes from a `Turn`:
+
+    async def create(service: Service, request: Request) -> Response:
+        return await respond(service, request, read_chat, ChatAnswer)
+
+Invariant: the history stores the replies of a turn once, before `steps`, `events` or `replies` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.tool_call_formats import tool_names
+from radixkv.engine import AsyncHandle, Chunk, Completion
+from radixkv.serve import submit
+from radixkv.serve.conversations import ChatPrompt
+from radixkv.serve.errors import ApiError, errors_about
+from radixkv.serve.fields import JsonObject
+from radixkv.serve.reply import Piece, ReplyReader, TaggedText
+from radixkv.serve.responses import EventStream, all_replies, unless_disconnected
+from radixkv.serve.schemas import ChatRequest
+from radixkv.serve.service import Service
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of one reply.
+
+    `finish_reason` is "length" for a limit, else "tool_calls" if there is a call, else "stop". `stop_text` is the stop
+    string that ended the reply, None if the model ended it itself. `context_full` says that the reply reached the end
+    of the context before the client's `max_tokens`.
+    """
+
+    finish_reason: FinishReason
+    stop_text: str | None = None
+    context_full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The text that one chunk released: pieces, and the end if the reply is complete.
+
+    `pieces` is empty while text is held back. `chunk` has the sampled token and its log probabilities.
+    """
+
+    index: int
+    pieces: list[Piece]
+    end: End | None
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One whole reply. `completion` has its token ids, its log probabilities and its cost."""
+
+    index: int
+    content: str
+    thinking: str
+    calls: tuple[ToolCall, ...]
+    end: End
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class TurnUsage:
+    """The tokens of one request. The prompt and its cached tokens count once, for all replies.
+
+    `cached_tokens` of the `prompt_tokens` were found in the cache; the others were computed, and are cached now.
+    `output_tokens` are those of all replies, thinking and stop tokens included.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class Encoder(Protocol):
+    """Write the response to one turn in the form of one protocol."""
+
+    async def whole(self) -> bytes:
+        """Return the JSON of the whole response."""
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the server-sent events of the response, each as complete bytes."""
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that failed."""
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    read: Callable[[JsonObject], ChatRequest],
+    encoder: Callable[[Turn], Encoder],
+    *,
+    any_model: bool = False,
+) -> Response:
+    """Respond to a chat request as events or as a whole, as the client requested. Arguments and errors: `open_turn`."""
+    with ExitStack() as cleanup:
+        turn = await open_turn(service, request, read, cleanup, any_model=any_model)
+        encoded = encoder(turn)
+        if turn.request.options.stream:
+            timeout = service.settings.send_timeout
+            return EventStream(encoded.events(), timeout, cleanup.pop_all(), encoded.error_event)
+        return Response(await unless_disconnected(request, encoded.whole()), media_type="application/json")
+
+
+async def open_turn(
+    service: Service,
+    request: Request,
+    read: Callable[[JsonObject], ChatRequest],
+    cleanup: ExitStack,
+    *,
+    any_model: bool = False,
+) -> Turn:
+    """Admit a request, read its body, encode its prompt and submit it.
+
+    `read` checks the body, perhaps on another thread. The streams are released and the request is cancelled when
+    `cleanup` closes. `max_tokens` is limited to the room after the prompt. `any_model` serves every model name.
+    Raises ApiError (401, 403, 404, 429, or 400 for a wrong body, wrong messages or a long prompt), RequestTimedOut and
+    EngineClosed. The `code` of a prompt that is too long is "context_length_exceeded".
+    """
+    lease = service.admit(request, cleanup)
+    body = await service.read(request, read)
+    options = body.options
+    caller = service.caller(request, options.cache_key)
+    if not any_model:
+        service.check_model(options.model)
+    lease.resize(options.params.n)
+    prompt = await service.cancellable(request, service.chat_prompt(caller, body.messages, body.tools))
+    with errors_about("messages"):
+        timeout = service.time_left(request)
+        handle = await submit.start(
+            service, caller, options, prompt.ids, cleanup, timeout=timeout, session=prompt.session
+        )
+    return Turn(service, body, prompt, handle, request.state.log_fields)
+
+
+class Turn:
+    """The replies to one chat request, while they are generated and after that.
+
+    Consume one of `steps`, `events` and `replies`. `replies` may follow any of them, and then returns at once.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        request: ChatRequest,
+        prompt: ChatPrompt,
+        handle: AsyncHandle,
+        log_fields: dict[str, Any],
+    ) -> None:
+        """Read the replies from `handle`, and add their token counts to `log_fields` at the end."""
+        self.service, self.request, self.prompt = service, request, prompt
+        self._handle, self._log_fields = handle, log_fields
+        self._completion: Completion | None = None
+        thinking = service.opens_thinking(prompt.ids)
+        prompt_hash = blake2b(prompt.ids.tobytes(), digest_size=8).hexdigest()
+        self._readers = [
+            ReplyReader(
+                reads_calls=request.reads_calls,
+                thinking=thinking,
+                thinking_tags=service.thinking_tags,
+                channels=service.has_channels,
+                form=service.call_format,
+                names=tool_names(request.tools),
+                seed=f"{prompt_hash}_{index}",  # equal requests get equal ids of tool calls, whole and as events
+            )
+            for index in range(request.options.params.n)
+        ]
+        self._texts = [TaggedText(service.hidden_tags) for _ in self._readers]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The length of the prompt, which is available from the start."""
+        return len(self.prompt.ids)
+
+    @property
+    def usage(self) -> TurnUsage:
+        """The cost of the request; available once `steps`, `events` or `replies` has returned."""
+        completion = self.completion
+        output = sum(each.usage.output_tokens for each in all_replies([completion]))
+        return TurnUsage(completion.usage.prompt_tokens, completion.usage.cached_tokens, output)
+
+    @property
+    def completion(self) -> Completion:
+        """The engine's result; available once `steps`, `events` or `replies` has returned."""
+        assert self._completion is not None, "the replies are not complete yet"
+        return self._completion
+
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """Yield the replies as they are generated, a step for each sampled token. Raises the request's error."""
+        tokens = [0] * len(self._readers)
+        async for chunk in self._handle:
+            index = chunk.index
+            tokens[index] += len(chunk.token_ids)
+            reader = self._readers[index]
+            pieces = reader.push(self._texts[index].push(chunk))
+            if chunk.finish_reason is None:
+                yield Step(index, pieces, None, chunk)
+            else:
+                pieces += reader.finish()
+                yield Step(index, pieces, self._end(chunk, tokens[index]), chunk)
+        await self._complete(await self._handle.result())
+
+    async def events(self) -> AsyncGenerator[tuple[int, Piece | End], None]:
+        """Yield (reply, piece) as text arrives, and (reply, end) once for each reply. Raises the request's error."""
+        async with aclosing(self.steps()) as steps:
+            async for step in steps:
+                for piece in step.pieces:
+                    yield step.index, piece
+                if step.end is not None:
+                    yield step.index, step.end
+
+    async def replies(self) -> list[Reply]:
+        """Return all replies, in the order of their indices, once they are complete. Raises the request's error."""
+        if self._completion is None:
+            await self._complete(await self._read())
+        return [self._reply(each) for each in all_replies([self.completion])]
+
+    # ---- inside
+
+    async def _read(self) -> Completion:
+        """Wait for all replies and read them; token by token if decoding leaves out some tags."""
+        hidden = self.service.hidden_tags
+        if hidden:
+            async for chunk in self._handle:
+                self._readers[chunk.index].push(self._texts[chunk.index].push(chunk))
+        completion = await self._handle.result()
+        for each in all_replies([completion]):
+            if not hidden:
+                self._readers[each.index].push(each.text)
+            self._readers[each.index].finish()
+        return completion
+
+    def _reply(self, completion: Completion) -> Reply:
+        index = completion.index
+        reader, end = self._readers[index], self._end(completion, len(completion.token_ids))
+        return Reply(index, reader.content, reader.thinking, tuple(reader.calls), end, completion)
+
+    def _end(self, last: Chunk | Completion, tokens: int) -> End:
+        """Return the end of a reply of `tokens` tokens, from its last chunk or its completion."""
+        if last.finish_reason == "length":
+            return End("length", context_full=tokens < self.request.options.params.max_tokens)
+        return End("tool_calls" if self._readers[last.index].calls else "stop", last.stop_text)
+
+    async def _complete(self, completion: Completion) -> None:
+        """Store the replies, before the client sees the end: its next request builds on them."""
+        self._completion = completion
+        service, replies = self.service, all_replies([completion])
+        service.log_usage(self._log_fields, [completion])
+
+        def remember() -> None:
+            for each in replies:
+                reader = self._readers[each.index]
+                cut = None if self._is_whole(each) else reader.text
+                service.conversations.remember(self.prompt, _message(reader), each.token_ids, cut=cut)
+
+        if service.settings.history_bytes:
+            # Only cut replies need the tokenizer's thread, where long prompts may be waiting.
+            whole = all(map(self._is_whole, replies))
+            await (asyncio.to_thread(remember) if whole else service.in_background(remember))
+
+    def _is_whole(self, reply: Completion) -> bool:
+        """Whether the text has all sampled tokens: no stop string or token of the client's ended it."""
+        return reply.finish_reason != "stop" or reply.token_ids[-1] in self.service.engine.model.stop_token_ids
+
+
+def _message(reader: ReplyReader) -> Message:
+    """Return the reply as a client sends it back, in the form of `schemas.read_messages`."""
+    message: Message = {"role": "assistant", "content": reader.content}
+    if reader.calls:
+        message["tool_calls"] = [call.as_message() for call in reader.calls]
+    if reader.thinking:
+        message["reasoning_content"] = reader.thinking
+    return message
