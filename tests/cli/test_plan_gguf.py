@@ -101,7 +101,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(InvalidInput, match=r"no config\.json and no GGUF file"):
         kv_shape(str(tmp_path))
     (tmp_path / "other.gguf").touch()
-    with pytest.raises(InvalidInput, match=r"there is no file .*none\.gguf, but .* has other\.gguf"):
+    with pytest.raises(InvalidInput, match=r"there is no file .*none\.gguf; its folder has other\.gguf"):
         kv_shape(str(tmp_path / "none.gguf"))
     (tmp_path / "other.gguf").unlink()
     path = written(tmp_path / "model.gguf", "rwkv6")
