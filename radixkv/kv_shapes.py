@@ -91,15 +91,16 @@ def _path_of(model: str) -> Path | Traversable | None:
     """Return the path of the config.json or of the GGUF file; None if `model` can only be a name."""
     if model == "tiny":
         return resources.files("radixkv").joinpath("assets", "tiny", "config.json")
-    path = Path(model).expanduser()
-    if path.is_dir():
-        config = path / "config.json"
-        found = config if config.is_file() else find(path)
-        if found is None:
-            raise InvalidInput(f"model {model!r}: the folder has no config.json and no GGUF file")
-        return found
-    if path.is_file():
-        return path
+    path = model_path.local(model)
+    with model_path.readable():
+        if path.is_dir():
+            config = path / "config.json"
+            found = config if config.is_file() else find(path)
+            if found is None:
+                raise InvalidInput(f"model {model!r}: the folder has no config.json and no GGUF file")
+            return found
+        if path.is_file():
+            return path
     return model_path.find(model) if path.suffix.lower() == ".gguf" else None  # raises for a mistyped path
 
 

@@ -53,7 +53,7 @@ def find(name: str, part: str = "model") -> Path | None:
         raise InvalidInput(f"the {part}'s name is empty; give a folder, a hub name, or 'tiny' for the bundled model")
     if name in BUNDLED:
         return BUNDLED[name]
-    path = Path(name).expanduser()
+    path = local(name)
     with readable():
         if path.is_dir():
             return path if (path / CONFIG).is_file() or part != "model" else gguf.find(path) or path
@@ -70,6 +70,17 @@ def find(name: str, part: str = "model") -> Path | None:
     return None
 
 
+def local(name: str) -> Path:
+    """Return the path of a local name, with the home folder for a leading "~".
+
+    Raises InvalidInput if that is the home of an unknown user.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise InvalidInput(f"{name}: there is no user {Path(name).parts[0][1:]!r}: give the whole path") from error
+
+
 def is_gguf(path: Path) -> bool:
     """Return whether an existing path is a GGUF file, by its suffix or its first bytes."""
     if not path.is_file():
@@ -82,11 +93,11 @@ def is_gguf(path: Path) -> bool:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Turn missing read permissions, for which Path.is_file raises, into InvalidInput."""
+    """Turn errors of the file system, such as missing permissions or a name that is too long, into InvalidInput."""
     try:
         yield
-    except PermissionError as error:
-        raise InvalidInput(f"{error.filename} cannot be read: {error.strerror}") from error
+    except OSError as error:
+        raise InvalidInput(f"{error.filename or 'a file'} cannot be read: {error.strerror or error}") from error
 
 
 def _ends_as_gguf(name: str) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from radixkv import model_path
 from radixkv.errors import InvalidInput
+from radixkv.kv_shapes import kv_shape
 from tests.gguf.raw_file import file_of
 
 
@@ -70,3 +71,24 @@ def test_another_file_is_no_model(place: Path, name: str, text: str) -> None:
     (place / name).write_text(text)
     with pytest.raises(InvalidInput, match=r"is a file; give the folder that holds config\.json and the .*, or a GGUF"):
         model_path.find(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("~no-such-user/model.gguf", "there is no user 'no-such-user'"),
+        ("~no-such-user", "there is no user 'no-such-user'"),
+        ("./" + "a" * 300 + ".gguf", "File name too long"),
+        ("b" * 300, "File name too long"),
+    ],
+)
+def test_names_that_no_file_can_have_are_refused(name: str, reason: str, place: Path) -> None:
+    for use in (model_path.find, kv_shape):
+        with pytest.raises(InvalidInput, match=reason):
+            use(name)
+
+
+def test_a_folder_with_the_name_of_a_file_is_no_second_model(place: Path) -> None:
+    put(place / "one", "a.gguf")
+    (place / "one" / "old.gguf").mkdir()
+    assert model_path.find("one") == Path("one/a.gguf")

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _gguf(name: str) -> Path:
     """Return the GGUF file that `name` is, or the only one in that folder. Raises InvalidInput."""
-    path = Path(name).expanduser()
+    path = model_path.local(name)
     if path.is_dir():
         found = gguf.find(path)
         if found is None:
@@ -85,7 +85,11 @@ def _gguf(name: str) -> Path:
 
 def _free_folder(name: str) -> Path:
     """Return the absolute path of a folder that is missing or empty. Raises InvalidInput for any other place."""
-    folder = Path(name).expanduser().resolve()
+    folder = Path(os.path.realpath(model_path.local(name)))
+    if os.path.ismount(folder):  # it cannot be replaced by the finished folder
+        raise InvalidInput(f"{name} is a mount point: give a new folder in it")
+    if folder.is_symlink():
+        raise InvalidInput(f"{name} is a link to itself: give a new folder")
     if folder.is_dir():
         if any(folder.iterdir()):
             raise InvalidInput(f"{name} is not empty, and convert overwrites nothing: give a new folder")

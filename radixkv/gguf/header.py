@@ -123,7 +123,9 @@ def find(folder: Path) -> Path | None:
     """
     try:
         files = sorted(
-            each for each in folder.iterdir() if each.suffix.lower() == ".gguf" and not each.name.startswith(".")
+            each
+            for each in folder.iterdir()
+            if each.suffix.lower() == ".gguf" and not each.name.startswith(".") and not each.is_dir()
         )
     except OSError as error:
         raise InvalidInput(f"{folder} cannot be read: {error.strerror}") from error

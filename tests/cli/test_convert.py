@@ -139,6 +139,9 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {
     "full": (lambda at, file: [file, at / "full"], "{at}/full is not empty, and convert overwrites nothing"),
     "a file in the way": (lambda at, file: [file, file], "small-Q8_0.gguf is a file: give a new folder"),
     "no parent": (lambda at, file: [file, at / "gone" / "new"], "cannot be made: there is no folder {at}/gone"),
+    "a mount point": (lambda at, file: [file, "/proc"], "/proc is a mount point: give a new folder in it"),
+    "a link to itself": (lambda at, file: [file, at / "loop"], "{at}/loop is a link to itself: give a new folder"),
+    "an unknown home": (lambda at, file: [file, "~no-such-user/new"], "there is no user 'no-such-user'"),
     "here": (lambda at, file: [file, "."], ". is the present folder: give the name of a new one"),
     "cut": (lambda at, file: [at / "cut.gguf", at / "new"], "cut.gguf"),
 }
@@ -154,6 +157,7 @@ def test_a_refusal_is_one_line_and_changes_nothing(
     (out / "cut.gguf").write_bytes(file.read_bytes()[:300])
     for name in ("a.gguf", "b.gguf"):
         shutil.copy(file, out / "two" / name)
+    (out / "loop").symlink_to("loop")
     monkeypatch.chdir(out / "here")
     monkeypatch.setattr(loader, "read", lambda *_, **__: pytest.fail("the model was read"))
     before = _tree(out)
