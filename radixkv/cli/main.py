@@ -136,6 +136,11 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="name of the model in the API (default: its own name; of a GGUF file, without .gguf)",
     )
+    group.add_argument(
+        "--strict-fields",
+        action="store_true",
+        help="refuse unknown fields of a request with status 400, instead of ignoring them with a warning header",
+    )
     group.add_argument("--vllm-metrics", action="store_true", help="export the metrics under vLLM's names as well")
     group.add_argument("--quiet", action="store_true", help="do not log a line per request; logs never contain text")
 

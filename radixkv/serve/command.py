@@ -77,6 +77,7 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
         drain_timeout=arguments.drain,
         history_bytes=_bytes("--history-memory", arguments.history_memory),
         history=arguments.history,
+        strict_fields=arguments.strict_fields,
         vllm_metrics=arguments.vllm_metrics,
     )
 

@@ -1,11 +1,13 @@
 """Read the fields of a JSON object from a client, and check their types and ranges.
 
-A wrong field raises ApiError 400 with one sentence that names it.
+A wrong field raises ApiError 400 with one sentence that names it. The names of unknown fields are collected, so that
+the response can name them; a strict server refuses them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +15,11 @@ from radixkv.chat.tool_call_formats import DEEPEST, too_deep
 from radixkv.serve.errors import ApiError, bad_request
 
 JsonObject = dict[str, Any]
+
+_MOST_PATHS = 16  # ignored fields that a response names
+_LONGEST_PATH = 64  # characters of each
+_INDEX = re.compile(r"\[[0-9]+\]")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
 
 def parse_object(body: bytes) -> JsonObject:
@@ -35,18 +42,60 @@ def parse_object(body: bytes) -> JsonObject:
     return parsed
 
 
-class Fields:
-    """Read the fields of one object, each once; null counts as absent, and `close` refuses the fields left over.
+class IgnoredFields:
+    """Collect the paths of fields without effect, in the order in which they are read.
 
-    `at` is the path of the object, such as "messages[2]", for error messages.
+    Of the same field in several entries of an array only the first counts. At most 16 paths are stored.
     """
 
-    def __init__(self, values: object, at: str = "") -> None:
+    def __init__(self) -> None:
+        """Start empty."""
+        self._paths: dict[str, str] = {}  # path without indices -> path
+        self._more = False
+
+    def __bool__(self) -> bool:
+        """Whether any field was ignored."""
+        return bool(self._paths)
+
+    def add(self, path: str) -> None:
+        """Add the path of a field, such as "messages[2].mood"."""
+        general = _INDEX.sub("[]", path[:_LONGEST_PATH])
+        if general in self._paths:
+            return
+        if len(self._paths) < _MOST_PATHS:
+            self._paths[general] = _UNSAFE.sub("?", path[:_LONGEST_PATH])
+        else:
+            self._more = True
+
+    def text(self, separator: str = ", ") -> str:
+        """Return the paths, each of at most 64 letters, digits and `_.[]-`, for a header or a log.
+
+        >>> ignored = IgnoredFields()
+        >>> for path in ("mood", "messages[0].id", "messages[1].id", 'a"b'):
+        ...     ignored.add(path)
+        >>> ignored.text()
+        'mood, messages[0].id, a?b'
+        """
+        return separator.join([*self._paths.values(), *(["..."] if self._more else [])])
+
+
+class Fields:
+    """Read the fields of one object, each once; null counts as absent, and `close` finds the fields left over.
+
+    `at` is the path of the object, such as "messages[2]", for error messages. Fields left over are added to `ignored`;
+    without it, they are refused.
+    """
+
+    def __init__(self, values: object, at: str = "", ignored: IgnoredFields | None = None) -> None:
         """Raise ApiError unless `values` is an object."""
         if not isinstance(values, dict):
             raise bad_request(f"{at} must be an object, not {kind_of(values)}", at, "invalid_type")
         self._left: JsonObject = dict(values)
-        self._at = at
+        self._at, self._ignored = at, ignored
+
+    def nested(self, values: object, path: str) -> Fields:
+        """Return the fields of an object inside this one, whose full path is `path`; they share `ignored`."""
+        return Fields(values, path, self._ignored)
 
     def path(self, name: str) -> str:
         """Return a field's name with the path of its object."""
@@ -84,6 +133,8 @@ class Fields:
         value = self.take(name)
         if value is None:
             return None
+        if isinstance(value, float) and value.is_integer():  # 2.0 is a whole number in JSON
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             self.wrong(name, "a whole number", value)
         if not low <= value <= high:
@@ -111,9 +162,16 @@ class Fields:
     def only(self, name: str, allowed: Sequence[Any], why: str) -> None:
         """Accept a field only with one of the `allowed` values; `why` explains the refusal of others."""
         value = self.take(name)
-        if value is not None and not any(value == each and type(value) is type(each) for each in allowed):
+        if value is not None and not _among(value, allowed):
             choices = " or ".join(json.dumps(each) for each in allowed)
             self.refuse(name, f"can only be {choices} here: {why}" if allowed else f"is not supported: {why}")
+
+    def prefer(self, name: str, allowed: Sequence[Any], why: str) -> None:
+        """Accept a field as `only` does, but ignore other values unless the server is strict."""
+        if self._ignored is None:
+            self.only(name, allowed, why)
+        elif (value := self.take(name)) is not None and not _among(value, allowed):
+            self._ignored.add(self.path(name))
 
     def ignore(self, *names: str) -> None:
         """Accept fields with any value, without effect."""
@@ -121,10 +179,13 @@ class Fields:
             self._left.pop(name, None)
 
     def close(self) -> None:
-        """Refuse the fields that were not read."""
-        for name in self._left:
+        """Add the fields that were not read to the ignored ones; raise ApiError for them without `ignored`."""
+        for name, value in self._left.items():
             path = self.path(shown(name).strip('"'))
-            raise bad_request(f"unknown field {path}: remove it, or check its spelling", path, "unknown_parameter")
+            if self._ignored is None:
+                raise bad_request(f"unknown field {path}: remove it, or check its spelling", path, "unknown_parameter")
+            if value is not None:
+                self._ignored.add(path)
 
     def wrong(self, name: str, wanted: str, value: object) -> NoReturn:
         """Raise for a value of the wrong type."""
@@ -134,6 +195,10 @@ class Fields:
     def refuse(self, name: str, why: str) -> NoReturn:
         """Raise for a value that is not allowed."""
         raise bad_request(f"{self.path(name)} {why}", self.path(name), "invalid_value")
+
+
+def _among(value: object, allowed: Sequence[Any]) -> bool:
+    return any(value == each and type(value) is type(each) for each in allowed)
 
 
 def kind_of(value: object) -> str:

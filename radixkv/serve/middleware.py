@@ -1,6 +1,6 @@
-"""Middleware around every endpoint: request ids, one log line per request, and an answer to every failure.
+"""Middleware around every endpoint: request ids, warnings, one log line per request, and a response to every failure.
 
-The log has a path, a status and numbers, never texts, parameters or headers of a request.
+The log has a path, a status, numbers and the names of ignored fields, never texts, values or headers of a request.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixkv.serve.errors import as_api_error
+from radixkv.serve.fields import IgnoredFields
 
 REQUEST_ID = "x-request-id"
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -21,7 +22,11 @@ _log = logging.getLogger("radixkv.serve")
 
 
 class RequestMiddleware:
-    """Wrap the application. Endpoints put numbers for the log into the dict `scope["state"]["log_fields"]`."""
+    """Wrap the application.
+
+    Endpoints put numbers for the log into the dict `scope["state"]["log_fields"]`. They add the fields of the body that
+    they ignored to `scope["state"]["ignored"]`, before the response starts.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         """Wrap `app`."""
@@ -54,16 +59,21 @@ class _Exchange:
         sent = next((value for name, value in scope["headers"] if name == REQUEST_ID.encode()), b"")
         self._id = sent.decode() if _GOOD_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
         self._log_fields: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(request_id=self._id, log_fields=self._log_fields)
+        self._ignored = IgnoredFields()
+        scope.setdefault("state", {}).update(request_id=self._id, log_fields=self._log_fields, ignored=self._ignored)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message = {**message, "headers": [*message["headers"], (REQUEST_ID.encode(), self._id.encode())]}
+            headers = [*message["headers"], (REQUEST_ID.encode(), self._id.encode())]
+            if self._ignored:
+                headers.append((b"warning", f'299 radixkv "ignored: {self._ignored.text()}"'.encode()))
+            message = {**message, "headers": headers}
         await self._send(message)
 
     def log(self) -> None:
         route = getattr(self._scope.get("route"), "path", "-")  # the route's pattern, never the requested path
-        log_fields = "".join(f" {name}={value}" for name, value in self._log_fields.items())
+        named = {"ignored": self._ignored.text(",")} if self._ignored else {}
+        log_fields = "".join(f" {name}={value}" for name, value in {**self._log_fields, **named}.items())
         seconds = time.perf_counter() - self._began
         _log.info("%s %s %s %s %.3fs%s", self._id, self._scope["method"], route, self.status, seconds, log_fields)

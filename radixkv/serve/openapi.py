@@ -6,6 +6,8 @@ compare the two.
 
 from __future__ import annotations
 
+from typing import Any
+
 from radixkv import __version__
 from radixkv.sampling.params import Integer, Number, Parameter, SamplingParams, Texts, TokenBias, TokenIds, parameters
 from radixkv.serve import schemas
@@ -24,13 +26,18 @@ TOKEN_ID: JsonObject = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 
 
 def obj(properties: JsonObject, *required: str) -> JsonObject:
-    """An object with these properties only."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
+    """An object with these properties, and perhaps others, which are ignored."""
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def closed(schema: object) -> Any:
+    """Return a schema whose objects have their listed properties only, as a strict server takes them."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    whole = {name: closed(each) for name, each in schema.items()}
+    return {**whole, "additionalProperties": False} if "properties" in whole and "required" in whole else whole
 
 
 def array(items: JsonObject, *, least: int = 0, most: int | None = None) -> JsonObject:
@@ -64,13 +71,16 @@ def answer(properties: JsonObject, **optional: JsonObject) -> JsonObject:
 _ABOUT = """OpenAI's endpoints over one engine whose prefix cache can be seen.
 
 A path that is not here gets 404, and a method that is not here 405, with the methods in `Allow`; both with an Error.
-Every answer has the request's id in `X-Request-Id`."""
+Every answer has the request's id in `X-Request-Id`. Unknown fields of a body are ignored, and named in the answer's
+`Warning`; with `--strict-fields` they are refused."""
 
 
 def document(model_name: str, settings: Settings) -> JsonObject:
     """Return the whole document, for a server of this model."""
     model = {"type": "string", "enum": [model_name], "description": "The model that this server has."}
-    chat, completion = _chat_body(model), _completion_body(model)
+    chat, completion, tokenize = _chat_body(model), _completion_body(model), _tokenize_body(model)
+    if settings.strict_fields:
+        chat, completion, tokenize = map(closed, (chat, completion, tokenize))
     return {
         "openapi": "3.1.0",
         "info": {"title": "radixkv", "version": __version__, "description": _ABOUT},
@@ -78,7 +88,7 @@ def document(model_name: str, settings: Settings) -> JsonObject:
         "paths": {
             "/v1/chat/completions": _post("Continue a conversation", chat, "ChatCompletion", "ChatCompletionChunk"),
             "/v1/completions": _post("Continue texts", completion, "Completion", "CompletionChunk"),
-            "/tokenize": _post("Token ids of a text or of a conversation", _tokenize_body(model), "Tokens"),
+            "/tokenize": _post("Token ids of a text or of a conversation", tokenize, "Tokens"),
             "/v1/models": _get("The model, as a list", _json("Models"), 401, 403),
             "/v1/models/{model}": _get("The model", _json("Model"), 401, 403, 404, parameters=[_IN_PATH]),
             "/health": _open(_get("Whether the engine answers", _json("Health"), 503)),

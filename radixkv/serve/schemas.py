@@ -27,8 +27,9 @@ from radixkv.sampling.params import (
     TokenIds,
     parameters,
 )
+from radixkv.serve.access import LONGEST_NAME
 from radixkv.serve.errors import bad_request
-from radixkv.serve.fields import Fields, JsonObject, shown
+from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
 
 MOST_PROMPTS = 1024
 WITHOUT_EFFECT = ("user", "safety_identifier", "metadata", "prompt_cache_retention")
@@ -87,11 +88,14 @@ class TokenizeRequest:
     cache_key: str | None
 
 
-def read_chat(body: JsonObject) -> ChatRequest:
-    """Check the body of a chat completion; raise ApiError, which names the wrong field."""
-    fields = Fields(body)
-    messages = read_messages(fields.need("messages"))
-    tools = read_tools(fields.list("tools"))
+def read_chat(body: JsonObject, ignored: IgnoredFields | None = None) -> ChatRequest:
+    """Check the body of a chat completion; raise ApiError, which names the wrong field.
+
+    Fields without effect are added to `ignored`; without it, unknown fields are refused.
+    """
+    fields = Fields(body, ignored=ignored)
+    messages = read_messages(fields.need("messages"), ignored)
+    tools = read_tools(fields.list("tools"), ignored)
     reads_calls = _reads_calls(fields, tools)
     wanted = _chat_logprobs(fields)
     bound = _chat_bound(fields)
@@ -99,9 +103,9 @@ def read_chat(body: JsonObject) -> ChatRequest:
     return ChatRequest(_options(fields, bound, wanted), messages, tools, reads_calls)
 
 
-def read_completion(body: JsonObject) -> CompletionRequest:
-    """Check the body of a text completion; raise ApiError, which names the wrong field."""
-    fields = Fields(body)
+def read_completion(body: JsonObject, ignored: IgnoredFields | None = None) -> CompletionRequest:
+    """Check the body of a text completion, as `read_chat` does."""
+    fields = Fields(body, ignored=ignored)
     prompts = _prompts(fields)
     echo = fields.flag("echo")
     wanted = fields.integer("logprobs", *wire_range("logprobs"))
@@ -118,34 +122,42 @@ def read_completion(body: JsonObject) -> CompletionRequest:
     return CompletionRequest(options, prompts, echo)
 
 
-def read_tokenize(body: JsonObject) -> TokenizeRequest:
-    """Check the body of a tokenisation; raise ApiError, which names the wrong field."""
-    fields = Fields(body)
-    model, prompt, cache_key = fields.text("model"), fields.text("prompt"), fields.text("prompt_cache_key")
-    messages, tools = fields.list("messages"), read_tools(fields.list("tools"))
+def read_tokenize(body: JsonObject, ignored: IgnoredFields | None = None) -> TokenizeRequest:
+    """Check the body of a tokenisation, as `read_chat` does."""
+    fields = Fields(body, ignored=ignored)
+    model, prompt, cache_key = fields.text("model"), fields.text("prompt"), _cache_key(fields)
+    given, tools = fields.list("messages"), read_tools(fields.list("tools"), ignored)
+    messages = None if given is None else read_messages(given, ignored)
     if (prompt is None) == (messages is None):
         raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
     fields.close()
-    return TokenizeRequest(model, prompt, None if messages is None else read_messages(messages), tools, cache_key)
+    return TokenizeRequest(model, prompt, messages, tools, cache_key)
 
 
 # ---- fields that chat and text completions share
 
 
 def _options(fields: Fields, bound: int | None, logprobs: int | None) -> RequestOptions:
-    """Read the shared fields, which are the last: fields left over are refused."""
+    """Read the shared fields, which are the last."""
     model = fields.need("model")
     if not isinstance(model, str):
         fields.wrong("model", "a string", model)
     stream = fields.flag("stream")
     include_usage = _include_usage(fields, stream)
     params = _params(fields, bound, logprobs)
-    cache_key = fields.text("prompt_cache_key")
+    cache_key = _cache_key(fields)
     fields.only("store", (False,), "nothing that was said is stored")
     fields.only("service_tier", ("auto", "default"), "there is one tier")
     fields.ignore(*WITHOUT_EFFECT)
     fields.close()
     return RequestOptions(model, params, bound is not None, stream, include_usage, cache_key)
+
+
+def _cache_key(fields: Fields) -> str | None:
+    key = fields.text("prompt_cache_key")
+    if key is not None and len(key) > LONGEST_NAME:
+        fields.refuse("prompt_cache_key", f"must be at most {LONGEST_NAME} characters long")
+    return key
 
 
 def _include_usage(fields: Fields, stream: bool) -> bool:
@@ -154,7 +166,7 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
         return False
     if not stream:
         fields.refuse("stream_options", "has a meaning only with stream=true")
-    options = Fields(given, "stream_options")
+    options = fields.nested(given, "stream_options")
     options.flag("include_obfuscation")  # accepted without effect: events are not padded
     wanted = options.flag("include_usage")
     options.close()
@@ -298,28 +310,27 @@ def _are_ids(values: Sequence[Any]) -> bool:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOL_FIELDS = ("name", "description", "parameters", "strict")
 TOOL_NAME = r"[a-zA-Z0-9_.-]{1,64}"
 
 
-def read_messages(given: object) -> list[Message]:
+def read_messages(given: object, ignored: IgnoredFields | None = None) -> list[Message]:
     """Check a conversation, and return it in the form of chat templates; raise ApiError, which names the wrong field.
 
-    Results of tool calls are put in the order of the calls: most templates write no ids, so the order must match.
+    Unknown fields are treated as in `read_chat`. Results of tool calls are put in the order of the calls: most
+    templates write no ids, so the order must match.
     """
     if not isinstance(given, list) or not given:
         raise bad_request("messages must be an array of at least one message", "messages", "invalid_type")
-    return _in_order([_message(Fields(each, f"messages[{at}]")) for at, each in enumerate(given)])
+    return _in_order([_message(Fields(each, f"messages[{at}]", ignored)) for at, each in enumerate(given)])
 
 
-def read_tools(given: Sequence[Any] | None) -> list[JsonObject] | None:
-    """Check tool definitions, and return them unchanged; None for an empty list. Raises ApiError."""
-    for at, each in enumerate(given or ()):
-        fields = Fields(each, f"tools[{at}]")
-        if fields.need("type") != "function":
-            fields.refuse("type", 'must be "function"')
-        _check_function(Fields(fields.need("function"), fields.path("function")))
-        fields.close()
-    return list(given) if given else None
+def read_tools(given: Sequence[Any] | None, ignored: IgnoredFields | None = None) -> list[JsonObject] | None:
+    """Check tool definitions, and return their known fields; None for an empty list. Raises ApiError.
+
+    A template writes all fields of a tool, so a field without effect is left out.
+    """
+    return [_tool(Fields(each, f"tools[{at}]", ignored)) for at, each in enumerate(given or ())] or None
 
 
 def _in_order(messages: list[Message]) -> list[Message]:
@@ -357,7 +368,9 @@ def _message(fields: Fields) -> Message:
 
 
 def _assistant(fields: Fields, content: str | None) -> Message:
-    calls = [_call(Fields(each, f"{fields.path('tool_calls')}[{at}]")) for at, each in _numbered(fields, "tool_calls")]
+    calls = [
+        _call(fields.nested(each, f"{fields.path('tool_calls')}[{at}]")) for at, each in _numbered(fields, "tool_calls")
+    ]
     thinking = fields.text("reasoning_content")
     refusal = fields.text("refusal")
     _numbered(fields, "annotations")
@@ -380,7 +393,8 @@ def _content(fields: Fields) -> str | None:
         return given
     if not isinstance(given, list):
         fields.wrong("content", "a string or an array of text parts", given)
-    return "\n".join(_part(Fields(part, f"{fields.path('content')}[{at}]")) for at, part in enumerate(given))
+    path = fields.path("content")
+    return "\n".join(_part(fields.nested(part, f"{path}[{at}]")) for at, part in enumerate(given))
 
 
 def _part(fields: Fields) -> str:
@@ -400,7 +414,7 @@ def _call(fields: Fields) -> JsonObject:
     call_id = fields.text("id") or fields.need("id")
     fields.only("type", ("function",), "there is no other kind of call")
     fields.ignore("index")  # from clients that assembled a call from its events
-    function = Fields(fields.need("function"), fields.path("function"))
+    function = fields.nested(fields.need("function"), fields.path("function"))
     name = function.text("name") or function.need("name")
     arguments = function.take("arguments")
     if arguments is not None and not isinstance(arguments, str | dict):
@@ -413,6 +427,15 @@ def _call(fields: Fields) -> JsonObject:
 def _arguments(given: str | JsonObject | None) -> str | JsonObject:
     arguments = arguments_object(given)
     return given or {} if arguments is None else arguments
+
+
+def _tool(fields: Fields) -> JsonObject:
+    if fields.need("type") != "function":
+        fields.refuse("type", 'must be "function"')
+    given = fields.need("function")
+    _check_function(fields.nested(given, fields.path("function")))
+    fields.close()
+    return {"type": "function", "function": {name: given[name] for name in given if name in TOOL_FIELDS}}
 
 
 def _check_function(fields: Fields) -> None:

@@ -25,7 +25,7 @@ from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.serve.access import Auth, StreamLease, StreamLimiter, namespace, read_body
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError, errors_about
-from radixkv.serve.fields import JsonObject, parse_object
+from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.reply import tags
 from radixkv.serve.responses import TokenTexts, first_of, usage, wait_for_disconnect
@@ -93,18 +93,20 @@ class Service:
         """Admit a request until `cleanup` closes, before its body is read; raise ApiError 401, 403 or 429."""
         return cleanup.enter_context(self.limiter.admit(self.auth.tenant(request.headers)))
 
-    async def read(self, request: Request, check: Callable[[JsonObject], Result]) -> Result:
-        """Read and check a body; raise ApiError.
+    async def read(self, request: Request, check: Callable[[JsonObject, IgnoredFields | None], Result]) -> Result:
+        """Read a body and check it by `check(body, ignored)`; raise ApiError.
 
-        A large body is parsed on the background thread, to keep the event loop free. The request's timeout starts when
+        The response has a warning header with the fields that `check` ignored; a strict server passes None instead. A
+        large body is parsed on the background thread, to keep the event loop free. The request's timeout starts when
         the body has arrived.
         """
         body = await read_body(request, self.settings)
+        ignored = None if self.settings.strict_fields else request.state.ignored
         timeout = self.settings.timeout
         request.state.deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         if len(body) > _LARGE:
-            return await self.cancellable(request, self.in_background(lambda: check(parse_object(body))))
-        return check(parse_object(body))
+            return await self.cancellable(request, self.in_background(lambda: check(parse_object(body), ignored)))
+        return check(parse_object(body), ignored)
 
     async def cancellable(self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`, which runs before a request is submitted to the engine.

@@ -30,7 +30,8 @@ class Settings:
     `history_bytes` limits the history of conversations, with which a client that sends them again hits the cache; 0
     disables it. `history` is the mode: "append" appends new messages to the known ids; "template" renders the whole
     conversation around the ids of the replies; "auto" appends, unless that would lose text or the template omits the
-    thinking of earlier replies. `vllm_metrics` adds metrics with vLLM's names.
+    thinking of earlier replies. `strict_fields` refuses unknown fields, which are otherwise ignored with a warning.
+    `vllm_metrics` adds metrics with vLLM's names.
     """
 
     host: str = "127.0.0.1"
@@ -49,6 +50,7 @@ class Settings:
     retry_after: int = 1
     history_bytes: int = 64 * MIB
     history: Mode = "auto"
+    strict_fields: bool = False
     vllm_metrics: bool = False
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.serve import submit
 from radixkv.serve.conversations import ChatPrompt
 from radixkv.serve.errors import ApiError, errors_about
-from radixkv.serve.fields import JsonObject
+from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.reply import Piece, ReplyReader, TaggedText
 from radixkv.serve.responses import EventStream, all_replies, unless_disconnected
 from radixkv.serve.schemas import ChatRequest
@@ -105,7 +105,7 @@ class Encoder(Protocol):
 async def respond(
     service: Service,
     request: Request,
-    read: Callable[[JsonObject], ChatRequest],
+    read: Callable[[JsonObject, IgnoredFields | None], ChatRequest],
     encoder: Callable[[Turn], Encoder],
     *,
     any_model: bool = False,
@@ -123,15 +123,16 @@ async def respond(
 async def open_turn(
     service: Service,
     request: Request,
-    read: Callable[[JsonObject], ChatRequest],
+    read: Callable[[JsonObject, IgnoredFields | None], ChatRequest],
     cleanup: ExitStack,
     *,
     any_model: bool = False,
 ) -> Turn:
     """Admit a request, read its body, encode its prompt and submit it.
 
-    `read` checks the body, perhaps on another thread. The streams are released and the request is cancelled when
-    `cleanup` closes. `max_tokens` is limited to the room after the prompt. `any_model` serves every model name.
+    `read(body, ignored)` checks the body, perhaps on another thread, as `read_chat` does. The streams are released and
+    the request is cancelled when `cleanup` closes. `max_tokens` is limited to the room after the prompt. `any_model`
+    serves every model name.
     Raises ApiError (401, 403, 404, 429, or 400 for a wrong body, wrong messages or a long prompt), RequestTimedOut and
     EngineClosed. The `code` of a prompt that is too long is "context_length_exceeded".
     """

@@ -363,14 +363,14 @@ def test_the_log_has_numbers_and_no_content(caplog):
     with served(Settings(api_keys={"ada": "SECRET-key"}), brain=says("GREEN mice")) as server:
         headers = {"Authorization": "Bearer SECRET-key", "X-Request-Id": "my-1", "X-RadixKV-Namespace": "HIDDEN"}
         answer = server.post("/v1/chat/completions", {**CHAT, "messages": words}, headers=headers)
-        server.post("/v1/chat/completions", {**CHAT, "messages": words, "YELLOW": 1}, headers=headers)
+        server.post("/v1/chat/completions", {**CHAT, "messages": words, "mood": "YELLOW"}, headers=headers)
         server.client.get("/v1/models/BLUE", headers=headers)
         odd = server.client.get("/health", headers={"X-Request-Id": "bad id\t"})
     assert answer.headers["x-request-id"] == "my-1"
     assert odd.headers["x-request-id"].startswith("req_")
     lines = [record.getMessage() for record in caplog.records if record.name == "radixkv.serve"]
     assert lines[0].startswith("my-1 POST /v1/chat/completions 200 ") and "cached=0" in lines[0]
-    assert len(lines) == 4
+    assert len(lines) == 4 and lines[1].endswith(" ignored=mood")
     for word in ("PURPLE", "GREEN", "SECRET", "HIDDEN", "YELLOW", "BLUE"):
         assert word not in caplog.text
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from radixkv.chat.tool_call_formats import DEEPEST
+from radixkv.serve import Settings
 from tests.chat.worlds import THINKING, byte_tokenizer
 from tests.serve.served import ASKED, CHAT, fake_model, served
 
@@ -21,7 +23,6 @@ WRONG = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
@@ -53,7 +54,6 @@ WRONG = [
     ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {}}, "stream_options"),
-    ({"stream": True, "stream_options": {"include_cost": True}}, "stream_options.include_cost"),
     ({"tools": [5]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
@@ -63,9 +63,71 @@ WRONG = [
     ({"functions": []}, "functions"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"store": True}, "store"),
-    ({"temprature": 1}, "temprature"),
-    ({"temprature": None}, "temprature"),
 ]
+
+_FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+UNKNOWN = [
+    ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "a": 1}]}]}, "messages[0].content[0].a"),
+    ({"stream": True, "stream_options": {"include_cost": True}}, "stream_options.include_cost"),
+    ({"tools": [{"type": "function", "function": _FUNCTION, "defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"tools": [{"type": "function", "function": {**_FUNCTION, "mood": "good"}}]}, "tools[0].function.mood"),
+    ({"temprature": 1}, "temprature"),
+    ({"options": {"num_ctx": 4096}}, "options"),
+]
+
+
+def test_unknown_fields_are_named_in_a_warning_and_in_the_log(caplog):
+    caplog.set_level("INFO", "radixkv.serve")
+    with served() as server:
+        for change, path in UNKNOWN:
+            answer = server.post("/v1/chat/completions", {**CHAT, "max_tokens": 1, **change})
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["warning"] == f'299 radixkv "ignored: {path}"'
+            assert caplog.records[-1].getMessage().endswith(f" ignored={path}")
+        for path, body in [("/v1/completions", {"prompt": "x", "max_tokens": 1}), ("/tokenize", {"prompt": "x"})]:
+            answer = server.post(path, {"model": "fake", **body, "one": 1, "two": {"three": 3}, "four": None})
+            assert answer.status_code == 200 and answer.headers["warning"] == '299 radixkv "ignored: one, two"'
+            assert "warning" not in server.post(path, {"model": "fake", **body, "four": None}).headers
+
+
+def test_a_strict_server_refuses_unknown_fields():
+    with served(Settings(strict_fields=True)) as server:
+        for change, path in [*UNKNOWN, ({"temprature": None}, "temprature")]:
+            answer = server.post("/v1/chat/completions", {**CHAT, **change})
+            assert answer.status_code == 400 and "warning" not in answer.headers, answer.text
+            assert answer.json()["error"]["param"] == path and answer.json()["error"]["code"] == "unknown_parameter"
+        assert server.post("/v1/chat/completions", {**CHAT, "max_tokens": 2.0}).status_code == 200
+
+
+def test_a_warning_is_bounded_and_safe_in_a_header():
+    many = {f"field{at}": 1 for at in range(1000)}
+    odd = {'a"b\\c\r\nset-cookie: x': 1, "\u00e9": 1, "x" * 5000: 1, "\U0001f600": 1}
+    moods = [{"role": "user", "content": "x", "mood": at} for at in range(20)]
+    with served() as server:
+        found = server.post("/tokenize", {"prompt": "x", **many}).headers["warning"]
+        assert found.endswith(' field14, field15, ..."') and len(found) < 300
+        answer = server.post("/tokenize", {"prompt": "x", **odd})
+        assert answer.status_code == 200 and "set-cookie" not in answer.headers
+        assert re.fullmatch(r'299 radixkv "ignored: [A-Za-z0-9_.\[\]?, -]*"', answer.headers["warning"])
+        assert len(answer.headers["warning"]) < 200
+        once = server.post("/tokenize", {"messages": moods}).headers["warning"]
+        assert once == '299 radixkv "ignored: messages[0].mood"'
+
+
+def test_unknown_fields_of_a_tool_are_not_in_its_prompt():
+    plain = [{"type": "function", "function": _FUNCTION}]
+    more = [{"type": "function", "x": 1, "function": {**_FUNCTION, "mood": "good"}}]
+    with served() as server:
+        found = [server.post("/tokenize", {"messages": ASKED, "tools": tools}).json() for tools in (plain, more)]
+    assert found[0] == found[1]
+
+
+def test_whole_numbers_may_be_written_with_a_point():
+    with served() as server:
+        answer = server.chat(max_tokens=2.0, seed=7.0, n=1.0)
+        assert answer["usage"]["completion_tokens"] == 2
+        assert server.post("/v1/chat/completions", {**CHAT, "max_tokens": 2.5}).json()["error"]["param"] == "max_tokens"
 
 
 def test_whatever_is_wrong_is_named():

@@ -158,7 +158,7 @@ def test_the_statuses_of_each_path_are_those_that_it_gives() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
 def test_every_documented_field_is_known(path):
-    """Each optional field may be null, and undocumented fields are refused."""
+    """Each optional field may be null, and a strict server refuses undocumented fields."""
     body = body_of(path)
     read = {"/v1/chat/completions": schemas.read_chat, "/v1/completions": schemas.read_completion}.get(
         path, schemas.read_tokenize
@@ -170,6 +170,10 @@ def test_every_documented_field_is_known(path):
     read({**dict.fromkeys(body["properties"]), **given})
     with pytest.raises(Exception, match="unknown field"):
         read({**given, "another": None})
+    strict = document("fake", Settings(strict_fields=True))
+    strictly = strict["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert fits(body, {**given, "another": 1}) and not fits(strictly, {**given, "another": 1})
+    assert fits(strictly, given)
 
 
 @given(
