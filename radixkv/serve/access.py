@@ -50,19 +50,18 @@ class Auth:
         return found[0]
 
 
-def namespace(tenant: str | None, headers: Headers, cache_key: str | None) -> Hashable:
-    """Return the cache namespace of a request: the tenant's own, or one within it that the client names.
+def namespace(tenant: str | None, headers: Headers) -> Hashable:
+    """Return the cache namespace of a request: the tenant's own, or one within it that the header names.
 
-    The header takes precedence over the body's prompt_cache_key. No name gives access to another tenant's namespace.
+    Tenants and this header are all that isolates cached prefixes. No name gives access to another tenant's namespace.
     Raises ApiError for a name that is too long or not printable ASCII.
     """
-    sent = headers.get(NAMESPACE_HEADER)
-    if sent and not (sent.isascii() and sent.isprintable()):
+    name = headers.get(NAMESPACE_HEADER)
+    if name and not (name.isascii() and name.isprintable()):
         raise bad_request(f"{NAMESPACE_HEADER} must be printable ASCII", NAMESPACE_HEADER, "invalid_value")
-    name = sent or cache_key
-    if name is not None and len(name) > LONGEST_NAME:
-        param = NAMESPACE_HEADER if sent else "prompt_cache_key"
-        raise bad_request(f"{param} is at most {LONGEST_NAME} characters long", param, "invalid_value")
+    if name and len(name) > LONGEST_NAME:
+        message = f"{NAMESPACE_HEADER} is at most {LONGEST_NAME} characters long"
+        raise bad_request(message, NAMESPACE_HEADER, "invalid_value")
     own = () if tenant is None else (tenant,)
     return (*own, name) if name else own or None
 

@@ -37,13 +37,16 @@ async def create(service: Service, request: Request) -> Response:
         lease = service.admit(request, cleanup)
         body = await service.read(request, read_completion)
         options = body.options
-        caller = service.caller(request, options.cache_key)
+        caller = service.caller(request)
         service.check_model(options.model)
         lease.resize(options.params.n * len(body.prompts))
         prompts = [await service.cancellable(request, _encoded(service, prompt)) for prompt in body.prompts]
+        session = service.conversations.session(caller.namespace, options.session_key)
         with errors_about("prompt"):
             handles = [
-                await submit.start(service, caller, options, ids, cleanup, timeout=service.time_left(request))
+                await submit.start(
+                    service, caller, options, ids, cleanup, timeout=service.time_left(request), session=session
+                )
                 for ids in prompts
             ]
         completion = CompletionAnswer(service, body, prompts, request.state.log_fields)
@@ -57,7 +60,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     with ExitStack() as cleanup:
         service.admit(request, cleanup)
         body = await service.read(request, read_tokenize)
-        caller = service.caller(request, body.cache_key)
+        caller = service.caller(request)
         if body.model is not None:
             service.check_model(body.model)
         ids = await service.cancellable(request, _tokens(service, caller, body))

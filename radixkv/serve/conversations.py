@@ -5,11 +5,14 @@ The ids of earlier replies are taken from the history (history.py), so that the 
 
 from __future__ import annotations
 
+import threading
 from array import array
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import count
 from json import dumps, loads
 from typing import Any, Literal
@@ -24,6 +27,7 @@ from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
 
 Mode = Literal["auto", "append", "template"]
 MODES = ("auto", "append", "template")
+MOST_SESSIONS = 4096  # keys of clients whose session numbers are kept, some 200 bytes each
 _TEMPLATES = 64  # templates that are kept, one for each list of tools and date
 _LARGE = 1 << 16  # characters of a list of tools whose template is not kept
 
@@ -75,6 +79,8 @@ class Conversations:
         self._index = HistoryIndex(capacity)
         self._mode, self._limit = mode, limit
         self._new_session = new_session or count(1).__next__
+        self._sessions: OrderedDict[tuple[Hashable, bytes], int] = OrderedDict()  # the least recent first
+        self._lock = threading.Lock()
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
         # Reading a tokenizer's control tokens takes longer than a short prompt does.
         self._template = lru_cache(_TEMPLATES)(self._make_template)
@@ -84,9 +90,16 @@ class Conversations:
             except ChatError as error:
                 raise InvalidInput(str(error)) from error
 
-    def prompt(self, namespace: Hashable, messages: Sequence[Message], tools: Tools = None) -> ChatPrompt:
+    def prompt(
+        self,
+        namespace: Hashable,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        session_key: str | None = None,
+    ) -> ChatPrompt:
         """Return the prompt of a conversation. O(bytes of the messages + tokens), and encoding the new text.
 
+        Its session is that of `session_key`, or without a key that of the remembered conversation.
         Raises ChatError if the template refuses the messages, InvalidInput for tools that it does not write, and
         PromptTooLong.
         """
@@ -99,7 +112,7 @@ class Conversations:
             whole = template.opening(messages)
             if ids is None or len(whole) < len(ids):
                 ids, covered = whole, 0
-        session = self._new_session() if known.session is None else known.session
+        session = self.session(namespace, session_key) or known.session or self._new_session()
         return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date)
 
     def remember(
@@ -123,6 +136,21 @@ class Conversations:
                 date=prompt.date,
                 session=prompt.session,
             )
+
+    def session(self, namespace: Hashable, key: str | None) -> int | None:
+        """Return the number of a session that a client names, None without a key.
+
+        The most recent `MOST_SESSIONS` keys of all namespaces are kept; an older key gets a new number.
+        """
+        if not key:
+            return None
+        name = namespace, blake2b(key.encode(), digest_size=16).digest()
+        with self._lock:
+            number = self._sessions.pop(name, None) or self._new_session()
+            self._sessions[name] = number
+            if len(self._sessions) > MOST_SESSIONS:
+                self._sessions.popitem(last=False)
+        return number
 
     @property
     def keeps_thinking(self) -> bool:

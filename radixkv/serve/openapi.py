@@ -184,10 +184,9 @@ _WHY = {
 # ---- request bodies
 
 _NOT_EMPTY: JsonObject = {"type": "string", "minLength": 1}
-_CACHE_KEY: JsonObject = {
+_SESSION_KEY: JsonObject = {
     "type": ["string", "null"],
-    "maxLength": LONGEST_NAME,
-    "description": "A namespace of the cache within the API key's; X-RadixKV-Namespace goes before it.",
+    "description": "Names the session of the request for the monitor. It does not isolate cached prefixes.",
 }
 
 
@@ -233,7 +232,7 @@ def _tokenize_body(model: JsonObject) -> JsonObject:
         "prompt": STRING,
         "messages": maybe(array(_message(), least=1)),
         "tools": maybe(array(_tool())),
-        "prompt_cache_key": _CACHE_KEY,
+        "prompt_cache_key": _SESSION_KEY,
     }
     return obj(fields)
 
@@ -246,7 +245,7 @@ def _options(model: JsonObject) -> JsonObject:
         "stream": BOOLEAN,
         "stream_options": maybe(options),
         **_sampling(),
-        "prompt_cache_key": _CACHE_KEY,
+        "prompt_cache_key": _SESSION_KEY,
         "store": {"enum": [False, None]},
         "service_tier": {"enum": ["auto", "default", None]},
         **dict.fromkeys(schemas.WITHOUT_EFFECT, ANYTHING),

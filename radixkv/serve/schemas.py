@@ -27,7 +27,6 @@ from radixkv.sampling.params import (
     TokenIds,
     parameters,
 )
-from radixkv.serve.access import LONGEST_NAME
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
 
@@ -46,8 +45,8 @@ TextOrIds = str | list[int]
 class RequestOptions:
     """The fields that chat and text completions share.
 
-    `params.max_tokens` applies only if `bounded`; else a reply may fill the context. `cache_key` names a namespace
-    within the tenant's.
+    `params.max_tokens` applies only if `bounded`; else a reply may fill the context. Requests with the same
+    `session_key` are one session for the monitor. It never isolates cached prefixes.
     """
 
     model: str
@@ -55,7 +54,7 @@ class RequestOptions:
     bounded: bool
     stream: bool
     include_usage: bool
-    cache_key: str | None
+    session_key: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,6 @@ class TokenizeRequest:
     prompt: str | None
     messages: list[Message] | None
     tools: list[JsonObject] | None
-    cache_key: str | None
 
 
 def read_chat(body: JsonObject, ignored: IgnoredFields | None = None) -> ChatRequest:
@@ -125,13 +123,14 @@ def read_completion(body: JsonObject, ignored: IgnoredFields | None = None) -> C
 def read_tokenize(body: JsonObject, ignored: IgnoredFields | None = None) -> TokenizeRequest:
     """Check the body of a tokenisation, as `read_chat` does."""
     fields = Fields(body, ignored=ignored)
-    model, prompt, cache_key = fields.text("model"), fields.text("prompt"), _cache_key(fields)
+    model, prompt = fields.text("model"), fields.text("prompt")
+    fields.text("prompt_cache_key")  # without effect: nothing is computed
     given, tools = fields.list("messages"), read_tools(fields.list("tools"), ignored)
     messages = None if given is None else read_messages(given, ignored)
     if (prompt is None) == (messages is None):
         raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
     fields.close()
-    return TokenizeRequest(model, prompt, messages, tools, cache_key)
+    return TokenizeRequest(model, prompt, messages, tools)
 
 
 # ---- fields that chat and text completions share
@@ -145,19 +144,12 @@ def _options(fields: Fields, bound: int | None, logprobs: int | None) -> Request
     stream = fields.flag("stream")
     include_usage = _include_usage(fields, stream)
     params = _params(fields, bound, logprobs)
-    cache_key = _cache_key(fields)
+    session_key = fields.text("prompt_cache_key")
     fields.only("store", (False,), "nothing that was said is stored")
     fields.only("service_tier", ("auto", "default"), "there is one tier")
     fields.ignore(*WITHOUT_EFFECT)
     fields.close()
-    return RequestOptions(model, params, bound is not None, stream, include_usage, cache_key)
-
-
-def _cache_key(fields: Fields) -> str | None:
-    key = fields.text("prompt_cache_key")
-    if key is not None and len(key) > LONGEST_NAME:
-        fields.refuse("prompt_cache_key", f"must be at most {LONGEST_NAME} characters long")
-    return key
+    return RequestOptions(model, params, bound is not None, stream, include_usage, session_key)
 
 
 def _include_usage(fields: Fields, stream: bool) -> bool:

@@ -132,10 +132,10 @@ class Service:
         """Cancel the requests that wait for the background thread. Call on the event loop."""
         self._ending.set()
 
-    def caller(self, request: Request, cache_key: str | None = None) -> Caller:
+    def caller(self, request: Request) -> Caller:
         """Return the sender of a request; raise ApiError 401."""
         tenant = self.auth.tenant(request.headers)
-        return Caller(tenant, namespace(tenant, request.headers, cache_key))
+        return Caller(tenant, namespace(tenant, request.headers))
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 unless this is the model that is served."""
@@ -146,15 +146,22 @@ class Service:
     # ---- prompts and texts
 
     async def chat_prompt(
-        self, caller: Caller, messages: Sequence[Message], tools: Sequence[JsonObject] | None
+        self,
+        caller: Caller,
+        messages: Sequence[Message],
+        tools: Sequence[JsonObject] | None,
+        session_key: str | None = None,
     ) -> ChatPrompt:
-        """Return a conversation as the caller's prompt; raise ApiError 400."""
+        """Return a conversation as the caller's prompt; raise ApiError 400.
+
+        Conversations of one namespace with the same `session_key` are one session for the monitor.
+        """
 
         def encoded() -> ChatPrompt:
             with errors_about("messages"):
                 texts = template_texts(messages, tools, thinking=self.conversations.keeps_thinking)
                 self.check_length(texts, len(messages))
-                return self.conversations.prompt(caller.namespace, messages, tools)
+                return self.conversations.prompt(caller.namespace, messages, tools, session_key)
 
         return await self.in_background(encoded)
 

@@ -139,11 +139,13 @@ async def open_turn(
     lease = service.admit(request, cleanup)
     body = await service.read(request, read)
     options = body.options
-    caller = service.caller(request, options.cache_key)
+    caller = service.caller(request)
     if not any_model:
         service.check_model(options.model)
     lease.resize(options.params.n)
-    prompt = await service.cancellable(request, service.chat_prompt(caller, body.messages, body.tools))
+    prompt = await service.cancellable(
+        request, service.chat_prompt(caller, body.messages, body.tools, options.session_key)
+    )
     with errors_about("messages"):
         timeout = service.time_left(request)
         handle = await submit.start(

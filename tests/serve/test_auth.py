@@ -91,33 +91,39 @@ def test_no_tenant_finds_what_another_said():
         for name in ("ada", "x"):
             assert not cached(server, KEYS["bob"], header=name)
             assert cached(server, KEYS["bob"], header=name)
-            assert cached(server, KEYS["bob"], cache_key=name)
-            assert cached(server, KEYS["bob"], header=name, cache_key="ignored")
         assert not cached(server, KEYS["ada"], header="x")
+
+
+def test_a_prompt_cache_key_isolates_nothing_within_a_tenant():
+    with served(Settings(api_keys=KEYS), brain=says("Yes.")) as server:
+        assert not cached(server, KEYS["ada"], cache_key="one")
+        for key in ("one", "two", None, "x" * 10_000, "café"):
+            assert cached(server, KEYS["ada"], cache_key=key)
+        for key in ("one", "ada"):
+            assert not cached(server, KEYS["bob"], header=key, cache_key=key)
+        assert not cached(server, KEYS["ada"], header="one", cache_key="one")
 
 
 def test_namespaces_without_keys():
     with served(brain=says("Yes.")) as server:
         assert not cached(server)
-        assert not cached(server, cache_key="one")
+        assert not cached(server, header="one")
         assert cached(server, header="one")
         server.engine.generate([CHAT["messages"]], namespace=None)
         assert cached(server)
 
 
 def test_names_are_kept_apart_however_they_are_spelt():
-    none = Headers({})
-    known = {
-        namespace(tenant, none, name) for tenant in ("a", "a/b", "a, b") for name in (None, "b", "b/c", "a", "(a, b)")
-    }
+    names = [{}, *({NAMESPACE_HEADER: name} for name in ("b", "b/c", "a", "(a, b)"))]
+    known = {namespace(tenant, Headers(sent)) for tenant in ("a", "a/b", "a, b") for sent in names}
     assert len(known) == 15
 
 
 def test_a_name_that_is_too_long_or_odd_is_refused():
     with served() as server:
-        answer = server.post("/v1/chat/completions", {**CHAT, "prompt_cache_key": "x" * 257})
+        answer = server.post("/v1/chat/completions", CHAT, headers={NAMESPACE_HEADER: "x" * 257})
         odd = server.post("/v1/chat/completions", CHAT, headers={NAMESPACE_HEADER: b"caf\xe9"})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt_cache_key"
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == NAMESPACE_HEADER
     assert odd.status_code == 400 and odd.json()["error"]["param"] == NAMESPACE_HEADER
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from radixkv.chat.thinking import split_thinking
 from radixkv.engine.input_processor import ControlTokens
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
-from radixkv.serve.conversations import ChatPrompt, Conversations, Mode
+from radixkv.serve.conversations import MOST_SESSIONS, ChatPrompt, Conversations, Mode
 from radixkv.serve.reply import ReplyReader
 from radixkv.serve.schemas import read_messages
 from radixkv.serve.settings import Settings
@@ -215,6 +215,24 @@ def test_the_requests_of_a_conversation_share_a_number():
     third = told.prompt("x", [*again.messages, assistant("hello"), user("more")])
     stranger = told.prompt("y", again.messages)
     assert [each.session for each in (first, other, again, third, stranger)] == [10, 11, 10, 10, 12]
+
+
+def test_a_key_of_the_client_names_a_session_and_keeps_the_history() -> None:
+    """Also when the client rewrites its conversation. A key names different sessions in different namespaces."""
+    numbers = iter(range(10, 20_000))
+    told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, new_session=numbers.__next__)
+    first = told.prompt("x", [user("hello")], None, "thread")
+    told.remember(first, assistant("hello"), [*spelled("hello", 1), END])
+    again = told.prompt("x", [user("hello"), assistant("hello"), user("more")], None, "another")
+    assert (again.known, list(again.ids[: len(first.ids)])) == (2, list(first.ids))
+    rewritten = told.prompt("x", [user("hello you")], None, "thread")
+    stranger = told.prompt("y", [user("hello")], None, "thread")
+    assert [each.session for each in (first, again, rewritten, stranger)] == [10, 11, 10, 12]
+    for number in range(MOST_SESSIONS):
+        assert told.session("x", "thread") == 10
+        told.session("y", f"filler {number}")
+    assert told.session("x", "another") not in (10, 11)
+    assert told.session("x", None) is None and told.session("x", "") is None
 
 
 def test_conversations_that_begin_alike_are_numbered_apart() -> None:

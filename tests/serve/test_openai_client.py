@@ -70,13 +70,17 @@ def served() -> Iterator[Served]:
     assert not thread.is_alive()
 
 
+def named(namespace: str) -> dict[str, str]:
+    return {"X-RadixKV-Namespace": namespace}
+
+
 def chat(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
     return client.chat.completions.create(model="tiny", messages=messages, temperature=0, **options)
 
 
 def test_a_reply_and_what_it_cost(served: Served) -> None:
     with served.client() as client:
-        first, second = (chat(client, HELLO, prompt_cache_key="costs") for _ in range(2))
+        first, second = (chat(client, HELLO, extra_headers=named("costs")) for _ in range(2))
     own = served.own(HELLO)
     for reply in (first, second):
         (choice,) = reply.choices
@@ -123,7 +127,7 @@ def test_a_conversation_that_is_sent_again_hits_all_but_the_last_token(served: S
     with served.client() as client, served.engine.chat("Your name is Mira.", namespace="own") as session:
         for text in ("Hello! My name is Sam.", "What is my name?", "What is the capital of France?"):
             messages.append({"role": "user", "content": text})
-            reply = chat(client, messages, prompt_cache_key="again")
+            reply = chat(client, messages, extra_headers=named("again"))
             assert reply.choices[0].message.content == session.send(text, GREEDY).text
             assert reply.usage.prompt_tokens_details.cached_tokens == max(computed - 1, 0)
             computed = reply.usage.total_tokens
@@ -143,13 +147,22 @@ def test_the_monitor_sees_conversations_and_whose_they_are(served: Served, monke
         messages: list[Any] = list(HELLO)
         with served.client(name) as client:
             for _ in range(3):
-                reply = chat(client, messages, prompt_cache_key="seen")
+                reply = chat(client, messages, extra_headers=named("seen"))
                 messages += [reply.choices[0].message, {"role": "user", "content": "What is my name?"}]
             client.completions.create(model="tiny", prompt="Hello!", max_tokens=1)
     ada, *rest = (session for session, _ in seen)
     assert ada is not None and rest[3] not in (None, ada)
     assert rest == [ada, ada, None, rest[3], rest[3], rest[3], None]
     assert [name for _, name in seen] == ["(ada, seen)"] * 3 + ["(ada)"] + ["(bob, seen)"] * 3 + ["(bob)"]
+    seen.clear()
+    for name in ("ada", "bob"):
+        with served.client(name) as client:
+            key = {"prompt_cache_key": "one thread"}
+            for text in ("Hello!", "Good morning."):
+                chat(client, [{"role": "user", "content": text}], extra_body=key)
+            client.completions.create(model="tiny", prompt="Hi", max_tokens=1, extra_body=key)
+    sessions = [session for session, _ in seen]
+    assert sessions == [sessions[0]] * 3 + [sessions[3]] * 3 and None not in {*sessions} and len({*sessions}) == 2
 
 
 def test_the_tools_loop(served: Served) -> None:
@@ -254,21 +267,19 @@ def test_text_completions(served: Served) -> None:
     assert echoed == prompts[1] + owns[1].text
 
 
-def test_tenants_and_cache_keys_share_no_prefix(served: Served) -> None:
+def test_only_tenants_and_the_namespace_header_isolate_prefixes(served: Served) -> None:
     messages = [{"role": "user", "content": "What is the opposite of hot?"}]
 
-    def cached(name: str, key: str, **options: Any) -> int:
+    def cached(name: str, key: str, namespace: str) -> int:
         with served.client(name) as client:
-            usage = chat(client, messages, prompt_cache_key=key, **options).usage
+            usage = chat(client, messages, prompt_cache_key=key, extra_headers=named(namespace)).usage
         return int(usage.prompt_tokens_details.cached_tokens)
 
-    assert cached("ada", "mine") == 0
-    assert cached("ada", "mine") > 0
-    assert cached("bob", "mine") == 0
-    assert cached("ada", "another") == 0
-    named = {"X-RadixKV-Namespace": "mine"}
-    assert cached("ada", "a third", extra_headers=named) > 0  # the header, which takes precedence
-    assert cached("ada", "a third") == 0
+    assert cached("ada", "mine", "first") == 0
+    assert cached("ada", "mine", "first") == cached("ada", "another", "first") > 0
+    assert cached("bob", "mine", "first") == 0
+    assert cached("ada", "mine", "second") == 0
+    assert cached("ada", "another", "second") > 0
 
 
 def test_models_and_errors_are_what_the_client_expects(served: Served) -> None:
