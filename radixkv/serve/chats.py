@@ -19,7 +19,7 @@ from radixkv.chat.messages import ToolCall
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.reply import Piece
-from radixkv.serve.responses import DONE, encode_response, sse_event, usage
+from radixkv.serve.responses import DONE, encode_response, running_usage, sse_event, usage
 from radixkv.serve.schemas import read_chat
 from radixkv.serve.service import Service
 from radixkv.serve.turn import Reply, Step, Turn, respond
@@ -42,6 +42,7 @@ class ChatAnswer:
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._parts: dict[int, tuple[bytes, bytes]] = {}
+        self._sampled = 0  # tokens of all replies so far
 
     # ---- whole
 
@@ -88,6 +89,7 @@ class ChatAnswer:
     def _of_step(self, step: Step) -> bytes:
         """Return the events for one step: empty while its text is held back."""
         pieces, chunk = step.pieces, step.chunk
+        self._sampled += len(chunk.token_ids)
         if len(pieces) == 1 and pieces[0].content and chunk.logprobs is None and step.end is None:
             return self._content_event(step.index, pieces[0].content)
         deltas = [_delta(piece) for piece in pieces]
@@ -101,6 +103,8 @@ class ChatAnswer:
 
     def _content_event(self, index: int, text: str) -> bytes:
         """Return the most frequent event, a delta of content, from prepared parts; equal to `_event`, but faster."""
+        if self._options.running_usage:
+            return self._event(index, {"content": text})
         if index not in self._parts:
             front, _, back = self._event(index, {"content": ""}).partition(_NO_CONTENT)
             self._parts[index] = front + _NO_CONTENT[:-2], back
@@ -110,7 +114,9 @@ class ChatAnswer:
     def _event(self, index: int, delta: JsonObject, logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         event = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        if self._options.include_usage:
+        if self._options.running_usage:
+            event["usage"] = running_usage(self._turn.prompt_tokens, self._sampled)
+        elif self._options.include_usage:
             event["usage"] = None
         return sse_event(event)
 

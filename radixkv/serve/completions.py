@@ -23,6 +23,7 @@ from radixkv.serve.responses import (
     EventStream,
     all_replies,
     encode_response,
+    running_usage,
     sse_event,
     unless_disconnected,
     usage,
@@ -78,6 +79,7 @@ class CompletionAnswer:
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._echoed = [self._echo(*pair) for pair in zip(body.prompts, prompts, strict=True)]
+        self._prompt_tokens, self._sampled = sum(map(len, prompts)), 0
         self._offsets = [len(text) for text in self._echoed for _ in range(body.options.params.n)]
 
     # ---- whole
@@ -105,6 +107,7 @@ class CompletionAnswer:
                 yield self._event(index, self._echoed[index // self._body.options.params.n])
         async with aclosing(submit.chunks(handles)) as chunks:
             async for prompt, chunk in chunks:
+                self._sampled += len(chunk.token_ids)
                 if chunk.text or chunk.finish_reason or chunk.logprobs:
                     yield self._of_chunk(prompt * self._body.options.params.n + chunk.index, chunk)
         completions = [await handle.result() for handle in handles]
@@ -123,7 +126,9 @@ class CompletionAnswer:
     def _event(self, index: int, text: str, logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         event = {**self._head(), "choices": [choice]}
-        if self._body.options.include_usage:
+        if self._body.options.running_usage:
+            event["usage"] = running_usage(self._prompt_tokens, self._sampled)
+        elif self._body.options.include_usage:
             event["usage"] = None
         return sse_event(event)
 

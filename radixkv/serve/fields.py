@@ -173,6 +173,12 @@ class Fields:
         elif (value := self.take(name)) is not None and not _among(value, allowed):
             self._ignored.add(self.path(name))
 
+    def has_no_effect(self, name: str, why: str) -> None:
+        """Add a field that was read to the ignored ones; refuse it if the server is strict."""
+        if self._ignored is None:
+            self.refuse(name, why)
+        self._ignored.add(self.path(name))
+
     def ignore(self, *names: str) -> None:
         """Accept fields with any value, without effect."""
         for name in names:

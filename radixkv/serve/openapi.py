@@ -20,6 +20,7 @@ from radixkv.serve.settings import Settings
 BOOLEAN: JsonObject = {"type": ["boolean", "null"]}
 STRING: JsonObject = {"type": ["string", "null"]}
 ANYTHING: JsonObject = {"description": "Taken, and without effect."}
+IGNORED: JsonObject = {"description": "Ignored, and named in the answer's `Warning` if it asks for more than there is."}
 COUNT: JsonObject = {"type": "integer", "minimum": 0}
 TEXT: JsonObject = {"type": "string"}
 TOKEN_ID: JsonObject = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
@@ -78,8 +79,9 @@ Every answer has the request's id in `X-Request-Id`. Unknown fields of a body ar
 def document(model_name: str, settings: Settings) -> JsonObject:
     """Return the whole document, for a server of this model."""
     model = {"type": "string", "enum": [model_name], "description": "The model that this server has."}
-    chat, completion, tokenize = _chat_body(model), _completion_body(model), _tokenize_body(model)
-    if settings.strict_fields:
+    strict = settings.strict_fields
+    chat, completion, tokenize = _chat_body(model, strict), _completion_body(model, strict), _tokenize_body(model)
+    if strict:
         chat, completion, tokenize = map(closed, (chat, completion, tokenize))
     return {
         "openapi": "3.1.0",
@@ -190,10 +192,10 @@ _SESSION_KEY: JsonObject = {
 }
 
 
-def _chat_body(model: JsonObject) -> JsonObject:
+def _chat_body(model: JsonObject, strict: bool) -> JsonObject:
     """The body of POST /v1/chat/completions."""
     fields = {
-        **_options(model),
+        **_options(model, strict),
         "messages": array(_message(), least=1),
         "tools": maybe(array(_tool())),
         "tool_choice": {"enum": ["auto", "none", None]},
@@ -205,16 +207,17 @@ def _chat_body(model: JsonObject) -> JsonObject:
         "response_format": {"enum": [{"type": "text"}, None]},
         "modalities": {"enum": [["text"], None]},
         **{name: {"type": "null"} for name in schemas.NOT_OF_CHAT},
+        **{name: {"type": "null"} if strict else IGNORED for name in schemas.IGNORED_IN_CHAT},
     }
     return obj(fields, "model", "messages")
 
 
-def _completion_body(model: JsonObject) -> JsonObject:
+def _completion_body(model: JsonObject, strict: bool) -> JsonObject:
     """The body of POST /v1/completions."""
     ids = array(TOKEN_ID, least=1)
     prompts = array({"anyOf": [{"type": "string"}, ids]}, least=1, most=schemas.MOST_PROMPTS)
     fields = {
-        **_options(model),
+        **_options(model, strict),
         "prompt": {"anyOf": [{"type": "string"}, ids, prompts]},
         "echo": BOOLEAN,
         "logprobs": integer(*schemas.wire_range("logprobs")),
@@ -237,17 +240,17 @@ def _tokenize_body(model: JsonObject) -> JsonObject:
     return obj(fields)
 
 
-def _options(model: JsonObject) -> JsonObject:
+def _options(model: JsonObject, strict: bool) -> JsonObject:
     """The fields that chat and text completions share."""
-    options = obj({"include_usage": BOOLEAN, "include_obfuscation": BOOLEAN})
+    options = obj(dict.fromkeys(("include_usage", "continuous_usage_stats", "include_obfuscation"), BOOLEAN))
+    values = {name: {"enum": [*allowed, None]} for name, (allowed, _) in schemas.IGNORED_VALUES.items()}
     return {
         "model": model,
         "stream": BOOLEAN,
         "stream_options": maybe(options),
         **_sampling(),
         "prompt_cache_key": _SESSION_KEY,
-        "store": {"enum": [False, None]},
-        "service_tier": {"enum": ["auto", "default", None]},
+        **(values if strict else dict.fromkeys(values, IGNORED)),
         **dict.fromkeys(schemas.WITHOUT_EFFECT, ANYTHING),
     }
 
@@ -287,7 +290,7 @@ _TOKEN = "^[0-9]{1,10}$"
 
 
 def _message() -> JsonObject:
-    named = {"name": STRING}
+    named = {"name": STRING, "cache_control": ANYTHING}
     roles = [role for role in schemas.ROLES if role not in ("assistant", "tool")]
     spoken = {"role": {"enum": roles}, "content": _content()}
     answered = {"role": {"const": "tool"}, "content": _content(), "tool_call_id": _NOT_EMPTY}
@@ -317,6 +320,7 @@ def _said() -> JsonObject:
         "content": maybe(_content()),
         "tool_calls": maybe(array(call)),
         "reasoning_content": STRING,
+        "reasoning": {**STRING, "description": "Another name of `reasoning_content`, which goes before it."},
         "refusal": STRING,
         "annotations": {"type": ["array", "null"], **ANYTHING},
         "audio": {"type": "null"},
@@ -331,12 +335,14 @@ def _tool() -> JsonObject:
         "parameters": {"type": ["object", "null"]},
         "strict": BOOLEAN,
     }
-    return obj({"type": {"const": "function"}, "function": obj(function, "name")}, "type", "function")
+    tool = {"type": {"const": "function"}, "function": obj(function, "name"), "cache_control": ANYTHING}
+    return obj(tool, "type", "function")
 
 
 # ---- responses
 
 _INDEX: JsonObject = {"type": "integer", "minimum": 0}
+_COUNTS = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT)
 _ENDS: JsonObject = {"enum": ["stop", "length", "tool_calls"]}
 
 
@@ -362,8 +368,8 @@ def _whole(kind: str, choice: JsonObject) -> JsonObject:
 
 
 def _chunk(kind: str, choice: JsonObject) -> JsonObject:
-    """One event. The event with the usage, if the client requested it, has no choices."""
-    return answer(_head(kind, choice), usage=maybe(ref("Usage")))
+    """One event. The last one with the usage, if the client requested it, has no choices; others may have counts."""
+    return answer(_head(kind, choice), usage=maybe({"anyOf": [ref("Usage"), answer(_COUNTS)]}))
 
 
 def _head(kind: str, choice: JsonObject) -> JsonObject:
@@ -402,5 +408,4 @@ def _chat_logprobs() -> JsonObject:
 
 
 def _usage() -> JsonObject:
-    counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT)
-    return answer({**counts, "prompt_tokens_details": answer({"cached_tokens": COUNT})})
+    return answer({**_COUNTS, "prompt_tokens_details": answer({"cached_tokens": COUNT})})

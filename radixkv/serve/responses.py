@@ -42,6 +42,11 @@ def usage(completions: Sequence[Completion]) -> JsonObject:
     }
 
 
+def running_usage(prompt: int, output: int) -> JsonObject:
+    """Return the token counts of some requests that are still running; hits are counted at the end."""
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
 class TokenTexts:
     """The texts of single tokens."""
 

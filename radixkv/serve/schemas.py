@@ -33,9 +33,19 @@ from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
 MOST_PROMPTS = 1024
 WITHOUT_EFFECT = ("user", "safety_identifier", "metadata", "prompt_cache_retention")
 NOT_OF_CHAT = {
-    **dict.fromkeys(("audio", "prediction", "web_search_options"), "this server reads and writes text only"),
+    "audio": "this server reads and writes text only",
     **dict.fromkeys(("functions", "function_call"), "it is the old form of tools and tool_choice: use those"),
-    **dict.fromkeys(("reasoning_effort", "verbosity"), "how much is thought or said is the model's to decide"),
+}
+# Fields that are ignored with a warning, with the reason why a strict server refuses them.
+IGNORED_IN_CHAT = {
+    "prediction": "the text of a reply is not predicted",
+    "web_search_options": "this server does not search",
+    **dict.fromkeys(("reasoning_effort", "verbosity"), "the model decides how much it thinks and writes"),
+}
+# Fields whose other values are ignored with a warning: the values with an effect, and why others are refused.
+IGNORED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "store": ((False,), "nothing that was said is stored"),
+    "service_tier": (("auto", "default"), "there is one tier"),
 }
 
 TextOrIds = str | list[int]
@@ -45,6 +55,7 @@ TextOrIds = str | list[int]
 class RequestOptions:
     """The fields that chat and text completions share.
 
+    `include_usage` adds an event with the usage at the end of a stream, `running_usage` the usage so far to each event.
     `params.max_tokens` applies only if `bounded`; else a reply may fill the context. Requests with the same
     `session_key` are one session for the monitor. It never isolates cached prefixes.
     """
@@ -55,6 +66,7 @@ class RequestOptions:
     stream: bool
     include_usage: bool
     session_key: str | None
+    running_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,26 +154,28 @@ def _options(fields: Fields, bound: int | None, logprobs: int | None) -> Request
     if not isinstance(model, str):
         fields.wrong("model", "a string", model)
     stream = fields.flag("stream")
-    include_usage = _include_usage(fields, stream)
+    include_usage, running_usage = _stream_options(fields, stream)
     params = _params(fields, bound, logprobs)
     session_key = fields.text("prompt_cache_key")
-    fields.only("store", (False,), "nothing that was said is stored")
-    fields.only("service_tier", ("auto", "default"), "there is one tier")
+    for name, (allowed, why) in IGNORED_VALUES.items():
+        fields.prefer(name, allowed, why)
     fields.ignore(*WITHOUT_EFFECT)
     fields.close()
-    return RequestOptions(model, params, bound is not None, stream, include_usage, session_key)
+    return RequestOptions(model, params, bound is not None, stream, include_usage, session_key, running_usage)
 
 
-def _include_usage(fields: Fields, stream: bool) -> bool:
+def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Return `include_usage` and `running_usage` of RequestOptions."""
     given = fields.take("stream_options")
     if given is None:
-        return False
-    if not stream:
-        fields.refuse("stream_options", "has a meaning only with stream=true")
+        return False, False
     options = fields.nested(given, "stream_options")
     options.flag("include_obfuscation")  # accepted without effect: events are not padded
-    wanted = options.flag("include_usage")
+    wanted = options.flag("include_usage"), options.flag("continuous_usage_stats")
     options.close()
+    if not stream:
+        fields.has_no_effect("stream_options", "has a meaning only with stream=true")
+        return False, False
     return wanted
 
 
@@ -274,6 +288,8 @@ def _refuse_what_chat_lacks(fields: Fields) -> None:
     fields.only("modalities", (["text"],), "this server reads and writes text")
     for name, why in NOT_OF_CHAT.items():
         fields.only(name, (), why)
+    for name, why in IGNORED_IN_CHAT.items():
+        fields.prefer(name, (), why)
 
 
 # ---- text completions only
@@ -355,6 +371,7 @@ def _message(fields: Fields) -> Message:
         message["tool_call_id"] = fields.text("tool_call_id") or fields.need("tool_call_id")
     if (name := fields.text("name")) is not None:
         message["name"] = name
+    fields.ignore("cache_control")
     fields.close()
     return message
 
@@ -363,7 +380,7 @@ def _assistant(fields: Fields, content: str | None) -> Message:
     calls = [
         _call(fields.nested(each, f"{fields.path('tool_calls')}[{at}]")) for at, each in _numbered(fields, "tool_calls")
     ]
-    thinking = fields.text("reasoning_content")
+    thinking, other = fields.text("reasoning_content"), fields.text("reasoning")  # the names that servers use
     refusal = fields.text("refusal")
     _numbered(fields, "annotations")
     fields.only("audio", (), "this server reads and writes text only")
@@ -373,8 +390,8 @@ def _assistant(fields: Fields, content: str | None) -> Message:
     message: Message = {"content": refusal if content is None and refusal is not None else content or ""}
     if calls:
         message["tool_calls"] = calls
-    if thinking is not None:
-        message["reasoning_content"] = thinking
+    if thinking is not None or other is not None:
+        message["reasoning_content"] = other if thinking is None else thinking
     return message
 
 
@@ -426,6 +443,7 @@ def _tool(fields: Fields) -> JsonObject:
         fields.refuse("type", 'must be "function"')
     given = fields.need("function")
     _check_function(fields.nested(given, fields.path("function")))
+    fields.ignore("cache_control")
     fields.close()
     return {"type": "function", "function": {name: given[name] for name in given if name in TOOL_FIELDS}}
 

@@ -9,6 +9,7 @@ import pytest
 
 from radixkv.chat.tool_call_formats import DEEPEST
 from radixkv.serve import Settings
+from radixkv.serve.schemas import read_messages
 from tests.chat.worlds import THINKING, byte_tokenizer
 from tests.serve.served import ASKED, CHAT, fake_model, served
 
@@ -53,7 +54,6 @@ WRONG = [
     ({"logprobs": 5}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
     ({"stream": "yes"}, "stream"),
-    ({"stream_options": {}}, "stream_options"),
     ({"tools": [5]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
@@ -61,8 +61,6 @@ WRONG = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"functions": []}, "functions"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
-    ({"store": True}, "store"),
 ]
 
 _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
@@ -75,6 +73,26 @@ UNKNOWN = [
     ({"temprature": 1}, "temprature"),
     ({"options": {"num_ctx": 4096}}, "options"),
 ]
+# Known fields whose values have no effect.
+WITHOUT_EFFECT = [
+    ({"store": True}, "store"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"web_search_options": {}}, "web_search_options"),
+]
+
+
+def test_values_without_effect_are_named_in_a_warning_and_refused_by_a_strict_server():
+    with served() as server, served(Settings(strict_fields=True)) as strict:
+        for change, path in WITHOUT_EFFECT:
+            answer = server.post("/v1/chat/completions", {**CHAT, "max_tokens": 1, **change})
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["warning"] == f'299 radixkv "ignored: {path}"'
+            refused = strict.post("/v1/chat/completions", {**CHAT, "max_tokens": 1, **change})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == path, refused.text
 
 
 def test_unknown_fields_are_named_in_a_warning_and_in_the_log(caplog):
@@ -89,6 +107,25 @@ def test_unknown_fields_are_named_in_a_warning_and_in_the_log(caplog):
             answer = server.post(path, {"model": "fake", **body, "one": 1, "two": {"three": 3}, "four": None})
             assert answer.status_code == 200 and answer.headers["warning"] == '299 radixkv "ignored: one, two"'
             assert "warning" not in server.post(path, {"model": "fake", **body, "four": None}).headers
+
+
+def test_hints_on_messages_and_tools_change_no_prompt_and_warn_of_nothing():
+    hint = {"cache_control": {"type": "ephemeral"}}
+    said = {"role": "assistant", "content": "Hi."}
+    plain = [*ASKED, said, *ASKED]
+    marked = [ASKED[0] | hint, said | hint, ASKED[0] | hint]
+    tools = [{"type": "function", "function": _FUNCTION}]
+    with served(Settings(strict_fields=True)) as server:
+        bodies = [{"messages": plain, "tools": tools}, {"messages": marked, "tools": [tools[0] | hint]}]
+        found = [server.post("/tokenize", body) for body in bodies]
+    assert found[0].json() == found[1].json() and "warning" not in found[1].headers
+
+
+def test_reasoning_of_a_message_is_its_thinking():
+    said = {"role": "assistant", "content": "Hi."}
+    forms = [{"reasoning_content": "Hm."}, {"reasoning": "Hm."}, {"reasoning_content": "Hm.", "reasoning": "So?"}]
+    found = [read_messages([{**said, **form}]) for form in forms]
+    assert found == [[{**said, "reasoning_content": "Hm."}]] * 3
 
 
 def test_a_strict_server_refuses_unknown_fields():

@@ -98,7 +98,9 @@ def test_every_event_and_every_whole_answer_is_as_documented(path) -> None:
     with served(brain=brain) as server:
         events = server.events(path, {**asked, "stream_options": {"include_usage": True}})
         answer = server.post(path, asked).json()
+        with_counts = server.events(path, {**asked, "stream_options": {"continuous_usage_stats": True}})
     assert len(events) > 5 and all(fits(event, each) for each in events)
+    assert all(fits(event, each) and each["usage"] for each in with_counts)
     assert fits(whole, answer) and not fits(whole, events[0])
     assert fits(event, ApiError(503, "x").body()) and not fits(event, {"error": "x"})
     if "chat" in path:

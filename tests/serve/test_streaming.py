@@ -72,6 +72,23 @@ def test_a_stream_says_what_the_whole_says(n, max_tokens, chat, temperature, sto
     assert streamed[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_may_have_the_usage_so_far_in_each_event(path):
+    asked = {**CHAT} if "chat" in path else {"model": "fake", "prompt": ["One", "Two"]}
+    body = {**asked, "max_tokens": 6, "n": 2, "ignore_eos": True, "temperature": 0}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    plain = SERVER.events(path, {**body, "stream_options": {"include_usage": True}})
+    *running, last = SERVER.events(path, {**body, "stream_options": options})
+    assert all(event["usage"] is None for event in plain[:-1])
+    counts = [event["usage"]["completion_tokens"] for event in running]
+    assert counts == sorted(counts) and len(set(counts)) > 3
+    assert counts[-1] == last["usage"]["completion_tokens"] == plain[-1]["usage"]["completion_tokens"]
+    for event in running:
+        assert event["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        assert event["usage"]["total_tokens"] == event["usage"]["prompt_tokens"] + event["usage"]["completion_tokens"]
+    assert texts(running) == texts(plain[:-1])
+
+
 def setup_module() -> None:
     global SERVER, LEAVE
     LEAVE = served()
@@ -244,7 +261,7 @@ def test_clients_of_all_kinds_leave_nothing_behind():
             found = texts(events(answer.text)) if kind == "reads" else answer.json()["choices"][0]["message"]["content"]
             whole.append(found[0] if isinstance(found, dict) else found)
         elif kind == "nonsense":
-            assert ask(host, {**body, "nonsense": seed}).status_code == 400
+            assert ask(host, {**body, "temperature": "nonsense"}).status_code == 400
         else:
             connection = send(host, body) if kind == "leaves" else socket.create_connection(("127.0.0.1", host.port))
             if kind == "half":
