@@ -180,6 +180,7 @@ def test_a_whole_file_that_is_no_readable_model_is_unsupported(name: str, tmp_pa
         ),
         (key("x", STRING, u64(2**30)), "a string of 1,073,741,824 bytes"),
     ],
+    ids=["bytes", "strings", "empty arrays", "a string"],
 )
 def test_limits_hold_in_a_file_that_is_large_enough_for_the_lie(fields: bytes, text: str, tmp_path: Path) -> None:
     """The rest of the file, a hole of 64 GB that takes no space, has room for each of these counts."""
