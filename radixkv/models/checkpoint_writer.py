@@ -19,7 +19,8 @@ from radixkv.models.checkpoint import INDEX, WEIGHTS
 
 SHARD_BYTES = 5 * 10**9
 _PIECE = 1 << 24  # bytes of one write
-_ALIGNMENT = 8
+_ALIGNMENT = 64  # bytes; products of matrices round differently on numbers that are not aligned like those of torch
+_LENGTH = 8  # bytes of the number that precedes the header
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -91,12 +92,13 @@ def _write_index(path: Path, shards: Mapping[str, Mapping[str, Tensor]]) -> None
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], object]) -> None:
     """Write a safetensors file: the header's length in 8 bytes, a JSON header, and the tensors without gaps.
 
-    Tensors with larger numbers come first, so that each one is aligned.
+    Tensors whose bytes are no multiple of the alignment come last, those with larger numbers first. So all others are
+    aligned to 64 bytes, and these to their numbers.
     """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].nbytes % _ALIGNMENT > 0, -item[1].itemsize))
     with path.open("xb") as file:
         header = _header(ordered)
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(len(header).to_bytes(_LENGTH, "little") + header)
         for _, tensor in ordered:
             for piece in _pieces(tensor):
                 progress(file.write(piece))
@@ -112,7 +114,7 @@ def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
         fields[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(fields, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % _ALIGNMENT)
+    return text + b" " * (-(_LENGTH + len(text)) % _ALIGNMENT)
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

@@ -55,6 +55,20 @@ def test_an_automatic_dtype_is_that_of_the_written_weights(tmp_path: Path) -> No
     assert not (tmp_path / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_weights_are_aligned_as_in_memory(kind: str, tmp_path: Path) -> None:
+    """Else the products of a written model are rounded differently from those of the model in memory."""
+    model = make(FAMILIES[kind]())
+    checkpoint_writer.write_model(tmp_path, model, None)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    offsets = {name: each["data_offsets"] for name, each in json.loads(data[8:start]).items() if name != "__metadata__"}
+    aligned = {name for name, (at, _) in offsets.items() if (start + at) % 64 == 0}
+    assert aligned >= {name for name, (at, end) in offsets.items() if (end - at) % 64 == 0}
+    assert all((start + at) % 4 == 0 for at, _ in offsets.values())
+    assert aligned
+
+
 @pytest.mark.parametrize("most", [1, 10_000, 30_000])
 def test_larger_models_are_in_several_files_with_an_index(most: int, tmp_path: Path) -> None:
     model = make(FAMILIES["qwen3"]())
