@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from starlette.applications import Starlette
@@ -10,8 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
+from radixkv import __version__
 from radixkv.chat import AsyncEngine
 from radixkv.errors import EngineClosed, RadixKVError
 from radixkv.serve import chats, completions
@@ -34,7 +35,7 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
         async def answer(request: Request) -> Response:
             return await endpoint(service, request)
 
-        return Route(path, answer, methods=[method])
+        return Route(path, answer, methods=[method])  # Starlette adds HEAD to GET
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -43,16 +44,19 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
         yield
 
     app = Starlette(
-        routes=[
-            route("/health", health),
-            route("/metrics", metrics),
-            route("/openapi.json", openapi),
-            route("/v1/models", models),
-            route("/v1/models/{model:path}", model),
-            route("/v1/chat/completions", chats.create, "POST"),
-            route("/v1/completions", completions.create, "POST"),
-            route("/tokenize", completions.tokenize, "POST"),
-        ],
+        routes=_with_aliases(
+            [
+                route("/", about),
+                route("/health", health),
+                route("/metrics", metrics),
+                route("/openapi.json", openapi),
+                route("/v1/models", models),
+                route("/v1/models/{model:path}", model),
+                route("/v1/chat/completions", chats.create, "POST"),
+                route("/v1/completions", completions.create, "POST"),
+                route("/tokenize", completions.tokenize, "POST"),
+            ]
+        ),
         middleware=[Middleware(RequestMiddleware)],
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
         lifespan=lifespan,
@@ -60,6 +64,18 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
     app.router.redirect_slashes = False  # clients do not send a body again after a redirect
     app.state.service = service
     return app
+
+
+def _with_aliases(routes: Sequence[Route]) -> list[BaseRoute]:
+    """Add each path that begins with /v1 without it too, for clients whose base URL lacks it."""
+    with_version = [each for each in routes if each.path.startswith("/v1/")]
+    aliases = [Route(each.path.removeprefix("/v1"), each.endpoint, methods=each.methods) for each in with_version]
+    return [*routes, *aliases]
+
+
+async def about(_: Service, __: Request) -> Response:
+    """Return the name and the version of the server, for clients that look for one. Needs no key."""
+    return JSONResponse({"name": "radixkv", "version": __version__})
 
 
 async def health(service: Service, _: Request) -> Response:

@@ -72,8 +72,9 @@ def answer(properties: JsonObject, **optional: JsonObject) -> JsonObject:
 _ABOUT = """OpenAI's endpoints over one engine whose prefix cache can be seen.
 
 A path that is not here gets 404, and a method that is not here 405, with the methods in `Allow`; both with an Error.
-Every answer has the request's id in `X-Request-Id`. Unknown fields of a body are ignored, and named in the answer's
-`Warning`; with `--strict-fields` they are refused."""
+A path that begins with `/v1` works without it too, and each path with GET takes HEAD. Every answer has the request's id
+in `X-Request-Id`. Unknown fields of a body are ignored, and named in the answer's `Warning`; with `--strict-fields`
+they are refused."""
 
 
 def document(model_name: str, settings: Settings) -> JsonObject:
@@ -93,6 +94,7 @@ def document(model_name: str, settings: Settings) -> JsonObject:
             "/tokenize": _post("Token ids of a text or of a conversation", tokenize, "Tokens"),
             "/v1/models": _get("The model, as a list", _json("Models"), 401, 403),
             "/v1/models/{model}": _get("The model", _json("Model"), 401, 403, 404, parameters=[_IN_PATH]),
+            "/": _open(_get("Name and version of the server", _json("About"))),
             "/health": _open(_get("Whether the engine answers", _json("Health"), 503)),
             "/metrics": _get("Counters and gauges, as Prometheus reads them", _PROMETHEUS, 401, 403, 503),
             "/openapi.json": _open(_get("This document", {"application/json": {"schema": {"type": "object"}}})),
@@ -358,6 +360,7 @@ def _answers() -> JsonObject:
         "Model": answer(model),
         "Models": answer({"object": {"const": "list"}, "data": array(ref("Model"))}),
         "Tokens": answer({"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)}),
+        "About": answer({"name": {"const": "radixkv"}, "version": TEXT}),
         "Health": answer({"status": {"const": "ok"}}),
         "Error": answer({"error": answer({"message": TEXT, "type": TEXT, "param": STRING, "code": STRING})}),
     }

@@ -11,7 +11,7 @@ import threading
 import pytest
 from transformers import AddedToken
 
-from radixkv import SamplingParams
+from radixkv import SamplingParams, __version__
 from radixkv.serve import Settings
 from radixkv.serve.responses import TokenTexts
 from tests.serve.served import ASKED, CHAT, events, fake_model, says, served, texts, tokenizer
@@ -301,6 +301,35 @@ def test_metrics_count_what_was_asked(vllm):
     assert answer.headers["content-type"].startswith("text/plain")
     assert "radixkv:output_tokens_total 3.0" in answer.text
     assert ("vllm:" in answer.text) == vllm
+
+
+def test_the_root_names_the_server_without_a_key():
+    with served(Settings(api_keys={"ada": "ada-secret"})) as server:
+        answer, head = server.client.get("/"), server.client.head("/")
+    assert answer.status_code == head.status_code == 200
+    assert answer.json() == {"name": "radixkv", "version": __version__} and not head.content
+
+
+def test_every_get_answers_head_too():
+    key = {"Authorization": "Bearer ada-secret"}
+    with served(Settings(api_keys={"ada": "ada-secret"})) as server:
+        for path in ("/health", "/metrics", "/openapi.json", "/v1/models", "/v1/models/fake"):
+            answer = server.client.head(path, headers=key)
+            assert answer.status_code == 200 and not answer.content, path
+        assert server.client.head("/v1/models").status_code == 401
+        assert server.client.head("/v1/models/other", headers=key).status_code == 404
+        assert server.client.head("/v1/chat/completions").status_code == 405
+
+
+def test_paths_work_without_their_version():
+    with served() as server:
+        for path, body in (("/chat/completions", CHAT), ("/completions", PLAIN)):
+            long, short = (server.post(prefix + path, {**body, "temperature": 0}) for prefix in ("/v1", ""))
+            assert long.status_code == short.status_code == 200
+            assert long.json()["choices"] == short.json()["choices"]
+        for path in ("/models", "/models/fake"):
+            assert server.client.get(path).json() == server.client.get(f"/v1{path}").json()
+        assert server.client.get("/chat/completions").status_code == 405
 
 
 def test_what_does_not_exist_says_so_in_the_same_shape():

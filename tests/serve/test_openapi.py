@@ -69,7 +69,8 @@ def test_the_document_needs_no_key_and_says_that_others_do():
 
 def test_every_path_is_documented(server):
     paths = {route.path.replace("{model:path}", "{model}") for route in server.client.app.routes}
-    assert paths == set(DOCUMENT["paths"])
+    documented = set(DOCUMENT["paths"])
+    assert paths == documented | {path.removeprefix("/v1") for path in documented if path.startswith("/v1/")}
 
 
 def body_of(path: str) -> Any:
