@@ -40,7 +40,16 @@ class InvalidTokens(InvalidInput):
 
 
 class PromptTooLong(InvalidInput):
-    """The prompt is longer than the model's context or than the whole pool."""
+    """The prompt is longer than the model's context or than the whole pool.
+
+    `tokens` is its length, or a lower bound of it, and `limit` the longest prompt; both are None if pins or several
+    streams limit it.
+    """
+
+    def __init__(self, message: str, *, tokens: int | None = None, limit: int | None = None) -> None:
+        """Store the numbers for programs."""
+        super().__init__(message)
+        self.tokens, self.limit = tokens, limit
 
 
 class UnknownPolicy(InvalidInput):

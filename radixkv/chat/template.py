@@ -161,5 +161,8 @@ class ChatTemplate:
         """Raise PromptTooLong for a text that has more than `room` tokens."""
         if len(text) <= _LONG * max(room, 0):
             return
-        if at_least(text, room, self.rendering.tokenizer, self.rendering.encode) > room:
-            raise PromptTooLong(f"the conversation has more than the {self.limit} tokens that it may have")
+        found = at_least(text, room, self.rendering.tokenizer, self.rendering.encode)
+        if found > room:
+            assert self.limit is not None
+            message = f"the conversation has more than the {self.limit} tokens that it may have"
+            raise PromptTooLong(message, tokens=self.limit - room + found, limit=self.limit)

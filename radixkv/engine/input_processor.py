@@ -73,7 +73,9 @@ class InputProcessor:
         if sample and room < 1:
             raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens and leaves no room for a reply: the model takes {model.max_length} "
-                f"tokens, the pool holds {self._pool_tokens}"
+                f"tokens, the pool holds {self._pool_tokens}",
+                tokens=len(ids),
+                limit=self.context_limit - 1,
             )
         request = Request(
             prompt=ids,

@@ -38,7 +38,8 @@ async def start(
     """
     most = service.settings.max_prompt_tokens
     if most is not None and len(ids) > most:
-        raise PromptTooLong(f"the prompt has {len(ids)} tokens, and this server takes at most {most}")
+        message = f"the prompt has {len(ids)} tokens, and this server takes at most {most}"
+        raise PromptTooLong(message, tokens=len(ids), limit=most)
     params, engine = options.params, service.engine
     submit = partial(engine.submit, ids, namespace=caller.namespace, timeout=timeout, session=session)
     shared = unbounded(params, engine.context_limit - len(ids))
