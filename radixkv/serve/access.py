@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from radixkv.serve.errors import ApiError, bad_request
 from radixkv.serve.settings import Settings, is_loopback
 
+KEY_HEADER = "x-api-key"
 NAMESPACE_HEADER = "X-RadixKV-Namespace"
 LONGEST_NAME = 256
 _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9.-]+)(?::[0-9]{1,5})?")
@@ -36,16 +37,17 @@ class Auth:
     def tenant(self, headers: Headers) -> str | None:
         """Return the tenant of a request with these headers; raise ApiError 401 or, without keys, 403.
 
-        Compares with every key in constant time.
+        A key is in `Authorization: Bearer KEY`, or in `X-Api-Key` as Anthropic's clients send it. Compares with every
+        key in constant time.
         """
         if not self._digests:
             _check_local(headers)
             return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        key = _bearer(headers) or headers.get(KEY_HEADER, "")
+        given = _digest(key)
         found = [name for name, digest in self._digests.items() if hmac.compare_digest(given, digest)]
         if not found:
-            message = "this API key is not known" if key else "send an API key: Authorization: Bearer KEY"
+            message = "this API key is not known" if key else "send an API key: Authorization: Bearer KEY, or X-Api-Key"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return found[0]
 
@@ -64,6 +66,11 @@ def namespace(tenant: str | None, headers: Headers) -> Hashable:
         raise bad_request(message, NAMESPACE_HEADER, "invalid_value")
     own = () if tenant is None else (tenant,)
     return (*own, name) if name else own or None
+
+
+def _bearer(headers: Headers) -> str:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _check_local(headers: Headers) -> None:
