@@ -141,6 +141,12 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="refuse unknown fields of a request with status 400, instead of ignoring them with a warning header",
     )
+    group.add_argument(
+        "--keep-billing-header",
+        action="store_true",
+        help="keep the line for billing that Claude Code writes before its system prompt; it may change with each "
+        "session or request, and then nothing after it hits the cache",
+    )
     group.add_argument("--vllm-metrics", action="store_true", help="export the metrics under vLLM's names as well")
     group.add_argument("--quiet", action="store_true", help="do not log a line per request; logs never contain text")
 

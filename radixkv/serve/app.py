@@ -16,6 +16,7 @@ from radixkv import __version__
 from radixkv.chat import AsyncEngine
 from radixkv.errors import EngineClosed, RadixKVError
 from radixkv.serve import chats, completions
+from radixkv.serve.anthropic import endpoint as anthropic
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.metrics import CONTENT_TYPE
@@ -54,6 +55,8 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
                 route("/v1/models/{model:path}", model),
                 route("/v1/chat/completions", chats.create, "POST"),
                 route("/v1/completions", completions.create, "POST"),
+                route("/v1/messages", anthropic.create, "POST"),
+                route("/v1/messages/count_tokens", anthropic.count_tokens, "POST"),
                 route("/tokenize", completions.tokenize, "POST"),
             ]
         ),

@@ -78,6 +78,7 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
         history_bytes=_bytes("--history-memory", arguments.history_memory),
         history=arguments.history,
         strict_fields=arguments.strict_fields,
+        keep_billing_header=arguments.keep_billing_header,
         vllm_metrics=arguments.vllm_metrics,
     )
 

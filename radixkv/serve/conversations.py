@@ -169,6 +169,16 @@ class Conversations:
             return THINK_START, THINK_END
 
     @property
+    def late_system(self) -> bool:
+        """Whether the template writes a system message that follows a reply in its place, and does not refuse it."""
+        messages = [{"role": role, "content": f"{role} said"} for role in ("user", "assistant", "system")]
+        try:
+            text = self._template("", "").rendering.render(messages)
+        except ChatError:
+            return False
+        return "assistant said" in text[: max(text.find("system said"), 0)]
+
+    @property
     def stats(self) -> HistoryStats:
         """The counters of the history."""
         return self._index.stats

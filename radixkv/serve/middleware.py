@@ -17,6 +17,7 @@ from radixkv.serve.errors import as_api_error
 from radixkv.serve.fields import IgnoredFields
 
 REQUEST_ID = "x-request-id"
+ANTHROPIC_REQUEST_ID = "request-id"  # where Anthropic's clients look for it
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _log = logging.getLogger("radixkv.serve")
 
@@ -65,7 +66,8 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = [*message["headers"], (REQUEST_ID.encode(), self._id.encode())]
+            ids = [(name.encode(), self._id.encode()) for name in (REQUEST_ID, ANTHROPIC_REQUEST_ID)]
+            headers = [*message["headers"], *ids]
             if self._ignored:
                 headers.append((b"warning", f'299 radixkv "ignored: {self._ignored.text()}"'.encode()))
             message = {**message, "headers": headers}

@@ -6,75 +6,38 @@ compare the two.
 
 from __future__ import annotations
 
-from typing import Any
-
 from radixkv import __version__
-from radixkv.sampling.params import Integer, Number, Parameter, SamplingParams, Texts, TokenBias, TokenIds, parameters
 from radixkv.serve import schemas
-from radixkv.serve.access import LONGEST_NAME, NAMESPACE_HEADER
+from radixkv.serve.access import KEY_HEADER, LONGEST_NAME, NAMESPACE_HEADER
+from radixkv.serve.anthropic import openapi as anthropic
 from radixkv.serve.fields import JsonObject
+from radixkv.serve.json_schemas import (
+    ANYTHING,
+    BOOLEAN,
+    COUNT,
+    IGNORED,
+    STRING,
+    TEXT,
+    TOKEN_ID,
+    answer,
+    array,
+    closed,
+    integer,
+    maybe,
+    obj,
+    ref,
+    sampling,
+)
 from radixkv.serve.settings import Settings
-
-# ---- pieces of JSON schemas
-
-BOOLEAN: JsonObject = {"type": ["boolean", "null"]}
-STRING: JsonObject = {"type": ["string", "null"]}
-ANYTHING: JsonObject = {"description": "Taken, and without effect."}
-IGNORED: JsonObject = {"description": "Ignored, and named in the answer's `Warning` if it asks for more than there is."}
-COUNT: JsonObject = {"type": "integer", "minimum": 0}
-TEXT: JsonObject = {"type": "string"}
-TOKEN_ID: JsonObject = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-
-
-def obj(properties: JsonObject, *required: str) -> JsonObject:
-    """An object with these properties, and perhaps others, which are ignored."""
-    return {"type": "object", "properties": properties, "required": list(required)}
-
-
-def closed(schema: object) -> Any:
-    """Return a schema whose objects have their listed properties only, as a strict server takes them."""
-    if isinstance(schema, list):
-        return [closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    whole = {name: closed(each) for name, each in schema.items()}
-    return {**whole, "additionalProperties": False} if "properties" in whole and "required" in whole else whole
-
-
-def array(items: JsonObject, *, least: int = 0, most: int | None = None) -> JsonObject:
-    """An array of `least` to `most` items."""
-    bounds = {} if most is None else {"maxItems": most}
-    return {"type": "array", "items": items, "minItems": least, **bounds}
-
-
-def maybe(schema: JsonObject) -> JsonObject:
-    """A schema, or null, which counts as absent."""
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def integer(low: int, high: int) -> JsonObject:
-    """A whole number, or null."""
-    return {"type": ["integer", "null"], "minimum": low, "maximum": high}
-
-
-def ref(name: str) -> JsonObject:
-    """A reference to one of the document's schemas."""
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def answer(properties: JsonObject, **optional: JsonObject) -> JsonObject:
-    """An object with all of these properties, perhaps some of the optional ones, and perhaps others."""
-    return {"type": "object", "properties": {**properties, **optional}, "required": list(properties)}
-
 
 # ---- the document
 
-_ABOUT = """OpenAI's endpoints over one engine whose prefix cache can be seen.
+_ABOUT = """OpenAI's and Anthropic's endpoints over one engine whose prefix cache can be seen.
 
 A path that is not here gets 404, and a method that is not here 405, with the methods in `Allow`; both with an Error.
 A path that begins with `/v1` works without it too, and each path with GET takes HEAD. Every answer has the request's id
-in `X-Request-Id`. Unknown fields of a body are ignored, and named in the answer's `Warning`; with `--strict-fields`
-they are refused."""
+in `X-Request-Id` and `Request-Id`. Unknown fields of a body are ignored, and named in the answer's `Warning`; with
+`--strict-fields` they are refused."""
 
 
 def document(model_name: str, settings: Settings) -> JsonObject:
@@ -82,15 +45,24 @@ def document(model_name: str, settings: Settings) -> JsonObject:
     model = {"type": "string", "enum": [model_name], "description": "The model that this server has."}
     strict = settings.strict_fields
     chat, completion, tokenize = _chat_body(model, strict), _completion_body(model, strict), _tokenize_body(model)
+    message, count = anthropic.message_body(), anthropic.count_body()
     if strict:
-        chat, completion, tokenize = map(closed, (chat, completion, tokenize))
+        chat, completion, tokenize, message, count = map(closed, (chat, completion, tokenize, message, count))
     return {
         "openapi": "3.1.0",
         "info": {"title": "radixkv", "version": __version__, "description": _ABOUT},
-        "security": [{"apiKey": []}] if settings.api_keys else [],
+        "security": [{"apiKey": []}, {"keyHeader": []}] if settings.api_keys else [],
         "paths": {
             "/v1/chat/completions": _post("Continue a conversation", chat, "ChatCompletion", "ChatCompletionChunk"),
             "/v1/completions": _post("Continue texts", completion, "Completion", "CompletionChunk"),
+            "/v1/messages": _post(
+                "Continue a conversation, in the form of Anthropic's API",
+                message,
+                "Message",
+                "MessageEvent",
+                "MessageError",
+            ),
+            "/v1/messages/count_tokens": _post("Length of a conversation", count, "TokenCount", error="MessageError"),
             "/tokenize": _post("Token ids of a text or of a conversation", tokenize, "Tokens"),
             "/v1/models": _get("The model, as a list", _json("Models"), 401, 403),
             "/v1/models/{model}": _get("The model", _json("Model"), 401, 403, 404, parameters=[_IN_PATH]),
@@ -100,22 +72,25 @@ def document(model_name: str, settings: Settings) -> JsonObject:
             "/openapi.json": _open(_get("This document", {"application/json": {"schema": {"type": "object"}}})),
         },
         "components": {
-            "schemas": _answers(),
-            "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}},
+            "schemas": {**_answers(), **anthropic.answers()},
+            "securitySchemes": {
+                "apiKey": {"type": "http", "scheme": "bearer"},
+                "keyHeader": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
+            },
         },
     }
 
 
-def _post(about: str, body: JsonObject, answer: str, chunk: str | None = None) -> JsonObject:
+def _post(about: str, body: JsonObject, answer: str, chunk: str | None = None, error: str = "Error") -> JsonObject:
     found = _json(answer)
     if chunk is not None:
-        found["text/event-stream"] = {"schema": _events(chunk)}
+        found["text/event-stream"] = {"schema": _events(chunk, error)}
     return {
         "post": {
             "summary": about,
             "parameters": [_NAMESPACE, _REQUEST_ID],
             "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-            "responses": _responses(about, found, 400, 401, 403, 404, 408, 413, 415, 429, 503, 504),
+            "responses": _responses(about, found, 400, 401, 403, 404, 408, 413, 415, 429, 503, 504, error=error),
         }
     }
 
@@ -130,9 +105,9 @@ def _open(path: JsonObject) -> JsonObject:
     return {"get": {**path["get"], "security": []}}
 
 
-def _responses(about: str, found: JsonObject, *statuses: int) -> JsonObject:
+def _responses(about: str, found: JsonObject, *statuses: int, error: str = "Error") -> JsonObject:
     """The response of success, and those of errors; 500 is possible everywhere."""
-    errors = {str(status): {"description": _WHY[status], "content": _json("Error")} for status in (*statuses, 500)}
+    errors = {str(status): {"description": _WHY[status], "content": _json(error)} for status in (*statuses, 500)}
     for status, header in _HEADERS.items():
         if str(status) in errors:
             errors[str(status)]["headers"] = header
@@ -143,14 +118,15 @@ def _json(name: str) -> JsonObject:
     return {"application/json": {"schema": ref(name)}}
 
 
-def _events(chunk: str) -> JsonObject:
+def _events(chunk: str, error: str) -> JsonObject:
     """A stream of events, as far as OpenAPI 3.1 can describe one: the schema is that of the JSON in each event."""
+    begin, last = ("`event: `, its type, ", "a `message_stop`") if error == "MessageError" else ("", "`data: [DONE]`")
     return {
         "type": "string",
         "contentMediaType": "text/event-stream",
-        "contentSchema": {"anyOf": [ref(chunk), ref("Error")]},
-        "description": f"With stream=true. Each event is `data: `, one {chunk} as JSON, and an empty line; the last is "
-        "`data: [DONE]`. A fault in the middle is the last event instead: an Error.",
+        "contentSchema": {"anyOf": [ref(chunk), ref(error)]},
+        "description": f"With stream=true. Each event is {begin}`data: `, one {chunk} as JSON, and an empty line; the "
+        f"last is {last}. A fault in the middle is the last event instead: {error}.",
     }
 
 
@@ -250,45 +226,11 @@ def _options(model: JsonObject, strict: bool) -> JsonObject:
         "model": model,
         "stream": BOOLEAN,
         "stream_options": maybe(options),
-        **_sampling(),
+        **sampling(),
         "prompt_cache_key": _SESSION_KEY,
         **(values if strict else dict.fromkeys(values, IGNORED)),
         **dict.fromkeys(schemas.WITHOUT_EFFECT, ANYTHING),
     }
-
-
-def _sampling() -> JsonObject:
-    """The sampling parameters that both endpoints take under their own names."""
-    declared = {name: each for name, each in parameters(SamplingParams).items() if each.on_wire}
-    others = [name for name in declared if name not in (*_FIRST, *_LAST)]
-    return {name: _parameter(declared[name]) for name in (*_FIRST, *others, *_LAST)}
-
-
-def _parameter(declared: Parameter) -> JsonObject:
-    """A sampling parameter's type, with its range for HTTP clients."""
-    schema = BOOLEAN
-    match declared:
-        case Integer():
-            schema = integer(*declared.wire)
-        case Number():
-            low, high = declared.wire
-            schema = maybe(
-                {"type": "number", "exclusiveMinimum" if declared.above else "minimum": low, "maximum": high}
-            )
-        case TokenBias():
-            bias = {"type": "number", "minimum": declared.low, "maximum": declared.high}
-            schema = maybe({"type": "object", "patternProperties": {_TOKEN: bias}, "additionalProperties": False})
-        case Texts():
-            text = {"type": "string", "minLength": 1, "maxLength": declared.wire_longest}
-            schema = maybe({"anyOf": [text, array(text, most=declared.wire_most)]})
-        case TokenIds():
-            schema = maybe(array(TOKEN_ID))
-    return {**schema, "description": declared.description} if declared.description else schema
-
-
-# The order in the document: these first and last, the others between them as declared.
-_FIRST, _LAST = ("n", "temperature", "top_p"), ("min_tokens", "ignore_eos")
-_TOKEN = "^[0-9]{1,10}$"
 
 
 def _message() -> JsonObject:

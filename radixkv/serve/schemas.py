@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 from radixkv.chat.messages import Message
@@ -155,7 +156,7 @@ def _options(fields: Fields, bound: int | None, logprobs: int | None) -> Request
         fields.wrong("model", "a string", model)
     stream = fields.flag("stream")
     include_usage, running_usage = _stream_options(fields, stream)
-    params = _params(fields, bound, logprobs)
+    params = sampling_params(fields, bound, logprobs)
     session_key = fields.text("prompt_cache_key")
     for name, (allowed, why) in IGNORED_VALUES.items():
         fields.prefer(name, allowed, why)
@@ -189,15 +190,19 @@ def wire_range(name: str) -> tuple[int, int]:
     return declared.wire
 
 
-def _params(fields: Fields, bound: int | None, logprobs: int | None) -> SamplingParams:
+def sampling_params(
+    fields: Fields, bound: int | None, logprobs: int | None, *, renamed: Mapping[str, str] = MappingProxyType({})
+) -> SamplingParams:
+    """Read the sampling parameters, each from the field of its name or of its name in `renamed`; raise ApiError."""
     declarations = parameters(SamplingParams)
-    given = {name: _read(fields, name, declared) for name, declared in declarations.items() if declared.on_wire}
+    fields_of = {name: renamed.get(name, name) for name, declared in declarations.items() if declared.on_wire}
+    given = {name: _read(fields, field, declarations[name]) for name, field in fields_of.items()}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
         try:
             declarations[name].checked(name, value)
         except InvalidInput as error:
-            raise bad_request(str(error), fields.path(name), "invalid_value") from error
+            raise bad_request(str(error), fields.path(fields_of[name]), "invalid_value") from error
     try:
         return SamplingParams(max_tokens=INT64[1] if bound is None else bound, logprobs=logprobs, **given)
     except InvalidInput as error:
@@ -330,7 +335,7 @@ def read_messages(given: object, ignored: IgnoredFields | None = None) -> list[M
     """
     if not isinstance(given, list) or not given:
         raise bad_request("messages must be an array of at least one message", "messages", "invalid_type")
-    return _in_order([_message(Fields(each, f"messages[{at}]", ignored)) for at, each in enumerate(given)])
+    return results_in_order([_message(Fields(each, f"messages[{at}]", ignored)) for at, each in enumerate(given)])
 
 
 def read_tools(given: Sequence[Any] | None, ignored: IgnoredFields | None = None) -> list[JsonObject] | None:
@@ -341,7 +346,7 @@ def read_tools(given: Sequence[Any] | None, ignored: IgnoredFields | None = None
     return [_tool(Fields(each, f"tools[{at}]", ignored)) for at, each in enumerate(given or ())] or None
 
 
-def _in_order(messages: list[Message]) -> list[Message]:
+def results_in_order(messages: list[Message]) -> list[Message]:
     """Put the results after each reply in the order of its calls, if their ids are unique and known."""
     ordered: list[Message] = []
     places: dict[str, int] = {}

@@ -51,7 +51,7 @@ class Service:
 
     `call_format` is the format of the model's tool calls, None if it is unknown. `hidden_tags` maps ids to the tags of
     thinking, channels and tool calls that are control tokens, which decoding leaves out. `has_channels` says that the
-    model may write thinking and answer as separate messages.
+    model may write thinking and answer as separate messages. `late_system` is as in Conversations.
     """
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
@@ -81,6 +81,7 @@ class Service:
         self.token_texts = TokenTexts(tokenizer)
         self.call_format = format_of(tokenizer)
         self.thinking_tags = self.conversations.thinking_tags
+        self.late_system = self.conversations.late_system
         shown = tags(self.call_format, self.thinking_tags)
         self.hidden_tags = _hidden_tags(tokenizer, shown, engine.model.stop_token_ids)
         self.has_channels = CHANNEL in template_text(tokenizer)
@@ -186,7 +187,9 @@ class Service:
     def _check_tokens(self, tokens: int) -> None:
         if tokens > self.engine.context_limit:
             raise PromptTooLong(
-                f"the prompt has at least {tokens} tokens, and the context {self.engine.context_limit}: shorten it"
+                f"the prompt has at least {tokens} tokens, and the context {self.engine.context_limit}: shorten it",
+                tokens=tokens,
+                limit=self.engine.context_limit - 1,  # a reply has at least one token
             )
 
     def opens_thinking(self, ids: Sequence[int]) -> bool:

@@ -31,7 +31,8 @@ class Settings:
     disables it. `history` is the mode: "append" appends new messages to the known ids; "template" renders the whole
     conversation around the ids of the replies; "auto" appends, unless that would lose text or the template omits the
     thinking of earlier replies. `strict_fields` refuses unknown fields, which are otherwise ignored with a warning.
-    `vllm_metrics` adds metrics with vLLM's names.
+    `keep_billing_header` keeps the line that Claude Code writes before the system prompt, for the billing of its
+    provider; some versions change it with each request. `vllm_metrics` adds metrics with vLLM's names.
     """
 
     host: str = "127.0.0.1"
@@ -51,6 +52,7 @@ class Settings:
     history_bytes: int = 64 * MIB
     history: Mode = "auto"
     strict_fields: bool = False
+    keep_billing_header: bool = False
     vllm_metrics: bool = False
 
     def __post_init__(self) -> None:

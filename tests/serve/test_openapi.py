@@ -62,7 +62,7 @@ def test_answers_are_as_documented(server, path: str, method: str, wrong: bool, 
 def test_the_document_needs_no_key_and_says_that_others_do():
     with served(Settings(api_keys={"ada": "ada-secret"})) as server:
         found = server.client.get("/openapi.json").json()
-    assert found["security"] == [{"apiKey": []}]
+    assert found["security"] == [{"apiKey": []}, {"keyHeader": []}]
     assert found["paths"]["/health"]["get"]["security"] == []
     assert found["info"]["version"]
 

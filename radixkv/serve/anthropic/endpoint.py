@@ -1,0 +1,60 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the one model.
+
+Clients send names of Anthropic's models, so every name is served, unless the server is strict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from functools import partial, wraps
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from radixkv.serve.anthropic.errors import error_response
+from radixkv.serve.anthropic.events import MessageEncoder
+from radixkv.serve.anthropic.schemas import Dialect, read_count, read_message
+from radixkv.serve.errors import as_api_error
+from radixkv.serve.service import Service
+from radixkv.serve.turn import respond
+
+Endpoint = Callable[[Service, Request], Awaitable[Response]]
+
+
+def _with_errors(endpoint: Endpoint) -> Endpoint:
+    """Return errors of an endpoint in Anthropic's form."""
+
+    @wraps(endpoint)
+    async def answer(service: Service, request: Request) -> Response:
+        try:
+            return await endpoint(service, request)
+        except Exception as error:
+            return error_response(as_api_error(error), request.state.request_id)
+
+    return answer
+
+
+@_with_errors
+async def create(service: Service, request: Request) -> Response:
+    """Respond to one request for a message."""
+    encoder = partial(MessageEncoder, request_id=request.state.request_id)
+    read = partial(read_message, dialect=_dialect(service))
+    return await respond(service, request, read, encoder, any_model=not service.settings.strict_fields)
+
+
+@_with_errors
+async def count_tokens(service: Service, request: Request) -> Response:
+    """Respond with the length of a prompt, which is encoded as for a message."""
+    with ExitStack() as cleanup:
+        service.admit(request, cleanup)
+        body = await service.read(request, partial(read_count, dialect=_dialect(service)))
+        if service.settings.strict_fields:
+            service.check_model(body.model)
+        caller = service.caller(request)
+        prompt = await service.cancellable(request, service.chat_prompt(caller, body.messages, body.tools))
+        return JSONResponse({"input_tokens": len(prompt.ids)})
+
+
+def _dialect(service: Service) -> Dialect:
+    return Dialect(service.settings.keep_billing_header, service.late_system)

@@ -1,0 +1,372 @@
+"""Request bodies of Anthropic's Messages API: check them, and convert them to neutral messages and tools.
+
+A string and a list of text blocks are one form, and `cache_control` is no part of a message. So a client may change
+between both forms, and move its cache marks, without changing its conversation. A wrong body raises ApiError with one
+sentence that names the field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radixkv.chat.messages import Message
+from radixkv.serve.errors import bad_request
+from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
+from radixkv.serve.schemas import ChatRequest, RequestOptions, results_in_order, sampling_params, wire_range
+
+BILLING = "x-anthropic-billing-header:"
+ROLES = ("user", "assistant", "system")
+TOOL_NAME = r"[a-zA-Z0-9_.-]{1,128}"
+WITHOUT_EFFECT = ("diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id")
+BLOCK_HINTS = ("cache_control", "citations", "caller")  # of a block
+_NOT_TEXT = ("image", "document", "search_result", "container_upload")
+_ERROR = "Error: "
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Differences between servers in the reading of bodies.
+
+    Without `keeps_billing`, a first system block with the billing line of a client is dropped. `late_system` says that
+    the chat template takes a system message after the first reply; else it becomes a user message in the same place.
+    """
+
+    keeps_billing: bool = False
+    late_system: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRequest(ChatRequest):
+    """The body of POST /v1/messages.
+
+    `marks_cache` says that the client marked parts of it with `cache_control`. With `hides_thinking` it requested
+    thinking blocks without text.
+    """
+
+    marks_cache: bool = False
+    hides_thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CountRequest:
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: str
+    messages: list[Message]
+    tools: list[JsonObject] | None
+
+
+def read_message(body: JsonObject, ignored: IgnoredFields | None, dialect: Dialect) -> MessageRequest:
+    """Check the body of a message; raise ApiError, which names the wrong field.
+
+    Fields without effect are added to `ignored`; without it, unknown fields are refused.
+    """
+    fields = Fields(body, ignored=ignored)
+    messages, tools = _conversation(fields, dialect), _tools(fields)
+    reads_calls = _reads_calls(fields, tools)
+    hides_thinking = _thinking(fields)
+    _output(fields)
+    bound = fields.integer("max_tokens", *wire_range("max_tokens"))
+    fields.only("n", (1,), "a message is one reply")
+    params = sampling_params(fields, bound, None, renamed={"stop": "stop_sequences"})
+    stream = fields.flag("stream")
+    model = _model(fields)
+    marks_cache = _marked(body)
+    session_key = _session_key(fields)
+    fields.ignore("cache_control", *WITHOUT_EFFECT)
+    fields.close()
+    options = RequestOptions(model, params, bound is not None, stream, True, session_key)
+    return MessageRequest(options, messages, tools, reads_calls, marks_cache=marks_cache, hides_thinking=hides_thinking)
+
+
+def read_count(body: JsonObject, ignored: IgnoredFields | None, dialect: Dialect) -> CountRequest:
+    """Check the body of a count of tokens, as `read_message` does."""
+    fields = Fields(body, ignored=ignored)
+    messages, tools = _conversation(fields, dialect), _tools(fields)
+    _reads_calls(fields, tools)
+    _thinking(fields)
+    _output(fields)
+    model = _model(fields)
+    fields.ignore("cache_control", *WITHOUT_EFFECT)
+    fields.close()
+    return CountRequest(model, messages, tools)
+
+
+# ---- fields of a request
+
+
+def _model(fields: Fields) -> str:
+    model = fields.need("model")
+    if not isinstance(model, str):
+        fields.wrong("model", "a string", model)
+    return str(model)
+
+
+def _session_key(fields: Fields) -> str | None:
+    """Return the name of a user or session that clients send as metadata."""
+    given = fields.take("metadata")
+    if given is None:
+        return None
+    metadata = fields.nested(given, "metadata")
+    key = metadata.text("user_id")
+    metadata.close()
+    return key
+
+
+def _reads_calls(fields: Fields, tools: list[JsonObject] | None) -> bool:
+    """Return whether calls are taken out of the reply."""
+    given = fields.take("tool_choice")
+    if given is None:
+        return bool(tools)
+    choice = fields.nested(given, "tool_choice")
+    kind = choice.need("type")
+    if kind not in ("auto", "none"):
+        choice.refuse("type", 'can be "auto" or "none": a reply cannot be forced to be a call')
+    choice.prefer("disable_parallel_tool_use", (False,), "the model decides how many calls it makes")
+    choice.close()
+    return bool(tools) and kind != "none"
+
+
+def _thinking(fields: Fields) -> bool:
+    """Return whether the text of thinking is hidden."""
+    given = fields.take("thinking")
+    if given is None:
+        return False
+    thinking = fields.nested(given, "thinking")
+    kind = thinking.need("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        thinking.refuse("type", f"must be enabled, adaptive or disabled, not {shown(kind)}")
+    thinking.ignore("budget_tokens")  # a model cannot be held to it
+    display = thinking.text("display")
+    if display not in (None, "summarized", "omitted"):
+        thinking.refuse("display", f"must be summarized or omitted, not {shown(display)}")
+    thinking.close()
+    return display == "omitted"
+
+
+def _output(fields: Fields) -> None:
+    """Check `output_config`, and the older field for its format."""
+    fields.only("output_format", (), "constrained output is not supported")
+    given = fields.take("output_config")
+    if given is not None:
+        output = fields.nested(given, "output_config")
+        output.only("format", (), "constrained output is not supported")
+        output.close()
+
+
+def _marked(body: JsonObject) -> bool:
+    """Whether any part of a body has `cache_control`. O(blocks)."""
+    parts = [body, *_objects(body.get("tools")), *_objects(body.get("system"))]
+    for message in _objects(body.get("messages")):
+        for block in _objects(message.get("content")):
+            parts += [block, *_objects(block.get("content"))]
+    return any(part.get("cache_control") for part in parts)
+
+
+def _objects(given: object) -> list[JsonObject]:
+    return [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+
+
+# ---- tools
+
+
+def _tools(fields: Fields) -> list[JsonObject] | None:
+    """Return the tools with a schema as OpenAI's functions; tools that a server would have to run are ignored."""
+    tools = []
+    for at, each in enumerate(fields.list("tools") or ()):
+        tool = fields.nested(each, f"tools[{at}]")
+        tool.prefer("type", ("custom",), "this server runs no tools")
+        if each.get("type") in (None, "custom"):
+            tools.append({"type": "function", "function": _function(tool)})
+    return tools or None
+
+
+def _function(fields: Fields) -> JsonObject:
+    name = fields.need("name")
+    if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name):
+        fields.refuse("name", "must be 1 to 128 letters, digits, underscores, dots or dashes")
+    description, schema = fields.text("description"), fields.need("input_schema")
+    if not isinstance(schema, dict):
+        fields.wrong("input_schema", "a JSON schema (an object)", schema)
+    for hint in ("strict", "defer_loading", "eager_input_streaming"):
+        fields.flag(hint)  # without effect: every tool is in the prompt, and a call is one event
+    fields.ignore("cache_control", "allowed_callers", "input_examples")
+    fields.close()
+    described = {} if description is None else {"description": description}
+    return {"name": name, **described, "parameters": schema}
+
+
+# ---- messages
+
+
+def _conversation(fields: Fields, dialect: Dialect) -> list[Message]:
+    """Return the system prompt and the messages.
+
+    System messages before the first reply join the system prompt: the conversation still begins there.
+    """
+    system = _system(fields, dialect)
+    given = fields.need("messages")
+    if not isinstance(given, list) or not given:
+        raise bad_request("messages must be an array of at least one message", "messages", "invalid_type")
+    messages: list[Message] = []
+    replied = False
+    for at, each in enumerate(given):
+        for message in _messages(fields.nested(each, f"messages[{at}]")):
+            replied = replied or message["role"] == "assistant"
+            if message["role"] != "system":
+                _append(messages, message)
+            elif not replied:
+                system.append(message["content"])
+            else:
+                _append(messages, message if dialect.late_system else {**message, "role": "user"})
+    if not messages:
+        raise bad_request("messages must have a message of a user", "messages", "invalid_value")
+    if messages[-1]["role"] == "assistant":
+        why = "the last message is of the assistant: this server cannot continue it, so let it be of a user"
+        raise bad_request(why, f"messages[{len(given) - 1}]", "invalid_value")
+    opening = [{"role": "system", "content": "\n".join(system)}] if system else []
+    return results_in_order([*opening, *messages])
+
+
+def _append(messages: list[Message], message: Message) -> None:
+    """Append a message; texts of a user that follow each other are one turn."""
+    last = messages[-1] if messages else {}
+    if message["role"] == last.get("role") == "user":
+        messages[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
+    else:
+        messages.append(message)
+
+
+def _system(fields: Fields, dialect: Dialect) -> list[str]:
+    given = fields.take("system")
+    if given is None:
+        return []
+    texts = [given] if isinstance(given, str) else _texts(fields, "system", given)
+    if texts and texts[0].startswith(BILLING) and not dialect.keeps_billing:
+        del texts[0]
+    return [text for text in texts if text]
+
+
+def _messages(fields: Fields) -> Iterator[Message]:
+    """Yield the neutral messages of one message."""
+    role = fields.need("role")
+    if role not in ROLES:
+        fields.refuse("role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+    content = fields.need("content")
+    fields.ignore("id", "type")  # of a whole response that a client sends back
+    fields.close()
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    if not isinstance(content, list):
+        fields.wrong("content", "a string or an array of blocks", content)
+    blocks = [fields.nested(block, f"{fields.path('content')}[{at}]") for at, block in enumerate(content)]
+    if role == "assistant":
+        yield _assistant(blocks)
+    elif role == "system":
+        yield {"role": "system", "content": "\n".join(_text(block, _kind(block)) for block in blocks)}
+    else:
+        yield from _user(blocks)
+
+
+def _user(blocks: Sequence[Fields]) -> Iterator[Message]:
+    """Yield the texts and the results of tool calls in one message, in their order."""
+    texts: list[str] = []
+    for block in blocks:
+        kind = _kind(block)
+        if kind != "tool_result":
+            texts.append(_text(block, kind))
+            continue
+        if texts:
+            yield {"role": "user", "content": "\n".join(texts)}
+            texts = []
+        yield _result(block)
+    if texts or not blocks:
+        yield {"role": "user", "content": "\n".join(texts)}
+
+
+def _assistant(blocks: Sequence[Fields]) -> Message:
+    """Return a reply, as this server splits it into blocks: their texts are joined without a separator."""
+    message: Message = {"role": "assistant", "content": ""}
+    thinking: list[str] = []
+    calls: list[JsonObject] = []
+    for block in blocks:
+        match kind := _kind(block):
+            case "thinking":
+                thinking.append(_string(block, "thinking"))
+                block.ignore("signature")
+                block.close()
+            case "redacted_thinking":
+                block.ignore("data")
+                block.close()
+            case "tool_use":
+                calls.append(_call(block))
+            case _:
+                message["content"] += _text(block, kind)
+    if calls:
+        message["tool_calls"] = calls
+    if text := "".join(thinking):
+        message["reasoning_content"] = text
+    return message
+
+
+def _call(fields: Fields) -> JsonObject:
+    number, name, arguments = _string(fields, "id"), _string(fields, "name"), fields.take("input")
+    if arguments is not None and not isinstance(arguments, dict):
+        fields.wrong("input", "an object", arguments)
+    fields.ignore(*BLOCK_HINTS)
+    fields.close()
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
+
+
+def _result(fields: Fields) -> Message:
+    """Return the result of a tool call. The text of an error says so, since a chat template has no mark for it."""
+    number, content, failed = _string(fields, "tool_use_id"), fields.take("content"), fields.flag("is_error")
+    fields.ignore(*BLOCK_HINTS)
+    fields.close()
+    if content is None or isinstance(content, str):
+        text = content or ""
+    elif isinstance(content, list):
+        text = "\n".join(_texts(fields, fields.path("content"), content))
+    else:
+        fields.wrong("content", "a string or an array of blocks", content)
+    if failed and "error" not in text.partition("\n")[0].lower():
+        text = _ERROR + text
+    return {"role": "tool", "tool_call_id": number, "content": text}
+
+
+# ---- blocks
+
+
+def _texts(fields: Fields, path: str, given: object) -> list[str]:
+    """Return the texts of a list of text blocks."""
+    if not isinstance(given, list):
+        fields.wrong(path, "a string or an array of text blocks", given)
+    blocks = [fields.nested(block, f"{path}[{at}]") for at, block in enumerate(given)]
+    return [_text(block, _kind(block)) for block in blocks]
+
+
+def _kind(fields: Fields) -> Any:
+    return fields.need("type")
+
+
+def _text(fields: Fields, kind: object) -> str:
+    if kind in _NOT_TEXT:
+        fields.refuse("type", f'must be "text", not {shown(kind)}: this server reads text only')
+    if kind != "text":
+        fields.refuse("type", f"can not be {shown(kind)} here: this server reads text, tool calls and their results")
+    text = _string(fields, "text")
+    fields.ignore(*BLOCK_HINTS)
+    fields.close()
+    return text
+
+
+def _string(fields: Fields, name: str) -> str:
+    """Return a required string, which may be empty."""
+    value = fields.need(name)
+    if not isinstance(value, str):
+        fields.wrong(name, "a string", value)
+    return str(value)

@@ -1,0 +1,224 @@
+"""Bodies of the Messages API: how they become neutral messages, and which are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from radixkv.serve.anthropic.schemas import Dialect, read_count, read_message
+from radixkv.serve.errors import ApiError
+from radixkv.serve.fields import IgnoredFields
+from tests.serve.anthropic.messages import ASKED, BODY, LOOK, MARK
+
+CALL = {"type": "tool_use", "id": "c1", "name": "look", "input": {"path": "a"}}
+NEUTRAL_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"path": "a"}}}
+BILLING = "x-anthropic-billing-header: cc_version=2.1.330.00b; cc_entrypoint=sdk-cli;"
+
+
+def text(words: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **more}
+
+
+def said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def read(*, late_system: bool = True, keeps_billing: bool = False, **fields: Any) -> Any:
+    dialect = Dialect(keeps_billing=keeps_billing, late_system=late_system)
+    return read_message({**BODY, **fields}, IgnoredFields(), dialect)
+
+
+def messages(*given: Any, **fields: Any) -> Any:
+    return read(messages=list(given), **fields).messages
+
+
+def test_strings_and_blocks_and_cache_marks_are_one_form():
+    plain = messages(said("user", "a\nb"), said("assistant", "c"), said("user", "d"), system="s\nt")
+    blocks = messages(
+        said("user", [text("a"), text("b", **MARK)]),
+        said("assistant", [text("c")]),
+        said("user", [text("d", **MARK)]),
+        system=[text("s", **MARK), text("t")],
+    )
+    assert blocks == plain
+    assert plain == [said("system", "s\nt"), said("user", "a\nb"), said("assistant", "c"), said("user", "d")]
+
+
+def test_a_reply_is_joined_as_it_was_split():
+    blocks = [
+        {"type": "thinking", "thinking": "hm", "signature": "s"},
+        {"type": "redacted_thinking", "data": "?"},
+        text("a "),
+        CALL,
+        text("b"),
+    ]
+    reply = messages(*ASKED, said("assistant", blocks), said("user", "go"))[1]
+    assert reply == {**said("assistant", "a b"), "tool_calls": [NEUTRAL_CALL], "reasoning_content": "hm"}
+    assert messages(*ASKED, said("assistant", []), said("user", "go"))[1] == said("assistant", "")
+
+
+def test_results_of_tools_are_messages_in_the_order_of_their_calls():
+    second = {**CALL, "id": "c2"}
+    results = [
+        {"type": "tool_result", "tool_use_id": "c2", "content": [text("x"), text("y")], **MARK},
+        {"type": "tool_result", "tool_use_id": "c1", "content": "z"},
+        text("and go on", **MARK),
+    ]
+    found = messages(*ASKED, said("assistant", [CALL, second]), said("user", results))
+    assert found[2:] == [
+        {"role": "tool", "tool_call_id": "c1", "content": "z"},
+        {"role": "tool", "tool_call_id": "c2", "content": "x\ny"},
+        said("user", "and go on"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "content"),
+    [
+        ({}, ""),
+        ({"content": "no such file", "is_error": True}, "Error: no such file"),
+        (
+            {"content": "<tool_use_error>No file</tool_use_error>", "is_error": True},
+            "<tool_use_error>No file</tool_use_error>",
+        ),
+        ({"content": "no such file", "is_error": False}, "no such file"),
+        ({"content": [], "is_error": True}, "Error: "),
+    ],
+)
+def test_a_result_that_is_an_error_says_so(fields: dict[str, Any], content: str):
+    result = {"type": "tool_result", "tool_use_id": "c1", **fields}
+    assert messages(*ASKED, said("assistant", [CALL]), said("user", [result]))[2]["content"] == content
+
+
+def test_system_messages_before_the_first_reply_join_the_system_prompt():
+    early = [said("user", "a"), said("system", [text("t", **MARK)]), said("user", "b")]
+    assert messages(*early, system="s") == [said("system", "s\nt"), said("user", "a\nb")]
+    late = [said("user", "a"), said("system", "t"), said("assistant", "b"), said("system", "u"), said("user", "c")]
+    assert messages(*late) == [said("system", "t"), said("user", "a"), *late[2:]]
+    as_text = [said("system", "t"), said("user", "a"), said("assistant", "b"), said("user", "u\nc")]
+    assert messages(*late, late_system=False) == as_text
+
+
+@pytest.mark.parametrize("as_blocks", [True, False])
+def test_the_line_for_billing_is_dropped_unless_it_is_kept(as_blocks: bool):
+    system = [text(BILLING), text("Be kind.")] if as_blocks else BILLING
+    rest = [said("system", "Be kind.")] if as_blocks else []
+    assert messages(*ASKED, system=system) == [*rest, *ASKED]
+    assert messages(*ASKED, system=system, keeps_billing=True)[0]["content"].startswith(BILLING)
+    later = [text("Be kind."), text(BILLING)]
+    assert BILLING in messages(*ASKED, system=later)[0]["content"]
+
+
+def test_tools_keep_what_a_template_writes_and_nothing_else():
+    marked = {**LOOK, "type": "custom", "defer_loading": True, "eager_input_streaming": True, **MARK}
+    function = {"name": "look", "description": LOOK["description"], "parameters": LOOK["input_schema"]}
+    assert read(tools=[marked]).tools == [{"type": "function", "function": function}] == read(tools=[LOOK]).tools
+    assert read(tools=[{"name": "now", "input_schema": {}}]).tools == [
+        {"type": "function", "function": {"name": "now", "parameters": {}}}
+    ]
+    assert read(tools=[]).tools is None
+
+
+def test_tools_of_a_provider_are_left_out_with_a_warning():
+    ignored = IgnoredFields()
+    body = {**BODY, "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}, LOOK]}
+    assert [each["function"]["name"] for each in read_message(body, ignored, Dialect()).tools or []] == ["look"]
+    assert ignored.text() == "tools[0].type"
+    with pytest.raises(ApiError, match=r"tools\[0\]"):
+        read_message(body, None, Dialect())
+
+
+def test_which_replies_are_read_for_calls():
+    for choice, expected in ((None, True), ({"type": "auto"}, True), ({"type": "none"}, False)):
+        assert read(tools=[LOOK], tool_choice=choice).reads_calls is expected
+    assert not read(tool_choice={"type": "auto"}).reads_calls
+
+
+def test_options_and_hints():
+    request = read(temperature=0.5, top_p=0.9, top_k=5, stop_sequences=["X"], max_tokens=32000, stream=True)
+    params = request.options.params
+    assert (params.temperature, params.top_p, params.top_k, params.stop) == (0.5, 0.9, 5, ("X",))
+    assert (params.max_tokens, request.options.bounded, request.options.stream) == (32000, True, True)
+    assert request.options.session_key is None
+    assert read(metadata={"user_id": "u"}).options.session_key == "u"
+    assert not request.marks_cache and not request.hides_thinking and request.options.model == "claude-any"
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [text("x", **MARK)]}
+    for marked in (
+        {"system": [text("s", **MARK)]},
+        {"tools": [{**LOOK, **MARK}]},
+        {"messages": [said("user", [text("a", **MARK)])]},
+        {"messages": [*ASKED, said("assistant", [CALL]), said("user", [result])]},
+        MARK,
+    ):
+        assert read(**marked).marks_cache
+
+
+def test_fields_of_claude_code_are_accepted_and_the_effective_unknown_ones_named():
+    ignored = IgnoredFields()
+    body = {
+        **BODY,
+        "thinking": {"type": "adaptive", "display": "summarized"},
+        "context_management": {"edits": []},
+        "output_config": {"effort": "high"},
+        "metadata": {"user_id": "u"},
+        "service_tier": "auto",
+        "tools": [{**LOOK, "defer_loading": True}],
+    }
+    read_message(body, ignored, Dialect())
+    assert "context_management" in ignored.text() and "metadata" not in ignored.text()
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "content": [IMAGE]}])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": []}, "messages must be an array of at least one message"),
+        ({"messages": "hi"}, "messages must be an array of at least one message"),
+        ({"messages": [said("tool", "x")]}, "messages[0].role must be one of user, assistant, system"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is required"),
+        ({"messages": [said("user", 5)]}, "messages[0].content must be a string or an array of blocks"),
+        (
+            {"messages": [said("user", [IMAGE])]},
+            'messages[0].content[0].type must be "text", not "image": this server reads text only',
+        ),
+        (
+            {"messages": [*ASKED, said("assistant", [CALL]), RESULT_OF_IMAGE]},
+            'messages[2].content[0].content[0].type must be "text"',
+        ),
+        ({"messages": [said("user", [{"type": "tool_use"}])]}, 'messages[0].content[0].type can not be "tool_use"'),
+        (
+            {"messages": [said("user", [{"type": "tool_result", "content": "x"}])]},
+            "messages[0].content[0].tool_use_id is required",
+        ),
+        ({"messages": [said("user", [text(5)])]}, "messages[0].content[0].text must be a string"),
+        ({"messages": [said("system", "only this")]}, "messages must have a message of a user"),
+        ({"system": 5}, "system must be a string or an array of text blocks"),
+        ({"system": [IMAGE]}, 'system[0].type must be "text"'),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be 1 to 128"),
+        ({"tools": [{"name": "a"}]}, "tools[0].input_schema is required"),
+        ({"tools": [5]}, "tools[0] must be an object"),
+        ({"tool_choice": {"type": "any"}}, 'tool_choice.type can be "auto" or "none"'),
+        ({"tool_choice": {"type": "tool", "name": "look"}}, 'tool_choice.type can be "auto" or "none"'),
+        ({"thinking": {"type": "deep"}}, "thinking.type must be"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format is not supported"),
+        ({"max_tokens": 0}, "max_tokens must be from 1"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"stop_sequences": [""]}, "stop_sequences must be"),
+        ({"n": 2}, "n can only be 1"),
+        ({"model": None}, "model is required"),
+    ],
+)
+def test_wrong_bodies_are_refused_with_the_field(fields: dict[str, Any], words: str):
+    with pytest.raises(ApiError) as caught:
+        read(**fields)
+    assert caught.value.status == 400 and words in caught.value.message
+
+
+def test_a_count_reads_the_same_messages_and_tools():
+    body = {"model": "m", "system": "s", "messages": ASKED, "tools": [LOOK], "thinking": {"type": "disabled"}}
+    request, count = read_message(body, None, Dialect()), read_count(body, None, Dialect())
+    assert (count.messages, count.tools, count.model) == (request.messages, request.tools, "m")

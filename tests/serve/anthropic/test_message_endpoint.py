@@ -1,0 +1,281 @@
+"""POST /v1/messages and count_tokens over HTTP: keys, models, limits, errors, hits and tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from starlette.testclient import TestClient
+
+from radixkv import AsyncEngine, Engine
+from radixkv.serve import Settings, create_app
+from radixkv.serve.anthropic.errors import error_body
+from radixkv.serve.errors import ApiError
+from radixkv.serve.openapi import document
+from tests.serve.anthropic.messages import (
+    ASKED,
+    BODY,
+    CALL,
+    LOOK,
+    MARK,
+    assembled,
+    events,
+    message,
+    prompt_tokens,
+    stream,
+)
+from tests.serve.served import LOCAL, fake_model, says, served
+from tests.serve.styles import QWEN
+
+KEYS = {"ada": "ada-secret-1", "bob": "bob-secret-2"}
+PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+SYSTEM = "You are Mira, an assistant that answers in one sentence. You never use tools unless a user asks for them."
+
+
+# ---- keys, models, errors
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_both_forms_of_a_key_are_accepted(path: str):
+    bearer = {"Authorization": f"Bearer {KEYS['ada']}"}
+    with served(Settings(api_keys=KEYS)) as server:
+        for headers in (bearer, {"x-api-key": KEYS["ada"]}, {**bearer, "x-api-key": "of another provider"}):
+            assert server.post(path, BODY, headers=headers).status_code == 200
+        for headers in ({}, {"x-api-key": "wrong-secret"}, {"Authorization": f"Basic {KEYS['ada']}"}):
+            answer = server.post(path, BODY, headers=headers)
+            assert (answer.status_code, answer.json()["type"]) == (401, "error")
+            assert answer.json()["error"]["type"] == "authentication_error"
+            assert answer.json()["request_id"] == answer.headers["request-id"]
+
+
+def test_every_name_is_served_unless_the_server_is_strict():
+    with served(brain=says("Hi.")) as server:
+        for name in ("claude-sonnet-4-5", "fake"):
+            assert message(server, model=name)["model"] == name
+    with served(Settings(strict_fields=True)) as server:
+        assert server.post("/v1/messages", {**BODY, "model": "fake"}).status_code == 200
+        for path in PATHS:
+            body = {"model": "claude-sonnet-4-5", "messages": ASKED}
+            answer = server.post(path, body)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+            unknown = server.post(path, {**body, "model": "fake", "mood": 1})
+            assert unknown.status_code == 400 and "mood" in unknown.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (408, "timeout_error"),
+        (413, "request_too_large"),
+        (415, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+        (504, "timeout_error"),
+    ],
+)
+def test_each_status_has_its_type_of_error(status: int, kind: str):
+    expected = {"type": "error", "error": {"type": kind, "message": "why"}, "request_id": "req_1"}
+    assert error_body(ApiError(status, "why"), "req_1") == expected
+
+
+def test_limits_and_failures_are_errors_of_this_form():
+    def failed(server: Any, **options: Any) -> tuple[int, str, str]:
+        answer = server.client.post("/v1/messages", **options)
+        assert answer.json()["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+        error = answer.json()["error"]
+        return answer.status_code, error["type"], error["message"]
+
+    with served(Settings(max_body=1000)) as server:
+        assert failed(server, content=b"x" * 2000)[:2] == (413, "request_too_large")
+        assert failed(server, content=b"{")[:2] == (400, "invalid_request_error")
+        assert failed(server, content=rb'{"model": "\ud800", "messages": []}')[:2] == (400, "invalid_request_error")
+    with served(Settings(max_running=1, max_waiting=0)) as server, server.service.limiter.admit(None):
+        answer = server.post("/v1/messages", BODY)
+        assert answer.headers["retry-after"] == "1"
+        assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+    with served(fault=lambda chunks: 1 / 0) as server:
+        status, kind, words = failed(server, json=BODY)
+        assert (status, kind) == (500, "api_error") and "division" not in words
+    with served() as server:
+        server.engine.close()
+        assert failed(server, json=BODY)[:2] == (503, "overloaded_error")
+        assert failed(server, json=BODY, headers={"Host": "evil.example"})[:2] == (403, "permission_error")
+
+
+@pytest.mark.parametrize(("path", "words"), [(PATHS[0], 3000), (PATHS[0], 100_000), (PATHS[1], 100_000)])
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_on_which_clients_compact(path: str, words: int):
+    with served() as server:
+        answer = server.post(path, {**BODY, "messages": [{"role": "user", "content": "word " * words}]})
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    begin, tokens, unit, comparison, limit, end = answer.json()["error"]["message"].rsplit(" ", 5)
+    assert (begin, unit, comparison, limit, end) == ("prompt is too long:", "tokens", ">", "1999", "maximum")
+    assert int(tokens) > 1999
+
+
+def test_a_prompt_above_the_limit_of_the_server_is_too_long_as_well():
+    with served(Settings(max_prompt_tokens=20)) as server:
+        answer = server.post("/v1/messages", BODY)
+        assert answer.status_code == 200
+        answer = server.post("/v1/messages", {**BODY, "system": "one two three four five six seven eight"})
+    assert answer.json()["error"]["message"].startswith("prompt is too long: ")
+    assert answer.json()["error"]["message"].endswith(" > 20 maximum")
+
+
+def test_unknown_fields_are_named_in_a_warning_whole_and_streamed():
+    with served() as server:
+        for streamed in (False, True):
+            answer = server.post("/v1/messages?beta=true", {**BODY, "stream": streamed, "mood": "good"})
+            assert answer.status_code == 200 and answer.headers["warning"] == '299 radixkv "ignored: mood"'
+
+
+def test_a_count_is_the_length_of_the_prompt():
+    with served(brain=says("Hi.")) as server:
+        body = {
+            "model": "claude-any",
+            "messages": ASKED,
+            "system": [{"type": "text", "text": "Be kind."}],
+            "tools": [LOOK],
+        }
+        count = server.post("/v1/messages/count_tokens?beta=true", body).json()
+        long = {**body, "messages": [{"role": "user", "content": "word " * 3000}]}
+        assert server.post("/v1/messages/count_tokens", long).json()["input_tokens"] > 2000  # more than the context
+        assert count == {"input_tokens": prompt_tokens(message(server, **body)["usage"])}
+        assert server.engine.stats().finished == 1
+
+
+# ---- hits of clients that send the conversation again
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[TestClient]:
+    with Engine.load("tiny", num_blocks=2000, monitor=False) as engine:
+        app = create_app(AsyncEngine(engine), Settings(api_keys=KEYS))
+        with TestClient(app, LOCAL, headers={"x-api-key": KEYS["ada"]}) as client:
+            yield client
+
+
+def ask(client: TestClient, streamed: bool, **fields: Any) -> dict[str, Any]:
+    body = {"model": "m", "max_tokens": 40, "temperature": 0, "stream": streamed, **fields}
+    answer = client.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    return assembled(events(answer.text)) if streamed else dict(answer.json())
+
+
+def blocks(content: Any, **marks: Any) -> Any:
+    """Return content as a list of blocks, the last one with the marks."""
+    found = [{"type": "text", "text": content}] if isinstance(content, str) else [dict(each) for each in content]
+    return [*found[:-1], {**found[-1], **marks}]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("form", ["strings", "blocks", "marks move"])
+def test_every_turn_hits_the_previous_prompt_and_reply(tiny: TestClient, streamed: bool, form: str):
+    system = f"{SYSTEM} Conversation {form}, {streamed}. " + "Be kind, be brief, be right. " * 20
+    history: list[Any] = []
+    spent = 0
+    for turn, words in enumerate(("Hello! My name is Sam.", "What is my name?", "What is the capital of France?")):
+        history.append({"role": "user", "content": words})
+        sent = list(history)
+        if form == "blocks" and turn % 2:
+            sent = [{**each, "content": blocks(each["content"])} for each in sent]
+        if form == "marks move":
+            sent[-1] = {**sent[-1], "content": blocks(sent[-1]["content"], **MARK)}
+        answer = ask(tiny, streamed, system=system if turn else blocks(system, **MARK), messages=sent)
+        usage = answer["usage"]
+        if spent:
+            assert usage["cache_read_input_tokens"] == spent - 1 >= 0.99 * spent
+        spent = prompt_tokens(usage) + usage["output_tokens"]
+        history.append({"role": "assistant", "content": answer["content"]})
+
+
+def test_the_loop_with_tools_hits_the_previous_prompt_and_reply(tiny: TestClient):
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools = [{"name": "get_weather", "description": "The weather in a city.", "input_schema": schema}]
+    history: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    asked = ask(tiny, True, messages=history, tools=tools)
+    assert asked["stop_reason"] == "tool_use"
+    [call] = [each for each in asked["content"] if each["type"] == "tool_use"]
+    assert (call["name"], call["input"]) == ("get_weather", {"city": "Paris"})
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": '{"weather": "sunny"}', **MARK}
+    history += [{"role": "assistant", "content": asked["content"]}, {"role": "user", "content": [result]}]
+    marked = [{**tools[0], **MARK, "defer_loading": False}]
+    answer = ask(tiny, False, messages=history, tools=marked)
+    assert answer["stop_reason"] == "end_turn" and answer["content"][0]["text"]
+    usage = asked["usage"]
+    assert answer["usage"]["cache_read_input_tokens"] == prompt_tokens(usage) + usage["output_tokens"] - 1
+
+
+def test_a_call_that_comes_back_changed_misses_its_reply_only(tiny: TestClient):
+    call = {"type": "tool_use", "id": "c1", "name": "look", "input": {"path": "a.txt", "deep": False}}
+    changed = {**call, "input": {"deep": False, "path": "a.txt"}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "empty"}]}
+    opening = [{"role": "user", "content": "Look, and say what is there. " * 10}]
+    first = ask(tiny, False, messages=opening, tools=[LOOK])
+    for form in (call, changed):
+        messages = [*opening, {"role": "assistant", "content": [form]}, result]
+        usage = ask(tiny, False, messages=messages, tools=[LOOK])["usage"]
+        assert usage["cache_read_input_tokens"] >= prompt_tokens(first["usage"]) - 1
+    again = ask(tiny, False, messages=[*messages[:-2], messages[-2], result], tools=[LOOK])["usage"]
+    assert again["cache_read_input_tokens"] == prompt_tokens(again) - 1
+
+
+@pytest.mark.parametrize("said", ["<think>\nlong thoughts\n</think>\n\nSo.", f"<think>\nhm\n</think>\n\n{CALL}"])
+def test_thinking_that_is_sent_back_or_left_out_hits_the_same(said: str):
+    model = fake_model()
+    model.tokenizer.chat_template, before = QWEN, model.tokenizer.chat_template
+    try:
+        for keeps in (True, False):
+            with served(Settings(history="append"), brain=says(said), model=model) as server:
+                first = message(server, tools=[LOOK])
+                content = first["content"] if keeps else first["content"][1:]
+                answered = [{"type": "tool_result", "tool_use_id": each["id"]} for each in content if "id" in each]
+                history = [{"role": "assistant", "content": content}, {"role": "user", "content": answered or "Go on."}]
+                second = message(server, tools=[LOOK], messages=[*ASKED, *history])
+            spent = prompt_tokens(first["usage"]) + first["usage"]["output_tokens"]
+            assert second["usage"]["cache_read_input_tokens"] == spent - 1
+    finally:
+        model.tokenizer.chat_template = before
+
+
+def test_tenants_share_no_hits_and_sessions_of_a_tenant_do(tiny: TestClient):
+    def cached(tenant: str, **fields: Any) -> int:
+        body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "The secret of tenants."}]}
+        answer = tiny.post("/v1/messages", json={**body, **fields}, headers={"x-api-key": KEYS[tenant]})
+        return int(answer.json()["usage"]["cache_read_input_tokens"])
+
+    own = cached("ada")
+    assert cached("ada", metadata={"user_id": "session 1"}) > own
+    assert cached("bob") <= own
+    assert cached("bob", metadata={"user_id": "session 1"}) > own
+
+
+# ---- the OpenAPI document
+
+
+def test_messages_and_events_are_as_documented():
+    paths, components = (document("fake", Settings())[part] for part in ("paths", "components"))
+
+    def fits(schema: Any, value: Any) -> bool:
+        return bool(jsonschema_rs.Draft202012Validator({**schema, "components": components}).is_valid(value))
+
+    post = paths["/v1/messages"]["post"]
+    content = post["responses"]["200"]["content"]
+    event, whole = content["text/event-stream"]["schema"]["contentSchema"], content["application/json"]["schema"]
+    asked = {**BODY, "tools": [LOOK]}
+    with served(brain=says(f"<think>\nhm\n</think>\n\nWell. {CALL}")) as server:
+        found, answer = stream(server, **asked), message(server, **asked)
+    assert len(found) > 8 and all(fits(event, each) for each in found) and not fits(event, answer)
+    assert fits(whole, answer) and not fits(whole, found[0])
+    assert fits(event, error_body(ApiError(503, "x"), "req")) and fits(event, {"type": "ping"})
+    assert not fits(whole, {**answer, "stop_reason": "bored"})
+    body = post["requestBody"]["content"]["application/json"]["schema"]
+    sent_back = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "Go on."}]
+    assert fits(body, {**asked, "messages": [*ASKED, *sent_back]})
+    assert not fits(body, {**asked, "messages": sent_back[0]["content"]})
