@@ -22,7 +22,8 @@ from radixkv.chat.template_cases import DIALOGUES, TOOLS, Dialogue, sampled_text
 from radixkv.errors import ChatError
 
 HistoryMode: TypeAlias = Literal["auto", "append", "template"]
-_TRIED: WeakKeyDictionary[Any, dict[tuple[str, frozenset[int]], Appending]] = WeakKeyDictionary()
+_TRIED: WeakKeyDictionary[Any, dict[tuple[tuple[str, str], frozenset[int]], Appending]] = WeakKeyDictionary()
+_TRIALS = 64  # memoized trials of a tokenizer; their number is bounded because callers choose the arguments
 _SHOWN = 5  # lost words that an error shows
 _WORDS = re.compile(r"\w+|[^\w\s]")
 
@@ -79,10 +80,14 @@ def history_mode(template: ChatTemplate, asked: HistoryMode) -> Literal["append"
 def try_appending(template: ChatTemplate) -> Appending:
     """Try the dialogues both ways, once for each tokenizer. Costs some milliseconds."""
     known = _TRIED.setdefault(template.rendering.tokenizer, {})
-    key = template.rendering.template, template.stop_ids
-    if key not in known:
-        known[key] = _try(template)
-    return known[key]
+    key = template.rendering.key, template.stop_ids
+    found = known.get(key)
+    if found is None:
+        found = _try(template)
+        if len(known) >= _TRIALS:
+            known.clear()
+        known[key] = found
+    return found
 
 
 # ---- inside
@@ -90,7 +95,8 @@ def try_appending(template: ChatTemplate) -> Appending:
 
 def _try(template: ChatTemplate) -> Appending:
     tokenizer, stops, date = template.rendering.tokenizer, template.stop_ids, template.date
-    plain, with_tools = (ChatTemplate(tokenizer, stops, tools, date) for tools in (None, TOOLS))
+    arguments = template.rendering.arguments
+    plain, with_tools = (ChatTemplate(tokenizer, stops, tools, date, arguments=arguments) for tools in (None, TOOLS))
     differences, refused = [], []
     for dialogue in DIALOGUES:
         try:

@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from radixkv.chat.messages import Message
+from radixkv.chat.template_arguments import Arguments, arguments_key
 from radixkv.engine.input_processor import ControlTokens, check_date, rendered, template_source, today
 from radixkv.errors import ChatError, InvalidInput
 
@@ -113,8 +114,11 @@ class Rendering:
         tools: Sequence[Any] | None = None,
         date: str | None = None,
         control_tokens: ControlTokens | None = None,
+        arguments: Arguments | None = None,
     ) -> None:
-        """Raises ChatError for a model without a chat template, InvalidInput for tools that JSON cannot hold."""
+        """`arguments` are additional variables of the template, such as `enable_thinking`.
+
+        Raises ChatError for a model without a chat template, InvalidInput for tools that JSON cannot hold."""
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             raise ChatError(
                 "this model has no chat template, so it cannot hold a conversation: use generate() or submit()"
@@ -123,11 +127,17 @@ class Rendering:
         self.tools = _json_copy(tools) if tools else None
         self.date = check_date(date) if date else today()
         self._guard = control_tokens or ControlTokens(tokenizer)
+        self.arguments: Arguments = self._guard.quoted(arguments or {})
 
     @cached_property
     def template(self) -> str:
         """The source of the template. Raises ChatError if the tokenizer has several and none for this conversation."""
         return template_source(self.tokenizer, self.tools)
+
+    @cached_property
+    def key(self) -> tuple[str, str]:
+        """The source of the template and its arguments, for findings that depend on nothing else."""
+        return self.template, arguments_key(self.arguments)
 
     def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
         """Render a conversation; with `reply` up to the start of the next reply.
@@ -135,7 +145,7 @@ class Rendering:
         Raises ChatError if the template refuses the messages.
         """
         guarded = [self._guard.message(message) for message in messages]
-        return rendered(self.tokenizer, guarded, self.date, self.tools, reply=reply)
+        return rendered(self.tokenizer, guarded, self.date, self.tools, reply=reply, arguments=self.arguments)
 
     def escaped(self, message: Message) -> Message:
         """Escape the control tokens in the text and calls of an assistant message."""
@@ -157,7 +167,7 @@ class Rendering:
 
     def with_tools_only(self, tools: Sequence[Any] | None) -> Rendering:
         """Return a rendering of the same tokenizer with these tools and without content of this conversation."""
-        return Rendering(self.tokenizer, tools, _ANY_DATE, self._guard)
+        return Rendering(self.tokenizer, tools, _ANY_DATE, self._guard, self.arguments)
 
 
 def _json_copy(tools: Sequence[Any]) -> list[Any]:

@@ -155,7 +155,8 @@ class ReplyForm:
         return [_USER, called, *_results(_ONE_CALL, _RESULT)], _RESULT
 
 
-_KNOWN: WeakKeyDictionary[Any, dict[str, ReplyForm]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, dict[tuple[str, str], ReplyForm]] = WeakKeyDictionary()
+_FORMS = 64  # memoized forms of a tokenizer; their number is bounded because callers choose the arguments
 _MARKS = Marks("radixkv.answer.", "radixkv.thinking.", "radixkv.call.")
 _EARLIER = Marks("radixkv.before.", "radixkv.before.", "radixkv.before.")
 _SAID, _RESULT = "radixkv.user.", "radixkv.result."
@@ -168,14 +169,18 @@ _LEADS = 1000  # memoized leads; their number is bounded because callers choose 
 
 
 def reply_form(rendering: Rendering) -> ReplyForm:
-    """Return the form of a template, found once for each tokenizer.
+    """Return the form of a template with its arguments, found once for each tokenizer.
 
     Raises ChatError if the template drops the words of a user.
     """
     known = _KNOWN.setdefault(rendering.tokenizer, {})
-    if rendering.template not in known:
-        known[rendering.template] = _find(rendering.without_content)
-    return known[rendering.template]
+    form = known.get(rendering.key)
+    if form is None:  # several threads may find the same form
+        form = _find(rendering.without_content)
+        if len(known) >= _FORMS:
+            known.clear()
+        known[rendering.key] = form
+    return form
 
 
 def _find(rendering: Rendering) -> ReplyForm:

@@ -16,6 +16,7 @@ from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.rendering import Rendering, at_least
 from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form
 from radixkv.chat.splicing import Splicing, from_stop_text, unused_word, without_closing
+from radixkv.chat.template_arguments import Arguments
 from radixkv.chat.thinking import THINK_START
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 
@@ -24,7 +25,9 @@ _LONG = 8  # characters per allowed token above which the tokens of a text are c
 
 
 class ChatTemplate:
-    """Renders and encodes one conversation; its `tools` and `date` are fixed when the session begins.
+    """Renders and encodes one conversation; its `tools`, `date` and `arguments` are fixed when the session begins.
+
+    `arguments` are additional variables of the template, such as `enable_thinking`.
 
     With a `limit` in tokens, a text that exceeds it is refused before all of it is encoded.
     """
@@ -36,9 +39,11 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         date: str | None = None,
         limit: int | None = None,
+        *,
+        arguments: Arguments | None = None,
     ) -> None:
         """Raises ChatError for a model without a chat template, InvalidInput for tools that JSON cannot hold."""
-        self.rendering = Rendering(tokenizer, tools, date)
+        self.rendering = Rendering(tokenizer, tools, date, arguments=arguments)
         self.stop_ids = stop_ids
         self.limit = limit
 

@@ -246,12 +246,14 @@ def rendered(
     tools: Sequence[Any] | None = None,
     *,
     reply: bool,
+    arguments: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a conversation that began on `date`; with `reply` up to where the next reply begins.
 
-    Raises ChatError if the template refuses the messages.
+    `arguments` are additional variables of the template. Raises ChatError if the template refuses the messages.
     """
     template, values = at_date(template_source(tokenizer, tools), date)
+    values = {**(arguments or {}), **values}
     try:
         text = tokenizer.apply_chat_template(
             list(messages), tools=tools, chat_template=template, add_generation_prompt=reply, tokenize=False, **values

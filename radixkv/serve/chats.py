@@ -55,7 +55,7 @@ class ChatAnswer:
     def _choice(self, reply: Reply) -> JsonObject:
         message: JsonObject = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
         message["refusal"] = None
-        if reply.thinking:
+        if reply.thinking and not self._turn.request.hides_thinking:
             message["reasoning_content"] = reply.thinking
         if reply.calls:
             message["tool_calls"] = [_call(call) for call in reply.calls]
@@ -92,7 +92,8 @@ class ChatAnswer:
         self._sampled += len(chunk.token_ids)
         if len(pieces) == 1 and pieces[0].content and chunk.logprobs is None and step.end is None:
             return self._content_event(step.index, pieces[0].content)
-        deltas = [_delta(piece) for piece in pieces]
+        hides = self._turn.request.hides_thinking
+        deltas = [_delta(piece) for piece in pieces if not (hides and piece.thinking)]
         logprobs = None if chunk.logprobs is None else self._logprobs(chunk.token_ids, [chunk.logprobs])
         if logprobs is not None and not deltas:
             deltas = [{"content": ""}]

@@ -17,7 +17,7 @@ from radixkv.engine.input_processor import encode
 from radixkv.engine.request import TokenIds
 from radixkv.serve import submit
 from radixkv.serve.errors import errors_about
-from radixkv.serve.fields import JsonObject
+from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.responses import (
     DONE,
     EventStream,
@@ -64,7 +64,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         caller = service.caller(request)
         if body.model is not None:
             service.check_model(body.model)
-        ids = await service.cancellable(request, _tokens(service, caller, body))
+        ids = await service.cancellable(request, _tokens(service, caller, body, request.state.ignored))
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.context_limit, "tokens": ids})
 
 
@@ -152,9 +152,11 @@ class CompletionAnswer:
         return "" if tokenizer is None else str(tokenizer.decode([int(token) for token in ids]))
 
 
-async def _tokens(service: Service, caller: Caller, body: TokenizeRequest) -> list[int]:
+async def _tokens(service: Service, caller: Caller, body: TokenizeRequest, ignored: IgnoredFields) -> list[int]:
     if body.prompt is None:
-        return list((await service.chat_prompt(caller, body.messages or [], body.tools)).ids)
+        options = body.template_options
+        prompt = await service.chat_prompt(caller, body.messages or [], body.tools, options=options, ignored=ignored)
+        return list(prompt.ids)
     return [int(token) for token in await _encoded(service, body.prompt)] if body.prompt else []
 
 

@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
@@ -20,6 +20,7 @@ from typing import Any, Literal
 from radixkv.chat.history_mode import history_mode
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.template import ChatTemplate
+from radixkv.chat.template_arguments import Arguments, TemplateOption, arguments_key, template_arguments
 from radixkv.chat.thinking import THINK_END, THINK_START
 from radixkv.engine.input_processor import ControlTokens, today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
@@ -28,7 +29,7 @@ from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
 Mode = Literal["auto", "append", "template"]
 MODES = ("auto", "append", "template")
 MOST_SESSIONS = 4096  # keys of clients whose session numbers are kept, some 200 bytes each
-_TEMPLATES = 64  # templates that are kept, one for each list of tools and date
+_TEMPLATES = 64  # templates that are kept, one for each list of tools, date and arguments
 _LARGE = 1 << 16  # characters of a list of tools whose template is not kept
 
 
@@ -47,6 +48,7 @@ class ChatPrompt:
     messages: tuple[Message, ...]
     tools: Tools
     date: str
+    arguments: Arguments = field(default_factory=dict)
 
 
 class Conversations:
@@ -96,16 +98,18 @@ class Conversations:
         messages: Sequence[Message],
         tools: Tools = None,
         session_key: str | None = None,
+        arguments: Arguments | None = None,
     ) -> ChatPrompt:
         """Return the prompt of a conversation. O(bytes of the messages + tokens), and encoding the new text.
 
+        `arguments` are additional variables of the template; replies are remembered for each set of them.
         Its session is that of `session_key`, or without a key that of the remembered conversation.
         Raises ChatError if the template refuses the messages, InvalidInput for tools that it does not write, and
         PromptTooLong.
         """
-        known = self._index.ids_for(namespace, messages, tools)
+        known = self._index.ids_for(namespace, messages, tools, arguments)
         date = known.date or today()
-        template = self._template_of(tools, date)
+        template = self._template_of(tools, date, arguments)
         template.check_tools()
         ids, covered = self._from_known(template, known, messages), known.messages
         if ids is None or (self._limit is not None and len(ids) > self._limit):
@@ -113,7 +117,7 @@ class Conversations:
             if ids is None or len(whole) < len(ids):
                 ids, covered = whole, 0
         session = self.session(namespace, session_key) or known.session or self._new_session()
-        return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date)
+        return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date, arguments or {})
 
     def remember(
         self, prompt: ChatPrompt, reply: Message, emitted_ids: Sequence[int], *, cut: str | None = None
@@ -124,7 +128,7 @@ class Conversations:
         """
         ids: array[int] | None = array("i", emitted_ids)
         if cut is not None:
-            ids = self._cut(self._template_of(prompt.tools, prompt.date), emitted_ids, cut)
+            ids = self._cut(self._template_of(prompt.tools, prompt.date, prompt.arguments), emitted_ids, cut)
         if ids is not None:
             self._index.remember(
                 prompt.namespace,
@@ -133,6 +137,7 @@ class Conversations:
                 prompt.ids,
                 ids,
                 tools=prompt.tools,
+                arguments=prompt.arguments,
                 date=prompt.date,
                 session=prompt.session,
             )
@@ -151,6 +156,15 @@ class Conversations:
             if len(self._sessions) > MOST_SESSIONS:
                 self._sessions.popitem(last=False)
         return number
+
+    def arguments(self, options: Sequence[TemplateOption], tools: Tools) -> tuple[Arguments, list[str]]:
+        """Return the template's arguments for a client's options, and the names of options that it does not read.
+
+        Raises ChatError without a chat template.
+        """
+        if not options:
+            return {}, []
+        return template_arguments(self._template_of(tools, today()).rendering.template, options)
 
     @property
     def keeps_thinking(self) -> bool:
@@ -185,12 +199,15 @@ class Conversations:
 
     # ---- inside
 
-    def _template_of(self, tools: Tools, date: str) -> ChatTemplate:
-        text = dumps(tools) if tools else ""
-        return self._template(text, date) if len(text) <= _LARGE else self._make_template(text, date)
+    def _template_of(self, tools: Tools, date: str, arguments: Arguments | None = None) -> ChatTemplate:
+        text, more = dumps(tools) if tools else "", arguments_key(arguments or {})
+        make = self._template if len(text) <= _LARGE else self._make_template
+        return make(text, date, more)
 
-    def _make_template(self, tools: str, date: str) -> ChatTemplate:
-        return ChatTemplate(self._tokenizer, self._stop_ids, loads(tools) if tools else None, date, self._limit)
+    def _make_template(self, tools: str, date: str, arguments: str = "") -> ChatTemplate:
+        values = loads(arguments) if arguments else None
+        given = loads(tools) if tools else None
+        return ChatTemplate(self._tokenizer, self._stop_ids, given, date, self._limit, arguments=values)
 
     def _appends(self, template: ChatTemplate) -> bool:
         try:

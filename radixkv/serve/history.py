@@ -2,7 +2,7 @@
 
 A client of a stateless server sends the whole conversation each time. If its first messages equal the messages of an
 earlier prompt and its reply, their ids are reused, and their text is not encoded again. Messages are compared in full,
-never by a hash, and only within one namespace and one list of tools.
+never by a hash, and only within one namespace, one list of tools and one set of template arguments.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from radixkv.chat.messages import Message
+from radixkv.chat.template_arguments import Arguments, arguments_key
 
 # Bytes of a node without its texts and ids: the object, its children's dict, two entries in dicts.
 _NODE_BYTES = 700
@@ -153,7 +154,7 @@ class HistoryStats:
 
 
 class HistoryIndex:
-    """Map (namespace, tools, messages) to the ids that the engine emitted for them. Thread-safe.
+    """Map (namespace, tools, template arguments, messages) to the ids that the engine emitted for them. Thread-safe.
 
     Messages form a tree: a common beginning of conversations is stored once, and a reply's ids only from where they
     differ from the previous reply's. Beyond `capacity` bytes the least recently used conversations are evicted, their
@@ -169,14 +170,20 @@ class HistoryIndex:
         self._lookups = self._found = self._remembered = self._forgotten = self._replies = 0
         self._lock = threading.Lock()
 
-    def ids_for(self, namespace: Hashable, messages: Sequence[Message], tools: Tools = None) -> Known:
+    def ids_for(
+        self,
+        namespace: Hashable,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        arguments: Arguments | None = None,
+    ) -> Known:
         """Return the longest beginning of a conversation that ends with a remembered reply.
 
         Makes it the most recently used. O(bytes of the messages + tokens).
         """
         keys = [_key(message) for message in messages]
         with self._lock:
-            path = self._path(self._roots.get((namespace, _tools_key(tools))), keys, messages)
+            path = self._path(self._roots.get(_root_key(namespace, tools, arguments)), keys, messages)
             replies = [at for at, node in enumerate(path) if node.ids is not None]
             self._lookups += any(message.get("role") == "assistant" for message in messages)
             self._found += bool(replies)
@@ -196,6 +203,7 @@ class HistoryIndex:
         emitted_ids: Sequence[int],
         *,
         tools: Tools = None,
+        arguments: Arguments | None = None,
         date: str | None = None,
         session: int | None = None,
     ) -> None:
@@ -207,7 +215,7 @@ class HistoryIndex:
         keys = [_key(message) for message in whole]
         ids = array("i", prompt_ids) + array("i", emitted_ids)
         with self._lock:
-            node = self._insert((namespace, _tools_key(tools)), keys)
+            node = self._insert(_root_key(namespace, tools, arguments), keys)
             if node.ids is None or not node.children:  # later replies may build on its present ids
                 self._replies += node.ids is None
                 self._remembered += 1
@@ -346,5 +354,5 @@ def _same_thinking(node: Node, message: Message) -> bool:
     return thinking is None or thinking == node.thinking
 
 
-def _tools_key(tools: Tools) -> str:
-    return json.dumps(tools, ensure_ascii=False) if tools else ""
+def _root_key(namespace: Hashable, tools: Tools, arguments: Arguments | None) -> Hashable:
+    return namespace, json.dumps(tools, ensure_ascii=False) if tools else "", arguments_key(arguments or {})

@@ -184,6 +184,7 @@ def _chat_body(model: JsonObject, strict: bool) -> JsonObject:
         "max_completion_tokens": integer(*schemas.wire_range("max_tokens")),
         "response_format": {"enum": [{"type": "text"}, None]},
         "modalities": {"enum": [["text"], None]},
+        **_thinking(),
         **{name: {"type": "null"} for name in schemas.NOT_OF_CHAT},
         **{name: {"type": "null"} if strict else IGNORED for name in schemas.IGNORED_IN_CHAT},
     }
@@ -214,8 +215,29 @@ def _tokenize_body(model: JsonObject) -> JsonObject:
         "messages": maybe(array(_message(), least=1)),
         "tools": maybe(array(_tool())),
         "prompt_cache_key": _SESSION_KEY,
+        **_thinking(),
     }
     return obj(fields)
+
+
+def _thinking() -> JsonObject:
+    """The options of thinking, and other variables of the chat template."""
+    effort = {"type": ["string", "null"], "pattern": f"^{schemas.EFFORT}$", "description": _IF_READ}
+    kind = {"enum": list(schemas.THINKING_TYPES)}
+    text = {"type": "string", "maxLength": schemas.LONGEST_VALUE}
+    value = {"anyOf": [{"type": ["boolean", "number", "null"]}, text]}
+    switch = {**BOOLEAN, "description": _IF_READ}
+    hidden = {**BOOLEAN, "description": "Leave the thinking out of the answer."}
+    return {
+        "reasoning_effort": effort,
+        "reasoning": maybe(obj({"effort": effort, "enabled": switch, "exclude": hidden})),
+        "thinking": {"anyOf": [switch, obj({"type": kind}, "type")]},
+        "enable_thinking": switch,
+        "chat_template_kwargs": maybe({"type": "object", "additionalProperties": value, "description": _IF_READ}),
+    }
+
+
+_IF_READ = "For the model's chat template; ignored if the template does not read it, and then named in `Warning`."
 
 
 def _options(model: JsonObject, strict: bool) -> JsonObject:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from radixkv.chat.messages import Message
+from radixkv.chat.template_arguments import TemplateOption, effort_option, thinking_option
 from radixkv.chat.tool_call_formats import arguments_object
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import (
@@ -41,13 +42,16 @@ NOT_OF_CHAT = {
 IGNORED_IN_CHAT = {
     "prediction": "the text of a reply is not predicted",
     "web_search_options": "this server does not search",
-    **dict.fromkeys(("reasoning_effort", "verbosity"), "the model decides how much it thinks and writes"),
+    "verbosity": "the model decides how much it writes",
 }
 # Fields whose other values are ignored with a warning: the values with an effect, and why others are refused.
 IGNORED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False,), "nothing that was said is stored"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
+EFFORT = "[A-Za-z]{1,32}"
+THINKING_TYPES = ("enabled", "disabled", "adaptive", "auto")
+LONGEST_VALUE = 256  # characters of a value in chat_template_kwargs
 
 TextOrIds = str | list[int]
 
@@ -72,12 +76,18 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """The body of POST /v1/chat/completions. `reads_calls`: tool calls are taken out of the reply's text."""
+    """The body of POST /v1/chat/completions.
+
+    `reads_calls`: tool calls are taken out of the reply's text. `template_options` set variables of the chat template.
+    `hides_thinking`: the response has no thinking.
+    """
 
     options: RequestOptions
     messages: list[Message]
     tools: list[JsonObject] | None
     reads_calls: bool
+    template_options: tuple[TemplateOption, ...] = ()
+    hides_thinking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,7 @@ class TokenizeRequest:
     prompt: str | None
     messages: list[Message] | None
     tools: list[JsonObject] | None
+    template_options: tuple[TemplateOption, ...] = ()
 
 
 def read_chat(body: JsonObject, ignored: IgnoredFields | None = None) -> ChatRequest:
@@ -111,7 +122,9 @@ def read_chat(body: JsonObject, ignored: IgnoredFields | None = None) -> ChatReq
     wanted = _chat_logprobs(fields)
     bound = _chat_bound(fields)
     _refuse_what_chat_lacks(fields)
-    return ChatRequest(_options(fields, bound, wanted), messages, tools, reads_calls)
+    thinking, hides_thinking = read_template_options(fields)
+    options = _options(fields, bound, wanted)
+    return ChatRequest(options, messages, tools, reads_calls, thinking, hides_thinking)
 
 
 def read_completion(body: JsonObject, ignored: IgnoredFields | None = None) -> CompletionRequest:
@@ -142,8 +155,9 @@ def read_tokenize(body: JsonObject, ignored: IgnoredFields | None = None) -> Tok
     messages = None if given is None else read_messages(given, ignored)
     if (prompt is None) == (messages is None):
         raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
+    thinking, _ = read_template_options(fields)
     fields.close()
-    return TokenizeRequest(model, prompt, messages, tools)
+    return TokenizeRequest(model, prompt, messages, tools, thinking)
 
 
 # ---- fields that chat and text completions share
@@ -295,6 +309,72 @@ def _refuse_what_chat_lacks(fields: Fields) -> None:
         fields.only(name, (), why)
     for name, why in IGNORED_IN_CHAT.items():
         fields.prefer(name, (), why)
+
+
+def read_template_options(fields: Fields) -> tuple[tuple[TemplateOption, ...], bool]:
+    """Read the options of thinking, and `chat_template_kwargs`; the last one takes precedence in a template.
+
+    The second value is `reasoning.exclude`: the response has no thinking.
+    """
+    options = []
+    if (effort := _effort(fields, "reasoning_effort")) is not None:
+        options.append(effort_option("reasoning_effort", effort))
+    excluded = False
+    if (given := fields.take("reasoning")) is not None:
+        reasoning = fields.nested(given, "reasoning")
+        if (effort := _effort(reasoning, "effort")) is not None:
+            options.append(effort_option("reasoning.effort", effort))
+        if (enabled := _optional_flag(reasoning, "enabled")) is not None:
+            options.append(thinking_option("reasoning.enabled", enabled=enabled))
+        excluded = reasoning.flag("exclude")
+        reasoning.close()
+    options += _thinking(fields)
+    if (enabled := _optional_flag(fields, "enable_thinking")) is not None:
+        options.append(thinking_option("enable_thinking", enabled=enabled))
+    return (*options, *_template_values(fields)), excluded
+
+
+def _effort(fields: Fields, name: str) -> str | None:
+    effort = fields.text(name)
+    if effort is not None and not re.fullmatch(EFFORT, effort):
+        fields.refuse(name, 'must be 1 to 32 letters, such as "low"')
+    return effort
+
+
+def _optional_flag(fields: Fields, name: str) -> bool | None:
+    value = fields.take(name)
+    if value is not None and not isinstance(value, bool):
+        fields.wrong(name, "true or false", value)
+    return value
+
+
+def _thinking(fields: Fields) -> list[TemplateOption]:
+    """Read `thinking`: true, false, or an object whose `type` is "enabled", "disabled", "adaptive" or "auto"."""
+    given = fields.take("thinking")
+    if given is None or isinstance(given, bool):
+        return [] if given is None else [thinking_option("thinking", enabled=given)]
+    thinking = fields.nested(given, "thinking")
+    kind = thinking.text("type")
+    thinking.close()
+    if kind is None or kind not in THINKING_TYPES:
+        fields.refuse("thinking.type", f"must be one of {', '.join(THINKING_TYPES)}")
+    return [thinking_option("thinking", enabled=kind != "disabled")]
+
+
+def _template_values(fields: Fields) -> list[TemplateOption]:
+    given = fields.take("chat_template_kwargs")
+    if given is None:
+        return []
+    if not isinstance(given, dict):
+        fields.wrong("chat_template_kwargs", "an object", given)
+    options = []
+    for name, value in given.items():
+        path = f"chat_template_kwargs.{shown(name).strip(chr(34))}"
+        if isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= LONGEST_VALUE):
+            options.append(TemplateOption(path, ((name, value),)))
+        elif value is not None:
+            fields.refuse(path, f"must be true, false, a number or a string of at most {LONGEST_VALUE} characters")
+    return options
 
 
 # ---- text completions only

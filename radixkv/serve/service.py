@@ -16,6 +16,7 @@ from starlette.requests import Request
 from radixkv.chat import AsyncEngine
 from radixkv.chat.messages import Message
 from radixkv.chat.rendering import at_least
+from radixkv.chat.template_arguments import TemplateOption
 from radixkv.chat.thinking import CHANNEL, THINK_START
 from radixkv.chat.tool_call_formats import format_of
 from radixkv.engine import Completion
@@ -24,7 +25,7 @@ from radixkv.engine.request import TokenIds
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.serve.access import Auth, StreamLease, StreamLimiter, namespace, read_body
 from radixkv.serve.conversations import ChatPrompt, Conversations
-from radixkv.serve.errors import ApiError, errors_about
+from radixkv.serve.errors import ApiError, bad_request, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.reply import tags
@@ -152,9 +153,13 @@ class Service:
         messages: Sequence[Message],
         tools: Sequence[JsonObject] | None,
         session_key: str | None = None,
+        *,
+        options: Sequence[TemplateOption] = (),
+        ignored: IgnoredFields | None = None,
     ) -> ChatPrompt:
         """Return a conversation as the caller's prompt; raise ApiError 400.
 
+        `options` that the chat template does not read are added to `ignored`; a strict server refuses them.
         Conversations of one namespace with the same `session_key` are one session for the monitor.
         """
 
@@ -162,9 +167,19 @@ class Service:
             with errors_about("messages"):
                 texts = template_texts(messages, tools, thinking=self.conversations.keeps_thinking)
                 self.check_length(texts, len(messages))
-                return self.conversations.prompt(caller.namespace, messages, tools, session_key)
+                arguments, unread = self.conversations.arguments(options, tools)
+                self._ignore(unread, ignored)
+                return self.conversations.prompt(caller.namespace, messages, tools, session_key, arguments)
 
         return await self.in_background(encoded)
+
+    def _ignore(self, names: Iterable[str], ignored: IgnoredFields | None) -> None:
+        for name in names:
+            if self.settings.strict_fields:
+                message = f"{name} has no effect: this model's chat template does not read it"
+                raise bad_request(message, name, "invalid_value")
+            if ignored is not None:
+                ignored.add(name)
 
     def check_length(self, texts: Iterable[str], more: int = 0) -> None:
         """Raise PromptTooLong for texts that cannot fit even as the longest tokens, without encoding them.

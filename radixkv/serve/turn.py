@@ -143,9 +143,15 @@ async def open_turn(
     if not any_model:
         service.check_model(options.model)
     lease.resize(options.params.n)
-    prompt = await service.cancellable(
-        request, service.chat_prompt(caller, body.messages, body.tools, options.session_key)
+    encoding = service.chat_prompt(
+        caller,
+        body.messages,
+        body.tools,
+        options.session_key,
+        options=body.template_options,
+        ignored=request.state.ignored,
     )
+    prompt = await service.cancellable(request, encoding)
     with errors_about("messages"):
         timeout = service.time_left(request)
         handle = await submit.start(

@@ -61,6 +61,14 @@ WRONG = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"functions": []}, "functions"),
+    ({"reasoning_effort": 5}, "reasoning_effort"),
+    ({"reasoning": {"effort": "<|im_end|>"}}, "reasoning.effort"),
+    ({"reasoning": {"enabled": "yes"}}, "reasoning.enabled"),
+    ({"thinking": "yes"}, "thinking"),
+    ({"thinking": {"type": "sometimes"}}, "thinking.type"),
+    ({"enable_thinking": 1}, "enable_thinking"),
+    ({"chat_template_kwargs": {"tone": ["kind"]}}, "chat_template_kwargs.tone"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
 ]
 
 _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
@@ -79,6 +87,12 @@ WITHOUT_EFFECT = [
     ({"service_tier": "flex"}, "service_tier"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"reasoning": {"enabled": True, "exclude": False}}, "reasoning.enabled"),
+    ({"thinking": {"type": "disabled"}}, "thinking"),
+    ({"enable_thinking": False}, "enable_thinking"),
+    ({"chat_template_kwargs": {"tone": "kind"}}, "chat_template_kwargs.tone"),
+    ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages"),
     ({"verbosity": "low"}, "verbosity"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),

@@ -1,0 +1,101 @@
+"""Additional arguments of a chat template, such as `enable_thinking`: find the ones that a template reads.
+
+Each model family has its own variable for the same purpose: Qwen's templates read `enable_thinking`, DeepSeek's
+`thinking`, and gpt-oss's `reasoning_effort`. A client's option therefore sets several variables, and a template takes
+the ones that it reads. The arguments change the prompt, so replies are remembered for each set of arguments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+from jinja2 import Environment, meta, nodes
+from jinja2.exceptions import TemplateSyntaxError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+Scalar: TypeAlias = bool | int | float | str
+Arguments: TypeAlias = Mapping[str, Scalar]
+
+# Values that the renderer or transformers passes to each template.
+_RESERVED = frozenset(
+    {
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "date_string"),
+        *("documents", "max_length", "messages", "padding", "raise_exception", "return_assistant_tokens_mask"),
+        *("return_dict", "return_tensors", "strftime_now", "template_date", "tokenize", "tokenizer_kwargs"),
+        *("tools", "truncation"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOption:
+    """A client's option: the name of its field, and the value for each variable that a template may read."""
+
+    name: str
+    values: tuple[tuple[str, Scalar], ...]
+
+
+def thinking_option(name: str, *, enabled: bool) -> TemplateOption:
+    """Return the option that enables or disables thinking."""
+    return TemplateOption(name, (("enable_thinking", enabled), ("thinking", enabled)))
+
+
+def effort_option(name: str, effort: str) -> TemplateOption:
+    """Return the option for the effort of thinking; "none" disables it, and other values enable it."""
+    return TemplateOption(name, (("reasoning_effort", effort), *thinking_option(name, enabled=effort != "none").values))
+
+
+def template_arguments(source: str, options: Iterable[TemplateOption]) -> tuple[dict[str, Scalar], list[str]]:
+    """Return the arguments for a template with this source, and the names of options that it does not read.
+
+    Later options take precedence.
+
+    >>> options = [effort_option("reasoning_effort", "none"), TemplateOption("tone", (("tone", "kind"),))]
+    >>> template_arguments("{% if enable_thinking is defined and not enable_thinking %}...{% endif %}", options)
+    ({'enable_thinking': False}, ['tone'])
+    """
+    arguments: dict[str, Scalar] = {}
+    unread = []
+    for option in options:
+        values = {variable: value for variable, value in option.values if variable in variables(source)}
+        arguments |= values
+        if not values:
+            unread.append(option.name)
+    return arguments, unread
+
+
+@lru_cache(maxsize=64)
+def variables(source: str) -> frozenset[str]:
+    """Return the variables that a template reads and a client may set; none for a source that is not valid.
+
+    Parsing takes some milliseconds; the result is memoized.
+    """
+    try:
+        found = meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
+    except TemplateSyntaxError:  # rendering raises an error that describes it
+        return frozenset()
+    return frozenset(name for name in found - _RESERVED if not name.endswith(("_token", "_tokens")))
+
+
+def arguments_key(arguments: Arguments) -> str:
+    """Return a text that is equal for equal arguments only; empty without arguments."""
+    return json.dumps(arguments, sort_keys=True) if arguments else ""
+
+
+class _Generation(Extension):
+    """Parse transformers' `{% generation %}` block, which marks the replies in a template."""
+
+    tags = {"generation"}  # noqa: RUF012 # as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the statements inside the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_ENVIRONMENT = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])  # parses, renders nothing
