@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 from radixkv.errors import RadixKVError
@@ -32,13 +36,14 @@ def run(program: str, arguments: argparse.Namespace) -> int:
     """Run the command in `arguments.module`, after `arguments.check` if there is one; return the exit status.
 
     0 is success, 1 a failure that was reported, 2 wrong usage or unreadable input, 130 Ctrl-C. Errors are printed to
-    stderr in one line; with --debug they are raised.
+    stderr in one line; with --debug they are raised. SIGTERM and SIGHUP raise SystemExit with 128 plus their number.
     """
     debug = "debug" in arguments
     try:
         if "check" in arguments:
             arguments.check(arguments)
-        status = int(import_module(arguments.module).run(arguments))
+        with _exit_on_signals():
+            status = int(import_module(arguments.module).run(arguments))
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -57,3 +62,28 @@ def run(program: str, arguments: argparse.Namespace) -> int:
             raise
         print(f"{program}: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
         return FAILED
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Leave the command by SystemExit on SIGTERM and SIGHUP, so that it restores the terminal and removes its files.
+
+    A second signal ends the process at once. Signals that are ignored, as under nohup, stay ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        for each in changed:
+            signal.signal(each, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    changed = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for each in changed:
+        signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        for each in changed:
+            signal.signal(each, signal.SIG_DFL)
