@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
+from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import Request
@@ -142,6 +143,7 @@ class EventStream(Response):
         self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events, self._send_timeout, self._cleanup = events, send_timeout, cleanup
+        self._sending_since: float | None = None
         self._error_event = error_event or (lambda error: sse_event(error.body()))
 
     def init_headers(self, headers: Any = None) -> None:
@@ -155,7 +157,7 @@ class EventStream(Response):
         with self._cleanup:
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                if await first_of(self._sent(send), _disconnected(receive)) is None:
+                if await first_of(self._sent(send), _disconnected(receive), self._stalled()) is None:
                     log_fields["client"] = "left"
             except TimeoutError:
                 log_fields["client"] = "stopped reading"
@@ -174,8 +176,18 @@ class EventStream(Response):
         return True
 
     async def _send_one(self, send: Send, event: bytes) -> None:
-        async with asyncio.timeout(self._send_timeout):
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        self._sending_since = monotonic()
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+        self._sending_since = None
+
+    async def _stalled(self) -> NoReturn:
+        """Raise TimeoutError once one event has been sent for too long. A timeout of each event would cost more."""
+        while True:
+            since = self._sending_since
+            wait = self._send_timeout - (0 if since is None else monotonic() - since)
+            if wait <= 0:
+                raise TimeoutError
+            await asyncio.sleep(wait)
 
 
 async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
