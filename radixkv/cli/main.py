@@ -187,6 +187,12 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         help="memory for past conversations, so that resent conversations hit the cache; 0 for none (default 64MiB)",
     )
     group.add_argument(
+        "--response-memory",
+        default="64MiB",
+        metavar="SIZE",
+        help="memory of each tenant for stored responses of /v1/responses; 0 for none (default 64MiB)",
+    )
+    group.add_argument(
         "--history",
         choices=("auto", "append", "template"),
         default="auto",

@@ -21,6 +21,7 @@ from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.metrics import CONTENT_TYPE
 from radixkv.serve.middleware import RequestMiddleware
+from radixkv.serve.openai_responses import endpoint as openai_responses
 from radixkv.serve.openapi import document
 from radixkv.serve.service import Service
 from radixkv.serve.settings import Settings
@@ -57,6 +58,11 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
                 route("/v1/completions", completions.create, "POST"),
                 route("/v1/messages", anthropic.create, "POST"),
                 route("/v1/messages/count_tokens", anthropic.count_tokens, "POST"),
+                route("/v1/responses", openai_responses.create, "POST"),
+                route("/v1/responses/{response_id}", openai_responses.retrieve),
+                route("/v1/responses/{response_id}", openai_responses.delete, "DELETE"),
+                route("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
+                route("/v1/responses/{response_id}/input_items", openai_responses.input_items),
                 route("/tokenize", completions.tokenize, "POST"),
             ]
         ),

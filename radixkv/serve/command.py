@@ -26,6 +26,7 @@ _OPTION_OF = {
     "max_running": "max_sequences",
     "drain_timeout": "drain",
     "history_bytes": "history_memory",
+    "response_bytes": "response_memory",
 }
 _EXIT_DELAY = 1.0  # seconds for closing the engine and a trace that it writes
 
@@ -77,6 +78,7 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
         drain_timeout=arguments.drain,
         history_bytes=_bytes("--history-memory", arguments.history_memory),
         history=arguments.history,
+        response_bytes=_bytes("--response-memory", arguments.response_memory),
         strict_fields=arguments.strict_fields,
         keep_billing_header=arguments.keep_billing_header,
         vllm_metrics=arguments.vllm_metrics,

@@ -14,6 +14,11 @@ IGNORED: JsonObject = {"description": "Ignored, and named in the answer's `Warni
 COUNT: JsonObject = {"type": "integer", "minimum": 0}
 TEXT: JsonObject = {"type": "string"}
 TOKEN_ID: JsonObject = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+NOT_EMPTY: JsonObject = {"type": "string", "minLength": 1}
+SESSION_KEY: JsonObject = {
+    "type": ["string", "null"],
+    "description": "Names the session of the request for the monitor. It does not isolate cached prefixes.",
+}
 
 
 def obj(properties: JsonObject, *required: str) -> JsonObject:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from radixkv import __version__
 from radixkv.serve import schemas
-from radixkv.serve.access import KEY_HEADER, LONGEST_NAME, NAMESPACE_HEADER
+from radixkv.serve.access import KEY_HEADER
 from radixkv.serve.anthropic import openapi as anthropic
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.json_schemas import (
@@ -16,6 +16,8 @@ from radixkv.serve.json_schemas import (
     BOOLEAN,
     COUNT,
     IGNORED,
+    NOT_EMPTY,
+    SESSION_KEY,
     STRING,
     TEXT,
     TOKEN_ID,
@@ -28,6 +30,8 @@ from radixkv.serve.json_schemas import (
     ref,
     sampling,
 )
+from radixkv.serve.openai_responses import openapi as openai_responses
+from radixkv.serve.openapi_operations import IN_PATH, PROMETHEUS, get, json_of, post, without_key
 from radixkv.serve.settings import Settings
 
 # ---- the document
@@ -53,26 +57,27 @@ def document(model_name: str, settings: Settings) -> JsonObject:
         "info": {"title": "radixkv", "version": __version__, "description": _ABOUT},
         "security": [{"apiKey": []}, {"keyHeader": []}] if settings.api_keys else [],
         "paths": {
-            "/v1/chat/completions": _post("Continue a conversation", chat, "ChatCompletion", "ChatCompletionChunk"),
-            "/v1/completions": _post("Continue texts", completion, "Completion", "CompletionChunk"),
-            "/v1/messages": _post(
+            "/v1/chat/completions": post("Continue a conversation", chat, "ChatCompletion", "ChatCompletionChunk"),
+            "/v1/completions": post("Continue texts", completion, "Completion", "CompletionChunk"),
+            "/v1/messages": post(
                 "Continue a conversation, in the form of Anthropic's API",
                 message,
                 "Message",
                 "MessageEvent",
                 "MessageError",
             ),
-            "/v1/messages/count_tokens": _post("Length of a conversation", count, "TokenCount", error="MessageError"),
-            "/tokenize": _post("Token ids of a text or of a conversation", tokenize, "Tokens"),
-            "/v1/models": _get("The model, as a list", _json("Models"), 401, 403),
-            "/v1/models/{model}": _get("The model", _json("Model"), 401, 403, 404, parameters=[_IN_PATH]),
-            "/": _open(_get("Name and version of the server", _json("About"))),
-            "/health": _open(_get("Whether the engine answers", _json("Health"), 503)),
-            "/metrics": _get("Counters and gauges, as Prometheus reads them", _PROMETHEUS, 401, 403, 503),
-            "/openapi.json": _open(_get("This document", {"application/json": {"schema": {"type": "object"}}})),
+            "/v1/messages/count_tokens": post("Length of a conversation", count, "TokenCount", error="MessageError"),
+            **openai_responses.paths(model, strict),
+            "/tokenize": post("Token ids of a text or of a conversation", tokenize, "Tokens"),
+            "/v1/models": get("The model, as a list", json_of("Models"), 401, 403),
+            "/v1/models/{model}": get("The model", json_of("Model"), 401, 403, 404, parameters=[IN_PATH]),
+            "/": without_key(get("Name and version of the server", json_of("About"))),
+            "/health": without_key(get("Whether the engine answers", json_of("Health"), 503)),
+            "/metrics": get("Counters and gauges, as Prometheus reads them", PROMETHEUS, 401, 403, 503),
+            "/openapi.json": without_key(get("This document", {"application/json": {"schema": {"type": "object"}}})),
         },
         "components": {
-            "schemas": {**_answers(), **anthropic.answers()},
+            "schemas": {**_answers(), **anthropic.answers(), **openai_responses.answers()},
             "securitySchemes": {
                 "apiKey": {"type": "http", "scheme": "bearer"},
                 "keyHeader": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
@@ -81,93 +86,7 @@ def document(model_name: str, settings: Settings) -> JsonObject:
     }
 
 
-def _post(about: str, body: JsonObject, answer: str, chunk: str | None = None, error: str = "Error") -> JsonObject:
-    found = _json(answer)
-    if chunk is not None:
-        found["text/event-stream"] = {"schema": _events(chunk, error)}
-    return {
-        "post": {
-            "summary": about,
-            "parameters": [_NAMESPACE, _REQUEST_ID],
-            "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-            "responses": _responses(about, found, 400, 401, 403, 404, 408, 413, 415, 429, 503, 504, error=error),
-        }
-    }
-
-
-def _get(about: str, found: JsonObject, *statuses: int, parameters: list[JsonObject] | None = None) -> JsonObject:
-    responses = _responses(about, found, *statuses)
-    return {"get": {"summary": about, "parameters": [*(parameters or []), _REQUEST_ID], "responses": responses}}
-
-
-def _open(path: JsonObject) -> JsonObject:
-    """Mark a path as needing no key."""
-    return {"get": {**path["get"], "security": []}}
-
-
-def _responses(about: str, found: JsonObject, *statuses: int, error: str = "Error") -> JsonObject:
-    """The response of success, and those of errors; 500 is possible everywhere."""
-    errors = {str(status): {"description": _WHY[status], "content": _json(error)} for status in (*statuses, 500)}
-    for status, header in _HEADERS.items():
-        if str(status) in errors:
-            errors[str(status)]["headers"] = header
-    return {"200": {"description": about, "content": found}, **errors}
-
-
-def _json(name: str) -> JsonObject:
-    return {"application/json": {"schema": ref(name)}}
-
-
-def _events(chunk: str, error: str) -> JsonObject:
-    """A stream of events, as far as OpenAPI 3.1 can describe one: the schema is that of the JSON in each event."""
-    begin, last = ("`event: `, its type, ", "a `message_stop`") if error == "MessageError" else ("", "`data: [DONE]`")
-    return {
-        "type": "string",
-        "contentMediaType": "text/event-stream",
-        "contentSchema": {"anyOf": [ref(chunk), ref(error)]},
-        "description": f"With stream=true. Each event is {begin}`data: `, one {chunk} as JSON, and an empty line; the "
-        f"last is {last}. A fault in the middle is the last event instead: {error}.",
-    }
-
-
-def _header(name: str, place: str, about: str, **schema: object) -> JsonObject:
-    return {"name": name, "in": place, "description": about, "schema": {**TEXT, **schema}}
-
-
-_IN_PATH = {**_header("model", "path", "What clients call the model."), "required": True}
-_NAMESPACE = _header(
-    NAMESPACE_HEADER, "header", "A part of the key's cache.", maxLength=LONGEST_NAME, pattern="^[ -~]*$"
-)
-_REQUEST_ID = _header("X-Request-Id", "header", "Of the client's choice: letters, digits, `.`, `_`, `-`; else ignored.")
-_PROMETHEUS = {"text/plain": {"schema": TEXT}}
-_SECONDS = {"schema": {"type": "integer", "minimum": 1}}
-_HEADERS = {
-    401: {"WWW-Authenticate": {"description": "Bearer", "schema": TEXT}},
-    429: {"Retry-After": {"description": "Seconds.", **_SECONDS}},
-    503: {"Retry-After": {"description": "Seconds until another server may have taken over.", **_SECONDS}},
-}
-_WHY = {
-    400: "What was sent is wrong; the message says what, and how to put it right",
-    401: "No API key that is known here",
-    403: "A server without API keys was asked by a name that is not this machine's",
-    404: "No such model",
-    408: "The body did not arrive in time",
-    413: "The body is too large",
-    415: "The body is compressed",
-    429: "Too much is being answered already",
-    500: "A fault of the server's; its log says which",
-    503: "The server is shutting down",
-    504: "The request took longer than this server allows",
-}
-
-
 # ---- request bodies
-
-_NOT_EMPTY: JsonObject = {"type": "string", "minLength": 1}
-_SESSION_KEY: JsonObject = {
-    "type": ["string", "null"],
-    "description": "Names the session of the request for the monitor. It does not isolate cached prefixes.",
-}
 
 
 def _chat_body(model: JsonObject, strict: bool) -> JsonObject:
@@ -214,7 +133,7 @@ def _tokenize_body(model: JsonObject) -> JsonObject:
         "prompt": STRING,
         "messages": maybe(array(_message(), least=1)),
         "tools": maybe(array(_tool())),
-        "prompt_cache_key": _SESSION_KEY,
+        "prompt_cache_key": SESSION_KEY,
         **_thinking(),
     }
     return obj(fields)
@@ -249,7 +168,7 @@ def _options(model: JsonObject, strict: bool) -> JsonObject:
         "stream": BOOLEAN,
         "stream_options": maybe(options),
         **sampling(),
-        "prompt_cache_key": _SESSION_KEY,
+        "prompt_cache_key": SESSION_KEY,
         **(values if strict else dict.fromkeys(values, IGNORED)),
         **dict.fromkeys(schemas.WITHOUT_EFFECT, ANYTHING),
     }
@@ -259,7 +178,7 @@ def _message() -> JsonObject:
     named = {"name": STRING, "cache_control": ANYTHING}
     roles = [role for role in schemas.ROLES if role not in ("assistant", "tool")]
     spoken = {"role": {"enum": roles}, "content": _content()}
-    answered = {"role": {"const": "tool"}, "content": _content(), "tool_call_id": _NOT_EMPTY}
+    answered = {"role": {"const": "tool"}, "content": _content(), "tool_call_id": NOT_EMPTY}
     return {
         "anyOf": [
             obj({**spoken, **named}, "role", "content"),
@@ -278,9 +197,9 @@ def _content() -> JsonObject:
 def _said() -> JsonObject:
     """An assistant's message, as servers return it and clients send it back."""
     arguments = {"type": ["string", "object", "null"], "description": "JSON as a text, or the object itself."}
-    function = obj({"name": _NOT_EMPTY, "arguments": arguments}, "name")
+    function = obj({"name": NOT_EMPTY, "arguments": arguments}, "name")
     kind = {"enum": ["function", None]}
-    call = obj({"id": _NOT_EMPTY, "type": kind, "function": function, "index": ANYTHING}, "id", "function")
+    call = obj({"id": NOT_EMPTY, "type": kind, "function": function, "index": ANYTHING}, "id", "function")
     return {
         "role": {"const": "assistant"},
         "content": maybe(_content()),

@@ -317,12 +317,12 @@ def read_template_options(fields: Fields) -> tuple[tuple[TemplateOption, ...], b
     The second value is `reasoning.exclude`: the response has no thinking.
     """
     options = []
-    if (effort := _effort(fields, "reasoning_effort")) is not None:
+    if (effort := read_effort(fields, "reasoning_effort")) is not None:
         options.append(effort_option("reasoning_effort", effort))
     excluded = False
     if (given := fields.take("reasoning")) is not None:
         reasoning = fields.nested(given, "reasoning")
-        if (effort := _effort(reasoning, "effort")) is not None:
+        if (effort := read_effort(reasoning, "effort")) is not None:
             options.append(effort_option("reasoning.effort", effort))
         if (enabled := _optional_flag(reasoning, "enabled")) is not None:
             options.append(thinking_option("reasoning.enabled", enabled=enabled))
@@ -334,7 +334,8 @@ def read_template_options(fields: Fields) -> tuple[tuple[TemplateOption, ...], b
     return (*options, *_template_values(fields)), excluded
 
 
-def _effort(fields: Fields, name: str) -> str | None:
+def read_effort(fields: Fields, name: str) -> str | None:
+    """Read a reasoning effort, None if it is absent; raise ApiError unless it is one word."""
     effort = fields.text(name)
     if effort is not None and not re.fullmatch(EFFORT, effort):
         fields.refuse(name, 'must be 1 to 32 letters, such as "low"')
@@ -515,10 +516,11 @@ def _call(fields: Fields) -> JsonObject:
         function.wrong("arguments", "a string of JSON", arguments)
     for each in (function, fields):
         each.close()
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_of(arguments)}}
 
 
-def _arguments(given: str | JsonObject | None) -> str | JsonObject:
+def arguments_of(given: str | JsonObject | None) -> str | JsonObject:
+    """Return the arguments of a call as an object if they are JSON of one, since templates write JSON."""
     arguments = arguments_object(given)
     return given or {} if arguments is None else arguments
 
@@ -527,13 +529,14 @@ def _tool(fields: Fields) -> JsonObject:
     if fields.need("type") != "function":
         fields.refuse("type", 'must be "function"')
     given = fields.need("function")
-    _check_function(fields.nested(given, fields.path("function")))
+    check_function(fields.nested(given, fields.path("function")))
     fields.ignore("cache_control")
     fields.close()
     return {"type": "function", "function": {name: given[name] for name in given if name in TOOL_FIELDS}}
 
 
-def _check_function(fields: Fields) -> None:
+def check_function(fields: Fields) -> None:
+    """Check a function that a model may call; raise ApiError, which names the wrong field."""
     name = fields.need("name")
     if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name):
         fields.refuse("name", "must be 1 to 64 letters, digits, underscores, dots or dashes")

@@ -28,6 +28,7 @@ from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError, bad_request, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
 from radixkv.serve.metrics import ServerMetrics
+from radixkv.serve.openai_responses.store import ResponseStore
 from radixkv.serve.reply import tags
 from radixkv.serve.responses import TokenTexts, first_of, usage, wait_for_disconnect
 from radixkv.serve.schemas import template_texts
@@ -72,6 +73,7 @@ class Service:
             new_session=engine.client.new_session,
             limit=min(engine.context_limit - 1, settings.max_prompt_tokens or engine.context_limit),
         )
+        self.responses = ResponseStore(settings.response_bytes)
         self.metrics = ServerMetrics(
             engine,
             self.model_name,

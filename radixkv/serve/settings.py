@@ -27,6 +27,8 @@ class Settings:
     `max_prompt_tokens`; None is the context. A request ends `timeout` seconds after its body has arrived (None: never),
     or when its client has read nothing for `send_timeout`. On shutdown, streams have `drain_timeout` to finish.
 
+    `response_bytes` limits the stored responses of each tenant, which POST /v1/responses can continue; 0 stores none.
+
     `history_bytes` limits the history of conversations, with which a client that sends them again hits the cache; 0
     disables it. `history` is the mode: "append" appends new messages to the known ids; "template" renders the whole
     conversation around the ids of the replies; "auto" appends, unless that would lose text or the template omits the
@@ -53,6 +55,7 @@ class Settings:
     history: Mode = "auto"
     strict_fields: bool = False
     keep_billing_header: bool = False
+    response_bytes: int = 64 * MIB
     vllm_metrics: bool = False
 
     def __post_init__(self) -> None:
@@ -62,7 +65,7 @@ class Settings:
         for name in ("max_per_key", "max_prompt_tokens"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        for name in ("max_waiting", "history_bytes", "port"):
+        for name in ("max_waiting", "history_bytes", "response_bytes", "port"):
             _at_least(name, getattr(self, name), 0)
         if self.port > 65535:
             raise InvalidInput(f"port must be a number from 0 (any that is free) to 65535, got {self.port}")

@@ -212,6 +212,10 @@ class Turn:
         assert self._completion is not None, "the replies are not complete yet"
         return self._completion
 
+    def cancel(self) -> None:
+        """Stop the replies: their readers raise RequestCancelled. Computed tokens stay cached."""
+        self._handle.cancel()
+
     async def steps(self) -> AsyncGenerator[Step, None]:
         """Yield the replies as they are generated, a step for each sampled token. Raises the request's error."""
         tokens = [0] * len(self._readers)

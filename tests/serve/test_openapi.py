@@ -13,6 +13,7 @@ from schemathesis import checks
 
 from radixkv.serve import Settings, schemas
 from radixkv.serve.errors import ApiError
+from radixkv.serve.openai_responses.schemas import read_response
 from radixkv.serve.openapi import document
 from tests.selection import mostly_long
 from tests.serve.served import CHAT, LOCAL, fake_model, says, served
@@ -75,6 +76,10 @@ def test_every_path_is_documented(server):
 
 def body_of(path: str) -> Any:
     return DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+
+
+def read_responses(body: Any, ignored: Any = None) -> Any:
+    return read_response(body, ignored, lambda _: None)
 
 
 def responses(path: str, method: str = "post") -> Any:
@@ -159,17 +164,17 @@ def test_the_statuses_of_each_path_are_those_that_it_gives() -> None:
         assert "Retry-After" in responses("/tokenize")[status]["headers"]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/responses"])
 def test_every_documented_field_is_known(path):
     """Each optional field may be null, and a strict server refuses undocumented fields."""
     body = body_of(path)
-    read = {"/v1/chat/completions": schemas.read_chat, "/v1/completions": schemas.read_completion}.get(
-        path, schemas.read_tokenize
-    )
-    given = {
-        "model": "fake",
-        **({"messages": CHAT["messages"]} if "messages" in body["properties"] else {"prompt": "x"}),
-    }
+    read, given = {
+        "/v1/chat/completions": (schemas.read_chat, {"messages": CHAT["messages"]}),
+        "/v1/completions": (schemas.read_completion, {"prompt": "x"}),
+        "/v1/responses": (read_responses, {"input": "x"}),
+        "/tokenize": (schemas.read_tokenize, {"messages": CHAT["messages"]}),
+    }[path]
+    given = {"model": "fake", **given}
     read({**dict.fromkeys(body["properties"]), **given})
     with pytest.raises(Exception, match="unknown field"):
         read({**given, "another": None})
@@ -187,10 +192,14 @@ def test_every_documented_field_is_known(path):
 )
 @settings(max_examples=60, deadline=None)
 def test_no_value_anywhere_breaks_the_reading(value):
-    """Each field of a chat completion, one at a time, may have any JSON value."""
-    for name in body_of("/v1/chat/completions")["properties"]:
+    """Each field of a chat completion or a response, one at a time, may have any JSON value."""
+    chat, response = (body_of(path)["properties"] for path in ("/v1/chat/completions", "/v1/responses"))
+    cases = [(schemas.read_chat, {**CHAT, name: value}) for name in chat]
+    cases += [(read_responses, {"model": "fake", "input": "x", name: value}) for name in response]
+    cases += [(read_responses, {"model": "fake", "input": [value, {name: value}]}) for name in ("type", "role")]
+    for read, body in cases:
         try:
-            schemas.read_chat({**CHAT, name: value})
+            read(body)
         except ApiError as error:
             wrong = error
         else:

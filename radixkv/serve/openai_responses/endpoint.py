@@ -1,0 +1,243 @@
+"""POST /v1/responses, and GET, DELETE and cancellation of stored responses.
+
+A response is stored before its client receives the end of it, so that the next request can continue it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+from typing import NoReturn
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from radixkv.errors import RequestCancelled
+from radixkv.serve.errors import ApiError
+from radixkv.serve.fields import IgnoredFields, JsonObject
+from radixkv.serve.openai_responses.events import ResponseEvents, Status
+from radixkv.serve.openai_responses.schemas import ResponseRequest, read_response
+from radixkv.serve.openai_responses.store import Items, StoredResponse
+from radixkv.serve.reply import Piece
+from radixkv.serve.responses import EventStream, unless_disconnected
+from radixkv.serve.service import Caller, Service
+from radixkv.serve.turn import End, Turn, open_turn
+
+OVERFLOW = "context_length_exceeded"
+
+
+async def create(service: Service, request: Request) -> Response:
+    """Respond to one request of the Responses API; raise ApiError or RadixKVError."""
+    reading = _Reading(service, service.caller(request))
+    with ExitStack() as cleanup:
+        try:
+            turn = await open_turn(service, request, reading, cleanup)
+        except ApiError as error:
+            renamed = _about_input(error)
+            body = reading.request
+            if renamed.code == OVERFLOW and body is not None and body.options.stream:
+                # OpenAI's own clients look for this error in the stream.
+                return Response(_failure(service, body, renamed), media_type="text/event-stream")
+            raise renamed from error
+        answer = ResponseAnswer(turn, reading.caller)
+        if turn.request.options.stream:
+            timeout = service.settings.send_timeout
+            return EventStream(answer.events(), timeout, cleanup.pop_all(), answer.error_event)
+        return Response(await unless_disconnected(request, answer.whole()), media_type="application/json")
+
+
+async def retrieve(service: Service, request: Request) -> Response:
+    """Return a stored response; raise ApiError 404 if there is none."""
+    if request.query_params.get("stream", "false") not in ("false", "0"):
+        raise ApiError(400, "a stored response cannot be streamed: leave out stream", param="stream")
+    return JSONResponse(_stored(service, request).response)
+
+
+async def delete(service: Service, request: Request) -> Response:
+    """Delete a stored response; raise ApiError 404 if there is none."""
+    caller, number = service.caller(request), request.path_params["response_id"]
+    if not service.responses.delete(caller.tenant, caller.namespace, number):
+        _not_found(number)
+    return JSONResponse({"id": number, "object": "response", "deleted": True})
+
+
+async def cancel(service: Service, request: Request) -> Response:
+    """Stop a response that is being streamed, and return it; a stored response is returned as it is."""
+    caller, number = service.caller(request), request.path_params["response_id"]
+    running = service.responses.running.get((caller.namespace, number))
+    if running is not None:
+        running.cancel()
+        return JSONResponse({**running.response(), "status": "cancelled"})
+    return JSONResponse(_stored(service, request).response)
+
+
+async def input_items(service: Service, request: Request) -> Response:
+    """Return the items of the conversation before a stored response, the newest first."""
+    query = request.query_params
+    order, limit = query.get("order", "desc"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, 'order can be "asc" or "desc"', param="order", code="invalid_value")
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= 100):
+        raise ApiError(400, "limit must be from 1 to 100", param="limit", code="invalid_value")
+    items = [_listed(item) for item in _stored(service, request).input_items]
+    if order == "desc":
+        items.reverse()
+    after = query.get("after")
+    places = {item.get("id"): at + 1 for at, item in enumerate(items)}
+    if after is not None and after not in places:
+        raise ApiError(400, "after must be the id of an item of this list", param="after", code="invalid_value")
+    start = 0 if after is None else places[after]
+    page = items[start : start + int(limit)]
+    ids = [item.get("id") for item in page] or [None]
+    more = start + len(page) < len(items)
+    return JSONResponse({"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1], "has_more": more})
+
+
+class ResponseAnswer:
+    """Build the response to one turn: whole, or as events."""
+
+    def __init__(self, turn: Turn, caller: Caller) -> None:
+        """The turn's request is a ResponseRequest."""
+        assert isinstance(turn.request, ResponseRequest)
+        self._turn, self._caller, self._request = turn, caller, turn.request
+        self._service = turn.service
+        self._parts = _parts(turn.service, turn.request)
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Stop the reply; its events end with the text so far."""
+        self._cancelled = True
+        self._turn.cancel()
+
+    def response(self) -> JsonObject:
+        """Return the response as it is now."""
+        return self._parts.whole()
+
+    async def whole(self) -> bytes:
+        """Return the JSON of the whole response."""
+        (reply,) = await self._turn.replies()
+        if reply.thinking:
+            self._parts.push(Piece(thinking=reply.thinking))
+        if reply.content:
+            self._parts.push(Piece(content=reply.content))
+        for call in reply.calls:
+            self._parts.push(Piece(call=call))
+        await self._finish(reply.end)
+        return json.dumps(self._parts.whole(), ensure_ascii=False, separators=(",", ":")).encode()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the response, while it can be cancelled by its id."""
+        running, key = self._service.responses.running, (self._caller.namespace, self._parts.id)
+        running[key] = self
+        try:
+            yield self._parts.start()
+            end: End | None = None
+            async for _, each in self._turn.events():
+                if isinstance(each, End):
+                    end = each
+                elif event := self._parts.push(each):
+                    yield event
+            assert end is not None
+            yield await self._finish(end)
+        except RequestCancelled:
+            if not self._cancelled:
+                raise
+            yield self._end("cancelled", None)
+        finally:
+            del running[key]
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that failed."""
+        return self._parts.fail(error)
+
+    async def _finish(self, end: End) -> bytes:
+        """End the response and store it; return its last events."""
+        usage = await self._usage()
+        if end.finish_reason == "length":
+            return self._end("incomplete", usage, "max_output_tokens")
+        return self._end("completed", usage)
+
+    def _end(self, status: Status, usage: JsonObject | None, reason: str | None = None) -> bytes:
+        event = self._parts.finish(status, usage, reason)
+        if self._request.store:
+            conversation = (*self._request.previous, self._request.input, Items(self._parts.output))
+            stored = StoredResponse(self._parts.whole(), conversation)
+            self._service.responses.add(self._caller.tenant, self._caller.namespace, stored)
+        return event
+
+    async def _usage(self) -> JsonObject:
+        """Return the token counts. Those of thinking are counted from its text."""
+        used = self._turn.usage
+        (reply,) = await self._turn.replies()
+        thought = 0
+        if reply.thinking:
+            thought = len(await self._service.in_background(lambda: self._service.encoded(reply.thinking)))
+        computed = used.prompt_tokens - used.cached_tokens
+        return {
+            "input_tokens": used.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": computed},
+            "output_tokens": used.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": min(thought, used.output_tokens)},
+            "total_tokens": used.prompt_tokens + used.output_tokens,
+        }
+
+
+class _Reading:
+    """Read the body of one request, and keep it for the case that the prompt is too long."""
+
+    def __init__(self, service: Service, caller: Caller) -> None:
+        self.request: ResponseRequest | None = None
+        self.caller = caller
+        self._service = service
+
+    def __call__(self, body: JsonObject, ignored: IgnoredFields | None) -> ResponseRequest:
+        """Check the body; raise ApiError. The caller's stored responses are available to it."""
+        self.request = read_response(body, ignored, self._find)
+        return self.request
+
+    def _find(self, number: str) -> StoredResponse | None:
+        return self._service.responses.get(self.caller.tenant, self.caller.namespace, number)
+
+
+def _parts(service: Service, request: ResponseRequest) -> ResponseEvents:
+    return ResponseEvents(
+        service.model_name, request.echo, request.names, encrypted=request.encrypted, summary=request.summary
+    )
+
+
+def _failure(service: Service, request: ResponseRequest, error: ApiError) -> bytes:
+    """Return the whole stream of a response that failed before it began."""
+    parts = _parts(service, request)
+    return parts.start() + parts.fail(error)
+
+
+def _about_input(error: ApiError) -> ApiError:
+    """Name the field `input` instead of `messages`; describe a prompt that is too long in OpenAI's words."""
+    if error.code == OVERFLOW:
+        message = f"Your input exceeds the context window of this model: {error.message}"
+        return ApiError(error.status, message, param="input", code=OVERFLOW)
+    if error.param == "messages":
+        error.param = "input"
+    return error
+
+
+def _stored(service: Service, request: Request) -> StoredResponse:
+    caller, number = service.caller(request), request.path_params["response_id"]
+    found = service.responses.get(caller.tenant, caller.namespace, number)
+    return _not_found(number) if found is None else found
+
+
+def _not_found(number: str) -> NoReturn:
+    raise ApiError(404, f"Response with id '{number[:100]}' not found.", param="response_id", code="not_found")
+
+
+def _listed(item: JsonObject) -> JsonObject:
+    """Return an input item as a list shows it: messages have parts."""
+    if item.get("type", "message") != "message" or not isinstance(item.get("content"), str):
+        return {"type": "message", **item}
+    kind = "output_text" if item.get("role") == "assistant" else "input_text"
+    part: JsonObject = {"type": kind, "text": item["content"]}
+    if kind == "output_text":
+        part["annotations"] = []
+    return {"status": "completed", **item, "type": "message", "content": [part]}

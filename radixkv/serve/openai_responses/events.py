@@ -1,0 +1,248 @@
+"""Build the output of one response from the pieces of a reply, and the server-sent events that announce it.
+
+The events have consecutive sequence numbers. An item is announced, then its parts, then their text piece by piece; each
+is ended before the next item starts. Consecutive pieces of one kind are one item.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from radixkv.chat.messages import ToolCall
+from radixkv.serve.errors import ApiError
+from radixkv.serve.fields import JsonObject
+from radixkv.serve.openai_responses.items import seal
+from radixkv.serve.reply import Piece
+
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+_ENDS = {"completed": "completed", "incomplete": "incomplete", "failed": "failed", "cancelled": "incomplete"}
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, slots=True)
+class TextForm:
+    """The names of the items, parts and events of one kind of text."""
+
+    item: str
+    prefix: str
+    part: str
+    part_event: str
+    text_event: str
+    index: str
+    extra: Mapping[str, Any]
+
+
+MESSAGE = TextForm(
+    "message",
+    "msg",
+    "output_text",
+    "response.content_part",
+    "response.output_text",
+    "content_index",
+    {"logprobs": []},
+)
+REASONING = TextForm(
+    "reasoning", "rs", "reasoning_text", "response.content_part", "response.reasoning_text", "content_index", {}
+)
+SUMMARY = TextForm(
+    "reasoning",
+    "rs",
+    "summary_text",
+    "response.reasoning_summary_part",
+    "response.reasoning_summary_text",
+    "summary_index",
+    {},
+)
+
+
+class ResponseEvents:
+    """One response: its fields and output so far. Each method returns the events of a change as bytes."""
+
+    def __init__(
+        self,
+        model: str,
+        echo: JsonObject,
+        names: Mapping[str, tuple[str, str]],
+        *,
+        encrypted: bool = False,
+        summary: bool = False,
+    ) -> None:
+        """Start a response without output. The other arguments are those of ResponseRequest."""
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self.output: list[JsonObject] = []
+        self.response: JsonObject = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": self.output,
+            "usage": None,
+        }
+        self._echo = echo
+        self._encoded_echo = ""
+        self._names = names
+        self._encrypted, self._reasoning = encrypted, SUMMARY if summary else REASONING
+        self._sequence = 0
+        self._text: _OpenText | None = None
+
+    def whole(self) -> JsonObject:
+        """Return the response object."""
+        return {**self.response, **self._echo}
+
+    def start(self) -> bytes:
+        """Announce the response."""
+        return self._of_response("response.created") + self._of_response("response.in_progress")
+
+    def push(self, piece: Piece) -> bytes:
+        """Add a piece of the reply. O(characters)."""
+        if piece.call is not None:
+            return self._close_text() + self._call(piece.call)
+        form, text = (self._reasoning, piece.thinking) if piece.thinking else (MESSAGE, piece.content)
+        if not text:
+            return b""
+        events = b""
+        if self._text is None or self._text.form is not form:
+            events = self._close_text() + self._open_text(form)
+        assert self._text is not None
+        return events + self._text.delta(text, self._next())
+
+    def finish(self, status: Status, usage: JsonObject | None, reason: str | None = None) -> bytes:
+        """End the response; `reason` is that of an incomplete one."""
+        cut = status in ("incomplete", "cancelled")
+        events = self._close_text("incomplete" if cut else "completed")
+        if status == "completed" and not any(item["type"] in ("message", "function_call") for item in self.output):
+            events += self._open_text(MESSAGE) + self._close_text()  # an empty reply, as clients expect a message
+        self._end(status, usage)
+        if reason is not None:
+            self.response["incomplete_details"] = {"reason": reason}
+        return events + self._of_response(f"response.{_ENDS[status]}")
+
+    def fail(self, error: ApiError) -> bytes:
+        """End the response with an error: an event of the error, then the failed response."""
+        self._text = None
+        shown = error.body()["error"]
+        event = self._event("error", code=error.code, message=shown["message"], param=error.param)
+        self._end("failed", None)
+        code = "server_error" if error.code is None or error.status >= 500 else error.code
+        self.response["error"] = {"code": code, "message": shown["message"]}
+        return event + self._of_response("response.failed")
+
+    # ---- inside
+
+    def _end(self, status: Status, usage: JsonObject | None) -> None:
+        self.response.update(status=status, usage=usage)
+        if status == "completed":
+            self.response["completed_at"] = int(time.time())
+
+    def _open_text(self, form: TextForm) -> bytes:
+        text = _OpenText(form, len(self.output))
+        self._text = text
+        item = self._text_item(text, "in_progress")
+        self.output.append(item)
+        added = self._event("response.output_item.added", output_index=text.at, item=item)
+        return added + self._event(f"{form.part_event}.added", **text.place, part=_part(form, ""))
+
+    def _close_text(self, status: Status = "completed") -> bytes:
+        text = self._text
+        if text is None:
+            return b""
+        self._text = None
+        form, said = text.form, text.text
+        item = self._text_item(text, status)
+        self.output[text.at] = item
+        return b"".join(
+            [
+                self._event(f"{form.text_event}.done", **text.place, text=said, **form.extra),
+                self._event(f"{form.part_event}.done", **text.place, part=_part(form, said)),
+                self._event("response.output_item.done", output_index=text.at, item=item),
+            ]
+        )
+
+    def _text_item(self, text: _OpenText, status: Status) -> JsonObject:
+        form = text.form
+        parts = [_part(form, text.text)] if status != "in_progress" else []
+        head = {"id": text.id, "type": form.item, "status": status}
+        if form is MESSAGE:
+            return {**head, "role": "assistant", "content": parts}
+        item: JsonObject = {
+            **head,
+            "summary": parts if form is SUMMARY else [],
+            "content": parts if form is REASONING else [],
+        }
+        if self._encrypted:
+            item["encrypted_content"] = seal(text.text) if parts else None
+        return item
+
+    def _call(self, call: ToolCall) -> bytes:
+        namespace, name = self._names.get(call.name, (None, call.name))
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        at, number = len(self.output), f"fc_{uuid.uuid4().hex}"
+        item: JsonObject = {"id": number, "type": "function_call", "call_id": call.id, "name": name}
+        if namespace is not None:
+            item["namespace"] = namespace
+        begun = {**item, "status": "in_progress", "arguments": ""}
+        done = {**item, "status": "completed", "arguments": arguments}
+        self.output.append(done)
+        place = {"item_id": number, "output_index": at}
+        return b"".join(
+            [
+                self._event("response.output_item.added", output_index=at, item=begun),
+                self._event("response.function_call_arguments.delta", **place, delta=arguments),
+                self._event("response.function_call_arguments.done", **place, arguments=arguments),
+                self._event("response.output_item.done", output_index=at, item=done),
+            ]
+        )
+
+    def _of_response(self, kind: str) -> bytes:
+        """Return an event with the whole response. Its fields that repeat the request are encoded once."""
+        if not self._encoded_echo:
+            self._encoded_echo = _encode(self._echo)[1:]
+        response = _encode(self.response)[:-1] + "," + self._encoded_echo
+        event = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{self._next()},"response":{response}}}\n\n'
+        return event.encode()
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = _encode({"type": kind, "sequence_number": self._next(), **fields})
+        return f"event: {kind}\ndata: {body}\n\n".encode()
+
+    def _next(self) -> int:
+        number = self._sequence
+        self._sequence += 1
+        return number
+
+
+class _OpenText:
+    """The item of a text that is still arriving, with the bytes that all its deltas share."""
+
+    def __init__(self, form: TextForm, at: int) -> None:
+        self.form, self.at = form, at
+        self.id = f"{form.prefix}_{uuid.uuid4().hex}"
+        self.place = {"item_id": self.id, "output_index": at, form.index: 0}
+        self._texts: list[str] = []
+        kind = f"{form.text_event}.delta"
+        shared = _encode({"type": kind, **self.place, **form.extra})[:-1]
+        self._front = f'event: {kind}\ndata: {shared},"sequence_number":'
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+    def delta(self, text: str, sequence: int) -> bytes:
+        """Add text, and return its event: the most frequent one."""
+        self._texts.append(text)
+        return f'{self._front}{sequence},"delta":{_encode(text)}}}\n\n'.encode()
+
+
+def _part(form: TextForm, text: str) -> JsonObject:
+    part: JsonObject = {"type": form.part, "text": text}
+    return {**part, "annotations": [], "logprobs": []} if form is MESSAGE else part

@@ -1,0 +1,177 @@
+"""Read the body of POST /v1/responses.
+
+A field that the server cannot honour is refused only if ignoring it would change the meaning of the request.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from radixkv.chat.template_arguments import effort_option
+from radixkv.serve.errors import ApiError
+from radixkv.serve.fields import Fields, IgnoredFields, JsonObject
+from radixkv.serve.openai_responses.items import read_input, read_messages
+from radixkv.serve.openai_responses.store import Items, StoredResponse
+from radixkv.serve.openai_responses.tools import Tools, read_tools
+from radixkv.serve.schemas import ChatRequest, RequestOptions, read_effort, sampling_params, wire_range
+
+ENCRYPTED = "reasoning.encrypted_content"
+SUMMARIES = ("auto", "concise", "detailed")
+REFUSED = {
+    "conversation": "this server has no conversations: use previous_response_id",
+    "prompt": "this server has no stored prompts: send instructions and input",
+}
+# Fields whose other values are ignored with a warning: the values with an effect, and why others are refused.
+IGNORED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "background": ((False,), "the response is returned when it is complete"),
+    "parallel_tool_calls": ((True,), "the model decides how many calls it makes"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "truncation": (("disabled",), "a prompt is never shortened"),
+}
+WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_retention", "client_metadata", "max_tool_calls")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseRequest(ChatRequest):
+    """The body of POST /v1/responses, as a request of the neutral core.
+
+    `input` has the new items, and `previous` the items of the stored conversation before them. `names` maps qualified
+    names of functions to a namespace and a name. `echo` has the fields of the response that repeat the request. The
+    response is stored if `store` is true. `encrypted` adds `encrypted_content` to reasoning items, and `summary`
+    returns reasoning as a summary.
+    """
+
+    input: Items
+    previous: tuple[Items, ...]
+    names: Mapping[str, tuple[str, str]]
+    echo: JsonObject
+    store: bool
+    encrypted: bool
+    summary: bool
+
+
+def read_response(
+    body: JsonObject, ignored: IgnoredFields | None, stored: Callable[[str], StoredResponse | None]
+) -> ResponseRequest:
+    """Check the body of POST /v1/responses; raise ApiError, which names the wrong field.
+
+    `stored` looks up a response by its id. Fields without effect are added to `ignored`; without it, unknown fields are
+    refused.
+    """
+    fields = Fields(body, ignored=ignored)
+    previous = _previous(fields, stored)
+    instructions = fields.text("instructions")
+    items = [_with_id(item) for item in read_input(fields.need("input"))]
+    before = [item for part in previous for item in part.items]
+    messages = read_messages(instructions, before, items, ignored)
+    tools = read_tools(fields)
+    choice, reads_calls = _choice(fields, tools)
+    reasoning = _reasoning(fields)
+    effort = reasoning["effort"]
+    _text_format(fields)
+    for name, why in REFUSED.items():
+        fields.only(name, (), why)
+    fields.only("n", (1,), "a response has one reply")
+    for name, (allowed, why) in IGNORED_VALUES.items():
+        fields.prefer(name, allowed, why)
+    encrypted = ENCRYPTED in (fields.list("include") or ())
+    store = fields.flag("store", True)
+    metadata = fields.take("metadata")
+    options = _options(fields)
+    fields.ignore(*WITHOUT_EFFECT)
+    fields.close()
+    echo = {
+        "background": False,
+        "instructions": instructions,
+        "max_output_tokens": options.params.max_tokens if options.bounded else None,
+        "metadata": metadata if isinstance(metadata, dict) else {},
+        "parallel_tool_calls": True,
+        "previous_response_id": body.get("previous_response_id"),
+        "prompt_cache_key": options.session_key,
+        "reasoning": reasoning,
+        "service_tier": "default",
+        "temperature": options.params.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": choice,
+        "tools": tools.shown,
+        "top_p": options.params.top_p,
+        "truncation": "disabled",
+    }
+    return ResponseRequest(
+        options,
+        messages,
+        tools.functions or None,
+        reads_calls,
+        input=Items(items),
+        previous=previous,
+        names=tools.names,
+        echo=echo,
+        store=store,
+        encrypted=encrypted,
+        summary=reasoning["summary"] is not None,
+        template_options=() if effort is None else (effort_option("reasoning.effort", effort),),
+    )
+
+
+def _previous(fields: Fields, stored: Callable[[str], StoredResponse | None]) -> tuple[Items, ...]:
+    number = fields.text("previous_response_id")
+    if number is None:
+        return ()
+    found = stored(number)
+    if found is None:
+        message = f"Previous response with id '{number[:100]}' not found."
+        raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
+    return found.conversation
+
+
+def _with_id(item: Any) -> Any:
+    """Return an item with an id, since each item of a list of input items has one."""
+    if not isinstance(item, dict) or item.get("id"):
+        return item
+    return {"id": f"item_{uuid.uuid4().hex}", **item}
+
+
+def _choice(fields: Fields, tools: Tools) -> tuple[str, bool]:
+    """Return `tool_choice`, and whether calls are taken out of the reply."""
+    choice = fields.take("tool_choice")
+    if choice not in (None, "auto", "none"):
+        fields.refuse("tool_choice", 'can be "auto" or "none": a reply cannot be forced to be a call')
+    return choice or "auto", bool(tools.functions) and choice != "none"
+
+
+def _reasoning(fields: Fields) -> JsonObject:
+    """Return `reasoning` for the response."""
+    given = fields.take("reasoning")
+    if given is None:
+        return {"effort": None, "summary": None}
+    reasoning = fields.nested(given, "reasoning")
+    effort, summary = read_effort(reasoning, "effort"), reasoning.text("summary")
+    older = reasoning.text("generate_summary")
+    reasoning.close()
+    summary = summary or older
+    return {"effort": effort, "summary": summary if summary in SUMMARIES else None}
+
+
+def _text_format(fields: Fields) -> None:
+    given = fields.take("text")
+    if given is not None:
+        text = fields.nested(given, "text")
+        kind = text.take("format")
+        if kind is not None:
+            text.nested(kind, "text.format").only("type", ("text",), "constrained output is not supported")
+        text.close()
+
+
+def _options(fields: Fields) -> RequestOptions:
+    model = fields.need("model")
+    if not isinstance(model, str):
+        fields.wrong("model", "a string", model)
+    bound = fields.integer("max_output_tokens", *wire_range("max_tokens"))
+    stream = fields.flag("stream")
+    fields.ignore("stream_options")  # only for padding of events, which are not padded
+    return RequestOptions(
+        model, sampling_params(fields, bound, None), bound is not None, stream, False, fields.text("prompt_cache_key")
+    )

@@ -1,0 +1,89 @@
+"""Operations of the OpenAPI document: their parameters, responses, errors and headers."""
+
+from __future__ import annotations
+
+from radixkv.serve.access import LONGEST_NAME, NAMESPACE_HEADER
+from radixkv.serve.fields import JsonObject
+from radixkv.serve.json_schemas import TEXT, ref
+
+
+def post(about: str, body: JsonObject, answer: str, chunk: str | None = None, error: str = "Error") -> JsonObject:
+    """An operation that reads JSON; `answer`, `chunk` and `error` name the schemas of its responses and events."""
+    found = json_of(answer)
+    if chunk is not None:
+        found["text/event-stream"] = {"schema": event_stream(chunk, error)}
+    return {
+        "post": {
+            "summary": about,
+            "parameters": [NAMESPACE, REQUEST_ID],
+            "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+            "responses": responses_of(about, found, 400, 401, 403, 404, 408, 413, 415, 429, 503, 504, error=error),
+        }
+    }
+
+
+def get(about: str, found: JsonObject, *statuses: int, parameters: list[JsonObject] | None = None) -> JsonObject:
+    """An operation without a body, and its errors."""
+    responses = responses_of(about, found, *statuses)
+    return {"get": {"summary": about, "parameters": [*(parameters or []), REQUEST_ID], "responses": responses}}
+
+
+def without_key(path: JsonObject) -> JsonObject:
+    """Mark a path as needing no key."""
+    return {"get": {**path["get"], "security": []}}
+
+
+def responses_of(about: str, found: JsonObject, *statuses: int, error: str = "Error") -> JsonObject:
+    """The response of success, and those of errors; 500 is possible everywhere."""
+    errors = {str(status): {"description": _WHY[status], "content": json_of(error)} for status in (*statuses, 500)}
+    for status, sent in _HEADERS.items():
+        if str(status) in errors:
+            errors[str(status)]["headers"] = sent
+    return {"200": {"description": about, "content": found}, **errors}
+
+
+def json_of(name: str) -> JsonObject:
+    """The content of a response that is JSON of this schema."""
+    return {"application/json": {"schema": ref(name)}}
+
+
+def event_stream(chunk: str, error: str) -> JsonObject:
+    """A stream of events, as far as OpenAPI 3.1 can describe one: the schema is that of the JSON in each event."""
+    begin, last = ("`event: `, its type, ", "a `message_stop`") if error == "MessageError" else ("", "`data: [DONE]`")
+    return {
+        "type": "string",
+        "contentMediaType": "text/event-stream",
+        "contentSchema": {"anyOf": [ref(chunk), ref(error)]},
+        "description": f"With stream=true. Each event is {begin}`data: `, one {chunk} as JSON, and an empty line; the "
+        f"last is {last}. A fault in the middle is the last event instead: {error}.",
+    }
+
+
+def header(name: str, place: str, about: str, **schema: object) -> JsonObject:
+    """A parameter of an operation that is a text."""
+    return {"name": name, "in": place, "description": about, "schema": {**TEXT, **schema}}
+
+
+IN_PATH = {**header("model", "path", "What clients call the model."), "required": True}
+NAMESPACE = header(NAMESPACE_HEADER, "header", "A part of the key's cache.", maxLength=LONGEST_NAME, pattern="^[ -~]*$")
+REQUEST_ID = header("X-Request-Id", "header", "Of the client's choice: letters, digits, `.`, `_`, `-`; else ignored.")
+PROMETHEUS = {"text/plain": {"schema": TEXT}}
+_SECONDS = {"schema": {"type": "integer", "minimum": 1}}
+_HEADERS = {
+    401: {"WWW-Authenticate": {"description": "Bearer", "schema": TEXT}},
+    429: {"Retry-After": {"description": "Seconds.", **_SECONDS}},
+    503: {"Retry-After": {"description": "Seconds until another server may have taken over.", **_SECONDS}},
+}
+_WHY = {
+    400: "What was sent is wrong; the message says what, and how to put it right",
+    401: "No API key that is known here",
+    403: "A server without API keys was asked by a name that is not this machine's",
+    404: "No such model, or no such response",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    415: "The body is compressed",
+    429: "Too much is being answered already",
+    500: "A fault of the server's; its log says which",
+    503: "The server is shutting down",
+    504: "The request took longer than this server allows",
+}

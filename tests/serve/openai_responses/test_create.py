@@ -1,0 +1,224 @@
+"""Responses, whole and as events: each field and event is one of the official client's types."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from radixkv.serve import Settings
+from tests.chat.test_live_styles import Scripted
+from tests.chat.test_traced_replies import OWN, OWN_TAGS, tokenizer_of
+from tests.chat.tool_call_dialects import DIALECTS
+from tests.serve.openai_responses.served_responses import (
+    ASKED,
+    PATH,
+    WEATHER,
+    answering,
+    client_of,
+    kinds,
+    plain,
+    stream,
+    whole,
+)
+from tests.serve.served import fake_model, says, served
+
+CALLS = [("weather", {"city": "Oslo"}), ("weather", {"city": "Rome"})]
+TEXT_EVENTS = [
+    "created",
+    "in_progress",
+    "output_item.added",
+    "content_part.added",
+    "output_text.delta",
+    "output_text.done",
+    "content_part.done",
+    "output_item.done",
+    "completed",
+]
+
+
+def test_a_text_whole_and_as_events() -> None:
+    with served(brain=says("Hello, you.")) as server:
+        response = whole(server, ASKED)
+        events = stream(server, ASKED)
+    (message,) = response["output"]
+    assert (message["type"], message["role"], message["content"][0]["text"]) == ("message", "assistant", "Hello, you.")
+    assert (response["status"], response["error"], response["incomplete_details"]) == ("completed", None, None)
+    assert kinds(events) == TEXT_EVENTS
+    assert sum(event["type"] == "response.output_text.delta" for event in events) > 1
+    last = events[-1]["response"]
+    assert plain(last) == plain({**response, "usage": last["usage"]})
+    assert last["usage"]["input_tokens_details"]["cached_tokens"] == response["usage"]["input_tokens"] - 1
+    used = response["usage"]
+    assert used["total_tokens"] == used["input_tokens"] + used["output_tokens"]
+    assert used["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": used["input_tokens"]}
+
+
+def test_a_limit_makes_a_response_incomplete() -> None:
+    body = {**ASKED, "max_output_tokens": 2}
+    with served(brain=says("Hello, you are here.")) as server:
+        response, events = whole(server, body), stream(server, body)
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert response["output"][0]["status"] == "incomplete"
+    assert response["usage"]["output_tokens"] == 2
+    assert kinds(events)[-1] == "incomplete"
+
+
+def test_max_output_tokens_beyond_the_context_is_the_room_left() -> None:
+    with served(brain=says("Hello, you.")) as server:
+        assert whole(server, {**ASKED, "max_output_tokens": 128_000})["status"] == "completed"
+
+
+def test_calls_whole_and_as_events() -> None:
+    body = {**ASKED, "tools": [WEATHER]}
+    with answering(lambda _: DIALECTS["Qwen"].write(CALLS)) as server:
+        response, events = whole(server, body), stream(server, body)
+    for output in (response["output"], events[-1]["response"]["output"]):
+        calls = [item for item in output if item["type"] == "function_call"]
+        assert [(call["name"], json.loads(call["arguments"])) for call in calls] == CALLS
+    assert response["tools"] == [WEATHER]
+    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    assert kinds(events)[-9:] == [*call, *call, "completed"]
+
+
+def test_functions_of_a_namespace_are_offered_and_called_under_a_qualified_name() -> None:
+    inner = {name: value for name, value in WEATHER.items() if name != "strict"}
+    tools = [{"type": "namespace", "name": "met", "description": "Norway's.", "tools": [inner]}]
+    seen: list[str] = []
+
+    def reply(prompt: str) -> str:
+        seen.append(prompt)
+        return "It is grey." if "grey" in prompt else DIALECTS["Qwen"].write([("met__weather", {"city": "Oslo"})])
+
+    with answering(reply) as server:
+        body = {**ASKED, "tools": tools}
+        (call,) = whole(server, body)["output"]
+        assert (call["namespace"], call["name"]) == ("met", "weather")
+        assert "met__weather" in seen[0]
+        sent_back = [
+            {"role": "user", "content": "Hello!"},
+            call,
+            {"type": "function_call_output", "call_id": call["call_id"], "output": "grey"},
+        ]
+        last = whole(server, {**body, "input": sent_back})
+        assert last["output"][0]["content"][0]["text"] == "It is grey."
+        used = last["usage"]
+        assert used["input_tokens_details"]["cached_tokens"] > 0.8 * used["input_tokens"]
+
+
+@pytest.mark.parametrize(("summary", "part"), [(None, "content"), ("auto", "summary")])
+def test_reasoning_whole_and_as_events_and_sent_back(summary: str | None, part: str) -> None:
+    tokenizer = tokenizer_of(OWN_TAGS, *OWN)
+    stops = frozenset(tokenizer.convert_tokens_to_ids(["<|im_end|>"]))
+    model = fake_model(tokenizer=tokenizer, vocab_size=len(tokenizer), stop_token_ids=stops)
+    reply = tokenizer.encode("<|muse>deep\nHm, so.\n<muse|>Hello, you.<|im_end|>", add_special_tokens=False)
+    body = {**ASKED, "reasoning": {"summary": summary}, "include": ["reasoning.encrypted_content"]}
+    with served(model=model, brain=Scripted([reply] * 3)) as server:
+        response, events = whole(server, body), stream(server, body)
+        thought, said = response["output"]
+        assert [each["text"] for each in thought[part]] == ["Hm, so."]
+        assert said["content"][0]["text"] == "Hello, you."
+        assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+        assert plain(events[-1]["response"])["output"] == plain(response)["output"]
+        middle = "reasoning_text" if part == "content" else "reasoning_summary_text"
+        assert f"{middle}.delta" in kinds(events)
+        only_sealed = {"type": "reasoning", "summary": [], "encrypted_content": thought["encrypted_content"]}
+        follow = [{"role": "user", "content": "Hello!"}, only_sealed, said, {"role": "user", "content": "And?"}]
+        used = whole(server, {**body, "input": follow})["usage"]
+        assert used["input_tokens_details"]["cached_tokens"] > 0
+
+
+def test_an_error_in_the_middle_of_a_stream_fails_the_response() -> None:
+    def fault(inputs: Any) -> None:
+        if any(each.start > 20 for each in inputs):
+            raise RuntimeError("a broken step")
+
+    with served(brain=says("Hello, " * 40), fault=fault) as server:
+        events = stream(server, ASKED)
+    *_, error, last = events
+    assert (error["type"], error["code"]) == ("error", "internal_error")
+    assert last["response"]["error"]["code"] == "server_error"
+
+
+def test_a_prompt_that_is_too_long() -> None:
+    body = {**ASKED, "input": "Hello there! " * 3000}
+    with served() as server:
+        answer = server.post(PATH, body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+        assert error["message"].startswith("Your input exceeds the context window of this model")
+        events = stream(server, body)
+        assert kinds(events) == ["created", "in_progress", "error", "failed"]
+        assert events[-1]["response"]["error"]["code"] == "context_length_exceeded"
+        assert events[-2]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": 1}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [1]}, "input[0]"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [{"type": "namespace", "name": "a b", "tools": [WEATHER]}]}, "tools[0].name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"model": None}, "model"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_a_wrong_body_is_refused_by_the_name_of_the_field(fields: dict[str, Any], param: str) -> None:
+    with served() as server:
+        answer = server.post(PATH, {**ASKED, **fields})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_other_fields_items_and_tools_are_ignored_with_a_warning() -> None:
+    body = {
+        **ASKED,
+        "tools": [{"type": "web_search"}, WEATHER],
+        "input": [{"type": "web_search_call", "id": "ws_1", "status": "completed"}, {"role": "user", "content": "Hi"}],
+        "context_management": [],
+        "client_metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "truncation": "auto",
+        "background": True,
+        "text": {"verbosity": "low", "format": {"type": "text"}},
+    }
+    with answering(lambda _: "Hello, you.") as server:
+        answer = server.post(PATH, body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["tools"] == [WEATHER]
+        for name in ("tools[0].type", "input[0].type", "background", "truncation", "text.verbosity"):
+            assert name in answer.headers["warning"]
+    with answering(lambda _: "Hello, you.", Settings(strict_fields=True)) as server:
+        assert server.post(PATH, body).status_code == 400
+
+
+def test_the_official_client_reads_responses_and_streams() -> None:
+    with served(brain=says("Hello, you.")) as server:
+        client = client_of(server)
+        response = client.responses.create(model="fake", input="Hello!", instructions="Be kind.")
+        assert response.output_text == "Hello, you."
+        assert response.instructions == "Be kind."
+        with client.responses.stream(model="fake", input="Hello!") as events:
+            final = events.until_done().get_final_response()
+        assert final.output_text == "Hello, you."

@@ -1,0 +1,112 @@
+"""Clients that send the whole conversation with each request, as Codex does: the cache has all but the new text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.chat.tool_call_dialects import DIALECTS
+from tests.serve.openai_responses.served_responses import ASKED, WEATHER, answering, stream, whole
+from tests.serve.served import says, served
+
+FILLER = "Rules of this project: keep functions short, name things well, test each change. "
+
+
+def developer(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": text}]}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+
+
+def session(thread: str, *asked: str) -> dict[str, Any]:
+    """Return a request of the shape that a coding agent sends, with filler for its instructions."""
+    inner = {**WEATHER, "name": "read"}
+    return {
+        "model": "fake",
+        "temperature": 0,
+        "tools": [
+            WEATHER,
+            {"type": "namespace", "name": "files", "description": "", "tools": [inner]},
+            {"type": "web_search"},
+        ],
+        "input": [developer(FILLER * 4), developer(FILLER), user(f"in {FILLER}"), *map(user, asked)],
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"summary": "auto"},
+        "prompt_cache_key": thread,
+        "parallel_tool_calls": False,
+        "client_metadata": {"thread": thread},
+    }
+
+
+def cached(response: dict[str, Any]) -> int:
+    return int(response["usage"]["input_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_each_turn_hits_the_previous_prompt_and_reply(streams: bool) -> None:
+    calls = [("weather", {"city": "Oslo", "days": [1, {"é": None}]}), ("files__read", {"city": "Rome"})]
+
+    def reply(prompt: str) -> str:
+        return (
+            "It is grey." if "grey" in prompt.rsplit("look", 1)[-1] else "Let me see. " + DIALECTS["Qwen"].write(calls)
+        )
+
+    with answering(reply) as server:
+        body = session("thread-1", "look")
+        before = 0
+        for turn in range(4):
+            response = stream(server, body)[-1]["response"] if streams else whole(server, body)
+            assert cached(response) == max(before - 1, 0)
+            before = response["usage"]["total_tokens"]
+            for item in response["output"]:
+                sent = {name: value for name, value in item.items() if name not in ("id", "status")}
+                body["input"].append(sent)
+            found = [item for item in response["output"] if item["type"] == "function_call"]
+            assert [(call.get("namespace"), call["name"]) for call in found] == (
+                [(None, "weather"), ("files", "read")] if turn % 2 == 0 else []
+            )
+            body["input"] += [
+                {"type": "function_call_output", "call_id": call["call_id"], "output": "grey"}
+                for call in reversed(found)
+            ] or [user("look")]
+
+
+def test_another_session_of_a_project_hits_what_it_shares() -> None:
+    with answering(lambda _: "It is grey.") as server:
+        first = whole(server, session("thread-1", "Is it grey?"))
+        second = whole(server, session("thread-2", "Is it blue?"))
+        assert cached(second) >= 0.9 * first["usage"]["input_tokens"]
+
+
+def test_texts_and_parts_ids_and_status_are_one_conversation() -> None:
+    with served(brain=says("Hello, you.")) as server:
+        first = whole(server, ASKED)
+        said = first["output"][0]
+        spellings: list[Any] = [
+            said,
+            {"role": "assistant", "content": "Hello, you."},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello, you."}]},
+        ]
+        for spelling in spellings:
+            items = [{"role": "user", "content": "Hello!"}, spelling, user("Again?")]
+            assert cached(whole(server, {**ASKED, "input": items})) >= first["usage"]["total_tokens"] - 1
+
+
+def test_arguments_that_come_back_with_other_spaces_are_the_same_call() -> None:
+    with answering(lambda _: DIALECTS["Qwen"].write([("weather", {"city": "Oslo"})])) as server:
+        body = {**ASKED, "tools": [WEATHER]}
+        first = whole(server, body)
+        (call,) = first["output"]
+        call = {**call, "arguments": json.dumps(json.loads(call["arguments"]), indent=2)}
+        output = {
+            "type": "function_call_output",
+            "call_id": call["call_id"],
+            "output": [{"type": "input_text", "text": "!"}],
+        }
+        last = whole(server, {**body, "input": [user("Hello!"), call, output]})
+        assert cached(last) == first["usage"]["total_tokens"] - 1
