@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from io import FileIO
+from io import BufferedReader
 from itertools import groupby
 from typing import Any
 
@@ -47,7 +47,7 @@ def read_model(header: GGUFHeader, config: Mapping[str, Any], dtype: torch.dtype
     with _progress(header) as advance:
         for path, stored in groupby(tensors, key=lambda each: each.file):
             try:
-                with path.open("rb", buffering=0) as file:
+                with path.open("rb") as file:
                     for tensor in stored:
                         place = places[tensor.name]
                         _fill(weights[place.parameter], file, tensor, place, dequantise[tensor.type_name])
@@ -148,7 +148,9 @@ def _dequantiser(header: GGUFHeader, tensor: GGUFTensor) -> Dequantise:
     return lambda raw: torch.from_numpy(dequantize(raw, kind))
 
 
-def _fill(parameter: Tensor, file: FileIO, tensor: GGUFTensor, place: Placement, dequantise: Dequantise) -> None:
+def _fill(
+    parameter: Tensor, file: BufferedReader, tensor: GGUFTensor, place: Placement, dequantise: Dequantise
+) -> None:
     """Read a tensor into the rows of a parameter that it fills."""
     if parameter.ndim == 1:
         parts = [parameter[:, None] if place.head_rows else parameter[None]]
