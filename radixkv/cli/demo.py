@@ -1,14 +1,16 @@
 """`radixkv demo`: a chat, eight agents that fork from one prompt, the same without a cache, and the savings.
 
-The lines of the demo, and the code that plays them on an engine, are in `demo_script.py`.
+The lines of the demo, and the code that plays them on an engine, are in `demo_chat.py` and `demo_agents.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -18,38 +20,71 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from radixkv.cli import demo_script
-from radixkv.cli.demo_script import Footprint, Played, Said
+from radixkv.cli import demo_agents, demo_chat
+from radixkv.cli.demo_agents import Footprint
+from radixkv.cli.demo_chat import BUNDLED, Listener, Said
+from radixkv.model_path import shown_name
 
 if TYPE_CHECKING:
     from radixkv.chat import Engine, Reply
     from radixkv.engine import EngineStats
     from radixkv.sampling.params import SamplingParams
 
-_BLOCKS = 1024  # 16 tokens each: far more than the demo needs, so that nothing is evicted
+_CHAT_BLOCKS, _AGENT_BLOCKS = 256, 1024  # 16 tokens each: more than the demo needs, so that nothing is evicted
+_Watch = Callable[[str], AbstractContextManager[Listener]]  # called with "chat" or "agents" before that part
+
+
+@dataclass(frozen=True)
+class Part:
+    """The conversation or the agents, played on an engine of its own."""
+
+    said: tuple[Said, ...]
+    stats: EngineStats
+    seconds: float  # from the first message to the last reply
+
+    @property
+    def replies(self) -> list[Reply]:
+        """All replies, in the order of the script."""
+        return [reply for said in self.said for reply in said.replies]
 
 
 @dataclass(frozen=True)
 class Run:
-    """The script, played on one engine."""
+    """Both parts, with the cache or without."""
 
-    played: Played
-    stats: EngineStats
-    seconds: float
+    chat: Part
+    agents: Part
+    footprint: Footprint
+
+    @property
+    def said(self) -> tuple[Said, ...]:
+        """All lines with their replies."""
+        return self.chat.said + self.agents.said
+
+    @property
+    def replies(self) -> list[Reply]:
+        """All replies, in the order of the script."""
+        return self.chat.replies + self.agents.replies
+
+    def total(self, counter: str) -> int:
+        """Add a counter of the engines' stats over both parts."""
+        return sum(getattr(part.stats, counter) for part in (self.chat, self.agents))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; return 0, or 1 if an answer with the cache differs from the one without."""
+    """Run the demo; return 0, or 1 if an answer with the cache differs from the one without.
+
+    Raises InvalidInput or UnsupportedModel if the model of the conversation cannot be loaded.
+    """
     console = Console(highlight=False)
-    params = _greedy()
-    console.print(_banner())
-    with _load(console, prefix_cache=True) as engine:
-        cached = _play_shown(console, engine, params)
+    model = chosen(arguments.model)
+    console.print(_banner(model))
+    cached = play(console, model, partial(_show, console, model), prefix_cache=True)
     console.print(_headline("3", "The same words without a cache: every prompt computed in full"))
-    with _load(console, prefix_cache=False) as engine:
-        uncached = _play_counted(console, engine, params, expected=len(cached.played.replies))
-    different = differences(cached.played.replies, uncached.played.replies)
-    console.print(_verdict(cached.played, different))
+    expected = {"chat": len(cached.chat.replies), "agents": len(cached.agents.replies)}
+    uncached = play(console, model, partial(_count, console, expected), prefix_cache=False)
+    different = differences(cached.replies, uncached.replies)
+    console.print(_verdict(cached, different))
     console.print(savings(cached, uncached))
     return 1 if different else 0
 
@@ -67,35 +102,55 @@ def _tokens(replies: Sequence[Reply], at: int) -> tuple[int, ...] | None:
 # ---- running
 
 
+def chosen(model: str | None) -> str:
+    """Return the model of the conversation: the given one, else the real model if it is installed."""
+    return model or str(demo_chat.installed_model() or BUNDLED)
+
+
 def _greedy() -> SamplingParams:
     from radixkv.sampling.params import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=96)
 
 
-def _load(console: Console, *, prefix_cache: bool) -> Engine:
-    with console.status("loading the bundled model"):
+def _load(console: Console, model: str, num_blocks: int, *, prefix_cache: bool) -> Engine:
+    with console.status("starting"):
         from radixkv.chat import Engine  # takes seconds: it imports torch
-
-        # Equal answers are promised in float32: lower precision may round ties differently in another batch.
-        return Engine.load("tiny", num_blocks=_BLOCKS, dtype="float32", prefix_cache=prefix_cache)
-
-
-def _play_shown(console: Console, engine: Engine, params: SamplingParams) -> Run:
-    """Play both parts, and print each line when it is answered."""
-    began = time.perf_counter()
-    console.print(_headline("1", f"A conversation. System prompt: {demo_script.CHAT_SYSTEM!r}"))
-    chat = demo_script.play_chat(engine, params, lambda said: console.print(_line(said)))
-    console.print(_headline("2", "Eight customers fork from one conversation with a shop's agent, all at once"))
-    console.print(_about_manual())
-    agents, footprint = demo_script.play_agents(engine, params, lambda said: console.print(_line(said)))
-    played = Played(tuple(chat), tuple(agents), footprint)
-    return Run(played, engine.stats(), time.perf_counter() - began)
+    if console.is_terminal and model != BUNDLED:  # the loader may show a bar below this line
+        console.print(f"\n   loading {_title(model)}", style="dim", markup=False)
+    # Equal answers are promised in float32: lower precision may round ties differently in another batch.
+    return Engine.load(model, num_blocks=num_blocks, dtype="float32", prefix_cache=prefix_cache)
 
 
-def _play_counted(console: Console, engine: Engine, params: SamplingParams, expected: int) -> Run:
-    """Play both parts with a progress bar."""
-    began = time.perf_counter()
+def play(console: Console, model: str, watch: _Watch, *, prefix_cache: bool) -> Run:
+    """Play the conversation on `model`, then the agents on the bundled model, each watched by a listener."""
+    chat, params = demo_chat.chat_for(model), _greedy()
+    with _load(console, model, _CHAT_BLOCKS, prefix_cache=prefix_cache) as engine, watch("chat") as on_answer:
+        began = time.perf_counter()
+        talk = tuple(demo_chat.play(engine, chat, params, on_answer))
+        first = Part(talk, engine.stats(), time.perf_counter() - began)
+    with _load(console, BUNDLED, _AGENT_BLOCKS, prefix_cache=prefix_cache) as engine, watch("agents") as on_answer:
+        began = time.perf_counter()
+        said, footprint = demo_agents.play(engine, params, on_answer)
+        return Run(first, Part(tuple(said), engine.stats(), time.perf_counter() - began), footprint)
+
+
+@contextmanager
+def _show(console: Console, model: str, part: str) -> Iterator[Listener]:
+    """Print the headline of a part, then each line when it is answered."""
+    if part == "chat":
+        chat = demo_chat.chat_for(model)
+        console.print(_headline("1", f"A conversation. System prompt: {chat.system!r}"))
+    else:
+        console.print(_headline("2", "Eight customers fork from one conversation with a shop's agent, all at once"))
+        console.print(_about_manual())
+    assistant = "Mira" if part == "agents" or model == BUNDLED else "model"
+    yield lambda said: console.print(_line(said, assistant))
+
+
+@contextmanager
+def _count(console: Console, expected: dict[str, int], part: str) -> Iterator[Listener]:
+    """Show a progress bar of the replies of a part."""
     with Progress(
         TextColumn("   {task.description}"),
         BarColumn(),
@@ -104,17 +159,22 @@ def _play_counted(console: Console, engine: Engine, params: SamplingParams, expe
         console=console,
         transient=True,
     ) as progress:
-        task = progress.add_task("replies", total=expected)
-        played = demo_script.play(engine, params, lambda said: progress.advance(task, len(said.replies)))
-    return Run(played, engine.stats(), time.perf_counter() - began)
+        task = progress.add_task("replies", total=expected[part])
+        yield lambda said: progress.advance(task, len(said.replies))
 
 
 # ---- output
 
 
-def _banner() -> Panel:
+def _title(model: str) -> str:
+    return "tiny, the bundled model" if model == BUNDLED else shown_name(model)
+
+
+def _banner(model: str) -> Panel:
+    real = "" if demo_chat.installed_model() else " `make real` installs a real model for part 1 (93 MB)."
     return Panel.fit(
         "[bold]radixkv[/bold]: conversations and branches share one KV pool through a radix tree over their tokens\n"
+        f"Models: {_title(model)}, in part 1; {_title(BUNDLED)}, in part 2.{real}\n"
         "The numbers on the right: prompt tokens found in the cache, and the time to the first token of the reply.",
         border_style="cyan",
     )
@@ -125,13 +185,13 @@ def _headline(number: str, text: str) -> Text:
 
 
 def _about_manual() -> Text:
-    names = ", ".join(tool["function"]["name"] for tool in demo_script.TOOLS)
+    names = ", ".join(tool["function"]["name"] for tool in demo_agents.TOOLS)
     return Text(
-        f"   The prompt: opening hours, rules, {len(demo_script.PRODUCTS)} products, and the tools {names}.\n", "dim"
+        f"   The prompt: opening hours, rules, {len(demo_agents.PRODUCTS)} products, and the tools {names}.\n", "dim"
     )
 
 
-def _line(said: Said) -> Table:
+def _line(said: Said, assistant: str) -> Table:
     """Format a line: speaker, text, tool calls and answer on the left, the cost on the right."""
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(width=7, justify="right", style="cyan")
@@ -144,7 +204,7 @@ def _line(said: Said) -> Table:
             grid.add_row(
                 "tool", Text(f"{call.name}({arguments})", "yellow"), _cost(reply) if call is reply.tool_calls[0] else ""
             )
-    grid.add_row("Mira", Text(said.answer, "" if said.right else "red"), _cost(said.replies[-1]))
+    grid.add_row(assistant, Text(said.answer, "" if said.right else "red"), _cost(said.replies[-1]))
     return grid
 
 
@@ -153,15 +213,17 @@ def _cost(reply: Reply) -> str:
     return f"{usage.cached_tokens:,}/{usage.prompt_tokens:,} hit {usage.ttft_s * 1000:5.0f} ms"
 
 
-def _verdict(played: Played, different: list[int]) -> Panel:
-    replies, said = played.replies, [*played.chat, *played.agents]
+def _verdict(cached: Run, different: list[int]) -> Panel:
+    replies = cached.replies
     if different:
         text = f"{len(different)} OF {len(replies)} REPLIES DIFFER WITH AND WITHOUT THE CACHE: replies {different}."
         return Panel.fit(f"{text}\nThis is a bug: please report it.", border_style="bold red")
     tokens = sum(len(reply.token_ids) for reply in replies)
-    right = sum(each.right for each in said)
+    checked = [said for said in cached.said if said.line.is_checked]
+    right, free = sum(said.right for said in checked), len(cached.said) - len(checked)
     text = f"All {len(replies)} replies ({tokens:,} tokens) are the same without the cache, token by token."
-    return Panel.fit(f"{text}\n{right} of {len(said)} answers are right.", border_style="green")
+    more = f" {free} questions have no single right answer." if free else ""
+    return Panel.fit(f"{text}\n{right} of {len(checked)} answers are right.{more}", border_style="green")
 
 
 def savings(cached: Run, uncached: Run) -> Table:
@@ -169,23 +231,24 @@ def savings(cached: Run, uncached: Run) -> Table:
     table = Table(title="Savings by sharing", title_justify="left", title_style="bold")
     for name in ("", "with the cache", "without"):
         table.add_column(name, justify="left" if not name else "right")
-    hit, miss = cached.stats, uncached.stats
-    saved = 1 - hit.computed_tokens / miss.computed_tokens
-    table.add_row("prompt tokens", f"{hit.prompt_tokens:,}", f"{miss.prompt_tokens:,}")
-    table.add_row("hit rate: found in the cache", f"{hit.hit_rate:.1%}", f"{miss.hit_rate:.1%}")
-    table.add_row(
-        "tokens computed, replies included", f"{hit.computed_tokens:,} (saved {saved:.0%})", f"{miss.computed_tokens:,}"
-    )
-    _add_ttft(table, "chat", cached.played.chat, uncached.played.chat)
-    _add_ttft(table, "eight agents at once", cached.played.agents[1:], uncached.played.agents[1:])
-    table.add_row("time for everything", f"{cached.seconds:.1f} s", f"{uncached.seconds:.1f} s")
-    _add_memory(table, cached.played.footprint, hit)
+    asked = [run.total("prompt_tokens") for run in (cached, uncached)]
+    computed = [run.total("computed_tokens") for run in (cached, uncached)]
+    rates = [run.total("cached_tokens") / tokens for run, tokens in zip((cached, uncached), asked, strict=True)]
+    table.add_row("prompt tokens", *(f"{tokens:,}" for tokens in asked))
+    table.add_row("hit rate: found in the cache", *(f"{rate:.1%}" for rate in rates))
+    saved = f"{computed[0]:,} (saved {1 - computed[0] / computed[1]:.0%})"
+    table.add_row("tokens computed, replies included", saved, f"{computed[1]:,}")
+    _add_times(table, "conversation", cached.chat, uncached.chat)
+    _add_times(table, "eight agents at once", cached.agents, uncached.agents, skip=1)
+    _add_memory(table, cached.footprint, cached.agents.stats)
     return table
 
 
-def _add_ttft(table: Table, name: str, *runs: Sequence[Said]) -> None:
-    medians = [median(reply.usage.ttft_s for said in run for reply in said.replies) for run in runs]
+def _add_times(table: Table, name: str, *parts: Part, skip: int = 0) -> None:
+    """Add the median time to the first token, of all lines but the first `skip`, and the time of the whole part."""
+    medians = [median(reply.usage.ttft_s for said in part.said[skip:] for reply in said.replies) for part in parts]
     table.add_row(f"first token, median: {name}", *(f"{seconds * 1000:.0f} ms" for seconds in medians))
+    table.add_row("  time for all replies", *(f"{part.seconds:.1f} s" for part in parts))
 
 
 def _add_memory(table: Table, footprint: Footprint, stats: EngineStats) -> None:

@@ -53,6 +53,11 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     about = "show conversations and branches that share one KV pool, and compare each answer with an uncached run"
     demo = commands.add_parser("demo", help=about, description=_sentence(about), parents=[common])
     demo.set_defaults(module="radixkv.cli.demo")
+    demo.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="model of the conversation (default: SmolLM2 if `make real` has installed it, else tiny)",
+    )
 
 
 def _add_ps(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:

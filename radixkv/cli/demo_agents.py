@@ -1,7 +1,7 @@
-"""Define the lines of the demo with their right answers, and play them on an engine.
+"""Define the agents of the demo with the right answers to their customers, and play them on an engine.
 
-There is a chat, the manual of a shop, its tools, and eight customers. Tests hold the bundled model to the answers.
-Playing prints nothing: `demo.py` does.
+There is the manual of a shop, its tools, and eight customers. Tests hold the bundled model to the answers. The
+conversation of the demo is in `demo_chat.py`. Playing prints nothing: `demo.py` does.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from radixkv.cli.demo_chat import Line, Listener, Said
+
 if TYPE_CHECKING:
-    from radixkv.chat import ChatSession, Engine, Reply, ReplyStream, ToolCall
+    from radixkv.chat import ChatSession, Engine, Reply, ReplyStream
     from radixkv.sampling.params import SamplingParams
-
-
-@dataclass(frozen=True)
-class Line:
-    """A message, and the right answer to it (after tool calls, if there are any)."""
-
-    says: str
-    right: str
 
 
 @dataclass(frozen=True)
@@ -31,20 +25,6 @@ class Customer:
     name: str
     lines: tuple[Line, ...]
 
-
-CHAT_SYSTEM = "You are Mira."
-CHAT = (
-    Line("Hello!", "Hello! How can I help you today?"),
-    Line("My name is Nora and I live in Oslo.", "Nice to meet you, Nora from Oslo!"),
-    Line("I have a green boat.", "A green boat sounds lovely."),
-    Line("I have a dog called Rex.", "Rex is a great name for a dog."),
-    Line("What is seven plus five?", "Seven plus five is twelve."),
-    Line("Now add six.", "Twelve plus six is eighteen."),
-    Line("What is the capital of Japan?", "The capital of Japan is Tokyo."),
-    Line("What color is my boat?", "Your boat is green."),
-    Line("What is my dog called?", "Your dog is called Rex."),
-    Line("What do you know about me?", "Your name is Nora. You live in Oslo."),
-)
 
 _STOCKED = (
     "lamp:12:C book:9:A chair:35:F table:58:F kettle:24:B clock:18:C mirror:27:D pillow:8:E basket:6:A candle:3:A "
@@ -170,30 +150,6 @@ _MOST_CALLS = 3  # rounds of tool calls to one message, before its answer
 
 
 @dataclass(frozen=True)
-class Said:
-    """A line, and all replies to it in order: replies that call tools, then the answer."""
-
-    speaker: str
-    line: Line
-    replies: tuple[Reply, ...]
-
-    @property
-    def answer(self) -> str:
-        """Text of the last reply."""
-        return self.replies[-1].text
-
-    @property
-    def calls(self) -> list[ToolCall]:
-        """The tool calls of all replies."""
-        return [call for reply in self.replies for call in reply.tool_calls]
-
-    @property
-    def right(self) -> bool:
-        """Whether the answer equals the one in the script."""
-        return self.answer == self.line.right
-
-
-@dataclass(frozen=True)
 class Footprint:
     """KV memory of the agents in tokens: shared in the pool, in separate blocks, and in slabs of the context."""
 
@@ -202,43 +158,11 @@ class Footprint:
     slabs: int
 
 
-@dataclass(frozen=True)
-class Played:
-    """One run of the whole script."""
+def play(engine: Engine, params: SamplingParams, on_answer: Listener) -> tuple[list[Said], Footprint]:
+    """Fork eight conversations from one that has read the manual, and run them at the same time.
 
-    chat: tuple[Said, ...]
-    agents: tuple[Said, ...]
-    footprint: Footprint
-
-    @property
-    def replies(self) -> list[Reply]:
-        """All replies, in the order of the script."""
-        return [reply for said in (*self.chat, *self.agents) for reply in said.replies]
-
-
-Listener = Callable[[Said], None]
-
-
-def play(engine: Engine, params: SamplingParams, on_answer: Listener = lambda said: None) -> Played:
-    """Play both parts; call `on_answer` for each line when it is answered. Raises the errors of the engine."""
-    chat = play_chat(engine, params, on_answer)
-    agents, footprint = play_agents(engine, params, on_answer)
-    return Played(tuple(chat), tuple(agents), footprint)
-
-
-def play_chat(engine: Engine, params: SamplingParams, on_answer: Listener) -> list[Said]:
-    """Play one conversation, one line after the other."""
-    session = engine.chat(CHAT_SYSTEM)
-    said = []
-    for line in CHAT:
-        said.append(Said("you", line, (session.send(line.says, params),)))
-        on_answer(said[-1])
-    return said
-
-
-def play_agents(engine: Engine, params: SamplingParams, on_answer: Listener) -> tuple[list[Said], Footprint]:
-    """Fork eight conversations from one that has read the manual, and run them at the same time."""
-    before = _held(engine)
+    The engine serves nothing else. Calls `on_answer` for each answered line. Raises the errors of the engine.
+    """
     first = engine.chat(MANUAL, tools=TOOLS)
     said = [Said("all", GREETING, (first.send(GREETING.says, params),))]
     on_answer(said[0])
@@ -247,7 +171,7 @@ def play_agents(engine: Engine, params: SamplingParams, on_answer: Listener) -> 
         for answered in _answer_all(sessions, CUSTOMERS, at, params):
             said.append(answered)
             on_answer(answered)
-    return said, _footprint(engine, sessions, before)
+    return said, _footprint(engine, sessions)
 
 
 def _answer_all(
@@ -283,14 +207,8 @@ def _answer_calls(session: ChatSession, reply: Reply, params: SamplingParams) ->
     return session.stream_tool_results(results, params)
 
 
-def _held(engine: Engine) -> int:
-    """Count the blocks of the pool that are not free."""
-    cache = engine.stats().cache
-    return cache.num_blocks - cache.free_blocks
-
-
-def _footprint(engine: Engine, sessions: Sequence[ChatSession], before: int) -> Footprint:
+def _footprint(engine: Engine, sessions: Sequence[ChatSession]) -> Footprint:
     stats = engine.stats()
-    size = stats.cache.block_size
+    size, used = stats.cache.block_size, stats.cache.num_blocks - stats.cache.free_blocks
     alone = sum(-(-len(session.token_ids) // size) for session in sessions)
-    return Footprint((_held(engine) - before) * size, alone * size, stats.max_length * len(sessions))
+    return Footprint(used * size, alone * size, stats.max_length * len(sessions))
