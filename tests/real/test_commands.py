@@ -1,0 +1,43 @@
+"""The commands with the real model: `radixkv chat FILE.gguf`, and the demo."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from radixkv.cli import demo_chat
+from tests.real.conftest import Figure
+
+
+def radixkv(*arguments: str, input: str = "") -> str:
+    """Run a command; return its output."""
+    command = [sys.executable, "-m", "radixkv", *arguments]
+    done = subprocess.run(command, input=input, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_demo_talks_to_the_real_model(model_file: Path, figure: Figure) -> None:
+    out = radixkv("demo")
+    assert model_file.name.removesuffix(".gguf") in out
+    found = re.search(r"All \d+ replies \([\d,]+ tokens\) are the same without the cache, token by token\.", out)
+    assert found
+    figure(f"demo: {found[0]}")
+    right, checked = map(int, re.search(r"(\d+) of (\d+) answers are right", out).groups())
+    assert right == checked
+    for line in (*demo_chat.REAL_CHAT.lines, *demo_chat.REAL_CHAT.edited):
+        assert line.says in out
+        assert line.part.lower() in out.lower()
+    assert "make real" not in out
+
+
+def test_a_chat_in_the_terminal_forks_and_edits(model_file: Path) -> None:
+    lines = ("What is the capital of France?", "/fork", "/edit 1 What is the capital of Japan?", "/branch 1", "/stats")
+    system = ("--system", "You answer in one short sentence.", "--kv-memory", "200MB")
+    out = radixkv("chat", "--model", str(model_file), *system, input="\n".join(lines))
+    assert "The capital of France is Paris." in out
+    assert "The capital of Japan is Tokyo." in out
+    assert "0 of 28 prompt tokens from the cache" in out
+    assert "20 of 28 prompt tokens from the cache" in out
