@@ -14,7 +14,7 @@ from typing import Any
 
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.rendering import Rendering, at_least
-from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form
+from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form, shared
 from radixkv.chat.splicing import Splicing, from_stop_text, unused_word, without_closing
 from radixkv.chat.template_arguments import Arguments
 from radixkv.chat.thinking import THINK_START
@@ -75,7 +75,7 @@ class ChatTemplate:
                 "them out, describe them in the system prompt, or give the tokenizer a template that writes them"
             )
 
-    # ---- the three ways to make a prompt; each raises ChatError, and PromptTooLong above the limit
+    # ---- the ways to make a prompt; each raises ChatError, and PromptTooLong above the limit
 
     def opening(self, messages: Sequence[Message]) -> array[int]:
         """Return the ids of the first messages, up to the start of the next reply."""
@@ -88,7 +88,7 @@ class ChatTemplate:
         the template has it there too; a reply that was cut short is closed with the stop text of the template.
         """
         calls = tuple((call.id, call.name) for call in answers)
-        said = self._without_stop(ids)
+        said = self.without_stop(ids)
         tail = self._after_reply(new, calls)
         if not calls:
             tail = without_closing(self.rendering, tail, said, self.stop_texts)
@@ -102,7 +102,7 @@ class ChatTemplate:
         `said` maps positions in `messages` to the ids sampled there, a stop token included. Without `keep_thinking`
         the template decides for each reply whether its thinking is shown.
         """
-        kept = {at: self._without_stop(ids) for at, ids in said.items()}
+        kept = {at: self.without_stop(ids) for at, ids in said.items()}
         splicing = Splicing(
             self.rendering, self.form, self.stop_texts, self.form.taken(messages), kept, keep_thinking=keep_thinking
         )
@@ -111,15 +111,40 @@ class ChatTemplate:
             ids = self._extended(ids, text) + array("i", sampled_text)
         return ids
 
+    def prefilled(self, ids: array[int], messages: Sequence[Message], begun: Message) -> tuple[array[int], int | None]:
+        """Append the beginning of a reply to `ids`, the prompt of `messages`, so that the model continues it.
+
+        Also returns the index at which the reply begins, None if it does not begin at the end of the prompt: a prompt
+        may end with an open thinking tag that the template leaves out of a reply without thinking.
+        """
+        prompt, said = self.rendering.render(self.form.taken(messages)), begun["content"]
+        opening = self.form.thinking_tags[0]
+        if said.lstrip().startswith(opening):  # it is what the model would sample itself
+            said = said.lstrip().removeprefix(opening) if prompt.rstrip().endswith(opening) else said
+            return self._extended(ids, said), len(ids)
+        before = self._text_before(messages, begun)
+        common = len(prompt) if before.startswith(prompt) else shared(before, prompt)
+        left_out = self.rendering.encode(prompt[common:])
+        if list(ids[len(ids) - len(left_out) :]) != left_out:
+            return self._extended(array("i"), before + said), None
+        kept = ids[: len(ids) - len(left_out)]
+        return self._extended(kept, before[common:] + said), None if left_out else len(ids)
+
     # ---- replies
 
     def said_text(self, ids: Sequence[int]) -> str:
         """Return the text of a reply, control tokens included, without its stop token."""
-        return self.rendering.text(self._without_stop(ids))
+        return self.rendering.text(self.without_stop(ids))
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends with an open thinking tag, so that its reply begins with thinking."""
         return self.rendering.text(prompt[-_TAG:]).rstrip().endswith(THINK_START)
+
+    def ends_in_thinking(self, ids: Sequence[int], start: int) -> bool:
+        """Whether the reply that begins at `start` of `ids` has opened thinking and not closed it."""
+        opening, closing = self.form.thinking_tags
+        said = self.rendering.text(ids[start:])
+        return (self.opens_thinking(ids[:start]) or said.lstrip().startswith(opening)) and closing not in said
 
     # ---- inside
 
@@ -135,6 +160,19 @@ class ChatTemplate:
         if not found:
             raise ChatError("the chat template drops assistant messages: use history='template'")
         return from_stop_text(tail, self.stop_texts, self.form.after_calls) if calls else tail
+
+    def _text_before(self, messages: Sequence[Message], begun: Message) -> str:
+        """Render a conversation up to the answer of a reply that has begun."""
+        word = unused_word([*messages, begun, self.tools])
+        marks = Marks(f"{word}reply.", f"{word}thinking.", f"{word}call.")
+        thinking = begun.get("reasoning_content") if self.form.thinking_in == "reasoning_content" else None
+        reply = self.form.reply(marks, thinks=bool(thinking))
+        before, found, _ = self.rendering.render([*self.form.taken(messages), reply], reply=False).partition(
+            marks.answer
+        )
+        if not found:
+            raise ChatError("the chat template drops the message to continue")
+        return before.replace(marks.thinking, thinking or "")
 
     def _render_reply(self, marks: Marks, calls: CallNames, new: Sequence[Message], words: str = "") -> str:
         """Render a reply of marks and the new messages; with one call if the template refuses more."""
@@ -153,7 +191,8 @@ class ChatTemplate:
         texts = [self.rendering.text([stop]) for stop in sorted(self.stop_ids)]
         return [text for text in texts if text]  # a model may define stop ids that its tokenizer lacks
 
-    def _without_stop(self, ids: Sequence[int]) -> Sequence[int]:
+    def without_stop(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return the ids of a reply without the stop token at their end, if they have one."""
         return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
 
     def _extended(self, ids: array[int], text: str) -> array[int]:

@@ -154,8 +154,14 @@ class CompletionAnswer:
 
 async def _tokens(service: Service, caller: Caller, body: TokenizeRequest, ignored: IgnoredFields) -> list[int]:
     if body.prompt is None:
-        options = body.template_options
-        prompt = await service.chat_prompt(caller, body.messages or [], body.tools, options=options, ignored=ignored)
+        prompt = await service.chat_prompt(
+            caller,
+            body.messages or [],
+            body.tools,
+            options=body.template_options,
+            prefill=body.prefill,
+            ignored=ignored,
+        )
         return list(prompt.ids)
     return [int(token) for token in await _encoded(service, body.prompt)] if body.prompt else []
 

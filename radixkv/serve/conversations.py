@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
@@ -39,6 +39,9 @@ class ChatPrompt:
 
     The first `known` messages end with a reply whose sampled ids were reused; 0 if the template encoded everything.
     `session` is a number that the requests of one conversation share. `remember` needs the other fields.
+
+    With a prefill, the ids end inside the reply: `begun` is its beginning as a message. The reply's ids begin at
+    `reply_at`, None if its ids cannot be reused in a later prompt. `in_thinking` says that they end inside thinking.
     """
 
     ids: array[int]
@@ -49,6 +52,9 @@ class ChatPrompt:
     tools: Tools
     date: str
     arguments: Arguments = field(default_factory=dict)
+    begun: Message | None = None
+    reply_at: int | None = None
+    in_thinking: bool = False
 
 
 class Conversations:
@@ -119,6 +125,35 @@ class Conversations:
         session = self.session(namespace, session_key) or known.session or self._new_session()
         return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date, arguments or {})
 
+    def prefilled(
+        self,
+        namespace: Hashable,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        session_key: str | None = None,
+        arguments: Arguments | None = None,
+    ) -> ChatPrompt:
+        """Return a prompt that ends inside the last message, a reply that the model continues.
+
+        Arguments, cost and errors are those of `prompt`. A remembered reply, for example one that `max_tokens` cut,
+        continues from its own ids.
+        """
+        *asked, begun = messages
+        known = self._index.ids_for(namespace, messages, tools, arguments)
+        template = self._template_of(tools, known.date or today(), arguments)
+        at: int | None
+        if known.messages == len(messages):
+            session = self.session(namespace, session_key) or known.session or self._new_session()
+            at = len(known.ids) - len(known.reply_ids[len(asked)])
+            ids = array("i", template.without_stop(known.ids))
+            prompt = ChatPrompt(ids, known.messages, session, namespace, tuple(asked), tools, template.date)
+        else:
+            prompt = self.prompt(namespace, asked, tools, session_key, arguments)
+            template = self._template_of(tools, prompt.date, arguments)
+            ids, at = template.prefilled(prompt.ids, asked, begun)
+        in_thinking = at is not None and template.ends_in_thinking(ids, at)
+        return replace(prompt, ids=ids, arguments=arguments or {}, begun=begun, reply_at=at, in_thinking=in_thinking)
+
     def remember(
         self, prompt: ChatPrompt, reply: Message, emitted_ids: Sequence[int], *, cut: str | None = None
     ) -> None:
@@ -129,12 +164,18 @@ class Conversations:
         ids: array[int] | None = array("i", emitted_ids)
         if cut is not None:
             ids = self._cut(self._template_of(prompt.tools, prompt.date, prompt.arguments), emitted_ids, cut)
+        asked = prompt.ids
+        if prompt.begun is not None:
+            if prompt.reply_at is None or ids is None:
+                return
+            reply = _joined(prompt.begun, reply)
+            asked, ids = prompt.ids[: prompt.reply_at], prompt.ids[prompt.reply_at :] + ids
         if ids is not None:
             self._index.remember(
                 prompt.namespace,
                 prompt.messages,
                 reply,
-                prompt.ids,
+                asked,
                 ids,
                 tools=prompt.tools,
                 arguments=prompt.arguments,
@@ -239,6 +280,14 @@ class Conversations:
             return None
         rest = ControlTokens(self._tokenizer).encode(text.removeprefix(before))
         return array("i", ids[:kept]) + array("i", rest)
+
+
+def _joined(begun: Message, rest: Message) -> Message:
+    """Return a reply as a client sends it back that adds the continuation to the beginning."""
+    whole = {**rest, "content": begun["content"] + rest["content"]}
+    if thinking := (begun.get("reasoning_content") or "") + (rest.get("reasoning_content") or ""):
+        whole["reasoning_content"] = thinking
+    return whole
 
 
 def _calls(reply: Message) -> list[ToolCall]:

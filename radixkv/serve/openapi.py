@@ -104,6 +104,7 @@ def _chat_body(model: JsonObject, strict: bool) -> JsonObject:
         "response_format": {"enum": [{"type": "text"}, None]},
         "modalities": {"enum": [["text"], None]},
         **_thinking(),
+        **_PREFILL,
         **{name: {"type": "null"} for name in schemas.NOT_OF_CHAT},
         **{name: {"type": "null"} if strict else IGNORED for name in schemas.IGNORED_IN_CHAT},
     }
@@ -135,6 +136,7 @@ def _tokenize_body(model: JsonObject) -> JsonObject:
         "tools": maybe(array(_tool())),
         "prompt_cache_key": SESSION_KEY,
         **_thinking(),
+        **_PREFILL,
     }
     return obj(fields)
 
@@ -156,6 +158,10 @@ def _thinking() -> JsonObject:
     }
 
 
+_PREFILL = {
+    "continue_final_message": {**BOOLEAN, "description": "The reply continues the last message, an assistant's."},
+    "add_generation_prompt": {**BOOLEAN, "description": "False is the same as `continue_final_message`."},
+}
 _IF_READ = "For the model's chat template; ignored if the template does not read it, and then named in `Warning`."
 
 

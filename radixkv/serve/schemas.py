@@ -79,7 +79,7 @@ class ChatRequest:
     """The body of POST /v1/chat/completions.
 
     `reads_calls`: tool calls are taken out of the reply's text. `template_options` set variables of the chat template.
-    `hides_thinking`: the response has no thinking.
+    `hides_thinking`: the response has no thinking. `prefill`: the last message is a reply's beginning, to be continued.
     """
 
     options: RequestOptions
@@ -88,6 +88,7 @@ class ChatRequest:
     reads_calls: bool
     template_options: tuple[TemplateOption, ...] = ()
     hides_thinking: bool = False
+    prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class TokenizeRequest:
     messages: list[Message] | None
     tools: list[JsonObject] | None
     template_options: tuple[TemplateOption, ...] = ()
+    prefill: bool = False
 
 
 def read_chat(body: JsonObject, ignored: IgnoredFields | None = None) -> ChatRequest:
@@ -123,8 +125,9 @@ def read_chat(body: JsonObject, ignored: IgnoredFields | None = None) -> ChatReq
     bound = _chat_bound(fields)
     _refuse_what_chat_lacks(fields)
     thinking, hides_thinking = read_template_options(fields)
+    prefill = _prefill(fields, messages)
     options = _options(fields, bound, wanted)
-    return ChatRequest(options, messages, tools, reads_calls, thinking, hides_thinking)
+    return ChatRequest(options, messages, tools, reads_calls, thinking, hides_thinking, prefill)
 
 
 def read_completion(body: JsonObject, ignored: IgnoredFields | None = None) -> CompletionRequest:
@@ -156,8 +159,9 @@ def read_tokenize(body: JsonObject, ignored: IgnoredFields | None = None) -> Tok
     if (prompt is None) == (messages is None):
         raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
     thinking, _ = read_template_options(fields)
+    prefill = _prefill(fields, messages or [])
     fields.close()
-    return TokenizeRequest(model, prompt, messages, tools, thinking)
+    return TokenizeRequest(model, prompt, messages, tools, thinking, prefill)
 
 
 # ---- fields that chat and text completions share
@@ -309,6 +313,21 @@ def _refuse_what_chat_lacks(fields: Fields) -> None:
         fields.only(name, (), why)
     for name, why in IGNORED_IN_CHAT.items():
         fields.prefer(name, (), why)
+
+
+def _prefill(fields: Fields, messages: Sequence[Message]) -> bool:
+    """Return whether the reply continues the last message, as vLLM's two fields request."""
+    continues, begins = (_optional_flag(fields, name) for name in ("continue_final_message", "add_generation_prompt"))
+    if continues and begins:
+        fields.refuse("add_generation_prompt", "cannot be combined with continue_final_message")
+    if not (continues or begins is False):
+        return False
+    name = "continue_final_message" if continues else "add_generation_prompt"
+    if not messages or messages[-1]["role"] != "assistant":
+        fields.refuse(name, "needs a last message of the assistant, which the reply continues")
+    if messages[-1].get("tool_calls"):
+        fields.refuse(name, "cannot be used after a message with tool calls: it is complete")
+    return True
 
 
 def read_template_options(fields: Fields) -> tuple[tuple[TemplateOption, ...], bool]:

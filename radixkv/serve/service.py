@@ -157,10 +157,12 @@ class Service:
         session_key: str | None = None,
         *,
         options: Sequence[TemplateOption] = (),
+        prefill: bool = False,
         ignored: IgnoredFields | None = None,
     ) -> ChatPrompt:
         """Return a conversation as the caller's prompt; raise ApiError 400.
 
+        With `prefill`, the prompt ends inside the last message, which the reply continues.
         `options` that the chat template does not read are added to `ignored`; a strict server refuses them.
         Conversations of one namespace with the same `session_key` are one session for the monitor.
         """
@@ -171,7 +173,8 @@ class Service:
                 self.check_length(texts, len(messages))
                 arguments, unread = self.conversations.arguments(options, tools)
                 self._ignore(unread, ignored)
-                return self.conversations.prompt(caller.namespace, messages, tools, session_key, arguments)
+                make = self.conversations.prefilled if prefill else self.conversations.prompt
+                return make(caller.namespace, messages, tools, session_key, arguments)
 
         return await self.in_background(encoded)
 
@@ -209,9 +212,11 @@ class Service:
                 limit=self.engine.context_limit - 1,  # a reply has at least one token
             )
 
-    def opens_thinking(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt ends with an open tag, so that its reply begins with thinking."""
-        return "".join(self.token_texts[token] for token in ids[-_TAIL:]).rstrip().endswith(THINK_START)
+    def opens_thinking(self, prompt: ChatPrompt) -> bool:
+        """Whether a prompt ends with an open tag or inside thinking, so that its reply begins with thinking."""
+        if prompt.begun is not None:
+            return prompt.in_thinking
+        return "".join(self.token_texts[token] for token in prompt.ids[-_TAIL:]).rstrip().endswith(THINK_START)
 
     def log_usage(self, log_fields: dict[str, Any], completions: Sequence[Completion]) -> None:
         """Add the token counts of a complete request to its log line."""

@@ -149,6 +149,7 @@ async def open_turn(
         body.tools,
         options.session_key,
         options=body.template_options,
+        prefill=body.prefill,
         ignored=request.state.ignored,
     )
     prompt = await service.cancellable(request, encoding)
@@ -178,7 +179,7 @@ class Turn:
         self.service, self.request, self.prompt = service, request, prompt
         self._handle, self._log_fields = handle, log_fields
         self._completion: Completion | None = None
-        thinking = service.opens_thinking(prompt.ids)
+        thinking = service.opens_thinking(prompt)
         prompt_hash = blake2b(prompt.ids.tobytes(), digest_size=8).hexdigest()
         self._readers = [
             ReplyReader(
