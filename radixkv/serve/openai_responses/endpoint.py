@@ -18,7 +18,7 @@ from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.openai_responses.events import ResponseEvents, Status
 from radixkv.serve.openai_responses.schemas import ResponseRequest, read_response
-from radixkv.serve.openai_responses.store import Items, StoredResponse
+from radixkv.serve.openai_responses.store import Items, Running, StoredResponse
 from radixkv.serve.reply import Piece
 from radixkv.serve.responses import EventStream, unless_disconnected
 from radixkv.serve.service import Caller, Service
@@ -48,10 +48,11 @@ async def create(service: Service, request: Request) -> Response:
 
 
 async def retrieve(service: Service, request: Request) -> Response:
-    """Return a stored response; raise ApiError 404 if there is none."""
+    """Return a stored response, or one that is being streamed; raise ApiError 404 if there is none."""
     if request.query_params.get("stream", "false") not in ("false", "0"):
         raise ApiError(400, "a stored response cannot be streamed: leave out stream", param="stream")
-    return JSONResponse(_stored(service, request).response)
+    running = _running(service, request)
+    return JSONResponse(_stored(service, request).response if running is None else running.response())
 
 
 async def delete(service: Service, request: Request) -> Response:
@@ -64,8 +65,7 @@ async def delete(service: Service, request: Request) -> Response:
 
 async def cancel(service: Service, request: Request) -> Response:
     """Stop a response that is being streamed, and return it; a stored response is returned as it is."""
-    caller, number = service.caller(request), request.path_params["response_id"]
-    running = service.responses.running.get((caller.namespace, number))
+    running = _running(service, request)
     if running is not None:
         running.cancel()
         return JSONResponse({**running.response(), "status": "cancelled"})
@@ -133,11 +133,10 @@ class ResponseAnswer:
         try:
             yield self._parts.start()
             end: End | None = None
-            async for _, each in self._turn.events():
-                if isinstance(each, End):
-                    end = each
-                elif event := self._parts.push(each):
-                    yield event
+            async for step in self._turn.steps():
+                end = step.end
+                if events := b"".join(map(self._parts.push, step.pieces)):
+                    yield events
             assert end is not None
             yield await self._finish(end)
         except RequestCancelled:
@@ -193,7 +192,7 @@ class _Reading:
 
     def __call__(self, body: JsonObject, ignored: IgnoredFields | None) -> ResponseRequest:
         """Check the body; raise ApiError. The caller's stored responses are available to it."""
-        self.request = read_response(body, ignored, self._find)
+        self.request = read_response(body, ignored, self._find, late_system=self._service.late_system)
         return self.request
 
     def _find(self, number: str) -> StoredResponse | None:
@@ -226,6 +225,10 @@ def _stored(service: Service, request: Request) -> StoredResponse:
     caller, number = service.caller(request), request.path_params["response_id"]
     found = service.responses.get(caller.tenant, caller.namespace, number)
     return _not_found(number) if found is None else found
+
+
+def _running(service: Service, request: Request) -> Running | None:
+    return service.responses.running.get((service.caller(request).namespace, request.path_params["response_id"]))
 
 
 def _not_found(number: str) -> NoReturn:

@@ -31,6 +31,7 @@ TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reason
 OF_ITEMS = ("id", "status")  # written by the server, and sent back
 HINTS = ("phase", "caller")
 HINTS_OF_PARTS = ("annotations", "logprobs", "prompt_cache_breakpoint")
+_TEXTS_OF_MESSAGES = {"content", "reasoning_content"}
 _SEALED = "radixkv:"  # begins the encrypted_content of this server
 
 
@@ -48,13 +49,18 @@ def read_messages(
     stored: Sequence[JsonObject],
     items: Sequence[JsonObject],
     ignored: IgnoredFields | None,
+    *,
+    late_system: bool = True,
 ) -> list[Message]:
     """Return a conversation in the form of chat templates: `instructions`, stored items and new ones.
 
     System and developer messages before the first reply are joined at the start, as most templates require. Later ones
-    stay in place. Raises ApiError for a wrong item, and for a conversation without messages. O(bytes).
+    stay in place, so that the text before them does not change. Without `late_system` they are texts of the user, for
+    templates that do not write them there. Texts of the user that follow each other are one message, since some
+    templates require alternating roles. O(bytes).
+    Raises ApiError for a wrong item, and for a conversation without messages.
     """
-    reader = _Conversation(instructions)
+    reader = _Conversation(instructions, late_system=late_system)
     for each in stored:
         reader.add(Fields(each, "a stored item", IgnoredFields()), each)
     for at, each in enumerate(items):
@@ -87,14 +93,20 @@ def unseal(content: str) -> str | None:
 class _Conversation:
     """Collect messages from items, in order."""
 
-    def __init__(self, instructions: str | None) -> None:
+    def __init__(self, instructions: str | None, *, late_system: bool) -> None:
+        self._late_role = "system" if late_system else "user"
         self._system = [] if instructions is None else [instructions]
-        self._messages: list[Message] = []
+        self._messages: list[Message] = []  # with lists of texts: joining at each item is quadratic
+        self._replied = False
         self._reply: Message | None = None  # the reply that further items may belong to
         self._after_text = False  # whether the last item was a text of that reply
 
     def messages(self) -> list[Message]:
-        """Return the messages."""
+        """Return the messages. Call once."""
+        for message in self._messages:
+            separator = "" if message["role"] == "assistant" else "\n"
+            for name in _TEXTS_OF_MESSAGES & message.keys():
+                message[name] = separator.join(message[name])
         system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
         return results_in_order([*system, *self._messages])
 
@@ -129,19 +141,23 @@ class _Conversation:
             self._said(content)
             return
         self._reply = None
-        if role == "user":
-            self._messages.append({"role": "user", "content": content})
-        elif any(message["role"] == "assistant" for message in self._messages):
-            self._messages.append({"role": "system", "content": content})
-        else:
+        if role != "user" and not self._replied:
             self._system.append(content)
+        else:
+            self._write("user" if role == "user" else self._late_role, content)
+
+    def _write(self, role: str, content: str) -> None:
+        last = self._messages[-1] if self._messages else None
+        if role == "user" and last is not None and last["role"] == "user":
+            last["content"].append(content)
+        else:
+            self._messages.append({"role": role, "content": [content]})
 
     def _said(self, content: str) -> None:
         """Add text of the model. Two texts in a row are two messages; text after a call continues a message."""
         if self._after_text:
             self._reply = None
-        reply = self._open_reply()
-        reply["content"] += content
+        self._open_reply()["content"].append(content)
         self._after_text = True
 
     def _reasoning(self, fields: Fields) -> None:
@@ -150,7 +166,7 @@ class _Conversation:
         thinking = content or (unseal(sealed) if sealed else None) or summary
         reply = self._open_reply()
         if thinking:
-            reply["reasoning_content"] = reply.get("reasoning_content", "") + thinking
+            reply.setdefault("reasoning_content", []).append(thinking)
         self._after_text = False
 
     def _call(self, fields: Fields, name: str, argument: str) -> None:
@@ -167,12 +183,12 @@ class _Conversation:
         call_id, output = _needed_text(fields, "call_id"), _text(fields, "output")
         fields.ignore("name", "namespace")
         self._reply = None
-        self._messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
+        self._messages.append({"role": "tool", "content": [output], "tool_call_id": call_id})
 
     def _open_reply(self) -> Message:
         if self._reply is None:
-            self._reply = {"role": "assistant", "content": ""}
-            self._after_text = False
+            self._reply = {"role": "assistant", "content": []}
+            self._replied, self._after_text = True, False
             self._messages.append(self._reply)
         return self._reply
 

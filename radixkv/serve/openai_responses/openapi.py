@@ -131,7 +131,7 @@ def _body(model: JsonObject, strict: bool) -> JsonObject:
         "tool_choice": {"enum": ["auto", "none", None]},
         "reasoning": maybe(reasoning),
         "text": maybe(text),
-        "include": maybe(array({})),
+        "include": maybe(array({"enum": [schemas.ENCRYPTED]} if strict else {})),
         "metadata": {"description": "An object, which the response repeats."},
         "prompt_cache_key": SESSION_KEY,
         **(preferred if strict else dict.fromkeys(preferred, IGNORED)),

@@ -54,19 +54,23 @@ class ResponseRequest(ChatRequest):
 
 
 def read_response(
-    body: JsonObject, ignored: IgnoredFields | None, stored: Callable[[str], StoredResponse | None]
+    body: JsonObject,
+    ignored: IgnoredFields | None,
+    stored: Callable[[str], StoredResponse | None],
+    *,
+    late_system: bool = True,
 ) -> ResponseRequest:
     """Check the body of POST /v1/responses; raise ApiError, which names the wrong field.
 
-    `stored` looks up a response by its id. Fields without effect are added to `ignored`; without it, unknown fields are
-    refused.
+    `stored` looks up a response by its id. `late_system` says that the chat template writes system messages after a
+    reply. Fields without effect are added to `ignored`; without it, unknown fields are refused.
     """
     fields = Fields(body, ignored=ignored)
     previous = _previous(fields, stored)
     instructions = fields.text("instructions")
     items = [_with_id(item) for item in read_input(fields.need("input"))]
     before = [item for part in previous for item in part.items]
-    messages = read_messages(instructions, before, items, ignored)
+    messages = read_messages(instructions, before, items, ignored, late_system=late_system)
     tools = read_tools(fields)
     choice, reads_calls = _choice(fields, tools)
     reasoning = _reasoning(fields)
@@ -77,7 +81,7 @@ def read_response(
     fields.only("n", (1,), "a response has one reply")
     for name, (allowed, why) in IGNORED_VALUES.items():
         fields.prefer(name, allowed, why)
-    encrypted = ENCRYPTED in (fields.list("include") or ())
+    encrypted = _encrypted(fields)
     store = fields.flag("store", True)
     metadata = fields.take("metadata")
     options = _options(fields)
@@ -153,6 +157,14 @@ def _reasoning(fields: Fields) -> JsonObject:
     reasoning.close()
     summary = summary or older
     return {"effort": effort, "summary": summary if summary in SUMMARIES else None}
+
+
+def _encrypted(fields: Fields) -> bool:
+    """Whether reasoning items have `encrypted_content`. Other values of `include` are ignored."""
+    include = fields.list("include") or []
+    others = fields.nested({"include": [each for each in include if each != ENCRYPTED]}, "")
+    others.prefer("include", ([],), f"only {ENCRYPTED} is available")
+    return ENCRYPTED in include
 
 
 def _text_format(fields: Fields) -> None:

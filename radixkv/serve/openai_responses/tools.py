@@ -26,11 +26,13 @@ class Tools:
     functions: list[JsonObject] = field(default_factory=list)
     names: dict[str, tuple[str, str]] = field(default_factory=dict)
     shown: list[JsonObject] = field(default_factory=list)
+    _taken: set[str] = field(default_factory=set)
 
     def add(self, function: JsonObject, fields: Fields) -> None:
         """Add a function; raise ApiError if its name is taken."""
-        if any(function["name"] == each["function"]["name"] for each in self.functions):
+        if function["name"] in self._taken:
             fields.refuse("name", f"is the name of two tools: {shown(function['name'])}")
+        self._taken.add(function["name"])
         self.functions.append({"type": "function", "function": function})
 
 

@@ -197,6 +197,7 @@ def test_other_fields_items_and_tools_are_ignored_with_a_warning() -> None:
         "tools": [{"type": "web_search"}, WEATHER],
         "input": [{"type": "web_search_call", "id": "ws_1", "status": "completed"}, {"role": "user", "content": "Hi"}],
         "context_management": [],
+        "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
         "client_metadata": {"a": "b"},
         "parallel_tool_calls": False,
         "truncation": "auto",
@@ -207,7 +208,7 @@ def test_other_fields_items_and_tools_are_ignored_with_a_warning() -> None:
         answer = server.post(PATH, body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["tools"] == [WEATHER]
-        for name in ("tools[0].type", "input[0].type", "background", "truncation", "text.verbosity"):
+        for name in ("tools[0].type", "input[0].type", "include", "background", "truncation", "text.verbosity"):
             assert name in answer.headers["warning"]
     with answering(lambda _: "Hello, you.", Settings(strict_fields=True)) as server:
         assert server.post(PATH, body).status_code == 400

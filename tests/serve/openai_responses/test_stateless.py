@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from radixkv.serve.fields import IgnoredFields
+from radixkv.serve.openai_responses.items import read_messages
 from tests.chat.tool_call_dialects import DIALECTS
 from tests.serve.openai_responses.served_responses import ASKED, WEATHER, answering, stream, whole
 from tests.serve.served import says, served
@@ -110,3 +112,40 @@ def test_arguments_that_come_back_with_other_spaces_are_the_same_call() -> None:
         }
         last = whole(server, {**body, "input": [user("Hello!"), call, output]})
         assert cached(last) == first["usage"]["total_tokens"] - 1
+
+
+def messages(*items: dict[str, Any], **options: Any) -> list[Any]:
+    return read_messages("Be kind.", [], items, IgnoredFields(), **options)
+
+
+def test_system_and_developer_messages_before_the_first_reply_open_the_prompt() -> None:
+    said = {"role": "assistant", "content": "Yes."}
+    late = (
+        developer("Be short."),
+        user("Hi."),
+        {"role": "system", "content": "Be quick."},
+        said,
+        developer("Be long."),
+    )
+    opening = {"role": "system", "content": "Be kind.\n\nBe short.\n\nBe quick."}
+    begun = [opening, {"role": "user", "content": "Hi."}, said]
+    assert messages(*late) == [*begun, {"role": "system", "content": "Be long."}]
+    as_text = messages(*late, user("Go on."), late_system=False)
+    assert as_text == [*begun, {"role": "user", "content": "Be long.\nGo on."}]
+
+
+def test_items_of_one_reply_are_one_message() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    called = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {}}}
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    before, after = {"role": "assistant", "content": "I look. "}, {"role": "assistant", "content": "Now."}
+    skipped = {"type": "web_search_call", "id": "ws_1"}
+    _, asked, *rest = messages(user("a"), user("b"), thought, before, skipped, call, after)
+    assert asked == {"role": "user", "content": "a\nb"}
+    reply = {"role": "assistant", "content": "I look. Now.", "reasoning_content": "Hm.", "tool_calls": [called]}
+    assert rest == [reply]
+    two = messages(user("a"), before, after)
+    assert [each["content"] for each in two[2:]] == ["I look. ", "Now."]
+    results = [{"type": "function_call_output", "call_id": number, "output": number} for number in ("c2", "c1")]
+    *_, first, second = messages(user("a"), call, {**call, "call_id": "c2"}, *results)
+    assert (first["tool_call_id"], second["tool_call_id"]) == ("c1", "c2")

@@ -106,6 +106,8 @@ def test_a_running_response_can_be_cancelled_and_read() -> None:
             while "output_text.delta" not in text:
                 text += next(parts)
             number = text.split('"id":"')[1].split('"')[0]
+            running = httpx.get(f"{server.url}{PATH}/{number}", timeout=30).json()
+            assert (running["id"], running["status"]) == (number, "in_progress")
             cancelled = httpx.post(f"{server.url}{PATH}/{number}/cancel", timeout=30).json()
             assert (cancelled["id"], cancelled["status"]) == (number, "cancelled")
             gate.release(100_000)
