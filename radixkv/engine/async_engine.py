@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from queue import Empty
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar, Unpack
+from weakref import WeakKeyDictionary, ref
 
 from radixkv.cache import Explanation
 from radixkv.config import EngineConfig, EngineConfigFields
@@ -313,18 +315,40 @@ class AsyncChunks:
 async def _notified(handle: Handle, *, end: bool = False) -> None:
     """Sleep until there is a chunk or the end to take; with `end`, until the end."""
     loop = asyncio.get_running_loop()
+    waker = _wakers.get(loop) or _wakers.setdefault(loop, _Waker())
     future: asyncio.Future[None] = loop.create_future()
-    handle.channel.listen(lambda: _wake(loop, future, handle), end=end)
+    handle.channel.listen(lambda: waker.wake(loop, future, handle), end=end)
     await future
 
 
-def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], handle: Handle) -> None:
-    try:
-        loop.call_soon_threadsafe(_resolve, future)
-    except RuntimeError:  # the loop was closed, so that no task reads the request any more
-        handle.cancel()
+class _Waker:
+    """Wake the tasks of one event loop that wait for chunks.
+
+    Each call of `call_soon_threadsafe` writes to a socket. So one call wakes all tasks whose chunks arrived before the
+    loop ran.
+    """
+
+    def __init__(self) -> None:
+        self._ready: deque[ref[asyncio.Future[None]]] = deque()  # a future references its loop
+        self._scheduled = False
+
+    def wake(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], handle: Handle) -> None:
+        """Resolve a future of `loop` soon; any thread may call this. Cancels the request if the loop was closed."""
+        self._ready.append(ref(future))
+        if self._scheduled and not loop.is_closed():  # `_resolve` has not begun, and will find the future
+            return
+        self._scheduled = True
+        try:
+            loop.call_soon_threadsafe(self._resolve)
+        except RuntimeError:  # the loop was closed, so that no task reads the request any more
+            handle.cancel()
+
+    def _resolve(self) -> None:
+        self._scheduled = False  # first, so that a future that is appended from now on is scheduled again
+        while self._ready:
+            future = self._ready.popleft()()
+            if future is not None and not future.done():  # its task may have been cancelled
+                future.set_result(None)
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():  # its task may have been cancelled
-        future.set_result(None)
+_wakers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker] = WeakKeyDictionary()

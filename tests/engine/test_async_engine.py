@@ -6,13 +6,15 @@ import asyncio
 import gc
 import inspect
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
 
 from radixkv import AsyncChatSession, AsyncEngine, ChatSession, Engine, SamplingParams
-from radixkv.engine import AsyncHandle
+from radixkv.engine import AsyncHandle, Chunk, Handle
+from radixkv.engine.output import OutputChannel
 from radixkv.errors import (
     EngineClosed,
     InvalidInput,
@@ -533,3 +535,45 @@ def test_loading_does_not_block_the_loop(monkeypatch):
             assert list((await engine.generate([[1, 2]], GREEDY))[0].token_ids) == greedy_reply([1, 2], 6)
 
     run(main())
+
+
+async def first_of(handle: AsyncHandle) -> Chunk:
+    async for chunk in handle:
+        return chunk
+    raise AssertionError("the handle has no chunks")
+
+
+def test_chunks_that_arrive_together_wake_the_loop_once(monkeypatch):
+    async def main() -> None:
+        loop, calls = asyncio.get_running_loop(), []
+        soon = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *work: calls.append(work) or soon(*work))
+        channels = [OutputChannel() for _ in range(8)]
+        readers = [asyncio.create_task(first_of(AsyncHandle(Handle(channel, lambda: None)))) for channel in channels]
+        for chunk in (Chunk("a", (1,)), Chunk("b", (2,))):
+            for _ in range(3):
+                await asyncio.sleep(0)
+            for channel in channels:
+                channel.put(chunk)
+            assert [await reader for reader in readers] == [chunk] * 8 and len(calls) == 1
+            calls.clear()
+            readers = [
+                asyncio.create_task(first_of(AsyncHandle(Handle(channel, lambda: None)))) for channel in channels
+            ]
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+    run(main())
+
+
+def test_a_closed_loop_is_not_kept_by_an_unread_chunk():
+    channel, loop = OutputChannel(), asyncio.new_event_loop()
+    reader = loop.create_task(first_of(AsyncHandle(Handle(channel, lambda: None))))
+    loop.run_until_complete(asyncio.sleep(0))
+    channel.put(Chunk("a", (1,)))
+    loop.close()
+    gone = weakref.ref(loop)
+    del reader, loop
+    gc.collect()
+    assert gone() is None
