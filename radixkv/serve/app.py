@@ -17,6 +17,7 @@ from radixkv.chat import AsyncEngine
 from radixkv.errors import EngineClosed, RadixKVError
 from radixkv.serve import chats, completions
 from radixkv.serve.anthropic import endpoint as anthropic
+from radixkv.serve.anthropic.errors import error_response
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.metrics import CONTENT_TYPE
@@ -127,13 +128,16 @@ def _model_card(service: Service) -> JsonObject:
     }
 
 
-async def _not_routed(_: Request, error: Exception) -> Response:
+async def _not_routed(request: Request, error: Exception) -> Response:
     """Respond to an unknown path or method."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = {404: "unknown path; /openapi.json lists the paths", 405: "this path does not support this method"}
     text = message.get(error.status_code, error.detail)
-    return ApiError(error.status_code, text, code=code, headers=error.headers).response()
+    failed = ApiError(error.status_code, text, code=code, headers=error.headers)
+    if request.url.path.removeprefix("/v1").startswith("/messages"):
+        return error_response(failed, request.state.request_id)
+    return failed.response()
 
 
 async def _failed(_: Request, error: Exception) -> Response:

@@ -53,6 +53,22 @@ def says(text: str) -> Callable[[list[int]], int]:
     return brain
 
 
+def says_in_turn(*texts: str) -> Callable[[list[int]], int]:
+    """Return a brain whose first reply in each conversation is the first text, and so on."""
+    opening = tokenizer().encode("<|im_start|>assistant\n", add_special_tokens=False)
+    replies = [[*tokenizer().encode(text, add_special_tokens=False), 2] for text in texts]
+
+    def brain(tokens: list[int]) -> int:
+        begun = (at for at, token in enumerate(tokens) if token == opening[0])
+        ends = [at + len(opening) for at in begun if tokens[at : at + len(opening)] == opening]
+        if not ends:
+            return 2  # a part of a prompt
+        reply = replies[len(ends) - 1]
+        return reply[min(len(tokens) - ends[-1], len(reply) - 1)]
+
+    return brain
+
+
 @dataclass
 class Served:
     """A client of the application, and the objects that a test inspects."""

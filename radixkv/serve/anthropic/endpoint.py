@@ -52,7 +52,10 @@ async def count_tokens(service: Service, request: Request) -> Response:
         if service.settings.strict_fields:
             service.check_model(body.model)
         caller = service.caller(request)
-        prompt = await service.cancellable(request, service.chat_prompt(caller, body.messages, body.tools))
+        encoding = service.chat_prompt(
+            caller, body.messages, body.tools, options=body.template_options, ignored=request.state.ignored
+        )
+        prompt = await service.cancellable(request, encoding)
         return JSONResponse({"input_tokens": len(prompt.ids)})
 
 

@@ -11,6 +11,7 @@ import json
 import uuid
 from base64 import b64encode
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from hashlib import blake2b
 from secrets import token_bytes
 
@@ -42,7 +43,7 @@ class MessageEncoder:
         [reply] = await self._turn.replies()
         blocks: list[JsonObject] = []
         if reply.thinking:
-            thinking = "" if self._request.hides_thinking else reply.thinking
+            thinking = "" if self._request.omits_thinking else reply.thinking
             blocks.append({"type": "thinking", "thinking": thinking, "signature": signature(reply.thinking)})
         if reply.content:
             blocks.append({"type": "text", "text": reply.content})
@@ -55,21 +56,21 @@ class MessageEncoder:
         """Yield the events of the message. The counts of the cache are in `message_delta`, when they are certain."""
         begun = TurnUsage(self._turn.prompt_tokens, 0, 0)
         yield event({"type": "message_start", "message": self._head(self._usage(begun))})
-        blocks = BlockEvents(hides_thinking=self._request.hides_thinking)
-        steps = self._turn.steps()
-        first = asyncio.ensure_future(anext(steps))
-        try:
-            while not (await asyncio.wait([first], timeout=PING_INTERVAL))[0]:
-                yield _PING
-        finally:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-        step = first.result()
-        if written := blocks.pieces(step.pieces):
-            yield written
-        async for step in steps:
+        blocks = BlockEvents(omits_thinking=self._request.omits_thinking)
+        async with aclosing(self._turn.steps()) as steps:
+            first = asyncio.ensure_future(anext(steps))
+            try:
+                while not (await asyncio.wait([first], timeout=PING_INTERVAL))[0]:
+                    yield _PING
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            step = first.result()
             if written := blocks.pieces(step.pieces):
                 yield written
+            async for step in steps:
+                if written := blocks.pieces(step.pieces):
+                    yield written
         assert step.end is not None
         reason, stop = stop_reason(step.end)
         ending = {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": self._usage(self._turn.usage)}
@@ -95,13 +96,14 @@ class MessageEncoder:
     def _usage(self, usage: TurnUsage) -> JsonObject:
         """Return the token counts of a request, whose first three sum up to the prompt.
 
-        Computed tokens count as written to the cache if the request has `cache_control`, else as plain input. They are
-        cached in both cases.
+        The computed tokens of a complete request count as written to the cache if it has `cache_control`, else as plain
+        input. They are cached in both cases.
         """
         computed = usage.prompt_tokens - usage.cached_tokens
+        written = self._request.marks_cache and usage.output_tokens > 0
         return {
-            "input_tokens": 0 if self._request.marks_cache else computed,
-            "cache_creation_input_tokens": computed if self._request.marks_cache else 0,
+            "input_tokens": 0 if written else computed,
+            "cache_creation_input_tokens": computed if written else 0,
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.output_tokens,
         }
@@ -110,9 +112,9 @@ class MessageEncoder:
 class BlockEvents:
     """Write the blocks of one message as events, piece by piece."""
 
-    def __init__(self, *, hides_thinking: bool) -> None:
-        """Begin without blocks. With `hides_thinking`, the text of thinking blocks is empty."""
-        self._hides_thinking = hides_thinking
+    def __init__(self, *, omits_thinking: bool) -> None:
+        """Begin without blocks. With `omits_thinking`, the text of thinking blocks is empty."""
+        self._omits_thinking = omits_thinking
         self._index = -1
         self._open = ""  # the type of the open block
         self._front = self._back = b""  # a delta of the open block, around its text
@@ -133,7 +135,7 @@ class BlockEvents:
         opened = b"" if kind == self._open else self._begin(kind)
         if kind == "thinking":
             self._thinking.append(text)
-            if self._hides_thinking:
+            if self._omits_thinking:
                 return opened
         return b"".join((opened, self._front, json.dumps(text).encode(), self._back))
 

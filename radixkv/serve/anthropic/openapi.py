@@ -18,7 +18,7 @@ from radixkv.serve.json_schemas import (
     ref,
     sampling,
 )
-from radixkv.serve.schemas import wire_range
+from radixkv.serve.schemas import EFFORT, wire_range
 
 _MODEL: JsonObject = {"type": "string", "description": "Any name: there is one model. The response repeats it."}
 _HINTS: JsonObject = dict.fromkeys(BLOCK_HINTS, ANYTHING)
@@ -70,7 +70,6 @@ def answers() -> JsonObject:
 
 def _prompt() -> JsonObject:
     """The fields that both endpoints share."""
-    display = {"enum": ["summarized", "omitted", None]}
     kinds = {"enum": ["enabled", "adaptive", "disabled"]}
     choice = {"type": {"enum": ["auto", "none"]}, "disable_parallel_tool_use": ANYTHING}
     return {
@@ -79,8 +78,8 @@ def _prompt() -> JsonObject:
         "messages": array({"anyOf": _messages()}, least=1),
         "tools": maybe(array({"anyOf": [_tool(), obj({"type": {"not": {"enum": ["custom", None]}}}, "type")]})),
         "tool_choice": maybe(obj(choice, "type")),
-        "thinking": maybe(obj({"type": kinds, "budget_tokens": ANYTHING, "display": display}, "type")),
-        "output_config": maybe(obj({"format": {"type": "null"}})),
+        "thinking": maybe(obj({"type": kinds, "budget_tokens": ANYTHING, "display": ANYTHING}, "type")),
+        "output_config": maybe(obj({"format": {"type": "null"}, "effort": {**STRING, "pattern": f"^{EFFORT}$"}})),
         "output_format": {"type": "null"},
         "cache_control": ANYTHING,
     }

@@ -13,9 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixkv.chat.messages import Message
+from radixkv.chat.template_arguments import TemplateOption, thinking_option
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
-from radixkv.serve.schemas import ChatRequest, RequestOptions, results_in_order, sampling_params, wire_range
+from radixkv.serve.schemas import (
+    ChatRequest,
+    RequestOptions,
+    read_effort,
+    results_in_order,
+    sampling_params,
+    wire_range,
+)
 
 BILLING = "x-anthropic-billing-header:"
 ROLES = ("user", "assistant", "system")
@@ -24,6 +32,7 @@ WITHOUT_EFFECT = ("diagnostics", "inference_geo", "service_tier", "speed", "user
 BLOCK_HINTS = ("cache_control", "citations", "caller")  # of a block
 _NOT_TEXT = ("image", "document", "search_result", "container_upload")
 _ERROR = "Error: "
+_EFFORTS = {"xhigh": "high", "max": "high"}  # chat templates have low, medium and high
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +51,12 @@ class Dialect:
 class MessageRequest(ChatRequest):
     """The body of POST /v1/messages.
 
-    `marks_cache` says that the client marked parts of it with `cache_control`. With `hides_thinking` it requested
+    `marks_cache` says that the client marked parts of it with `cache_control`. With `omits_thinking` it requested
     thinking blocks without text.
     """
 
     marks_cache: bool = False
-    hides_thinking: bool = False
+    omits_thinking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,7 @@ class CountRequest:
     model: str
     messages: list[Message]
     tools: list[JsonObject] | None
+    template_options: tuple[TemplateOption, ...]
 
 
 def read_message(body: JsonObject, ignored: IgnoredFields | None, dialect: Dialect) -> MessageRequest:
@@ -67,8 +77,8 @@ def read_message(body: JsonObject, ignored: IgnoredFields | None, dialect: Diale
     fields = Fields(body, ignored=ignored)
     messages, tools = _conversation(fields, dialect), _tools(fields)
     reads_calls = _reads_calls(fields, tools)
-    hides_thinking = _thinking(fields)
-    _output(fields)
+    effort = _output(fields)
+    thinking, omits_thinking = _thinking(fields)
     bound = fields.integer("max_tokens", *wire_range("max_tokens"))
     fields.only("n", (1,), "a message is one reply")
     params = sampling_params(fields, bound, None, renamed={"stop": "stop_sequences"})
@@ -79,7 +89,15 @@ def read_message(body: JsonObject, ignored: IgnoredFields | None, dialect: Diale
     fields.ignore("cache_control", *WITHOUT_EFFECT)
     fields.close()
     options = RequestOptions(model, params, bound is not None, stream, True, session_key)
-    return MessageRequest(options, messages, tools, reads_calls, marks_cache=marks_cache, hides_thinking=hides_thinking)
+    return MessageRequest(
+        options,
+        messages,
+        tools,
+        reads_calls,
+        (*effort, *thinking),
+        marks_cache=marks_cache,
+        omits_thinking=omits_thinking,
+    )
 
 
 def read_count(body: JsonObject, ignored: IgnoredFields | None, dialect: Dialect) -> CountRequest:
@@ -87,12 +105,12 @@ def read_count(body: JsonObject, ignored: IgnoredFields | None, dialect: Dialect
     fields = Fields(body, ignored=ignored)
     messages, tools = _conversation(fields, dialect), _tools(fields)
     _reads_calls(fields, tools)
-    _thinking(fields)
-    _output(fields)
+    effort = _output(fields)
+    thinking, _ = _thinking(fields)
     model = _model(fields)
     fields.ignore("cache_control", *WITHOUT_EFFECT)
     fields.close()
-    return CountRequest(model, messages, tools)
+    return CountRequest(model, messages, tools, (*effort, *thinking))
 
 
 # ---- fields of a request
@@ -130,31 +148,34 @@ def _reads_calls(fields: Fields, tools: list[JsonObject] | None) -> bool:
     return bool(tools) and kind != "none"
 
 
-def _thinking(fields: Fields) -> bool:
-    """Return whether the text of thinking is hidden."""
+def _thinking(fields: Fields) -> tuple[list[TemplateOption], bool]:
+    """Return the option that enables or disables thinking, and whether thinking blocks have no text."""
     given = fields.take("thinking")
     if given is None:
-        return False
+        return [], False
     thinking = fields.nested(given, "thinking")
     kind = thinking.need("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         thinking.refuse("type", f"must be enabled, adaptive or disabled, not {shown(kind)}")
     thinking.ignore("budget_tokens")  # a model cannot be held to it
-    display = thinking.text("display")
-    if display not in (None, "summarized", "omitted"):
-        thinking.refuse("display", f"must be summarized or omitted, not {shown(display)}")
+    thinking.prefer("display", ("summarized", "updates", "omitted"), "thinking is shown as it is, or not at all")
     thinking.close()
-    return display == "omitted"
+    return [thinking_option("thinking", enabled=kind != "disabled")], given.get("display") == "omitted"
 
 
-def _output(fields: Fields) -> None:
-    """Check `output_config`, and the older field for its format."""
+def _output(fields: Fields) -> list[TemplateOption]:
+    """Check `output_config` and the older field for its format; return the option for the effort."""
     fields.only("output_format", (), "constrained output is not supported")
     given = fields.take("output_config")
-    if given is not None:
-        output = fields.nested(given, "output_config")
-        output.only("format", (), "constrained output is not supported")
-        output.close()
+    if given is None:
+        return []
+    output = fields.nested(given, "output_config")
+    output.only("format", (), "constrained output is not supported")
+    effort = read_effort(output, "effort")
+    output.close()
+    if effort is None:
+        return []
+    return [TemplateOption("output_config.effort", (("reasoning_effort", _EFFORTS.get(effort, effort)),))]
 
 
 def _marked(body: JsonObject) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from radixkv.chat.template_arguments import template_arguments, thinking_option
 from radixkv.serve.anthropic.schemas import Dialect, read_count, read_message
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import IgnoredFields
@@ -142,7 +143,8 @@ def test_options_and_hints():
     assert (params.max_tokens, request.options.bounded, request.options.stream) == (32000, True, True)
     assert request.options.session_key is None
     assert read(metadata={"user_id": "u"}).options.session_key == "u"
-    assert not request.marks_cache and not request.hides_thinking and request.options.model == "claude-any"
+    assert not read(thinking={"type": "adaptive", "display": "updates"}).omits_thinking  # as Claude Code sends it
+    assert not request.marks_cache and not request.omits_thinking and request.options.model == "claude-any"
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [text("x", **MARK)]}
     for marked in (
         {"system": [text("s", **MARK)]},
@@ -158,7 +160,7 @@ def test_fields_of_claude_code_are_accepted_and_the_effective_unknown_ones_named
     ignored = IgnoredFields()
     body = {
         **BODY,
-        "thinking": {"type": "adaptive", "display": "summarized"},
+        "thinking": {"type": "adaptive", "display": "new"},
         "context_management": {"edits": []},
         "output_config": {"effort": "high"},
         "metadata": {"user_id": "u"},
@@ -166,7 +168,17 @@ def test_fields_of_claude_code_are_accepted_and_the_effective_unknown_ones_named
         "tools": [{**LOOK, "defer_loading": True}],
     }
     read_message(body, ignored, Dialect())
-    assert "context_management" in ignored.text() and "metadata" not in ignored.text()
+    assert ignored.text() == "thinking.display, context_management"
+
+
+def test_thinking_and_effort_are_options_of_the_template():
+    for kind, enabled in (("enabled", True), ("adaptive", True), ("disabled", False)):
+        [option] = read(thinking={"type": kind}).template_options
+        assert option == thinking_option("thinking", enabled=enabled)
+    both = read(thinking={"type": "adaptive"}, output_config={"effort": "max"}).template_options
+    arguments, unread = template_arguments("{{ reasoning_effort }}", both)
+    assert arguments == {"reasoning_effort": "high"} and unread == ["thinking"]
+    assert read(output_config={}).template_options == () == read().template_options
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -204,6 +216,7 @@ RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "co
         ({"tool_choice": {"type": "any"}}, 'tool_choice.type can be "auto" or "none"'),
         ({"tool_choice": {"type": "tool", "name": "look"}}, 'tool_choice.type can be "auto" or "none"'),
         ({"thinking": {"type": "deep"}}, "thinking.type must be"),
+        ({"output_config": {"effort": 5}}, "output_config.effort must be a string"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format is not supported"),
         ({"max_tokens": 0}, "max_tokens must be from 1"),
         ({"temperature": "hot"}, "temperature must be a number"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jsonschema_rs
@@ -26,7 +27,7 @@ from tests.serve.anthropic.messages import (
     prompt_tokens,
     stream,
 )
-from tests.serve.served import LOCAL, fake_model, says, served
+from tests.serve.served import LOCAL, Served, fake_model, says, says_in_turn, served
 from tests.serve.styles import QWEN
 
 KEYS = {"ada": "ada-secret-1", "bob": "bob-secret-2"}
@@ -101,6 +102,13 @@ def test_limits_and_failures_are_errors_of_this_form():
         assert answer.headers["retry-after"] == "1"
         assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
     with served(fault=lambda chunks: 1 / 0) as server:
+        for path, wrong in (
+            ("/v1/messages", "GET"),
+            ("/messages/count_tokens", "PUT"),
+            ("/v1/messages/batches", "POST"),
+        ):
+            answer = server.client.request(wrong, path)
+            assert answer.status_code in (404, 405) and answer.json()["type"] == "error"
         status, kind, words = failed(server, json=BODY)
         assert (status, kind) == (500, "api_error") and "division" not in words
     with served() as server:
@@ -226,22 +234,105 @@ def test_a_call_that_comes_back_changed_misses_its_reply_only(tiny: TestClient):
     assert again["cache_read_input_tokens"] == prompt_tokens(again) - 1
 
 
-@pytest.mark.parametrize("said", ["<think>\nlong thoughts\n</think>\n\nSo.", f"<think>\nhm\n</think>\n\n{CALL}"])
-def test_thinking_that_is_sent_back_or_left_out_hits_the_same(said: str):
+@contextmanager
+def templated(template: str) -> Iterator[Any]:
+    """Yield a fake model with another chat template."""
     model = fake_model()
-    model.tokenizer.chat_template, before = QWEN, model.tokenizer.chat_template
+    before, model.tokenizer.chat_template = model.tokenizer.chat_template, template
     try:
-        for keeps in (True, False):
-            with served(Settings(history="append"), brain=says(said), model=model) as server:
-                first = message(server, tools=[LOOK])
-                content = first["content"] if keeps else first["content"][1:]
-                answered = [{"type": "tool_result", "tool_use_id": each["id"]} for each in content if "id" in each]
-                history = [{"role": "assistant", "content": content}, {"role": "user", "content": answered or "Go on."}]
-                second = message(server, tools=[LOOK], messages=[*ASKED, *history])
-            spent = prompt_tokens(first["usage"]) + first["usage"]["output_tokens"]
-            assert second["usage"]["cache_read_input_tokens"] == spent - 1
+        yield model
     finally:
         model.tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("said", ["<think>\nlong thoughts\n</think>\n\nSo.", f"<think>\nhm\n</think>\n\n{CALL}"])
+def test_thinking_that_is_sent_back_or_left_out_hits_the_same(said: str, keeps: bool):
+    with templated(QWEN) as model, served(Settings(history="append"), brain=says(said), model=model) as server:
+        first = message(server, tools=[LOOK])
+        content = first["content"] if keeps else first["content"][1:]
+        answered = [{"type": "tool_result", "tool_use_id": each["id"]} for each in content if "id" in each]
+        history = [{"role": "assistant", "content": content}, {"role": "user", "content": answered or "Go on."}]
+        second = message(server, tools=[LOOK], messages=[*ASKED, *history])
+    spent = prompt_tokens(first["usage"]) + first["usage"]["output_tokens"]
+    assert second["usage"]["cache_read_input_tokens"] == spent - 1
+
+
+def test_thinking_is_switched_where_the_template_has_a_switch():
+    switch = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    body = {"model": "m", "messages": ASKED}
+    with templated(QWEN + switch) as model, served(brain=says("So."), model=model) as server:
+
+        def length(**fields: Any) -> int:
+            answer = server.post("/v1/messages/count_tokens", {**body, **fields})
+            assert "warning" not in answer.headers
+            assert prompt_tokens(message(server, **fields)["usage"]) == answer.json()["input_tokens"]
+            return int(answer.json()["input_tokens"])
+
+        assert length() == length(thinking={"type": "adaptive"}) < length(thinking={"type": "disabled"})
+    with served(brain=says("So.")) as server:
+        answer = server.post("/v1/messages", {**BODY, "thinking": {"type": "disabled"}})
+    assert answer.headers["warning"] == '299 radixkv "ignored: thinking"'
+
+
+class Agent:
+    """A session in the form of Claude Code's: a system message after the first prompt, marks that move, many tools."""
+
+    def __init__(self, server: Served, number: int, prompt: str) -> None:
+        reminder = {"type": "text", "text": "Remember the rules of this project. " * 30}
+        self.server, self.number = server, number
+        self.rules = "You have skills, and each skill has a description. " * 30
+        self.history: list[Any] = [
+            {"role": "user", "content": [reminder, {"type": "text", "text": prompt}]},
+            {"role": "system", "content": [{"type": "text", "text": self.rules, **MARK}]},
+        ]
+
+    def turn(self) -> dict[str, Any]:
+        billing = f"x-anthropic-billing-header: cc_version=2.1.330.0{self.number}b; cc_entrypoint=sdk-cli;"
+        last = self.history[-1]
+        answer = stream(
+            self.server,
+            max_tokens=32000,
+            system=[*blocks(billing), *blocks("You are an agent. " * 60, **MARK)],
+            tools=[
+                {**LOOK, "name": name, "description": "It has a long description. " * 40} for name in ("look", "edit")
+            ],
+            messages=[*self.history[:-1], {**last, "content": blocks(last["content"], **MARK)}],
+            thinking={"type": "adaptive", "display": "updates"},
+            metadata={"user_id": f"session {self.number}"},
+        )
+        reply = assembled(answer)
+        self.history[1] = {"role": "system", "content": self.rules}  # a string from the second turn on
+        self.history.append({"role": "assistant", "content": reply["content"]})
+        return dict(reply["usage"])
+
+    def result(self, **changes: Any) -> None:
+        """Answer the last call, whose input comes back with changes at the front."""
+        call = self.history[-1]["content"][-1]
+        call["input"] = {**changes, **call["input"]}
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "The file has 3 lines. " * 5}
+        self.history.append({"role": "user", "content": [result]})
+
+
+def test_the_sessions_of_an_agent_hit():
+    edit = CALL.replace("look", "edit")
+    brain = says_in_turn(f"I will look. {CALL}", edit, "Done: the line is right now.", "You are welcome.")
+    with served(brain=brain, model=fake_model(max_length=8000), num_blocks=4096) as server:
+        agent = Agent(server, 1, "Correct the second line.")
+        first = agent.turn()
+        agent.result()
+        second = agent.turn()
+        agent.result(replace_all=False)
+        third = agent.turn()
+        agent.history.append({"role": "user", "content": "Thank you."})
+        fourth = agent.turn()
+        another = Agent(server, 2, "Please look for mistakes in the file, and say how many there are.").turn()
+    assert prompt_tokens(first) > 2000
+    for before, usage in ((first, second), (third, fourth)):
+        whole = prompt_tokens(before) + before["output_tokens"]
+        assert usage["cache_read_input_tokens"] == whole - 1 >= 0.99 * whole
+    assert third["cache_read_input_tokens"] >= prompt_tokens(second) - 1  # only the changed call was computed again
+    assert another["cache_read_input_tokens"] >= 0.95 * prompt_tokens(first)
 
 
 def test_tenants_share_no_hits_and_sessions_of_a_tenant_do(tiny: TestClient):

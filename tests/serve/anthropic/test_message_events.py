@@ -76,7 +76,7 @@ def test_a_stream_and_a_whole_message_are_equal(said: str, kinds: list[str]):
 
 def test_blocks_follow_the_order_in_which_the_model_wrote_them():
     call = ToolCall("c1", "look", {"path": "ä"})
-    blocks = BlockEvents(hides_thinking=False)
+    blocks = BlockEvents(omits_thinking=False)
     written = blocks.pieces([Piece(content="a"), Piece(call=call), Piece(content='b"\n')])
     written += blocks.pieces([Piece(thinking="x"), Piece(thinking="y"), Piece(content="c")]) + blocks.close()
     start = {
