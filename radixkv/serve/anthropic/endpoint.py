@@ -53,7 +53,12 @@ async def count_tokens(service: Service, request: Request) -> Response:
             service.check_model(body.model)
         caller = service.caller(request)
         encoding = service.chat_prompt(
-            caller, body.messages, body.tools, options=body.template_options, ignored=request.state.ignored
+            caller,
+            body.messages,
+            body.tools,
+            options=body.template_options,
+            ignored=request.state.ignored,
+            prefill=body.prefill,
         )
         prompt = await service.cancellable(request, encoding)
         return JSONResponse({"input_tokens": len(prompt.ids)})

@@ -67,6 +67,7 @@ class CountRequest:
     messages: list[Message]
     tools: list[JsonObject] | None
     template_options: tuple[TemplateOption, ...]
+    prefill: bool
 
 
 def read_message(body: JsonObject, ignored: IgnoredFields | None, dialect: Dialect) -> MessageRequest:
@@ -95,6 +96,7 @@ def read_message(body: JsonObject, ignored: IgnoredFields | None, dialect: Diale
         tools,
         reads_calls,
         (*effort, *thinking),
+        prefill=_is_begun(messages),
         marks_cache=marks_cache,
         omits_thinking=omits_thinking,
     )
@@ -110,7 +112,7 @@ def read_count(body: JsonObject, ignored: IgnoredFields | None, dialect: Dialect
     model = _model(fields)
     fields.ignore("cache_control", *WITHOUT_EFFECT)
     fields.close()
-    return CountRequest(model, messages, tools, (*effort, *thinking))
+    return CountRequest(model, messages, tools, (*effort, *thinking), _is_begun(messages))
 
 
 # ---- fields of a request
@@ -223,8 +225,13 @@ def _function(fields: Fields) -> JsonObject:
 # ---- messages
 
 
+def _is_begun(messages: Sequence[Message]) -> bool:
+    """Whether the last message is the beginning of the reply."""
+    return bool(messages[-1]["role"] == "assistant")
+
+
 def _conversation(fields: Fields, dialect: Dialect) -> list[Message]:
-    """Return the system prompt and the messages.
+    """Return the system prompt and the messages; a last message of the assistant is continued by the reply.
 
     System messages before the first reply join the system prompt: the conversation still begins there.
     """
@@ -245,8 +252,8 @@ def _conversation(fields: Fields, dialect: Dialect) -> list[Message]:
                 _append(messages, message if dialect.late_system else {**message, "role": "user"})
     if not messages:
         raise bad_request("messages must have a message of a user", "messages", "invalid_value")
-    if messages[-1]["role"] == "assistant":
-        why = "the last message is of the assistant: this server cannot continue it, so let it be of a user"
+    if messages[-1].get("tool_calls"):
+        why = "the last message has tool calls, so it is complete: their results must follow"
         raise bad_request(why, f"messages[{len(given) - 1}]", "invalid_value")
     opening = [{"role": "system", "content": "\n".join(system)}] if system else []
     return results_in_order([*opening, *messages])

@@ -181,6 +181,10 @@ def test_thinking_and_effort_are_options_of_the_template():
     assert read(output_config={}).template_options == () == read().template_options
 
 
+def test_a_last_message_of_the_assistant_begins_the_reply():
+    assert read(messages=[*ASKED, said("assistant", "Well,")]).prefill and not read().prefill
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "content": [IMAGE]}])
 
@@ -207,6 +211,7 @@ RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "co
             "messages[0].content[0].tool_use_id is required",
         ),
         ({"messages": [said("user", [text(5)])]}, "messages[0].content[0].text must be a string"),
+        ({"messages": [*ASKED, said("assistant", [CALL])]}, "the last message has tool calls"),
         ({"messages": [said("system", "only this")]}, "messages must have a message of a user"),
         ({"system": 5}, "system must be a string or an array of text blocks"),
         ({"system": [IMAGE]}, 'system[0].type must be "text"'),

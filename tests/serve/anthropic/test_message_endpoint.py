@@ -234,6 +234,22 @@ def test_a_call_that_comes_back_changed_misses_its_reply_only(tiny: TestClient):
     assert again["cache_read_input_tokens"] == prompt_tokens(again) - 1
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_last_message_of_the_assistant_is_continued(tiny: TestClient, streamed: bool):
+    asked = [{"role": "user", "content": "Hello! My name is Sam."}]
+    whole = ask(tiny, streamed, messages=asked)["content"][0]["text"]
+    middle = whole.index(" ", len(whole) // 2)
+    begun = [*asked, {"role": "assistant", "content": whole[:middle]}]
+    answer = ask(tiny, streamed, messages=begun)
+    assert answer["content"][0]["text"] == whole[middle:]
+    assert answer["usage"]["cache_read_input_tokens"] > 10
+    body = {"model": "m", "messages": begun}
+    assert tiny.post("/v1/messages/count_tokens", json=body).json()["input_tokens"] == prompt_tokens(answer["usage"])
+    spent = prompt_tokens(answer["usage"]) + answer["usage"]["output_tokens"]
+    joined = [*asked, {"role": "assistant", "content": whole}, {"role": "user", "content": "What is my name?"}]
+    assert ask(tiny, streamed, messages=joined)["usage"]["cache_read_input_tokens"] >= spent - 1
+
+
 @contextmanager
 def templated(template: str) -> Iterator[Any]:
     """Yield a fake model with another chat template."""
