@@ -24,13 +24,13 @@ FUNCTION = "Write a Python function that adds two numbers."
 
 
 @pytest.mark.parametrize(("question", "word"), FACTS)
-def test_it_knows_a_fact(engine: Engine, question: str, word: str) -> None:
+def test_a_fact(engine: Engine, question: str, word: str) -> None:
     reply = engine.chat("You answer in one short sentence.").send(question, GREEDY)
     assert word in reply.text
     assert reply.finish_reason == "stop"
 
 
-def test_it_writes_a_function_that_runs(engine: Engine) -> None:
+def test_a_function_runs(engine: Engine) -> None:
     text = engine.chat().send(FUNCTION, GREEDY.but(max_tokens=80)).text
     code = text.split("```python\n")[1].split("```")[0]
     names: dict[str, object] = {}
@@ -40,8 +40,7 @@ def test_it_writes_a_function_that_runs(engine: Engine) -> None:
     assert function(2, 3) == 5
 
 
-def test_a_branch_remembers_what_the_other_forgets(engine: Engine) -> None:
-    """Forks and edits lead to the answers of their own histories."""
+def test_branches_answer_from_their_own_histories(engine: Engine) -> None:
     chat = engine.chat("You answer in one short sentence.")
     assert "Paris" in chat.send("What is the capital of France?", GREEDY).text
     [branch] = chat.fork()

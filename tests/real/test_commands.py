@@ -1,4 +1,4 @@
-"""The commands with the real model: `radixkv chat FILE.gguf`, and the demo."""
+"""The commands with the real model: `radixkv chat FILE.gguf`, `radixkv convert`, and the demo."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from radixkv import Engine, SamplingParams
 from radixkv.cli import demo_chat
 from tests.real.conftest import Figure
 
@@ -36,8 +37,18 @@ def test_the_demo_talks_to_the_real_model(model_file: Path, figure: Figure) -> N
 def test_a_chat_in_the_terminal_forks_and_edits(model_file: Path) -> None:
     lines = ("What is the capital of France?", "/fork", "/edit 1 What is the capital of Japan?", "/branch 1", "/stats")
     system = ("--system", "You answer in one short sentence.", "--kv-memory", "200MB")
-    out = radixkv("chat", "--model", str(model_file), *system, input="\n".join(lines))
+    out = radixkv("chat", str(model_file), *system, input="\n".join(lines))
     assert "The capital of France is Paris." in out
     assert "The capital of Japan is Tokyo." in out
     assert "0 of 28 prompt tokens from the cache" in out
     assert "20 of 28 prompt tokens from the cache" in out
+
+
+def test_a_converted_model_gives_the_same_logits(model_file: Path, engine: Engine, tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "Grüße! Write a short poem about the sea."}]
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
+    radixkv("convert", str(model_file), str(tmp_path / "folder"))
+    with Engine.load(tmp_path / "folder", num_blocks=20, dtype="float32", monitor=False) as converted:
+        [done] = converted.generate([prompt], params)
+    [own] = engine.generate([prompt], params, namespace="converted")
+    assert (done.token_ids, done.logprobs) == (own.token_ids, own.logprobs)
