@@ -110,7 +110,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser], c
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
-    about = "serve OpenAI's HTTP API (chat, completions, models, metrics) from one engine; needs radixkv[serve]"
+    about = "serve OpenAI's and Anthropic's HTTP APIs and metrics from one engine; needs radixkv[serve]"
     serve = commands.add_parser("serve", help=about, description=_sentence(about), parents=[common])
     serve.set_defaults(module="radixkv.serve.command", check=_check_model)
     serve.add_argument("model", metavar="MODEL", help=_MODEL)
