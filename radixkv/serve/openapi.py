@@ -1,13 +1,13 @@
 """The OpenAPI document at /openapi.json: endpoints, request bodies, responses, errors and headers.
 
-Sampling parameters are described by their declarations. schemas.py does the checks that this document describes; tests
+Sampling parameters are described by their declarations. schemas.py and message_schemas.py do the checks that this document describes; tests
 compare the two.
 """
 
 from __future__ import annotations
 
 from radixkv import __version__
-from radixkv.serve import schemas
+from radixkv.serve import message_schemas, schemas
 from radixkv.serve.access import KEY_HEADER
 from radixkv.serve.anthropic import openapi as anthropic
 from radixkv.serve.fields import JsonObject
@@ -182,7 +182,7 @@ def _options(model: JsonObject, strict: bool) -> JsonObject:
 
 def _message() -> JsonObject:
     named = {"name": STRING, "cache_control": ANYTHING}
-    roles = [role for role in schemas.ROLES if role not in ("assistant", "tool")]
+    roles = [role for role in message_schemas.ROLES if role not in ("assistant", "tool")]
     spoken = {"role": {"enum": roles}, "content": _content()}
     answered = {"role": {"const": "tool"}, "content": _content(), "tool_call_id": NOT_EMPTY}
     return {
@@ -221,7 +221,7 @@ def _said() -> JsonObject:
 
 def _tool() -> JsonObject:
     function = {
-        "name": {"type": "string", "pattern": f"^{schemas.TOOL_NAME}$"},
+        "name": {"type": "string", "pattern": f"^{message_schemas.TOOL_NAME}$"},
         "description": STRING,
         "parameters": {"type": ["object", "null"]},
         "strict": BOOLEAN,

@@ -27,11 +27,11 @@ from radixkv.serve.access import Auth, StreamLease, StreamLimiter, namespace, re
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError, bad_request, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
+from radixkv.serve.message_schemas import template_texts
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.openai_responses.store import ResponseStore
 from radixkv.serve.reply import tags
 from radixkv.serve.responses import TokenTexts, first_of, usage, wait_for_disconnect
-from radixkv.serve.schemas import template_texts
 from radixkv.serve.settings import Settings
 
 Result = TypeVar("Result")

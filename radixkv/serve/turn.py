@@ -296,7 +296,7 @@ class Turn:
 
 
 def _message(reader: ReplyReader) -> Message:
-    """Return the reply as a client sends it back, in the form of `schemas.read_messages`."""
+    """Return the reply as a client sends it back, in the form of `read_messages`."""
     message: Message = {"role": "assistant", "content": reader.content}
     if reader.calls:
         message["tool_calls"] = [call.as_message() for call in reader.calls]

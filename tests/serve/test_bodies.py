@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.chat.tool_call_formats import DEEPEST
 from radixkv.serve import Settings
-from radixkv.serve.schemas import read_messages
+from radixkv.serve.message_schemas import read_messages
 from tests.chat.worlds import THINKING, byte_tokenizer
 from tests.serve.served import ASKED, CHAT, fake_model, served
 

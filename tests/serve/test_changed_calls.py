@@ -15,7 +15,7 @@ from radixkv.chat.tool_call_formats import HERMES
 from radixkv.serve import create_app
 from radixkv.serve.conversations import Conversations, Mode
 from radixkv.serve.history import shared_length
-from radixkv.serve.schemas import read_messages
+from radixkv.serve.message_schemas import read_messages
 from tests.chat.worlds import byte_tokenizer
 from tests.serve.served import LOCAL, fake_model, served, tokenizer
 from tests.serve.styles import QWEN, STYLES

@@ -15,8 +15,8 @@ from radixkv.chat.thinking import split_thinking
 from radixkv.engine.input_processor import ControlTokens
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.conversations import MOST_SESSIONS, ChatPrompt, Conversations, Mode
+from radixkv.serve.message_schemas import read_messages
 from radixkv.serve.reply import ReplyReader
-from radixkv.serve.schemas import read_messages
 from radixkv.serve.settings import Settings
 from tests.chat.worlds import CHATML, THINKING, byte_tokenizer
 from tests.serve.served import ASKED, fake_model, says, served, tokenizer

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.serve.history import HistoryIndex
-from radixkv.serve.schemas import read_messages
+from radixkv.serve.message_schemas import read_messages
 
 WORDS = st.sampled_from(["", "a", "ab", "b"])
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=6)

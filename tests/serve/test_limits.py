@@ -18,7 +18,7 @@ from radixkv.errors import RequestTimedOut
 from radixkv.serve import Settings, access
 from radixkv.serve.access import StreamLimiter
 from radixkv.serve.errors import ApiError
-from radixkv.serve.schemas import template_texts
+from radixkv.serve.message_schemas import template_texts
 from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, tokenizer, until
 
 SMALL = Settings(max_running=2, max_waiting=1)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from radixkv.chat.tool_call_formats import FORMATS
 from radixkv.engine import Chunk
 from radixkv.engine.request import TextStream
+from radixkv.serve.message_schemas import read_messages
 from radixkv.serve.reply import ReplyReader, TaggedText
-from radixkv.serve.schemas import read_messages
 from tests.chat.tool_call_dialects import DIALECTS, TOOLS, Dialect
 from tests.serve.served import LOCAL, Served, fake_model, served
 

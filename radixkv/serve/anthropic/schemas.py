@@ -16,11 +16,11 @@ from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, thinking_option
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
+from radixkv.serve.message_schemas import results_in_order
 from radixkv.serve.schemas import (
     ChatRequest,
     RequestOptions,
     read_effort,
-    results_in_order,
     sampling_params,
     wire_range,
 )

@@ -14,8 +14,8 @@ from typing import Any
 from radixkv.chat.messages import Message
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
+from radixkv.serve.message_schemas import arguments_of, results_in_order
 from radixkv.serve.openai_responses.tools import qualified
-from radixkv.serve.schemas import arguments_of, results_in_order
 
 ROLES = ("system", "developer", "user", "assistant")
 KINDS = (

@@ -21,9 +21,10 @@ from radixkv.serve.json_schemas import (
     ref,
     sampling,
 )
+from radixkv.serve.message_schemas import TOOL_NAME
 from radixkv.serve.openai_responses import items, schemas
 from radixkv.serve.openapi_operations import NAMESPACE, REQUEST_ID, header, json_of, post, responses_of
-from radixkv.serve.schemas import EFFORT, TOOL_NAME, wire_range
+from radixkv.serve.schemas import EFFORT, wire_range
 
 _ID = {**header("response_id", "path", "The id of a stored response."), "required": True}
 _TOOL_NAME: JsonObject = {"type": "string", "pattern": f"^{TOOL_NAME}$"}

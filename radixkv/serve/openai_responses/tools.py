@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from radixkv.serve.fields import Fields, JsonObject, shown
-from radixkv.serve.schemas import check_function
+from radixkv.serve.message_schemas import check_function
 
 _FUNCTION = ("name", "description", "parameters")
 _HINTS = ("strict", "defer_loading", "allowed_callers", "output_schema", "async")  # not written by templates
