@@ -54,6 +54,19 @@ def results_in_order(messages: list[Message]) -> list[Message]:
     return ordered
 
 
+def joined_user_texts(messages: Sequence[Message]) -> list[Message]:
+    """Join messages of the user that follow each other, since some templates require alternating roles. O(bytes).
+
+    >>> joined_user_texts([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    [{'role': 'user', 'content': 'a\\nb'}]
+    """
+    joined: list[Message] = []
+    for is_user, run in groupby(messages, key=lambda message: message["role"] == "user"):
+        each = list(run)
+        joined += [{**each[0], "content": "\n".join(one["content"] for one in each)}] if is_user else each
+    return joined
+
+
 def _message(fields: Fields) -> Message:
     role = fields.need("role")
     if role not in ROLES:

@@ -1,7 +1,7 @@
 """The OpenAPI document at /openapi.json: endpoints, request bodies, responses, errors and headers.
 
-Sampling parameters are described by their declarations. schemas.py and message_schemas.py do the checks that this document describes; tests
-compare the two.
+Sampling parameters are described by their declarations. schemas.py and message_schemas.py do the checks that this
+document describes; tests compare the two.
 """
 
 from __future__ import annotations

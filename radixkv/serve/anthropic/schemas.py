@@ -16,7 +16,7 @@ from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, thinking_option
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
-from radixkv.serve.message_schemas import results_in_order
+from radixkv.serve.message_schemas import joined_user_texts, results_in_order
 from radixkv.serve.schemas import (
     ChatRequest,
     RequestOptions,
@@ -245,27 +245,18 @@ def _conversation(fields: Fields, dialect: Dialect) -> list[Message]:
         for message in _messages(fields.nested(each, f"messages[{at}]")):
             replied = replied or message["role"] == "assistant"
             if message["role"] != "system":
-                _append(messages, message)
+                messages.append(message)
             elif not replied:
                 system.append(message["content"])
             else:
-                _append(messages, message if dialect.late_system else {**message, "role": "user"})
+                messages.append(message if dialect.late_system else {**message, "role": "user"})
     if not messages:
         raise bad_request("messages must have a message of a user", "messages", "invalid_value")
     if messages[-1].get("tool_calls"):
         why = "the last message has tool calls, so it is complete: their results must follow"
         raise bad_request(why, f"messages[{len(given) - 1}]", "invalid_value")
     opening = [{"role": "system", "content": "\n".join(system)}] if system else []
-    return results_in_order([*opening, *messages])
-
-
-def _append(messages: list[Message], message: Message) -> None:
-    """Append a message; texts of a user that follow each other are one turn."""
-    last = messages[-1] if messages else {}
-    if message["role"] == last.get("role") == "user":
-        messages[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
-    else:
-        messages.append(message)
+    return results_in_order([*opening, *joined_user_texts(messages)])
 
 
 def _system(fields: Fields, dialect: Dialect) -> list[str]:

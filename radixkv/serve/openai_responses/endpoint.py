@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack
+from functools import partial
 from typing import NoReturn
 
 from starlette.requests import Request
@@ -20,9 +20,8 @@ from radixkv.serve.openai_responses.events import ResponseEvents, Status
 from radixkv.serve.openai_responses.schemas import ResponseRequest, read_response
 from radixkv.serve.openai_responses.store import Items, Running, StoredResponse
 from radixkv.serve.reply import Piece
-from radixkv.serve.responses import EventStream, unless_disconnected
 from radixkv.serve.service import Caller, Service
-from radixkv.serve.turn import End, Turn, open_turn
+from radixkv.serve.turn import End, Turn, respond
 
 OVERFLOW = "context_length_exceeded"
 
@@ -30,21 +29,15 @@ OVERFLOW = "context_length_exceeded"
 async def create(service: Service, request: Request) -> Response:
     """Respond to one request of the Responses API; raise ApiError or RadixKVError."""
     reading = _Reading(service, service.caller(request))
-    with ExitStack() as cleanup:
-        try:
-            turn = await open_turn(service, request, reading, cleanup)
-        except ApiError as error:
-            renamed = _about_input(error)
-            body = reading.request
-            if renamed.code == OVERFLOW and body is not None and body.options.stream:
-                # OpenAI's own clients look for this error in the stream.
-                return Response(_failure(service, body, renamed), media_type="text/event-stream")
-            raise renamed from error
-        answer = ResponseAnswer(turn, reading.caller)
-        if turn.request.options.stream:
-            timeout = service.settings.send_timeout
-            return EventStream(answer.events(), timeout, cleanup.pop_all(), answer.error_event)
-        return Response(await unless_disconnected(request, answer.whole()), media_type="application/json")
+    try:
+        return await respond(service, request, reading, partial(ResponseAnswer, caller=reading.caller))
+    except ApiError as error:
+        renamed = _about_input(error)
+        body = reading.request
+        if renamed.code == OVERFLOW and body is not None and body.options.stream:
+            # OpenAI's own clients look for this error in the stream.
+            return Response(_failure(service, body, renamed), media_type="text/event-stream")
+        raise renamed from error
 
 
 async def retrieve(service: Service, request: Request) -> Response:
@@ -95,7 +88,7 @@ async def input_items(service: Service, request: Request) -> Response:
 
 
 class ResponseAnswer:
-    """Build the response to one turn: whole, or as events."""
+    """Build the response to one turn, whole or as events; an `Encoder` of turn.py."""
 
     def __init__(self, turn: Turn, caller: Caller) -> None:
         """The turn's request is a ResponseRequest."""

@@ -14,7 +14,7 @@ from typing import Any
 from radixkv.chat.messages import Message
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
-from radixkv.serve.message_schemas import arguments_of, results_in_order
+from radixkv.serve.message_schemas import arguments_of, joined_user_texts, results_in_order
 from radixkv.serve.openai_responses.tools import qualified
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -108,7 +108,7 @@ class _Conversation:
             for name in _TEXTS_OF_MESSAGES & message.keys():
                 message[name] = separator.join(message[name])
         system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
-        return results_in_order([*system, *self._messages])
+        return results_in_order([*system, *joined_user_texts(self._messages)])
 
     def add(self, fields: Fields, given: JsonObject) -> None:
         """Add one item; raise ApiError if it is wrong. Items of unknown types are ignored fields."""
@@ -144,14 +144,7 @@ class _Conversation:
         if role != "user" and not self._replied:
             self._system.append(content)
         else:
-            self._write("user" if role == "user" else self._late_role, content)
-
-    def _write(self, role: str, content: str) -> None:
-        last = self._messages[-1] if self._messages else None
-        if role == "user" and last is not None and last["role"] == "user":
-            last["content"].append(content)
-        else:
-            self._messages.append({"role": role, "content": [content]})
+            self._messages.append({"role": "user" if role == "user" else self._late_role, "content": [content]})
 
     def _said(self, content: str) -> None:
         """Add text of the model. Two texts in a row are two messages; text after a call continues a message."""
