@@ -2,8 +2,8 @@
 
 A GGUF file holds the vocabulary, the merges or scores, and the types of the tokens under the key names of llama.cpp. It
 does not hold the normalizer, the split and the decoder of the model's `tokenizer.json`; these follow from
-`tokenizer.ggml.model`, `tokenizer.ggml.pre` and the architecture. The ids of every text are those of the model's own
-`tokenizer.json`. Metadata that this module cannot reproduce exactly is refused.
+`tokenizer.ggml.model`, `tokenizer.ggml.pre` and the architecture. The ids of a text are those of the model's own
+`tokenizer.json`, with the exceptions in docs/loading.md. Kinds and splits without a row are refused.
 """
 
 from __future__ import annotations
