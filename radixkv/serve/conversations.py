@@ -234,6 +234,19 @@ class Conversations:
         return "assistant said" in text[: max(text.find("system said"), 0)]
 
     @property
+    def user_after_results(self) -> bool:
+        """Whether the template takes a text of the user after the results of tool calls, or takes no results."""
+        try:
+            template = self._template("", "")
+            asked, result = template.form.asked_after_results()
+            if not template.form.begins_after_results:
+                return True
+            text = template.rendering.render([*asked, {"role": "user", "content": "user said"}])
+        except ChatError:
+            return False
+        return "user said" in text.rpartition(result)[2]
+
+    @property
     def stats(self) -> HistoryStats:
         """The counters of the history."""
         return self._index.stats

@@ -65,4 +65,4 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 
 def _dialect(service: Service) -> Dialect:
-    return Dialect(service.settings.keep_billing_header, service.late_system)
+    return Dialect(service.settings.keep_billing_header, service.role_order)

@@ -16,7 +16,7 @@ from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, thinking_option
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
-from radixkv.serve.message_schemas import joined_user_texts, results_in_order
+from radixkv.serve.message_schemas import ANY_ORDER, RoleOrder, in_order
 from radixkv.serve.schemas import (
     ChatRequest,
     RequestOptions,
@@ -39,12 +39,12 @@ _EFFORTS = {"xhigh": "high", "max": "high"}  # chat templates have low, medium a
 class Dialect:
     """Differences between servers in the reading of bodies.
 
-    Without `keeps_billing`, a first system block with the billing line of a client is dropped. `late_system` says that
-    the chat template takes a system message after the first reply; else it becomes a user message in the same place.
+    Without `keeps_billing`, a first system block with the billing line of a client is dropped. `order` is that of the
+    chat template.
     """
 
     keeps_billing: bool = False
-    late_system: bool = True
+    order: RoleOrder = ANY_ORDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,19 +244,17 @@ def _conversation(fields: Fields, dialect: Dialect) -> list[Message]:
     for at, each in enumerate(given):
         for message in _messages(fields.nested(each, f"messages[{at}]")):
             replied = replied or message["role"] == "assistant"
-            if message["role"] != "system":
-                messages.append(message)
-            elif not replied:
+            if message["role"] == "system" and not replied:
                 system.append(message["content"])
             else:
-                messages.append(message if dialect.late_system else {**message, "role": "user"})
+                messages.append(message)
     if not messages:
         raise bad_request("messages must have a message of a user", "messages", "invalid_value")
     if messages[-1].get("tool_calls"):
         why = "the last message has tool calls, so it is complete: their results must follow"
         raise bad_request(why, f"messages[{len(given) - 1}]", "invalid_value")
     opening = [{"role": "system", "content": "\n".join(system)}] if system else []
-    return results_in_order([*opening, *joined_user_texts(messages)])
+    return [*opening, *in_order(messages, dialect.order)]
 
 
 def _system(fields: Fields, dialect: Dialect) -> list[str]:
@@ -292,18 +290,17 @@ def _messages(fields: Fields) -> Iterator[Message]:
 
 
 def _user(blocks: Sequence[Fields]) -> Iterator[Message]:
-    """Yield the texts and the results of tool calls in one message, in their order."""
+    """Yield the results of tool calls in one message, then its text: results must follow their calls."""
     texts: list[str] = []
+    results: list[Message] = []
     for block in blocks:
         kind = _kind(block)
-        if kind != "tool_result":
+        if kind == "tool_result":
+            results.append(_result(block))
+        else:
             texts.append(_text(block, kind))
-            continue
-        if texts:
-            yield {"role": "user", "content": "\n".join(texts)}
-            texts = []
-        yield _result(block)
-    if texts or not blocks:
+    yield from results
+    if texts or not results:
         yield {"role": "user", "content": "\n".join(texts)}
 
 

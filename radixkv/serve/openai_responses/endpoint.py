@@ -185,7 +185,7 @@ class _Reading:
 
     def __call__(self, body: JsonObject, ignored: IgnoredFields | None) -> ResponseRequest:
         """Check the body; raise ApiError. The caller's stored responses are available to it."""
-        self.request = read_response(body, ignored, self._find, late_system=self._service.late_system)
+        self.request = read_response(body, ignored, self._find, self._service.role_order)
         return self.request
 
     def _find(self, number: str) -> StoredResponse | None:

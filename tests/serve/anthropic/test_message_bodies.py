@@ -10,6 +10,7 @@ from radixkv.chat.template_arguments import template_arguments, thinking_option
 from radixkv.serve.anthropic.schemas import Dialect, read_count, read_message
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import IgnoredFields
+from radixkv.serve.message_schemas import RoleOrder
 from tests.serve.anthropic.messages import ASKED, BODY, LOOK, MARK
 
 CALL = {"type": "tool_use", "id": "c1", "name": "look", "input": {"path": "a"}}
@@ -26,7 +27,7 @@ def said(role: str, content: Any) -> dict[str, Any]:
 
 
 def read(*, late_system: bool = True, keeps_billing: bool = False, **fields: Any) -> Any:
-    dialect = Dialect(keeps_billing=keeps_billing, late_system=late_system)
+    dialect = Dialect(keeps_billing, RoleOrder(late_system))
     return read_message({**BODY, **fields}, IgnoredFields(), dialect)
 
 
@@ -66,12 +67,12 @@ def test_results_of_tools_are_messages_in_the_order_of_their_calls():
         {"type": "tool_result", "tool_use_id": "c1", "content": "z"},
         text("and go on", **MARK),
     ]
-    found = messages(*ASKED, said("assistant", [CALL, second]), said("user", results))
-    assert found[2:] == [
-        {"role": "tool", "tool_call_id": "c1", "content": "z"},
-        {"role": "tool", "tool_call_id": "c2", "content": "x\ny"},
-        said("user", "and go on"),
-    ]
+    for sent in (results, results[::-1]):
+        assert messages(*ASKED, said("assistant", [CALL, second]), said("user", sent))[2:] == [
+            {"role": "tool", "tool_call_id": "c1", "content": "z"},
+            {"role": "tool", "tool_call_id": "c2", "content": "x\ny"},
+            said("user", "and go on"),
+        ]
 
 
 @pytest.mark.parametrize(
