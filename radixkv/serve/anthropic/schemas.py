@@ -28,8 +28,11 @@ from radixkv.serve.schemas import (
 BILLING = "x-anthropic-billing-header:"
 ROLES = ("user", "assistant", "system")
 TOOL_NAME = r"[a-zA-Z0-9_.-]{1,128}"
-WITHOUT_EFFECT = ("diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id")
+WITHOUT_EFFECT = (
+    *("context_management", "diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id"),
+)
 BLOCK_HINTS = ("cache_control", "citations", "caller")  # of a block
+REFERENCE = "tool_reference"  # in the result of a search for tools
 _NOT_TEXT = ("image", "document", "search_result", "container_upload")
 _ERROR = "Error: "
 _EFFORTS = {"xhigh": "high", "max": "high"}  # chat templates have low, medium and high
@@ -162,7 +165,8 @@ def _thinking(fields: Fields) -> tuple[list[TemplateOption], bool]:
     thinking.ignore("budget_tokens")  # a model cannot be held to it
     thinking.prefer("display", ("summarized", "updates", "omitted"), "thinking is shown as it is, or not at all")
     thinking.close()
-    return [thinking_option("thinking", enabled=kind != "disabled")], given.get("display") == "omitted"
+    option = thinking_option("thinking", enabled=kind != "disabled", hint=kind == "adaptive")
+    return [option], given.get("display") == "omitted"
 
 
 def _output(fields: Fields) -> list[TemplateOption]:
@@ -177,7 +181,8 @@ def _output(fields: Fields) -> list[TemplateOption]:
     output.close()
     if effort is None:
         return []
-    return [TemplateOption("output_config.effort", (("reasoning_effort", _EFFORTS.get(effort, effort)),))]
+    values = (("reasoning_effort", _EFFORTS.get(effort, effort)),)
+    return [TemplateOption("output_config.effort", values, hint=True)]
 
 
 def _marked(body: JsonObject) -> bool:
@@ -346,7 +351,7 @@ def _result(fields: Fields) -> Message:
     if content is None or isinstance(content, str):
         text = content or ""
     elif isinstance(content, list):
-        text = "\n".join(_texts(fields, fields.path("content"), content))
+        text = "\n".join(_texts(fields, fields.path("content"), content, references=True))
     else:
         fields.wrong("content", "a string or an array of blocks", content)
     if failed and "error" not in text.partition("\n")[0].lower():
@@ -357,12 +362,24 @@ def _result(fields: Fields) -> Message:
 # ---- blocks
 
 
-def _texts(fields: Fields, path: str, given: object) -> list[str]:
-    """Return the texts of a list of text blocks."""
+def _texts(fields: Fields, path: str, given: object, *, references: bool = False) -> list[str]:
+    """Return the texts of a list of text blocks; with `references`, blocks that name a tool are texts as well."""
     if not isinstance(given, list):
         fields.wrong(path, "a string or an array of text blocks", given)
     blocks = [fields.nested(block, f"{path}[{at}]") for at, block in enumerate(given)]
-    return [_text(block, _kind(block)) for block in blocks]
+    kinds = [_kind(block) for block in blocks]
+    return [
+        _reference(block) if references and kind == REFERENCE else _text(block, kind)
+        for block, kind in zip(blocks, kinds, strict=True)
+    ]
+
+
+def _reference(fields: Fields) -> str:
+    """Return a sentence for a tool that a client's search found: every tool is in the prompt already."""
+    name = _string(fields, "tool_name")
+    fields.ignore(*BLOCK_HINTS)
+    fields.close()
+    return f"The tool {name} is available."
 
 
 def _kind(fields: Fields) -> Any:

@@ -86,9 +86,13 @@ def test_results_of_tools_are_messages_in_the_order_of_their_calls():
         ),
         ({"content": "no such file", "is_error": False}, "no such file"),
         ({"content": [], "is_error": True}, "Error: "),
+        (
+            {"content": [{"type": "tool_reference", "tool_name": "find"}, {"type": "text", "text": "x"}]},
+            "The tool find is available.\nx",
+        ),
     ],
 )
-def test_a_result_that_is_an_error_says_so(fields: dict[str, Any], content: str):
+def test_the_text_of_a_result(fields: dict[str, Any], content: str):
     result = {"type": "tool_result", "tool_use_id": "c1", **fields}
     assert messages(*ASKED, said("assistant", [CALL]), said("user", [result]))[2]["content"] == content
 
@@ -157,7 +161,7 @@ def test_options_and_hints():
         assert read(**marked).marks_cache
 
 
-def test_fields_of_claude_code_are_accepted_and_the_effective_unknown_ones_named():
+def test_fields_of_claude_code_are_accepted_and_unknown_values_are_named():
     ignored = IgnoredFields()
     body = {
         **BODY,
@@ -169,16 +173,18 @@ def test_fields_of_claude_code_are_accepted_and_the_effective_unknown_ones_named
         "tools": [{**LOOK, "defer_loading": True}],
     }
     read_message(body, ignored, Dialect())
-    assert ignored.text() == "thinking.display, context_management"
+    assert ignored.text() == "thinking.display"
 
 
 def test_thinking_and_effort_are_options_of_the_template():
     for kind, enabled in (("enabled", True), ("adaptive", True), ("disabled", False)):
         [option] = read(thinking={"type": kind}).template_options
-        assert option == thinking_option("thinking", enabled=enabled)
+        assert option == thinking_option("thinking", enabled=enabled, hint=kind == "adaptive")
     both = read(thinking={"type": "adaptive"}, output_config={"effort": "max"}).template_options
     arguments, unread = template_arguments("{{ reasoning_effort }}", both)
-    assert arguments == {"reasoning_effort": "high"} and unread == ["thinking"]
+    assert arguments == {"reasoning_effort": "high"} and unread == []
+    demanded = read(thinking={"type": "enabled"}, output_config={"effort": "low"}).template_options
+    assert template_arguments("{{ tone }}", demanded) == ({}, ["thinking"])  # effort is a hint, as "adaptive" is
     assert read(output_config={}).template_options == () == read().template_options
 
 
@@ -211,6 +217,7 @@ RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "co
             {"messages": [said("user", [{"type": "tool_result", "content": "x"}])]},
             "messages[0].content[0].tool_use_id is required",
         ),
+        ({"system": [{"type": "tool_reference", "tool_name": "x"}]}, 'system[0].type can not be "tool_reference"'),
         ({"messages": [said("user", [text(5)])]}, "messages[0].content[0].text must be a string"),
         ({"messages": [*ASKED, said("assistant", [CALL])]}, "the last message has tool calls"),
         ({"messages": [said("system", "only this")]}, "messages must have a message of a user"),
