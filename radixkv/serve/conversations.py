@@ -114,16 +114,7 @@ class Conversations:
         PromptTooLong.
         """
         known = self._index.ids_for(namespace, messages, tools, arguments)
-        date = known.date or today()
-        template = self._template_of(tools, date, arguments)
-        template.check_tools()
-        ids, covered = self._from_known(template, known, messages), known.messages
-        if ids is None or (self._limit is not None and len(ids) > self._limit):
-            whole = template.opening(messages)
-            if ids is None or len(whole) < len(ids):
-                ids, covered = whole, 0
-        session = self.session(namespace, session_key) or known.session or self._new_session()
-        return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date, arguments or {})
+        return self._prompt(known, namespace, messages, tools, session_key, arguments)
 
     def prefilled(
         self,
@@ -148,7 +139,7 @@ class Conversations:
             ids = array("i", template.without_stop(known.ids))
             prompt = ChatPrompt(ids, known.messages, session, namespace, tuple(asked), tools, template.date)
         else:
-            prompt = self.prompt(namespace, asked, tools, session_key, arguments)
+            prompt = self._prompt(known, namespace, asked, tools, session_key, arguments)
             template = self._template_of(tools, prompt.date, arguments)
             ids, at = template.prefilled(prompt.ids, asked, begun)
         in_thinking = at is not None and template.ends_in_thinking(ids, at)
@@ -252,6 +243,27 @@ class Conversations:
         return self._index.stats
 
     # ---- inside
+
+    def _prompt(
+        self,
+        known: Known,
+        namespace: Hashable,
+        messages: Sequence[Message],
+        tools: Tools,
+        session_key: str | None,
+        arguments: Arguments | None,
+    ) -> ChatPrompt:
+        """Return the prompt of a conversation whose remembered beginning is `known`."""
+        date = known.date or today()
+        template = self._template_of(tools, date, arguments)
+        template.check_tools()
+        ids, covered = self._from_known(template, known, messages), known.messages
+        if ids is None or (self._limit is not None and len(ids) > self._limit):
+            whole = template.opening(messages)
+            if ids is None or len(whole) < len(ids):
+                ids, covered = whole, 0
+        session = self.session(namespace, session_key) or known.session or self._new_session()
+        return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date, arguments or {})
 
     def _template_of(self, tools: Tools, date: str, arguments: Arguments | None = None) -> ChatTemplate:
         text, more = dumps(tools) if tools else "", arguments_key(arguments or {})

@@ -71,7 +71,7 @@ async def input_items(service: Service, request: Request) -> Response:
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise ApiError(400, 'order can be "asc" or "desc"', param="order", code="invalid_value")
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= 100):
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
         raise ApiError(400, "limit must be from 1 to 100", param="limit", code="invalid_value")
     items = [_listed(item) for item in _stored(service, request).input_items]
     if order == "desc":

@@ -135,7 +135,7 @@ def _with_id(item: Any) -> Any:
     """Return an item with an id, since each item of a list of input items has one."""
     if not isinstance(item, dict) or item.get("id"):
         return item
-    return {"id": f"item_{uuid.uuid4().hex}", **item}
+    return {**item, "id": f"item_{uuid.uuid4().hex}"}
 
 
 def _choice(fields: Fields, tools: Tools) -> tuple[str, bool]:
