@@ -9,7 +9,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from radixkv.chat.history_mode import history_mode
 from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.rendering import pieces
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_arguments import Arguments, TemplateOption, arguments_key, template_arguments
 from radixkv.chat.thinking import THINK_END, THINK_START
@@ -144,6 +145,19 @@ class Conversations:
             ids, at = template.prefilled(prompt.ids, asked, begun)
         in_thinking = at is not None and template.ends_in_thinking(ids, at)
         return replace(prompt, ids=ids, arguments=arguments or {}, begun=begun, reply_at=at, in_thinking=in_thinking)
+
+    def token_counts(
+        self, messages: Sequence[Message], tools: Tools = None, arguments: Arguments | None = None
+    ) -> Iterator[int]:
+        """Yield the numbers of tokens in the pieces of a conversation of any length, rendered without its history.
+
+        Their sum is about the length of the prompt, see `rendering.pieces`. Each step takes some milliseconds, apart
+        from the first, which renders. Raises ChatError if the template refuses the messages.
+        """
+        template = self._template_of(tools, today(), arguments)
+        text = template.rendering.render(template.form.taken(messages))
+        for piece in pieces(text, self._tokenizer):
+            yield len(template.rendering.encode(piece))
 
     def remember(
         self, prompt: ChatPrompt, reply: Message, emitted_ids: Sequence[int], *, cut: str | None = None

@@ -178,6 +178,21 @@ class Service:
 
         return await self.in_background(encoded)
 
+    async def count_tokens(
+        self, messages: Sequence[Message], tools: Sequence[JsonObject] | None, options: Sequence[TemplateOption]
+    ) -> int:
+        """Return about the number of tokens of a conversation that may exceed the context; raise ApiError 400.
+
+        Its pieces are encoded one at a time, so other prompts do not wait for all of it.
+        """
+        with errors_about("messages"):
+            arguments, _ = await self.in_background(lambda: self.conversations.arguments(options, tools))
+            counts = self.conversations.token_counts(messages, tools, arguments)
+            total = 0
+            while (count := await self.in_background(lambda: next(counts, None))) is not None:
+                total += count
+        return total
+
     def _ignore(self, names: Iterable[str], ignored: IgnoredFields | None) -> None:
         for name in names:
             if self.settings.strict_fields:
