@@ -1,11 +1,11 @@
 """Stream to hundreds of clients of one `radixkv serve` at once: count lost or wrong replies, and the cost of HTTP.
 
-    python benchmarks/http_load.py [--clients 200] [--turns 3] [--threads 1] [--save FILE]
+    python benchmarks/http_load.py [--endpoint chat responses messages] [--clients 64 200] [--turns 3] [--save FILE]
 
-The server is a separate process, `radixkv serve tiny --port 0`. Each client is one connection with a conversation of
-its own after a system prompt that all share. It sends the whole conversation at each turn, and reads the reply as a
-stream of events. Then as many clients begin a long reply and disconnect in the middle of it. All clients live in this
-process.
+Each endpoint is measured with each number of clients, against a server process of its own: `radixkv serve tiny --port 0
+--quiet`. Each client is one connection with a conversation of its own after a system prompt that all share. It sends
+the whole conversation at each turn, in the format of the endpoint, and reads the reply as a stream of events. Then as
+many clients begin a long reply and disconnect in the middle of it. All clients live in this process.
 
 First the same conversations run in this process on an `AsyncEngine`, all at once, without HTTP. Every client must get
 the replies of these `chat` sessions, word for word, with the same number of prompt tokens.
@@ -13,9 +13,9 @@ the replies of these `chat` sessions, word for word, with the same number of pro
   tokens/s      output tokens over wall time, of all clients together. On few cores the clients compete with the server.
   TTFT          from sending a request to its first text, and in process from submitting it.
   loop us/token CPU time of the thread that runs the event loop (the server's main thread, from /proc), over output
-                tokens. With HTTP it reads bodies, counts tokens and writes events. The overhead of HTTP is the
-                difference to the loop in process. Templates and tokenizers run on a second thread, the engine on a
-                third one.
+                tokens. With HTTP it reads bodies, counts tokens and writes events, about one for each token. The
+                overhead of HTTP is the difference to the loop in process. Templates and tokenizers run on a second
+                thread, the engine on a third one.
 
 (This file is not named `http.py`: the folder of a script comes first on Python's path, so `import http` would find it
 in every script of this folder.)
@@ -29,22 +29,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import re
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from cpu_decode import cpu_name
+from http_load_parts.connection import Connection
+from http_load_parts.endpoints import ENDPOINTS, Endpoint, Message, Tokens
+from http_load_parts.server import loop_seconds, metrics, served
 
 from radixkv import AsyncEngine, SamplingParams
 
@@ -61,8 +57,9 @@ LINES = (
     "What is my name?",
     "What is the capital of France?",
 )
-GREEDY = SamplingParams(temperature=0, max_tokens=200)
-CLOCK = os.sysconf("SC_CLK_TCK")
+MOST = 200  # tokens of a reply
+GREEDY = SamplingParams(temperature=0, max_tokens=MOST)
+CANCELLED = 'radixkv:requests_ended_total{outcome="cancelled"}'
 
 
 @dataclass
@@ -77,6 +74,7 @@ class Run:
 
     @property
     def row(self) -> dict[str, float]:
+        """The figures of the run."""
         cuts = statistics.quantiles(self.ttfts, n=100)
         return {
             "tokens_per_s": round(self.tokens / self.seconds, 1),
@@ -87,30 +85,44 @@ class Run:
 
 
 def main() -> int:
+    """Measure the endpoints with each number of clients; return the exit code."""
     options = _options()
     torch.set_num_threads(options.threads)
-    print(f"{options.clients} clients, {options.turns} turns each; {options.threads} thread(s) a model, {cpu_name()}")
-    own = asyncio.run(in_process(options.clients, options.turns))
-    print(_line("in process", own))
-    with served(options.threads) as (pid, url):
-        served_run = asyncio.run(over_http(pid, url, options.clients, options.turns))
-        print(_line("over HTTP", served_run))
-        left = asyncio.run(leave_early(url, options.clients))
-    overhead = served_run.row["loop_us_per_token"] - own.row["loop_us_per_token"]
-    print(f"HTTP costs {overhead:.0f} us a token on the server's event loop")
-    missed = [*_wrong(own, served_run), *left]
+    print(f"{options.turns} turns of each client; {options.threads} thread(s) a model, {cpu_name()}")
+    rows: list[dict[str, Any]] = []
+    missed: list[str] = []
+    for clients in options.clients:
+        own = asyncio.run(in_process(clients, options.turns))
+        rows.append({"endpoint": "in process", "clients": clients, **own.row})
+        print(_line(rows[-1]))
+        for name in options.endpoint:
+            row, wrong = measure(name, clients, options, own)
+            rows.append(row)
+            print(_line(row))
+            missed += wrong
     for line in missed:
         print(f"MISSED: {line}")
-    result = {"in_process": own.row, "http": served_run.row, "overhead_us_per_token": round(overhead, 1)}
-    machine = {"clients": options.clients, "turns": options.turns, "threads": options.threads, "cpu": cpu_name()}
-    summary = {"benchmark": "http_load", **result, "missed": missed, **machine, "torch": torch.__version__}
+    machine = {"turns": options.turns, "threads": options.threads, "cpu": cpu_name(), "torch": torch.__version__}
+    summary = {"benchmark": "http_load", "rows": rows, "missed": missed, **machine}
     if options.save:
         options.save.write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary))
     return 1 if missed else 0
 
 
+def measure(name: str, clients: int, options: argparse.Namespace, own: Run) -> tuple[dict[str, Any], list[str]]:
+    """Measure one endpoint against a new server; return its row, and each fault in words."""
+    endpoint = ENDPOINTS[name]
+    with served(options.threads) as (pid, url):
+        run = asyncio.run(over_http(endpoint, pid, url, clients, options.turns))
+        left = asyncio.run(leave_early(endpoint, url, clients))
+    overhead = run.row["loop_us_per_token"] - own.row["loop_us_per_token"]
+    row = {"endpoint": name, "clients": clients, **run.row, "overhead_us_per_token": round(overhead, 1)}
+    return row, [f"{name}, {clients} clients: {fault}" for fault in [*_wrong(own, run), *left]]
+
+
 def said(client: int, turn: int) -> str:
+    """Return the message of a client at a turn."""
     return LINES[turn % len(LINES)].format(name=NAMES[client % len(NAMES)], city=CITIES[client % len(CITIES)])
 
 
@@ -118,7 +130,7 @@ def said(client: int, turn: int) -> str:
 
 
 async def in_process(clients: int, turns: int) -> Run:
-    """The same conversations as sessions of an engine in this process."""
+    """Run the same conversations as sessions of an engine in this process."""
     run = Run()
 
     async def one(engine: AsyncEngine, client: int) -> list[tuple[str, int]]:
@@ -146,131 +158,57 @@ async def in_process(clients: int, turns: int) -> Run:
 # ---- with HTTP
 
 
-@contextmanager
-def served(threads: int) -> Iterator[tuple[int, str]]:
-    """Yield the process id and the address of a server; print its log after an error."""
-    command = [sys.executable, "-m", "radixkv", "serve", "tiny", "--port", "0", "--quiet"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "RADIXKV_MONITOR": "0"}
-    with tempfile.TemporaryFile("a+") as log:
-        server = subprocess.Popen(command, stderr=log, env=environment)
-        try:
-            yield server.pid, _address(server, log)
-            server.send_signal(signal.SIGTERM)
-            if server.wait(60):
-                raise RuntimeError(f"the server ended with status {server.returncode}")
-        except BaseException:
-            print(f"the server logged:\n{_logged(log)}", file=sys.stderr)
-            raise
-        finally:
-            server.kill()
-            server.wait()
-
-
-def _address(server: subprocess.Popen[bytes], log: TextIO) -> str:
-    while server.poll() is None:
-        if found := re.search(r"http://[^ ]+(?=/v1)", _logged(log)):
-            return found[0]
-        time.sleep(0.1)
-    raise RuntimeError(f"the server did not start: exit status {server.returncode}")
-
-
-def _logged(log: TextIO) -> str:
-    log.seek(0)
-    return log.read()
-
-
-class Connection:
-    """The connection of one client, kept for all its requests. It handles bytes only, since the clients share a core
-    with the server."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def to(cls, url: str) -> Connection:
-        host, _, port = url.removeprefix("http://").rpartition(":")
-        return cls(*await asyncio.open_connection(host, int(port)))
-
-    async def ask(self, method: str, path: str, body: Any = None) -> AsyncIterator[bytes]:
-        """The body of the response, as it comes; raises RuntimeError unless the status is 200."""
-        sent = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n"
-        self._writer.write(head.encode() + sent)
-        status, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().splitlines()
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
-        parts = self._parts(headers)
-        if " 200 " not in f"{status} ":
-            raise RuntimeError(f"{status}: {b''.join([part async for part in parts])!r}")
-        async for part in parts:
-            yield part
-
-    async def _parts(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
-        if "content-length" in headers:
-            yield await self._reader.readexactly(int(headers["content-length"]))
-            return
-        while size := int(await self._reader.readuntil(b"\r\n"), 16):
-            yield (await self._reader.readexactly(size + 2))[:-2]
-        await self._reader.readexactly(2)
-
-    async def close(self) -> None:
-        self._writer.close()
-        await self._writer.wait_closed()
-
-
-async def over_http(pid: int, url: str, clients: int, turns: int) -> Run:
-    """All clients at once, each on a connection of its own."""
+async def over_http(endpoint: Endpoint, pid: int, url: str, clients: int, turns: int) -> Run:
+    """Run all clients at once, each on a connection of its own."""
     run = Run()
 
     async def one(client: int) -> list[tuple[str, int]]:
         answers = []
-        connection = await Connection.to(url)
-        messages = [{"role": "system", "content": SYSTEM}]
-        for turn in range(turns):
-            messages.append({"role": "user", "content": said(client, turn)})
-            began = time.perf_counter()
-            text, usage, first = await reply(connection, messages)
-            run.ttfts.append(first - began)
-            run.tokens += usage["completion_tokens"]
-            answers.append((text, usage["prompt_tokens"]))
-            messages.append({"role": "assistant", "content": text})
-        await connection.close()
+        messages: list[Message] = []
+        async with await Connection.to(url) as connection:
+            for turn in range(turns):
+                messages.append({"role": "user", "content": said(client, turn)})
+                began = time.perf_counter()
+                text, tokens, first = await reply(endpoint, connection, messages)
+                run.ttfts.append(first - began)
+                run.tokens += tokens.output
+                answers.append((text, tokens.prompt))
+                messages.append({"role": "assistant", "content": text})
         return answers
 
-    warm = await Connection.to(url)
-    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2}
-    assert [part async for part in warm.ask("POST", "/v1/completions", body)]
-    began, loop_began = time.perf_counter(), loop_seconds(pid)
-    run.answers = await asyncio.gather(*(one(client) for client in range(clients)))
-    run.seconds, run.loop_seconds = time.perf_counter() - began, loop_seconds(pid) - loop_began
-    await warm.close()
+    async with await Connection.to(url) as warm:
+        body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2}
+        assert [part async for part in warm.parts("POST", "/v1/completions", body)]
+        began, loop_began = time.perf_counter(), loop_seconds(pid)
+        run.answers = await asyncio.gather(*(one(client) for client in range(clients)))
+        run.seconds, run.loop_seconds = time.perf_counter() - began, loop_seconds(pid) - loop_began
     return run
 
 
-async def reply(connection: Connection, messages: list[dict[str, str]]) -> tuple[str, dict[str, int], float]:
-    """The text of one streamed reply, its usage, and when its first text came; raises for an error in the stream."""
-    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 200, "stream": True}
-    text, usage, first = "", {}, None
-    async for event in events(connection, body | {"stream_options": {"include_usage": True}}):
-        usage = event.get("usage") or usage
-        for choice in event["choices"]:
-            text += choice["delta"].get("content") or ""
-            first = first or (time.perf_counter() if text else None)
-    return text, usage, first or time.perf_counter()
+async def reply(endpoint: Endpoint, connection: Connection, messages: list[Message]) -> tuple[str, Tokens, float]:
+    """Return the text of one streamed reply, its tokens, and when its first text arrived."""
+    text, tokens, first = "", Tokens(0, 0, 0), None
+    async for event in connection.events(endpoint, endpoint.body(SYSTEM, messages, MOST, temperature=0)):
+        tokens = endpoint.tokens(event) or tokens
+        text += endpoint.text(event)
+        first = first or (time.perf_counter() if text else None)
+    return text, tokens, first or time.perf_counter()
 
 
-async def leave_early(url: str, clients: int) -> list[str]:
+async def leave_early(endpoint: Endpoint, url: str, clients: int) -> list[str]:
     """Begin a long reply, disconnect after its third text, and check that the server frees the request."""
 
     async def one(client: int) -> None:
         messages = [{"role": "user", "content": said(client, 0)}]
-        body = {"model": "tiny", "messages": messages, "stream": True, "max_tokens": 2000, "ignore_eos": True}
-        connection, texts = await Connection.to(url), 0
-        async for event in events(connection, body):
-            texts += bool(event["choices"][0]["delta"].get("content"))
-            if texts == 3:
-                break
-        await connection.close()
+        texts = 0
+        async with await Connection.to(url) as connection:
+            async for event in connection.events(endpoint, endpoint.body(SYSTEM, messages, 2000, ignore_eos=True)):
+                texts += bool(endpoint.text(event))
+                if texts == 3:
+                    return
+        raise RuntimeError("a reply ended before its third text")
 
+    before = (await metrics(url)).get(CANCELLED, 0)
     await asyncio.gather(*(one(client) for client in range(clients)))
     for _ in range(200):
         numbers = await metrics(url)
@@ -279,49 +217,20 @@ async def leave_early(url: str, clients: int) -> list[str]:
             break
         await asyncio.sleep(0.05)
     held, failed = numbers['radixkv:blocks{state="held"}'], numbers['radixkv:requests_ended_total{outcome="failed"}']
-    gone = numbers['radixkv:requests_ended_total{outcome="cancelled"}']
+    gone = numbers.get(CANCELLED, 0) - before
     print(f"{clients} clients left in the middle: {gone:.0f} cancelled, {held:.0f} blocks held, {busy:.0f} running")
     checks = {f"{busy:.0f} requests run on": busy, f"{held:.0f} blocks are held": held, f"{failed:.0f} failed": failed}
     return [
-        *(what for what, count in checks.items() if count),
+        *(fault for fault, count in checks.items() if count),
         *(["not all were cancelled"] if gone != clients else []),
     ]
-
-
-async def events(connection: Connection, body: Any) -> AsyncIterator[Any]:
-    """Parse a stream of events. A server may put several events into one part, but never one into two."""
-    ended = False
-    async for part in connection.ask("POST", "/v1/chat/completions", body):
-        for line in part.decode().splitlines():
-            if line == "data: [DONE]":
-                ended = True
-            elif line:
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise RuntimeError(f"the stream ended with an error: {event['error']}")
-                yield event
-    if not ended:
-        raise RuntimeError("a stream ended without [DONE]")
-
-
-async def metrics(url: str) -> dict[str, float]:
-    connection = await Connection.to(url)
-    body = b"".join([part async for part in connection.ask("GET", "/metrics")]).decode()
-    await connection.close()
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in body.splitlines() if line[0] != "#"}
-
-
-def loop_seconds(pid: int) -> float:
-    """CPU seconds of a process's main thread."""
-    fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / CLOCK
 
 
 # ---- results
 
 
 def _wrong(own: Run, http: Run) -> list[str]:
-    """Which clients got something else than a session got."""
+    """Return the turns whose reply differs from that of the session in process."""
     found = []
     for client, pair in enumerate(zip(own.answers, http.answers, strict=True)):
         for turn, (wanted, got) in enumerate(zip(*pair, strict=True)):
@@ -330,15 +239,18 @@ def _wrong(own: Run, http: Run) -> list[str]:
     return found[:10]
 
 
-def _line(name: str, run: Run) -> str:
-    row = run.row
+def _line(row: dict[str, Any]) -> str:
     times = f"TTFT {row['ttft_p50_ms']:.0f} ms, p99 {row['ttft_p99_ms']:.0f} ms"
-    return f"{name:12} {row['tokens_per_s']:8.0f} tokens/s  {times}  loop {row['loop_us_per_token']:.0f} us/token"
+    loop = f"loop {row['loop_us_per_token']:.0f} us/token"
+    overhead = row.get("overhead_us_per_token")
+    cost = "" if overhead is None else f", HTTP {overhead:.0f} us/token"
+    return f"{row['clients']:4} x {row['endpoint']:12}{row['tokens_per_s']:8.0f} tokens/s  {times}  {loop}{cost}"
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--endpoint", nargs="+", choices=list(ENDPOINTS), default=list(ENDPOINTS))
+    parser.add_argument("--clients", nargs="+", type=int, default=[64, 200])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="for the model's forward")
     parser.add_argument("--save", type=Path, help="write all figures to a JSON file")
