@@ -21,7 +21,6 @@ from radixkv.errors import (
     RequestTimedOut,
 )
 
-TOO_LONG = "context_length_exceeded"  # the code of a prompt that is too long
 _log = logging.getLogger(__name__)
 _PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|n|tools)\b")
 _LONGEST = 2000  # characters of a message, which may quote a long value
@@ -81,7 +80,7 @@ def as_api_error(error: BaseException) -> ApiError:
         case ApiError():
             return error
         case PromptTooLong():
-            return bad_request(str(error), code=TOO_LONG)
+            return bad_request(str(error), code="context_length_exceeded")
         case InvalidInput() | ChatError():
             return bad_request(str(error))
         case RequestTimedOut():

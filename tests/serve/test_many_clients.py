@@ -1,0 +1,112 @@
+"""Many clients stream from each endpoint at once: whole replies, no block held after them, no hits across tenants.
+
+The formats and the clients are those of benchmarks/http_load.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import http_load  # in the folder of the benchmarks, not installed
+from http_load_parts.connection import Connection
+from http_load_parts.endpoints import ENDPOINTS, Endpoint, Message, Tokens
+from http_load_parts.server import served as server_process
+
+from radixkv.serve import Settings
+from radixkv.serve.access import NAMESPACE_HEADER
+from tests.engine.fakes import check
+from tests.serve.served import Hosted, hosted, says_in_turn, until
+from tests.serve.test_auth import KEYS, bearer
+
+CLIENTS = 32
+SYSTEM = "You are brief."
+REPLIES = ("Yes, and here is why it is so.", "No.")
+each_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
+
+
+@each_endpoint
+def test_streams_of_many_namespaces_are_whole_and_hit_their_own_turns_only(endpoint: Endpoint) -> None:
+    """All clients send the same words at once, each in a namespace of its own."""
+
+    async def one(url: str, headers: dict[str, str]) -> list[Tokens]:
+        messages: list[Message] = []
+        found = []
+        async with await Connection.to(url) as connection:
+            for reply in REPLIES:
+                messages.append({"role": "user", "content": "Is it so?"})
+                body = endpoint.body(SYSTEM, messages, 100, temperature=0)
+                events = [event async for event in connection.events(endpoint, body, **headers)]
+                assert "".join(map(endpoint.text, events)) == reply
+                messages.append({"role": "assistant", "content": reply})
+                found += [tokens for event in events if (tokens := endpoint.tokens(event))]
+        return found
+
+    async def all_at_once(url: str) -> list[list[Tokens]]:
+        callers = [
+            bearer(key, **({NAMESPACE_HEADER: f"part {number}"} if number else {}))
+            for key in KEYS.values()
+            for number in range(CLIENTS // len(KEYS))
+        ]
+        return await asyncio.gather(*(one(url, headers) for headers in callers))
+
+    settings = Settings(port=0, api_keys=KEYS, model_name="tiny", drain_timeout=5)
+    with hosted(settings, brain=says_in_turn(*REPLIES), num_blocks=4000) as host:
+        turns = asyncio.run(all_at_once(host.url))
+        assert len(turns) == CLIENTS
+        for first, second in turns:
+            assert first.cached == 0
+            assert second.cached == first.prompt + first.output - 1  # the last token was sampled, not computed
+        is_freed(host)
+
+
+@each_endpoint
+def test_clients_that_leave_in_the_middle_free_everything(endpoint: Endpoint) -> None:
+    async def one(url: str, texts: int) -> None:
+        body = endpoint.body(SYSTEM, [{"role": "user", "content": "Count."}], 1500, ignore_eos=True)
+        async with await Connection.to(url) as connection:
+            async for event in connection.events(endpoint, body):
+                texts -= bool(endpoint.text(event))
+                if texts < 0:
+                    return
+        raise AssertionError("the reply ended before the client left")
+
+    async def all_at_once(url: str) -> None:
+        await asyncio.gather(*(one(url, client % 4) for client in range(CLIENTS)))
+
+    settings = Settings(port=0, model_name="tiny", drain_timeout=5)
+    with hosted(settings, brain=lambda tokens: 5, num_blocks=4000, max_sequences=CLIENTS // 2) as host:
+        asyncio.run(all_at_once(host.url))
+        is_freed(host)
+        assert host.engine.stats().cancelled == CLIENTS
+
+
+def is_freed(host: Hosted) -> None:
+    until(lambda: host.service.limiter.streams == 0 and not host.engine.core.scheduler.running)
+    assert not host.service.responses.running
+    check(host.engine)
+
+
+# ---- the benchmark
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[tuple[int, str]]:
+    with server_process(1) as served:
+        yield served
+
+
+@pytest.mark.long
+@each_endpoint
+def test_replies_are_those_of_the_session_in_process(tiny: tuple[int, str], endpoint: Endpoint) -> None:
+    pid, url = tiny
+    own = asyncio.run(http_load.in_process(CLIENTS, 2))
+    run = asyncio.run(http_load.over_http(endpoint, pid, url, CLIENTS, 2))
+    assert run.answers == own.answers and run.tokens == own.tokens
+    assert not asyncio.run(http_load.leave_early(endpoint, url, CLIENTS))
