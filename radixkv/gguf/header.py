@@ -11,9 +11,9 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.gguf.field_reader import FieldReader
@@ -59,6 +59,21 @@ class GGUFTensor:
         return math.prod(self.shape)
 
 
+class FileVersion(NamedTuple):
+    """Identify the content of a file as far as the file system can: writing or replacing it gives another version."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+
+def file_version(file: BinaryIO) -> FileVersion:
+    """Return the present version of an open file."""
+    found = os.fstat(file.fileno())
+    return FileVersion(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 @dataclass(frozen=True)
 class GGUFHeader:
     """The header of a model: all metadata, and the tensors of all shards by name.
@@ -70,6 +85,7 @@ class GGUFHeader:
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
+    versions: Mapping[Path, FileVersion] = field(default_factory=dict, compare=False)  # of all shards
 
     @property
     def architecture(self) -> str:
@@ -108,7 +124,7 @@ def read_header(path: Path) -> GGUFHeader:
             if name in tensors:
                 raise InvalidInput(f"{name} is in {tensors[name].file} and in {part.path}: fetch or copy both again")
             tensors[name] = tensor
-    header = GGUFHeader(parts[0].path, parts[0].metadata, tensors)
+    header = GGUFHeader(parts[0].path, parts[0].metadata, tensors, {part.path: part.version for part in parts})
     if len(parts) > 1:
         _check_total(header, len(parts))
     _check_model(header)
@@ -174,6 +190,7 @@ class _Part:
     tensors: Mapping[str, GGUFTensor]
     number: int
     count: int
+    version: FileVersion
 
 
 def _read_part(path: Path) -> _Part:
@@ -184,7 +201,7 @@ def _read_part(path: Path) -> _Part:
         if not stat.S_ISREG(found.st_mode):
             raise InvalidInput(f"{path} is no regular file: give the path of a GGUF file")
         with path.open("rb") as file:
-            return _read_fields(path, file, os.fstat(file.fileno()).st_size)
+            return _read_fields(path, file)
     except FileNotFoundError as error:
         if path.is_symlink():
             text = f"{path} is a link to nothing, as in a cache that was cleaned: {_AGAIN}"
@@ -199,7 +216,9 @@ def _read_part(path: Path) -> _Part:
         raise InvalidInput(f"{str(path)!r} is no name of a file: {error}") from error
 
 
-def _read_fields(path: Path, file: BinaryIO, size: int) -> _Part:
+def _read_fields(path: Path, file: BinaryIO) -> _Part:
+    version = file_version(file)
+    size = version.size
     _check_start(path, file.read(max(len(_LFS), 24)), size)
     file.seek(8)
     reader = FieldReader(path, file, size)
@@ -219,7 +238,7 @@ def _read_fields(path: Path, file: BinaryIO, size: int) -> _Part:
     number = _whole(path, metadata, "split.no", default=0) + 1
     if not number <= count <= _MOST_SHARDS:
         raise InvalidInput(f"{path}: it is shard {number} of {count}: {_AGAIN}")
-    return _Part(path, metadata, tensors, number, count)
+    return _Part(path, metadata, tensors, number, count, version)
 
 
 def _check_start(path: Path, start: bytes, size: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.gguf.header import GGUFHeader, GGUFTensor
+from radixkv.gguf.header import GGUFHeader, GGUFTensor, file_version
 from radixkv.gguf.placements import Placement, placements, some
 
 _CHUNK = 1 << 18  # numbers dequantised at once: a megabyte in float32, which stays in the cache of a core
@@ -35,8 +35,9 @@ def read_model(header: GGUFHeader, config: Mapping[str, Any], dtype: torch.dtype
     """Return the model of a file on the CPU, with parameters in `dtype` and eager attention; `config` is `config_of`.
 
     A progress bar is shown on a terminal if the file is large. Raises UnsupportedModel for an architecture, a tensor or
-    a tensor type that radixkv does not read, InvalidInput for tensors that do not fit the metadata. Costs one reading
-    of the file and the dequantisation of its weights by numpy, about 10 ns of CPU time per weight.
+    a tensor type that radixkv does not read. Raises InvalidInput for tensors that do not fit the metadata, and for a
+    file that changed after its header was read. Costs one reading of the file and the dequantisation of its weights by
+    numpy, about 10 ns of CPU time per weight.
     """
     places = placements(header, config)
     empty = _empty_model(header, config, dtype)
@@ -52,6 +53,8 @@ def read_model(header: GGUFHeader, config: Mapping[str, Any], dtype: torch.dtype
                         place = places[tensor.name]
                         _fill(weights[place.parameter], file, tensor, place, dequantise[tensor.type_name])
                         advance(tensor.nbytes)
+                    if file_version(file) != header.versions[path]:
+                        raise InvalidInput(f"{path} was written or replaced while it was read: load it again")
             except OSError as error:
                 raise InvalidInput(f"{path} cannot be read: {error.strerror}: check its disk") from error
     return _with_weights(empty, weights, header)

@@ -55,6 +55,13 @@ def header(
     )
 
 
+def test_gemma2_has_its_published_softcaps_where_the_file_has_none() -> None:
+    config = config_of(header("gemma2"))
+    assert (config["attn_logit_softcapping"], config["final_logit_softcapping"]) == (50.0, 30.0)
+    stated = config_of(header("gemma2", {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 0.0}))
+    assert (stated["attn_logit_softcapping"], stated["final_logit_softcapping"]) == (20.0, None)
+
+
 def test_unknown_architecture_names_the_known_ones() -> None:
     with pytest.raises(UnsupportedModel, match="architecture 'qwen35', only ") as refused:
         config_of(header("qwen35"))

@@ -209,6 +209,15 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         gguf_weights.read_model(header, config_of(header), torch.float32)
 
 
+def test_a_file_that_is_replaced_after_its_header_was_read(tmp_path: Path) -> None:
+    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf")
+    header = read_header(path)
+    shutil.copy(path, tmp_path / "another")
+    (tmp_path / "another").replace(path)
+    with pytest.raises(InvalidInput, match="was written or replaced while it was read: load it again"):
+        gguf_weights.read_model(header, config_of(header), torch.float32)
+
+
 def test_weights_that_do_not_fit_into_memory_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(CONFIGS["llama"]())
     path = write(model, tmp_path / "model.gguf", "Q8_0")
