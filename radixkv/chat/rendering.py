@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -86,6 +86,20 @@ def at_least(text: str, enough: int, tokenizer: Any, encode: Callable[[str], lis
         tokens += max(len(encode(text[at:end])) - _AROUND, 0)
         at = end
     return tokens
+
+
+def pieces(text: str, tokenizer: Any) -> Iterator[str]:
+    """Split a text into pieces of at most 20,480 characters, to encode them one at a time.
+
+    A cut is where no token spans it, if there is such a place in reach. So the tokens of the pieces are about as many
+    as those of the text: each piece may have two tokens more.
+    """
+    vocabulary = Vocabulary.of(tokenizer)
+    at = 0
+    while at < len(text):
+        end = min(_cut(text, at + _PIECE, vocabulary), at + _PIECE + _REACH)
+        yield text[at:end]
+        at = end
 
 
 def _cut(text: str, start: int, vocabulary: Vocabulary) -> int:

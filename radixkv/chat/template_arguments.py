@@ -34,15 +34,19 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TemplateOption:
-    """A client's option: the name of its field, and the value for each variable that a template may read."""
+    """A client's option: the name of its field, and the value for each variable that a template may read.
+
+    A `hint` is no request: a template that does not read it fulfils it as well.
+    """
 
     name: str
     values: tuple[tuple[str, Scalar], ...]
+    hint: bool = False
 
 
-def thinking_option(name: str, *, enabled: bool) -> TemplateOption:
+def thinking_option(name: str, *, enabled: bool, hint: bool = False) -> TemplateOption:
     """Return the option that enables or disables thinking."""
-    return TemplateOption(name, (("enable_thinking", enabled), ("thinking", enabled)))
+    return TemplateOption(name, (("enable_thinking", enabled), ("thinking", enabled)), hint)
 
 
 def effort_option(name: str, effort: str) -> TemplateOption:
@@ -53,7 +57,7 @@ def effort_option(name: str, effort: str) -> TemplateOption:
 def template_arguments(source: str, options: Iterable[TemplateOption]) -> tuple[dict[str, Scalar], list[str]]:
     """Return the arguments for a template with this source, and the names of options that it does not read.
 
-    Later options take precedence.
+    Later options take precedence. Hints are not named.
 
     >>> options = [effort_option("reasoning_effort", "none"), TemplateOption("tone", (("tone", "kind"),))]
     >>> template_arguments("{% if enable_thinking is defined and not enable_thinking %}...{% endif %}", options)
@@ -64,7 +68,7 @@ def template_arguments(source: str, options: Iterable[TemplateOption]) -> tuple[
     for option in options:
         values = {variable: value for variable, value in option.values if variable in variables(source)}
         arguments |= values
-        if not values:
+        if not values and not option.hint:
             unread.append(option.name)
     return arguments, unread
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -108,7 +109,9 @@ async def openapi(service: Service, _: Request) -> Response:
 async def models(service: Service, request: Request) -> Response:
     """Return a list of the one model."""
     service.caller(request)
-    return JSONResponse({"object": "list", "data": [_model_card(service)]})
+    name = service.model_name
+    page = {"has_more": False, "first_id": name, "last_id": name}
+    return JSONResponse({"object": "list", "data": [_model_card(service)], **page})
 
 
 async def model(service: Service, request: Request) -> Response:
@@ -119,12 +122,18 @@ async def model(service: Service, request: Request) -> Response:
 
 
 def _model_card(service: Service) -> JsonObject:
+    """Return the fields of OpenAI's API, then those of Anthropic's: clients ignore the others."""
     return {
         "id": service.model_name,
         "object": "model",
         "created": service.created,
         "owned_by": "radixkv",
         "max_model_len": service.engine.context_limit,
+        "type": "model",
+        "display_name": service.model_name,
+        "created_at": f"{datetime.fromtimestamp(service.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "lifecycle": "active",
+        "max_input_tokens": service.engine.context_limit,
     }
 
 

@@ -9,7 +9,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from radixkv.chat.history_mode import history_mode
 from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.rendering import pieces
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_arguments import Arguments, TemplateOption, arguments_key, template_arguments
 from radixkv.chat.thinking import THINK_END, THINK_START
@@ -114,16 +115,7 @@ class Conversations:
         PromptTooLong.
         """
         known = self._index.ids_for(namespace, messages, tools, arguments)
-        date = known.date or today()
-        template = self._template_of(tools, date, arguments)
-        template.check_tools()
-        ids, covered = self._from_known(template, known, messages), known.messages
-        if ids is None or (self._limit is not None and len(ids) > self._limit):
-            whole = template.opening(messages)
-            if ids is None or len(whole) < len(ids):
-                ids, covered = whole, 0
-        session = self.session(namespace, session_key) or known.session or self._new_session()
-        return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date, arguments or {})
+        return self._prompt(known, namespace, messages, tools, session_key, arguments)
 
     def prefilled(
         self,
@@ -148,11 +140,24 @@ class Conversations:
             ids = array("i", template.without_stop(known.ids))
             prompt = ChatPrompt(ids, known.messages, session, namespace, tuple(asked), tools, template.date)
         else:
-            prompt = self.prompt(namespace, asked, tools, session_key, arguments)
+            prompt = self._prompt(known, namespace, asked, tools, session_key, arguments)
             template = self._template_of(tools, prompt.date, arguments)
             ids, at = template.prefilled(prompt.ids, asked, begun)
         in_thinking = at is not None and template.ends_in_thinking(ids, at)
         return replace(prompt, ids=ids, arguments=arguments or {}, begun=begun, reply_at=at, in_thinking=in_thinking)
+
+    def token_counts(
+        self, messages: Sequence[Message], tools: Tools = None, arguments: Arguments | None = None
+    ) -> Iterator[int]:
+        """Yield the numbers of tokens in the pieces of a conversation of any length, rendered without its history.
+
+        Their sum is about the length of the prompt, see `rendering.pieces`. Each step takes some milliseconds, apart
+        from the first, which renders. Raises ChatError if the template refuses the messages.
+        """
+        template = self._template_of(tools, today(), arguments)
+        text = template.rendering.render(template.form.taken(messages))
+        for piece in pieces(text, self._tokenizer):
+            yield len(template.rendering.encode(piece))
 
     def remember(
         self, prompt: ChatPrompt, reply: Message, emitted_ids: Sequence[int], *, cut: str | None = None
@@ -234,11 +239,45 @@ class Conversations:
         return "assistant said" in text[: max(text.find("system said"), 0)]
 
     @property
+    def user_after_results(self) -> bool:
+        """Whether the template takes a text of the user after the results of tool calls, or takes no results."""
+        try:
+            template = self._template("", "")
+            asked, result = template.form.asked_after_results()
+            if not template.form.begins_after_results:
+                return True
+            text = template.rendering.render([*asked, {"role": "user", "content": "user said"}])
+        except ChatError:
+            return False
+        return "user said" in text.rpartition(result)[2]
+
+    @property
     def stats(self) -> HistoryStats:
         """The counters of the history."""
         return self._index.stats
 
     # ---- inside
+
+    def _prompt(
+        self,
+        known: Known,
+        namespace: Hashable,
+        messages: Sequence[Message],
+        tools: Tools,
+        session_key: str | None,
+        arguments: Arguments | None,
+    ) -> ChatPrompt:
+        """Return the prompt of a conversation whose remembered beginning is `known`."""
+        date = known.date or today()
+        template = self._template_of(tools, date, arguments)
+        template.check_tools()
+        ids, covered = self._from_known(template, known, messages), known.messages
+        if ids is None or (self._limit is not None and len(ids) > self._limit):
+            whole = template.opening(messages)
+            if ids is None or len(whole) < len(ids):
+                ids, covered = whole, 0
+        session = self.session(namespace, session_key) or known.session or self._new_session()
+        return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date, arguments or {})
 
     def _template_of(self, tools: Tools, date: str, arguments: Arguments | None = None) -> ChatTemplate:
         text, more = dumps(tools) if tools else "", arguments_key(arguments or {})

@@ -21,6 +21,7 @@ from radixkv.errors import (
     RequestTimedOut,
 )
 
+TOO_LONG = "context_length_exceeded"  # the code of a prompt that is too long
 _log = logging.getLogger(__name__)
 _PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|n|tools)\b")
 _LONGEST = 2000  # characters of a message, which may quote a long value
@@ -80,7 +81,7 @@ def as_api_error(error: BaseException) -> ApiError:
         case ApiError():
             return error
         case PromptTooLong():
-            return bad_request(str(error), code="context_length_exceeded")
+            return bad_request(str(error), code=TOO_LONG)
         case InvalidInput() | ChatError():
             return bad_request(str(error))
         case RequestTimedOut():

@@ -240,6 +240,9 @@ _ENDS: JsonObject = {"enum": ["stop", "length", "tool_calls"]}
 def _answers() -> JsonObject:
     """The schemas of all responses, by the names that `ref` takes."""
     model = {"id": TEXT, "object": {"const": "model"}, "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT}
+    model |= {"type": {"const": "model"}, "display_name": TEXT, "created_at": {**TEXT, "format": "date-time"}}
+    model |= {"lifecycle": {"const": "active"}, "max_input_tokens": COUNT}
+    page = {"has_more": {"const": False}, "first_id": TEXT, "last_id": TEXT}
     return {
         "ChatCompletion": _whole("chat.completion", answer(_chat_choice())),
         "ChatCompletionChunk": _chunk("chat.completion.chunk", answer(_chat_delta())),
@@ -247,7 +250,7 @@ def _answers() -> JsonObject:
         "CompletionChunk": _chunk("text_completion", answer(_text_choice(maybe(_ENDS)))),
         "Usage": _usage(),
         "Model": answer(model),
-        "Models": answer({"object": {"const": "list"}, "data": array(ref("Model"))}),
+        "Models": answer({"object": {"const": "list"}, "data": array(ref("Model")), **page}),
         "Tokens": answer({"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)}),
         "About": answer({"name": {"const": "radixkv"}, "version": TEXT}),
         "Health": answer({"status": {"const": "ok"}}),

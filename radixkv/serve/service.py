@@ -27,7 +27,7 @@ from radixkv.serve.access import Auth, StreamLease, StreamLimiter, namespace, re
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError, bad_request, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
-from radixkv.serve.message_schemas import template_texts
+from radixkv.serve.message_schemas import RoleOrder, template_texts
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.openai_responses.store import ResponseStore
 from radixkv.serve.reply import tags
@@ -53,7 +53,7 @@ class Service:
 
     `call_format` is the format of the model's tool calls, None if it is unknown. `hidden_tags` maps ids to the tags of
     thinking, channels and tool calls that are control tokens, which decoding leaves out. `has_channels` says that the
-    model may write thinking and answer as separate messages. `late_system` is as in Conversations.
+    model may write thinking and answer as separate messages. `role_order` is that of the template.
     """
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
@@ -84,7 +84,7 @@ class Service:
         self.token_texts = TokenTexts(tokenizer)
         self.call_format = format_of(tokenizer)
         self.thinking_tags = self.conversations.thinking_tags
-        self.late_system = self.conversations.late_system
+        self.role_order = RoleOrder(self.conversations.late_system, self.conversations.user_after_results)
         shown = tags(self.call_format, self.thinking_tags)
         self.hidden_tags = _hidden_tags(tokenizer, shown, engine.model.stop_token_ids)
         self.has_channels = CHANNEL in template_text(tokenizer)
@@ -177,6 +177,21 @@ class Service:
                 return make(caller.namespace, messages, tools, session_key, arguments)
 
         return await self.in_background(encoded)
+
+    async def count_tokens(
+        self, messages: Sequence[Message], tools: Sequence[JsonObject] | None, options: Sequence[TemplateOption]
+    ) -> int:
+        """Return about the number of tokens of a conversation that may exceed the context; raise ApiError 400.
+
+        Its pieces are encoded one at a time, so other prompts do not wait for all of it.
+        """
+        with errors_about("messages"):
+            arguments, _ = await self.in_background(lambda: self.conversations.arguments(options, tools))
+            counts = self.conversations.token_counts(messages, tools, arguments)
+            total = 0
+            while (count := await self.in_background(lambda: next(counts, None))) is not None:
+                total += count
+        return total
 
     def _ignore(self, names: Iterable[str], ignored: IgnoredFields | None) -> None:
         for name in names:

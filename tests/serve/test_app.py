@@ -7,6 +7,7 @@ import gzip
 import json
 import logging
 import threading
+from datetime import datetime
 
 import pytest
 from transformers import AddedToken
@@ -280,8 +281,12 @@ def test_logprobs_of_a_completion():
 
 def test_models_health_and_tokens():
     with served(Settings(model_name="house-model")) as server:
-        card = server.client.get("/v1/models").json()["data"][0]
+        page = server.client.get("/v1/models").json()
+        [card] = page["data"]
         assert card["id"] == "house-model" and card["max_model_len"] == 2000
+        assert (page["first_id"], page["last_id"], page["has_more"]) == ("house-model", "house-model", False)
+        assert (card["type"], card["display_name"]) == ("model", "house-model")  # as Anthropic's clients read it
+        assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
         assert server.client.get("/v1/models/house-model").json() == card
         assert server.client.get("/v1/models/another").status_code == 404
         assert server.client.get("/health").json() == {"status": "ok"}

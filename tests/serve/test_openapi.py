@@ -13,6 +13,7 @@ from schemathesis import checks
 
 from radixkv.serve import Settings, schemas
 from radixkv.serve.errors import ApiError
+from radixkv.serve.message_schemas import ANY_ORDER
 from radixkv.serve.openai_responses.schemas import read_response
 from radixkv.serve.openapi import document
 from tests.selection import mostly_long
@@ -79,7 +80,7 @@ def body_of(path: str) -> Any:
 
 
 def read_responses(body: Any, ignored: Any = None) -> Any:
-    return read_response(body, ignored, lambda _: None)
+    return read_response(body, ignored, lambda _: None, ANY_ORDER)
 
 
 def responses(path: str, method: str = "post") -> Any:

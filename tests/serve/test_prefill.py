@@ -68,6 +68,8 @@ def test_a_prefill_hits_the_earlier_turns():
         said = [*ASKED, first["choices"][0]["message"], MORE, {"role": "assistant", "content": "Re"}]
         second = server.chat(messages=said, continue_final_message=True)
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["total_tokens"] - 1
+        stats = server.service.conversations.stats
+        assert (stats.lookups, stats.found) == (1, 1)
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN], ids=["ChatML", "Qwen"])

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from radixkv.serve.anthropic.errors import error_response
 from radixkv.serve.anthropic.events import MessageEncoder
 from radixkv.serve.anthropic.schemas import Dialect, read_count, read_message
-from radixkv.serve.errors import as_api_error
+from radixkv.serve.errors import TOO_LONG, ApiError, as_api_error
 from radixkv.serve.service import Service
 from radixkv.serve.turn import respond
 
@@ -45,7 +45,10 @@ async def create(service: Service, request: Request) -> Response:
 
 @_with_errors
 async def count_tokens(service: Service, request: Request) -> Response:
-    """Respond with the length of a prompt, which is encoded as for a message."""
+    """Respond with the length of a prompt, which is encoded as for a message.
+
+    A prompt that exceeds the context is counted in pieces, since clients decide by its length how much to leave out.
+    """
     with ExitStack() as cleanup:
         service.admit(request, cleanup)
         body = await service.read(request, partial(read_count, dialect=_dialect(service)))
@@ -60,9 +63,15 @@ async def count_tokens(service: Service, request: Request) -> Response:
             ignored=request.state.ignored,
             prefill=body.prefill,
         )
-        prompt = await service.cancellable(request, encoding)
-        return JSONResponse({"input_tokens": len(prompt.ids)})
+        try:
+            tokens = len((await service.cancellable(request, encoding)).ids)
+        except ApiError as error:
+            if error.code != TOO_LONG:
+                raise
+            counting = service.count_tokens(body.messages, body.tools, body.template_options)
+            tokens = await service.cancellable(request, counting)
+        return JSONResponse({"input_tokens": tokens})
 
 
 def _dialect(service: Service) -> Dialect:
-    return Dialect(service.settings.keep_billing_header, service.late_system)
+    return Dialect(service.settings.keep_billing_header, service.role_order)

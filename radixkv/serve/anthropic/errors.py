@@ -7,7 +7,7 @@ import json
 from starlette.responses import Response
 
 from radixkv.errors import PromptTooLong
-from radixkv.serve.errors import ApiError
+from radixkv.serve.errors import TOO_LONG, ApiError
 from radixkv.serve.fields import JsonObject
 
 _TYPES = {
@@ -38,7 +38,7 @@ def error_response(error: ApiError, request_id: str) -> Response:
 def _message(error: ApiError) -> str:
     """Return the message. Clients shorten their conversation when it begins with "prompt is too long"."""
     cause = error.__cause__
-    if error.code != "context_length_exceeded":
+    if error.code != TOO_LONG:
         return str(error.body()["error"]["message"])
     if isinstance(cause, PromptTooLong) and cause.tokens is not None:
         return f"prompt is too long: {cause.tokens} tokens > {cause.limit} maximum"

@@ -96,11 +96,12 @@ class MessageEncoder:
     def _usage(self, usage: TurnUsage) -> JsonObject:
         """Return the token counts of a request, whose first three sum up to the prompt.
 
-        The computed tokens of a complete request count as written to the cache if it has `cache_control`, else as plain
-        input. They are cached in both cases.
+        The computed tokens count as written to the cache if the request has `cache_control`, else as plain input. They
+        are cached in both cases. Claude Code replaces a count of `message_start` only by one above 0. So the count of
+        computed tokens, which is never 0, has the same name at both ends of a stream, and the other one is 0.
         """
         computed = usage.prompt_tokens - usage.cached_tokens
-        written = self._request.marks_cache and usage.output_tokens > 0
+        written = self._request.marks_cache
         return {
             "input_tokens": 0 if written else computed,
             "cache_creation_input_tokens": computed if written else 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from radixkv.serve.anthropic.schemas import BLOCK_HINTS, TOOL_NAME, WITHOUT_EFFECT
+from radixkv.serve.anthropic.schemas import BLOCK_HINTS, REFERENCE, TOOL_NAME, WITHOUT_EFFECT
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.json_schemas import (
     ANYTHING,
@@ -87,7 +87,8 @@ def _prompt() -> JsonObject:
 
 def _messages() -> list[JsonObject]:
     """The forms of a message, by their roles."""
-    result = _block("tool_result", "tool_use_id", tool_use_id=TEXT, content=maybe(_texts()), is_error=BOOLEAN)
+    contents = {"anyOf": [TEXT, array({"anyOf": [_text(), _block(REFERENCE, "tool_name", tool_name=TEXT)]})]}
+    result = _block("tool_result", "tool_use_id", tool_use_id=TEXT, content=maybe(contents), is_error=BOOLEAN)
     call = _block("tool_use", "id", "name", id=TEXT, name=TEXT, input={"type": ["object", "null"]})
     thinking = _block("thinking", "thinking", thinking=TEXT, signature=ANYTHING)
     blocks = {

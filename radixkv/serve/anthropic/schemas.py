@@ -16,7 +16,7 @@ from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, thinking_option
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
-from radixkv.serve.message_schemas import joined_user_texts, results_in_order
+from radixkv.serve.message_schemas import ANY_ORDER, RoleOrder, in_order
 from radixkv.serve.schemas import (
     ChatRequest,
     RequestOptions,
@@ -28,8 +28,11 @@ from radixkv.serve.schemas import (
 BILLING = "x-anthropic-billing-header:"
 ROLES = ("user", "assistant", "system")
 TOOL_NAME = r"[a-zA-Z0-9_.-]{1,128}"
-WITHOUT_EFFECT = ("diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id")
+WITHOUT_EFFECT = (
+    *("context_management", "diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id"),
+)
 BLOCK_HINTS = ("cache_control", "citations", "caller")  # of a block
+REFERENCE = "tool_reference"  # in the result of a search for tools
 _NOT_TEXT = ("image", "document", "search_result", "container_upload")
 _ERROR = "Error: "
 _EFFORTS = {"xhigh": "high", "max": "high"}  # chat templates have low, medium and high
@@ -39,12 +42,12 @@ _EFFORTS = {"xhigh": "high", "max": "high"}  # chat templates have low, medium a
 class Dialect:
     """Differences between servers in the reading of bodies.
 
-    Without `keeps_billing`, a first system block with the billing line of a client is dropped. `late_system` says that
-    the chat template takes a system message after the first reply; else it becomes a user message in the same place.
+    Without `keeps_billing`, a first system block with the billing line of a client is dropped. `order` is that of the
+    chat template.
     """
 
     keeps_billing: bool = False
-    late_system: bool = True
+    order: RoleOrder = ANY_ORDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,8 @@ def _thinking(fields: Fields) -> tuple[list[TemplateOption], bool]:
     thinking.ignore("budget_tokens")  # a model cannot be held to it
     thinking.prefer("display", ("summarized", "updates", "omitted"), "thinking is shown as it is, or not at all")
     thinking.close()
-    return [thinking_option("thinking", enabled=kind != "disabled")], given.get("display") == "omitted"
+    option = thinking_option("thinking", enabled=kind != "disabled", hint=kind == "adaptive")
+    return [option], given.get("display") == "omitted"
 
 
 def _output(fields: Fields) -> list[TemplateOption]:
@@ -177,7 +181,8 @@ def _output(fields: Fields) -> list[TemplateOption]:
     output.close()
     if effort is None:
         return []
-    return [TemplateOption("output_config.effort", (("reasoning_effort", _EFFORTS.get(effort, effort)),))]
+    values = (("reasoning_effort", _EFFORTS.get(effort, effort)),)
+    return [TemplateOption("output_config.effort", values, hint=True)]
 
 
 def _marked(body: JsonObject) -> bool:
@@ -244,19 +249,17 @@ def _conversation(fields: Fields, dialect: Dialect) -> list[Message]:
     for at, each in enumerate(given):
         for message in _messages(fields.nested(each, f"messages[{at}]")):
             replied = replied or message["role"] == "assistant"
-            if message["role"] != "system":
-                messages.append(message)
-            elif not replied:
+            if message["role"] == "system" and not replied:
                 system.append(message["content"])
             else:
-                messages.append(message if dialect.late_system else {**message, "role": "user"})
+                messages.append(message)
     if not messages:
         raise bad_request("messages must have a message of a user", "messages", "invalid_value")
     if messages[-1].get("tool_calls"):
         why = "the last message has tool calls, so it is complete: their results must follow"
         raise bad_request(why, f"messages[{len(given) - 1}]", "invalid_value")
     opening = [{"role": "system", "content": "\n".join(system)}] if system else []
-    return results_in_order([*opening, *joined_user_texts(messages)])
+    return [*opening, *in_order(messages, dialect.order)]
 
 
 def _system(fields: Fields, dialect: Dialect) -> list[str]:
@@ -292,18 +295,17 @@ def _messages(fields: Fields) -> Iterator[Message]:
 
 
 def _user(blocks: Sequence[Fields]) -> Iterator[Message]:
-    """Yield the texts and the results of tool calls in one message, in their order."""
+    """Yield the results of tool calls in one message, then its text: results must follow their calls."""
     texts: list[str] = []
+    results: list[Message] = []
     for block in blocks:
         kind = _kind(block)
-        if kind != "tool_result":
+        if kind == "tool_result":
+            results.append(_result(block))
+        else:
             texts.append(_text(block, kind))
-            continue
-        if texts:
-            yield {"role": "user", "content": "\n".join(texts)}
-            texts = []
-        yield _result(block)
-    if texts or not blocks:
+    yield from results
+    if texts or not results:
         yield {"role": "user", "content": "\n".join(texts)}
 
 
@@ -349,7 +351,7 @@ def _result(fields: Fields) -> Message:
     if content is None or isinstance(content, str):
         text = content or ""
     elif isinstance(content, list):
-        text = "\n".join(_texts(fields, fields.path("content"), content))
+        text = "\n".join(_texts(fields, fields.path("content"), content, references=True))
     else:
         fields.wrong("content", "a string or an array of blocks", content)
     if failed and "error" not in text.partition("\n")[0].lower():
@@ -360,12 +362,24 @@ def _result(fields: Fields) -> Message:
 # ---- blocks
 
 
-def _texts(fields: Fields, path: str, given: object) -> list[str]:
-    """Return the texts of a list of text blocks."""
+def _texts(fields: Fields, path: str, given: object, *, references: bool = False) -> list[str]:
+    """Return the texts of a list of text blocks; with `references`, blocks that name a tool are texts as well."""
     if not isinstance(given, list):
         fields.wrong(path, "a string or an array of text blocks", given)
     blocks = [fields.nested(block, f"{path}[{at}]") for at, block in enumerate(given)]
-    return [_text(block, _kind(block)) for block in blocks]
+    kinds = [_kind(block) for block in blocks]
+    return [
+        _reference(block) if references and kind == REFERENCE else _text(block, kind)
+        for block, kind in zip(blocks, kinds, strict=True)
+    ]
+
+
+def _reference(fields: Fields) -> str:
+    """Return a sentence for a tool that a client's search found: every tool is in the prompt already."""
+    name = _string(fields, "tool_name")
+    fields.ignore(*BLOCK_HINTS)
+    fields.close()
+    return f"The tool {name} is available."
 
 
 def _kind(fields: Fields) -> Any:

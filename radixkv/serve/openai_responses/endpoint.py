@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixkv.errors import RequestCancelled
-from radixkv.serve.errors import ApiError
+from radixkv.serve.errors import TOO_LONG, ApiError
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.openai_responses.events import ResponseEvents, Status
 from radixkv.serve.openai_responses.schemas import ResponseRequest, read_response
@@ -22,8 +22,6 @@ from radixkv.serve.openai_responses.store import Items, Running, StoredResponse
 from radixkv.serve.reply import Piece
 from radixkv.serve.service import Caller, Service
 from radixkv.serve.turn import End, Turn, respond
-
-OVERFLOW = "context_length_exceeded"
 
 
 async def create(service: Service, request: Request) -> Response:
@@ -34,7 +32,7 @@ async def create(service: Service, request: Request) -> Response:
     except ApiError as error:
         renamed = _about_input(error)
         body = reading.request
-        if renamed.code == OVERFLOW and body is not None and body.options.stream:
+        if renamed.code == TOO_LONG and body is not None and body.options.stream:
             # OpenAI's own clients look for this error in the stream.
             return Response(_failure(service, body, renamed), media_type="text/event-stream")
         raise renamed from error
@@ -71,7 +69,7 @@ async def input_items(service: Service, request: Request) -> Response:
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise ApiError(400, 'order can be "asc" or "desc"', param="order", code="invalid_value")
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= 100):
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
         raise ApiError(400, "limit must be from 1 to 100", param="limit", code="invalid_value")
     items = [_listed(item) for item in _stored(service, request).input_items]
     if order == "desc":
@@ -185,7 +183,7 @@ class _Reading:
 
     def __call__(self, body: JsonObject, ignored: IgnoredFields | None) -> ResponseRequest:
         """Check the body; raise ApiError. The caller's stored responses are available to it."""
-        self.request = read_response(body, ignored, self._find, late_system=self._service.late_system)
+        self.request = read_response(body, ignored, self._find, self._service.role_order)
         return self.request
 
     def _find(self, number: str) -> StoredResponse | None:
@@ -206,9 +204,9 @@ def _failure(service: Service, request: ResponseRequest, error: ApiError) -> byt
 
 def _about_input(error: ApiError) -> ApiError:
     """Name the field `input` instead of `messages`; describe a prompt that is too long in OpenAI's words."""
-    if error.code == OVERFLOW:
+    if error.code == TOO_LONG:
         message = f"Your input exceeds the context window of this model: {error.message}"
-        return ApiError(error.status, message, param="input", code=OVERFLOW)
+        return ApiError(error.status, message, param="input", code=TOO_LONG)
     if error.param == "messages":
         error.param = "input"
     return error

@@ -14,7 +14,7 @@ from typing import Any
 from radixkv.chat.messages import Message
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
-from radixkv.serve.message_schemas import arguments_of, joined_user_texts, results_in_order
+from radixkv.serve.message_schemas import RoleOrder, arguments_of, in_order
 from radixkv.serve.openai_responses.tools import qualified
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -49,23 +49,21 @@ def read_messages(
     stored: Sequence[JsonObject],
     items: Sequence[JsonObject],
     ignored: IgnoredFields | None,
-    *,
-    late_system: bool = True,
+    order: RoleOrder,
 ) -> list[Message]:
     """Return a conversation in the form of chat templates: `instructions`, stored items and new ones.
 
     System and developer messages before the first reply are joined at the start, as most templates require. Later ones
-    stay in place, so that the text before them does not change. Without `late_system` they are texts of the user, for
-    templates that do not write them there. Texts of the user that follow each other are one message, since some
-    templates require alternating roles. O(bytes).
+    stay in place, so that the text before them does not change. `order` is that of the chat template, see `in_order`.
+    O(bytes).
     Raises ApiError for a wrong item, and for a conversation without messages.
     """
-    reader = _Conversation(instructions, late_system=late_system)
+    reader = _Conversation(instructions)
     for each in stored:
         reader.add(Fields(each, "a stored item", IgnoredFields()), each)
     for at, each in enumerate(items):
         reader.add(Fields(each, f"input[{at}]", ignored), each)
-    messages = reader.messages()
+    messages = reader.messages(order)
     if not messages:
         raise bad_request("input has no messages", "input", "invalid_value")
     return messages
@@ -93,22 +91,21 @@ def unseal(content: str) -> str | None:
 class _Conversation:
     """Collect messages from items, in order."""
 
-    def __init__(self, instructions: str | None, *, late_system: bool) -> None:
-        self._late_role = "system" if late_system else "user"
+    def __init__(self, instructions: str | None) -> None:
         self._system = [] if instructions is None else [instructions]
         self._messages: list[Message] = []  # with lists of texts: joining at each item is quadratic
         self._replied = False
         self._reply: Message | None = None  # the reply that further items may belong to
         self._after_text = False  # whether the last item was a text of that reply
 
-    def messages(self) -> list[Message]:
+    def messages(self, order: RoleOrder) -> list[Message]:
         """Return the messages. Call once."""
         for message in self._messages:
             separator = "" if message["role"] == "assistant" else "\n"
             for name in _TEXTS_OF_MESSAGES & message.keys():
                 message[name] = separator.join(message[name])
         system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
-        return results_in_order([*system, *joined_user_texts(self._messages)])
+        return [*system, *in_order(self._messages, order)]
 
     def add(self, fields: Fields, given: JsonObject) -> None:
         """Add one item; raise ApiError if it is wrong. Items of unknown types are ignored fields."""
@@ -144,7 +141,7 @@ class _Conversation:
         if role != "user" and not self._replied:
             self._system.append(content)
         else:
-            self._messages.append({"role": "user" if role == "user" else self._late_role, "content": [content]})
+            self._messages.append({"role": "user" if role == "user" else "system", "content": [content]})
 
     def _said(self, content: str) -> None:
         """Add text of the model. Two texts in a row are two messages; text after a call continues a message."""

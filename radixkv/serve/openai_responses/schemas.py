@@ -13,6 +13,7 @@ from typing import Any
 from radixkv.chat.template_arguments import effort_option
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject
+from radixkv.serve.message_schemas import RoleOrder
 from radixkv.serve.openai_responses.items import read_input, read_messages
 from radixkv.serve.openai_responses.store import Items, StoredResponse
 from radixkv.serve.openai_responses.tools import Tools, read_tools
@@ -57,20 +58,19 @@ def read_response(
     body: JsonObject,
     ignored: IgnoredFields | None,
     stored: Callable[[str], StoredResponse | None],
-    *,
-    late_system: bool = True,
+    order: RoleOrder,
 ) -> ResponseRequest:
     """Check the body of POST /v1/responses; raise ApiError, which names the wrong field.
 
-    `stored` looks up a response by its id. `late_system` says that the chat template writes system messages after a
-    reply. Fields without effect are added to `ignored`; without it, unknown fields are refused.
+    `stored` looks up a response by its id. `order` is that of the chat template. Fields without effect are added to
+    `ignored`; without it, unknown fields are refused.
     """
     fields = Fields(body, ignored=ignored)
     previous = _previous(fields, stored)
     instructions = fields.text("instructions")
     items = [_with_id(item) for item in read_input(fields.need("input"))]
     before = [item for part in previous for item in part.items]
-    messages = read_messages(instructions, before, items, ignored, late_system=late_system)
+    messages = read_messages(instructions, before, items, ignored, order)
     tools = read_tools(fields)
     choice, reads_calls = _choice(fields, tools)
     reasoning = _reasoning(fields)
@@ -135,7 +135,7 @@ def _with_id(item: Any) -> Any:
     """Return an item with an id, since each item of a list of input items has one."""
     if not isinstance(item, dict) or item.get("id"):
         return item
-    return {"id": f"item_{uuid.uuid4().hex}", **item}
+    return {**item, "id": f"item_{uuid.uuid4().hex}"}
 
 
 def _choice(fields: Fields, tools: Tools) -> tuple[str, bool]:

@@ -10,6 +10,7 @@ from radixkv.chat.template_arguments import template_arguments, thinking_option
 from radixkv.serve.anthropic.schemas import Dialect, read_count, read_message
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import IgnoredFields
+from radixkv.serve.message_schemas import RoleOrder
 from tests.serve.anthropic.messages import ASKED, BODY, LOOK, MARK
 
 CALL = {"type": "tool_use", "id": "c1", "name": "look", "input": {"path": "a"}}
@@ -26,7 +27,7 @@ def said(role: str, content: Any) -> dict[str, Any]:
 
 
 def read(*, late_system: bool = True, keeps_billing: bool = False, **fields: Any) -> Any:
-    dialect = Dialect(keeps_billing=keeps_billing, late_system=late_system)
+    dialect = Dialect(keeps_billing, RoleOrder(late_system))
     return read_message({**BODY, **fields}, IgnoredFields(), dialect)
 
 
@@ -66,12 +67,12 @@ def test_results_of_tools_are_messages_in_the_order_of_their_calls():
         {"type": "tool_result", "tool_use_id": "c1", "content": "z"},
         text("and go on", **MARK),
     ]
-    found = messages(*ASKED, said("assistant", [CALL, second]), said("user", results))
-    assert found[2:] == [
-        {"role": "tool", "tool_call_id": "c1", "content": "z"},
-        {"role": "tool", "tool_call_id": "c2", "content": "x\ny"},
-        said("user", "and go on"),
-    ]
+    for sent in (results, results[::-1]):
+        assert messages(*ASKED, said("assistant", [CALL, second]), said("user", sent))[2:] == [
+            {"role": "tool", "tool_call_id": "c1", "content": "z"},
+            {"role": "tool", "tool_call_id": "c2", "content": "x\ny"},
+            said("user", "and go on"),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,13 @@ def test_results_of_tools_are_messages_in_the_order_of_their_calls():
         ),
         ({"content": "no such file", "is_error": False}, "no such file"),
         ({"content": [], "is_error": True}, "Error: "),
+        (
+            {"content": [{"type": "tool_reference", "tool_name": "find"}, {"type": "text", "text": "x"}]},
+            "The tool find is available.\nx",
+        ),
     ],
 )
-def test_a_result_that_is_an_error_says_so(fields: dict[str, Any], content: str):
+def test_the_text_of_a_result(fields: dict[str, Any], content: str):
     result = {"type": "tool_result", "tool_use_id": "c1", **fields}
     assert messages(*ASKED, said("assistant", [CALL]), said("user", [result]))[2]["content"] == content
 
@@ -156,7 +161,7 @@ def test_options_and_hints():
         assert read(**marked).marks_cache
 
 
-def test_fields_of_claude_code_are_accepted_and_the_effective_unknown_ones_named():
+def test_fields_of_claude_code_are_accepted_and_unknown_values_are_named():
     ignored = IgnoredFields()
     body = {
         **BODY,
@@ -168,16 +173,18 @@ def test_fields_of_claude_code_are_accepted_and_the_effective_unknown_ones_named
         "tools": [{**LOOK, "defer_loading": True}],
     }
     read_message(body, ignored, Dialect())
-    assert ignored.text() == "thinking.display, context_management"
+    assert ignored.text() == "thinking.display"
 
 
 def test_thinking_and_effort_are_options_of_the_template():
     for kind, enabled in (("enabled", True), ("adaptive", True), ("disabled", False)):
         [option] = read(thinking={"type": kind}).template_options
-        assert option == thinking_option("thinking", enabled=enabled)
+        assert option == thinking_option("thinking", enabled=enabled, hint=kind == "adaptive")
     both = read(thinking={"type": "adaptive"}, output_config={"effort": "max"}).template_options
     arguments, unread = template_arguments("{{ reasoning_effort }}", both)
-    assert arguments == {"reasoning_effort": "high"} and unread == ["thinking"]
+    assert arguments == {"reasoning_effort": "high"} and unread == []
+    demanded = read(thinking={"type": "enabled"}, output_config={"effort": "low"}).template_options
+    assert template_arguments("{{ tone }}", demanded) == ({}, ["thinking"])  # effort is a hint, as "adaptive" is
     assert read(output_config={}).template_options == () == read().template_options
 
 
@@ -210,6 +217,7 @@ RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "co
             {"messages": [said("user", [{"type": "tool_result", "content": "x"}])]},
             "messages[0].content[0].tool_use_id is required",
         ),
+        ({"system": [{"type": "tool_reference", "tool_name": "x"}]}, 'system[0].type can not be "tool_reference"'),
         ({"messages": [said("user", [text(5)])]}, "messages[0].content[0].text must be a string"),
         ({"messages": [*ASKED, said("assistant", [CALL])]}, "the last message has tool calls"),
         ({"messages": [said("system", "only this")]}, "messages must have a message of a user"),

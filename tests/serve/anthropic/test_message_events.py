@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from typing import Any
 
 import httpx
 import pytest
@@ -140,6 +141,18 @@ def test_usage_counts_hits_and_with_cache_marks_what_was_written(streamed: bool)
     assert third["input_tokens"] == 0 < third["cache_creation_input_tokens"]
     assert third["cache_read_input_tokens"] > 0  # the template's beginning
     assert first["output_tokens"] == second["output_tokens"] > 1
+
+
+@pytest.mark.parametrize("marks", [MARK, {}])
+def test_counts_add_up_for_clients_that_keep_a_first_count_where_the_last_is_0(marks: dict[str, Any]):
+    """As Claude Code reads a stream; else its context would seem to be filled twice."""
+    with served(brain=says("Hi.")) as server:
+        for _ in range(2):
+            found = stream(server, **marks)
+            first, last = found[0]["message"]["usage"], found[-2]["usage"]
+            kept = {name: count if count > 0 else first[name] for name, count in last.items()}
+            assert prompt_tokens(kept) == prompt_tokens(last) == prompt_tokens(first)
+            assert kept["cache_read_input_tokens"] == last["cache_read_input_tokens"]
 
 
 def test_a_request_that_waits_has_pings_and_then_its_events(monkeypatch: pytest.MonkeyPatch):

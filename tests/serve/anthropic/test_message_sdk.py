@@ -81,6 +81,15 @@ def test_a_bearer_token_is_a_key_too(served: Served):
         assert create(client, HELLO).content
 
 
+def test_the_sdk_lists_the_model(served: Served):
+    with served.client() as client:
+        [model] = client.models.list()
+        assert client.models.retrieve(model.id) == model
+        with pytest.raises(anthropic.NotFoundError):
+            client.models.retrieve("claude-any")
+    assert (model.type, model.display_name, model.created_at.tzinfo is not None) == ("model", "tiny", True)
+
+
 def test_messages_of_the_sdk_are_sent_back_and_hit(served: Served):
     history: Any = list(HELLO)
     spent = 0

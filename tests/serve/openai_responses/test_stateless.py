@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from radixkv.serve.fields import IgnoredFields
+from radixkv.serve.message_schemas import RoleOrder
 from radixkv.serve.openai_responses.items import read_messages
 from tests.chat.tool_call_dialects import DIALECTS
 from tests.serve.openai_responses.served_responses import ASKED, WEATHER, answering, stream, whole
@@ -114,8 +115,8 @@ def test_arguments_that_come_back_with_other_spaces_are_the_same_call() -> None:
         assert cached(last) == first["usage"]["total_tokens"] - 1
 
 
-def messages(*items: dict[str, Any], **options: Any) -> list[Any]:
-    return read_messages("Be kind.", [], items, IgnoredFields(), **options)
+def messages(*items: dict[str, Any], **order: bool) -> list[Any]:
+    return read_messages("Be kind.", [], items, IgnoredFields(), RoleOrder(**order))
 
 
 def test_system_and_developer_messages_before_the_first_reply_open_the_prompt() -> None:

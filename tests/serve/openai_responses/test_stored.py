@@ -151,8 +151,23 @@ def test_pages_of_input_items(order: str) -> None:
                 break
             after = {"after": page["last_id"]}
         assert found == sorted("01234", reverse=order == "desc")
-        for wrong in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}, {"after": "msg_9"}):
+        for wrong in (
+            {"limit": "0"},
+            {"limit": "101"},
+            {"limit": "0100999"},
+            {"limit": "x"},
+            {"order": "up"},
+            {"after": "msg_9"},
+        ):
             assert server.client.get(f"{PATH}/{number}/input_items", params=wrong).status_code == 400
+
+
+def test_items_without_an_id_get_one() -> None:
+    with served(brain=says("Hello, you.")) as server:
+        items = [{"role": "user", "content": "a", "id": None}, {"role": "user", "content": "b"}]
+        number = whole(server, {**ASKED, "input": items})["id"]
+        page = server.client.get(f"{PATH}/{number}/input_items").json()
+    assert all(item["id"] for item in page["data"]) and page["last_id"]
 
 
 # ---- the store alone
