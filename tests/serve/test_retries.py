@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,11 +12,15 @@ import pytest
 from tests.serve.served import CHAT, Hosted, ask, fake_model, hosted, until
 
 RETRIES = 30
-BODY: dict[str, Any] = {
-    **CHAT,
-    "messages": [{"role": "system", "content": "Be brief and kind. " * 50}, {"role": "user", "content": "Hello!"}],
-    "max_tokens": 4,
+RULES = "Be brief and kind. " * 50
+SAID = [{"role": "user", "content": "Hello!"}]
+BODY: dict[str, Any] = {**CHAT, "messages": [{"role": "system", "content": RULES}, *SAID], "max_tokens": 4}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": BODY,
+    "/v1/messages": {**CHAT, "system": RULES, "messages": SAID, "max_tokens": 4},
+    "/v1/responses": {"model": "fake", "temperature": 0, "instructions": RULES, "input": SAID, "max_output_tokens": 4},
 }
+each_endpoint = pytest.mark.parametrize("path", BODIES)
 
 
 def token(_: list[int]) -> int:
@@ -28,35 +31,56 @@ def computed(host: Hosted) -> int:
     return host.engine.stats().computed_tokens
 
 
-def check(host: Hosted, replies: list[httpx.Response], before: int) -> None:
-    """Check that `replies` computed one prompt beyond `before` tokens, besides their own tokens."""
-    spent = [reply.json()["usage"] for reply in replies]
-    (prompt,) = {each["prompt_tokens"] for each in spent}
+def send(host: Hosted, path: str) -> dict[str, Any]:
+    """Return the usage of one request."""
+    reply = httpx.post(host.url + path, json=BODIES[path], timeout=30)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json()["usage"])
+
+
+def costs(usage: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the tokens of prompt, hits and reply, in the form of any of the endpoints."""
+    if "prompt_tokens" in usage:
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+    if "total_tokens" in usage:
+        return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
+    cached = usage["cache_read_input_tokens"]
+    return usage["input_tokens"] + cached, cached, usage["output_tokens"]
+
+
+def check(host: Hosted, usages: list[dict[str, Any]]) -> None:
+    """Check that the requests computed one prompt, besides their own tokens."""
+    spent = [costs(each) for each in usages]
+    (prompt,) = {each[0] for each in spent}
     assert prompt > 250
-    outputs = sum(each["completion_tokens"] for each in spent)
+    outputs = sum(each[2] for each in spent)
     # Each reply computes the last token of the prompt again, and all of its own tokens except the last.
-    assert prompt <= computed(host) - before + 1 <= prompt + outputs
-    assert sorted(each["prompt_tokens_details"]["cached_tokens"] for each in spent)[1:] == [prompt - 1] * (RETRIES - 1)
+    assert prompt <= computed(host) + 1 <= prompt + outputs
+    assert sorted(each[1] for each in spent)[1:] == [prompt - 1] * (RETRIES - 1)
 
 
-def test_retries_one_after_the_other() -> None:
+@each_endpoint
+def test_retries_one_after_the_other(path: str) -> None:
     with hosted(brain=token) as host:
-        check(host, [ask(host, BODY) for _ in range(RETRIES)], 0)
+        check(host, [send(host, path) for _ in range(RETRIES)])
 
 
-def test_retries_all_at_once() -> None:
+@each_endpoint
+def test_retries_all_at_once(path: str) -> None:
     with hosted(brain=token, max_sequences=64) as host, ThreadPoolExecutor(RETRIES) as pool:
-        check(host, list(pool.map(lambda _: ask(host, BODY), range(RETRIES))), 0)
+        check(host, list(pool.map(lambda _: send(host, path), range(RETRIES))))
 
 
-def test_retries_of_clients_that_leave_in_the_middle_of_a_reply() -> None:
+@each_endpoint
+def test_retries_of_clients_that_leave_in_the_middle_of_a_reply(path: str) -> None:
+    body = {**BODIES[path], "stream": True}
+    body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 1000
     with hosted(brain=token, model=fake_model(max_length=2000)) as host:
         for _ in range(RETRIES):
-            body = {**BODY, "stream": True, "max_tokens": 1000}
-            with httpx.stream("POST", f"{host.url}/v1/chat/completions", json=body, timeout=30) as stream:
-                lines = stream.iter_lines()
-                while not (line := next(lines)) or not json.loads(line[6:])["choices"][0]["delta"].get("content"):
-                    pass
+            before = host.engine.stats().output_tokens
+            with httpx.stream("POST", host.url + path, json=body, timeout=30) as stream:
+                next(stream.iter_raw())
+                until(lambda before=before: host.engine.stats().output_tokens > before)  # type: ignore[misc]
             until(lambda: host.service.limiter.streams == 0)
         stats = host.engine.stats()
         prompt = stats.prompt_tokens // RETRIES

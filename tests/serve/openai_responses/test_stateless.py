@@ -115,6 +115,23 @@ def test_arguments_that_come_back_with_other_spaces_are_the_same_call() -> None:
         assert cached(last) == first["usage"]["total_tokens"] - 1
 
 
+def test_a_call_that_comes_back_changed_misses_its_reply_only() -> None:
+    """The next turn hits all of a conversation with the changed call."""
+    with answering(lambda _: DIALECTS["Qwen"].write([("weather", {"city": "Oslo", "days": 3})])) as server:
+        body = {**ASKED, "tools": [WEATHER], "input": [user("Hello!")]}
+        first = second = whole(server, body)
+        for turn in range(2):
+            (call,) = second["output"]
+            if turn == 0:
+                call = {**call, "arguments": json.dumps({"all": False, "days": 3, "city": "Oslo"})}
+            result = {"type": "function_call_output", "call_id": call["call_id"], "output": "grey"}
+            body["input"] += [call, result]
+            before, second = second, whole(server, body)
+            hit = before["usage"]["total_tokens" if turn else "input_tokens"]
+            assert hit - 1 <= cached(second) < before["usage"]["total_tokens"]
+    assert second["usage"]["input_tokens"] > first["usage"]["total_tokens"]
+
+
 def messages(*items: dict[str, Any], **order: bool) -> list[Any]:
     return read_messages("Be kind.", [], items, IgnoredFields(), RoleOrder(**order))
 
