@@ -203,11 +203,14 @@ class Core:
                 self._fail_alone(request, error)
         for rows, sampled in self._draw(self._rows_to_sample(work), logits):
             self._accept(rows, sampled)
-        for request in {each.stream.request: None for each in work}:
+        requests = {each.stream.request: None for each in work}
+        for request in requests:
             try:
                 self._close_finished(request)
             except Exception as error:
                 self._fail_alone(request, error)
+        for request in requests:  # last, so that all readers of this step are woken together
+            request.channel.notify()
 
     def _commit_chunk(self, work: Work, is_finite: bool) -> None:
         """Count and publish a computed chunk; never the KV of a forward that gave no numbers."""

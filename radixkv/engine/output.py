@@ -114,10 +114,16 @@ class OutputChannel:
     # ---- the engine's side
 
     def put(self, chunk: Chunk) -> None:
-        """Append a chunk. Takes no lock while the reader keeps up."""
+        """Append a chunk; `notify` calls the listeners. Takes no lock while the reader keeps up."""
         self._chunks.put(chunk)
         if self._readers and not self.paused and self._chunks.qsize() >= self._max_unread:
             self._pause()
+
+    def notify(self) -> None:
+        """Call the listeners of chunks. A step does so once all its chunks are in their channels.
+
+        A listener wakes another thread, which then competes with the engine's thread for the interpreter.
+        """
         if self._chunk_listeners:
             self._notify()
 
@@ -198,6 +204,7 @@ class OutputChannel:
         """Call `callback` once there is a chunk or the end to take; with `end`, only at the end.
 
         It is called once, at once or on the engine's thread, which it must not delay. If it raises, that is logged.
+        Chunks that were put, but for which `notify` was not called yet, count.
         """
         with self._lock:
             (self._end_listeners if end else self._chunk_listeners).append(callback)

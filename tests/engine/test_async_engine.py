@@ -555,6 +555,7 @@ def test_chunks_that_arrive_together_wake_the_loop_once(monkeypatch):
                 await asyncio.sleep(0)
             for channel in channels:
                 channel.put(chunk)
+                channel.notify()
             assert [await reader for reader in readers] == [chunk] * 8 and len(calls) == 1
             calls.clear()
             readers = [
@@ -572,6 +573,7 @@ def test_a_closed_loop_is_not_kept_by_an_unread_chunk():
     reader = loop.create_task(first_of(AsyncHandle(Handle(channel, lambda: None))))
     loop.run_until_complete(asyncio.sleep(0))
     channel.put(Chunk("a", (1,)))
+    channel.notify()
     loop.close()
     gone = weakref.ref(loop)
     del reader, loop

@@ -24,6 +24,7 @@ def chunk(number: int) -> Chunk:
 def fill(channel: OutputChannel, count: int, start: int = 0) -> None:
     for number in range(start, start + count):
         channel.put(chunk(number))
+        channel.notify()
 
 
 def reader_of(channel: OutputChannel) -> Iterator[Chunk]:
@@ -283,6 +284,21 @@ def test_a_listener_is_called_once_at_the_next_chunk_or_at_once():
     assert calls == ["first", "second", "end of chunks", "end"]
     channel.listen(lambda: calls.append("late"), end=True)
     assert calls[-1] == "late"
+
+
+def test_listeners_of_chunks_are_called_together_at_the_end_of_a_step():
+    channels, calls = [OutputChannel() for _ in range(3)], []
+    for number, channel in enumerate(channels):
+        channel.listen(lambda number=number: calls.append(number))
+        channel.put(chunk(0))
+    assert calls == []
+    for channel in channels:
+        channel.notify()
+        channel.notify()
+    assert calls == [0, 1, 2]
+    channels[0].put(chunk(1))
+    channels[0].listen(lambda: calls.append("at once"))  # the chunk is there, so that no call is waited for
+    assert calls == [0, 1, 2, "at once"]
 
 
 def test_a_listener_that_raises_is_logged_once_and_affects_no_other(caplog):
