@@ -10,7 +10,8 @@ import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from time import monotonic
-from typing import Any, NoReturn, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -144,6 +145,7 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events, self._send_timeout, self._cleanup = events, send_timeout, cleanup
         self._sending_since: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._error_event = error_event or (lambda error: sse_event(error.body()))
 
     def init_headers(self, headers: Any = None) -> None:
@@ -157,67 +159,100 @@ class EventStream(Response):
         with self._cleanup:
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                if await first_of(self._sent(send), _disconnected(receive), self._stalled()) is None:
-                    log_fields["client"] = "left"
+                async with Interruptible(receive) as block:
+                    self._check_reader(block)
+                    await self._sent(send)
+            except ClientDisconnected:
+                log_fields["client"] = "left"
             except TimeoutError:
                 log_fields["client"] = "stopped reading"
             finally:
+                if self._timer is not None:
+                    self._timer.cancel()
                 await self._events.aclose()
 
-    async def _sent(self, send: Send) -> bool:
+    async def _sent(self, send: Send) -> None:
         try:
             async for event in self._events:
                 await self._send_one(send, event)
         except Exception as error:
-            if isinstance(error, TimeoutError):
-                raise
             await self._send_one(send, self._error_event(as_api_error(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return True
 
     async def _send_one(self, send: Send, event: bytes) -> None:
         self._sending_since = monotonic()
         await send({"type": "http.response.body", "body": event, "more_body": True})
         self._sending_since = None
 
-    async def _stalled(self) -> NoReturn:
-        """Raise TimeoutError once one event has been sent for too long. A timeout of each event would cost more."""
-        while True:
-            since = self._sending_since
-            wait = self._send_timeout - (0 if since is None else monotonic() - since)
-            if wait <= 0:
-                raise TimeoutError
-            await asyncio.sleep(wait)
+    def _check_reader(self, block: Interruptible) -> None:
+        """Interrupt the response once one event has been sent for too long. A timeout of each event would cost more."""
+        since = self._sending_since
+        wait = self._send_timeout - (0 if since is None else monotonic() - since)
+        if wait <= 0:
+            block.interrupt(TimeoutError())
+        else:
+            self._timer = asyncio.get_running_loop().call_later(wait, self._check_reader, block)
 
 
-async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
-    """Return or raise the result of the first coroutine to finish; cancel the others, and wait for them."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return next(task for task in tasks if task.done()).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+class ClientDisconnected(ApiError):
+    """The client disconnected before its response was complete."""
+
+    def __init__(self) -> None:
+        """Set the status, which is for the log only."""
+        super().__init__(499, "the client left before its answer was complete", code="client_disconnected")
 
 
-async def wait_for_disconnect(receive: Receive) -> NoReturn:
-    """Raise ApiError 499 once the client disconnects."""
-    await _disconnected(receive)
-    raise ApiError(499, "the client left before its answer was complete", code="client_disconnected")
+class Interruptible:
+    """An `async with` block that ends early: on a disconnect, at a deadline, or when `interrupt` is called.
+
+    The block is cancelled where it waits. Then the statement raises ClientDisconnected, TimeoutError or the error that
+    `interrupt` received. Costs one task; the block itself runs in the caller's.
+    """
+
+    def __init__(self, receive: Receive, deadline: float | None = None) -> None:
+        """`receive` returns the client's messages; `deadline` is a time of the event loop."""
+        self._receive = receive
+        self._limit = asyncio.timeout_at(deadline)
+        self._error: Exception | None = None
+        self._ended = False
+
+    def interrupt(self, error: Exception) -> None:
+        """End the block with `error`, unless it has ended. Call on the event loop."""
+        if self._error is None and not self._ended and not self._limit.expired():
+            self._error = error
+            self._limit.reschedule(0)
+
+    async def __aenter__(self) -> Self:
+        """Begin the block."""
+        await self._limit.__aenter__()
+        self._watch = asyncio.create_task(self._wait_for_disconnect())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the block, and raise the error that interrupted it."""
+        self._ended = True
+        self._watch.cancel()
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError as expired:
+            if self._error is None:
+                raise
+            raise self._error from expired
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.interrupt(ClientDisconnected())
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of `work`; raise ApiError 499 if the client disconnects first."""
-    return await first_of(work, wait_for_disconnect(request.receive))
+    """Return the result of `work`; raise ClientDisconnected if the client disconnects first."""
+    async with Interruptible(request.receive):
+        return await work
 
 
 def sse_event(body: object) -> bytes:
     """Encode a JSON value as one event."""
     return b"data: " + _encode_event(body).encode() + b"\n\n"
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -31,7 +31,7 @@ from radixkv.serve.message_schemas import RoleOrder, template_texts
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.openai_responses.store import ResponseStore
 from radixkv.serve.reply import tags
-from radixkv.serve.responses import TokenTexts, first_of, usage, wait_for_disconnect
+from radixkv.serve.responses import Interruptible, TokenTexts, usage
 from radixkv.serve.settings import Settings
 
 Result = TypeVar("Result")
@@ -91,7 +91,8 @@ class Service:
         self._longest_token = _longest_token(tokenizer)
         # One thread, since a tokenizer is not thread-safe. It ends with the last reference to this object.
         self.executor = ThreadPoolExecutor(1, "radixkv-serve")
-        self._ending = asyncio.Event()
+        self._ending = False
+        self._preparing: set[Interruptible] = set()  # of requests that are not submitted yet
 
     def admit(self, request: Request, cleanup: ExitStack) -> StreamLease:
         """Admit a request until `cleanup` closes, before its body is read; raise ApiError 401, 403 or 429."""
@@ -115,14 +116,21 @@ class Service:
     async def cancellable(self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`, which runs before a request is submitted to the engine.
 
-        `work` is cancelled if the client disconnects (ApiError 499), the request times out (RequestTimedOut) or the
-        server shuts down (EngineClosed). A call that is already running in the background continues, without effect.
+        `work` is cancelled if the client disconnects (ClientDisconnected), the request times out (RequestTimedOut) or
+        the server shuts down (EngineClosed). A call that is already running in the background continues, without
+        effect.
         """
+        block = Interruptible(request.receive, request.state.deadline)
+        self._preparing.add(block)
         try:
-            async with asyncio.timeout_at(request.state.deadline):
-                return await first_of(work, wait_for_disconnect(request.receive), self._shutting_down())
+            async with block:
+                if self._ending:
+                    block.interrupt(_ending())
+                return await work
         except TimeoutError as error:
             raise self._timed_out() from error
+        finally:
+            self._preparing.discard(block)
 
     def time_left(self, request: Request) -> float | None:
         """Return the seconds until a request's deadline, None without one; raise RequestTimedOut."""
@@ -134,7 +142,9 @@ class Service:
 
     def begin_shutdown(self) -> None:
         """Cancel the requests that wait for the background thread. Call on the event loop."""
-        self._ending.set()
+        self._ending = True
+        for block in self._preparing:
+            block.interrupt(_ending())
 
     def caller(self, request: Request) -> Caller:
         """Return the sender of a request; raise ApiError 401."""
@@ -246,12 +256,12 @@ class Service:
         """
         return await asyncio.get_running_loop().run_in_executor(self.executor, call)
 
-    async def _shutting_down(self) -> NoReturn:
-        await self._ending.wait()
-        raise EngineClosed("the server is ending")
-
     def _timed_out(self) -> RequestTimedOut:
         return RequestTimedOut(f"the request did not finish in time: {self.settings.timeout:g} s have passed")
+
+
+def _ending() -> EngineClosed:
+    return EngineClosed("the server is ending")
 
 
 def _hidden_tags(tokenizer: Any | None, tags: Collection[str], stops: Collection[int]) -> dict[int, str]:
