@@ -75,12 +75,11 @@ class ChatAnswer:
             yield self._event(index, {"role": "assistant", "content": ""})
         async with aclosing(self._turn.steps()) as steps:
             async for step in steps:
-                if event := self._of_step(step):
+                event = self._of_step(step)
+                if self._turn.complete:
+                    event += self._last()
+                if event:
                     yield event
-        if self._options.include_usage:
-            head = self._head("chat.completion.chunk")
-            yield sse_event({**head, "choices": [], "usage": usage([self._turn.completion])})
-        yield DONE
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the last event of a stream that failed."""
@@ -101,6 +100,13 @@ class ChatAnswer:
         if step.end is not None:
             events.append(self._event(step.index, {}, reason=step.end.finish_reason))
         return b"".join(events)
+
+    def _last(self) -> bytes:
+        """Return the events after the replies."""
+        if not self._options.include_usage:
+            return DONE
+        head = self._head("chat.completion.chunk")
+        return sse_event({**head, "choices": [], "usage": usage([self._turn.completion])}) + DONE
 
     def _content_event(self, index: int, text: str) -> bytes:
         """Return the most frequent event, a delta of content, from prepared parts; equal to `_event`, but faster."""

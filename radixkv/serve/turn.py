@@ -7,7 +7,8 @@ returns a `ChatRequest`, and an `Encoder`, which writes bytes from a `Turn`:
     async def create(service: Service, request: Request) -> Response:
         return await respond(service, request, read_chat, ChatAnswer)
 
-Invariant: the history stores the replies of a turn once, before `steps`, `events` or `replies` returns.
+Invariant: the history stores the replies of a turn once, before `steps` or `events` yields the end of the last reply,
+and before `replies` returns.
 """
 
 from __future__ import annotations
@@ -202,24 +203,33 @@ class Turn:
 
     @property
     def usage(self) -> TurnUsage:
-        """The cost of the request; available once `steps`, `events` or `replies` has returned."""
+        """The cost of the request; available once the turn is complete."""
         completion = self.completion
         output = sum(each.usage.output_tokens for each in all_replies([completion]))
         return TurnUsage(completion.usage.prompt_tokens, completion.usage.cached_tokens, output)
 
     @property
     def completion(self) -> Completion:
-        """The engine's result; available once `steps`, `events` or `replies` has returned."""
+        """The engine's result; available once the turn is complete."""
         assert self._completion is not None, "the replies are not complete yet"
         return self._completion
+
+    @property
+    def complete(self) -> bool:
+        """Whether all replies are complete, from the last of `steps` and `events` on, and after `replies`."""
+        return self._completion is not None
 
     def cancel(self) -> None:
         """Stop the replies: their readers raise RequestCancelled. Computed tokens stay cached."""
         self._handle.cancel()
 
     async def steps(self) -> AsyncGenerator[Step, None]:
-        """Yield the replies as they are generated, a step for each sampled token. Raises the request's error."""
+        """Yield the replies as they are generated, a step for each sampled token. Raises the request's error.
+
+        The turn is complete with the last step, so that an encoder can send the last text and the usage together.
+        """
         tokens = [0] * len(self._readers)
+        running = len(self._readers)
         async for chunk in self._handle:
             index = chunk.index
             tokens[index] += len(chunk.token_ids)
@@ -229,8 +239,12 @@ class Turn:
                 yield Step(index, pieces, None, chunk)
             else:
                 pieces += reader.finish()
+                running -= 1
+                if not running:
+                    await self._complete(await self._handle.result())
                 yield Step(index, pieces, self._end(chunk, tokens[index]), chunk)
-        await self._complete(await self._handle.result())
+        if running:
+            await self._handle.result()  # raises: the request was cancelled
 
     async def events(self) -> AsyncGenerator[tuple[int, Piece | End], None]:
         """Yield (reply, piece) as text arrives, and (reply, end) once for each reply. Raises the request's error."""

@@ -66,19 +66,21 @@ class MessageEncoder:
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
             step = first.result()
-            if written := blocks.pieces(step.pieces):
-                yield written
-            async for step in steps:
+            while step.end is None:
                 if written := blocks.pieces(step.pieces):
                     yield written
-        assert step.end is not None
-        reason, stop = stop_reason(step.end)
-        ending = {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": self._usage(self._turn.usage)}
-        yield b"".join((blocks.close(), event({"type": "message_delta", **ending}), _STOP))
+                step = await anext(steps)
+        yield blocks.pieces(step.pieces) + blocks.close() + self._last(step.end)
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the last event of a stream that failed."""
         return event(error_body(error, self._request_id))
+
+    def _last(self, end: End) -> bytes:
+        """Return the events after the last block."""
+        reason, stop = stop_reason(end)
+        ending = {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": self._usage(self._turn.usage)}
+        return event({"type": "message_delta", **ending}) + _STOP
 
     def _head(self, usage: JsonObject) -> JsonObject:
         """Return an empty message."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 from typing import NoReturn
 
@@ -123,13 +124,13 @@ class ResponseAnswer:
         running[key] = self
         try:
             yield self._parts.start()
-            end: End | None = None
-            async for step in self._turn.steps():
-                end = step.end
-                if events := b"".join(map(self._parts.push, step.pieces)):
-                    yield events
-            assert end is not None
-            yield await self._finish(end)
+            async with aclosing(self._turn.steps()) as steps:
+                async for step in steps:
+                    events = b"".join(map(self._parts.push, step.pieces))
+                    if step.end is not None:
+                        events += await self._finish(step.end)
+                    if events:
+                        yield events
         except RequestCancelled:
             if not self._cancelled:
                 raise
