@@ -132,6 +132,8 @@ class ThinkingReader:
 
     def push(self, text: str) -> list[Part]:
         """Read more text; return the parts that are certain now. O(text + held text)."""
+        if self._state == "answer" and not self._drops_space:  # most texts, so without the generators below
+            return [(False, text)] if text else []
         self._held += text
         return list(self._read())
 

@@ -32,6 +32,8 @@ class TaggedText:
 
     def push(self, chunk: Chunk) -> str:
         """Return the text that a chunk releases, with its tags. O(characters)."""
+        if not self._tags:
+            return chunk.text
         start, end = self._released, self._released + len(chunk.text)
         self._waiting += [(end + chunk.held, tag) for token in chunk.token_ids if (tag := self._tags.get(token))]
         parts, at = [], start
