@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import re
@@ -47,6 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
         with engine:
             name = settings.model_name or engine.model.name
             where = address(sock)
+            # The model's objects live as long as the process. Full collections would visit them again and again, each
+            # time with all threads stopped.
+            gc.collect()
+            gc.freeze()
             with _naming_options():
                 server = Server(AsyncEngine(engine), settings, lambda: _print(f"{name} at {where}/v1"), _exit_soon)
             server.run(sockets=[sock])
