@@ -3,6 +3,7 @@
 RadixKVError
 ├── InvalidInput (ValueError)      an argument is out of range; the message names the allowed values
 │   ├── InvalidTokens              token ids that are not ints, negative or >= 2**31; or an empty prompt
+│   ├── InvalidConstraint          a schema, regex, grammar or choice cannot be compiled, or is too expensive
 │   ├── PromptTooLong              longer than the model's context or than the whole pool
 │   └── UnknownPolicy              there is no eviction policy of that name
 ├── CacheError
@@ -37,6 +38,18 @@ class InvalidInput(RadixKVError, ValueError):
 
 class InvalidTokens(InvalidInput):
     """Token ids are not ints, negative or >= 2**31; or the prompt is empty."""
+
+
+class InvalidConstraint(InvalidInput):
+    """A JSON schema, regular expression, grammar or choice cannot be compiled, or is too expensive.
+
+    `parameter` is the sampling parameter, and `place` a JSON pointer into a schema, None where it is unknown.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, place: str | None = None) -> None:
+        """Store the place for programs."""
+        super().__init__(message)
+        self.parameter, self.place = parameter, place
 
 
 class PromptTooLong(InvalidInput):

@@ -6,15 +6,20 @@ this module imports no torch.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from radixkv.errors import InvalidInput
 
 INT64 = (-(2**63), 2**63 - 1)  # the integers that HTTP clients may send
+CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
+LONGEST_CONSTRAINT = 2**18  # characters of a schema, of a grammar, or of all choices
+LONGEST_REGEX = 2**14  # characters
+MOST_CHOICES = 10_000
 
 
 # ---- kinds of parameters
@@ -154,12 +159,88 @@ class TokenIds(Parameter):
         return tuple(value)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pattern(Parameter):
+    """Declare a text of at most `most` characters that a constraint is made from; None is no constraint."""
+
+    most: int
+
+    def checked(self, name: str, value: Any) -> str | None:
+        """Return the text."""
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value:
+            raise InvalidInput(f"{name} must be a text, not {value!r:.100}")
+        return _encodable(name, _short_enough(name, value, self.most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonSchema(Pattern):
+    """Declare a JSON schema: a mapping, its JSON text, or True for any JSON value; None is no constraint."""
+
+    def checked(self, name: str, value: Any) -> str | None:
+        """Return compact JSON text with the keys in their order, which is the order of the reply's properties."""
+        if value is None:
+            return None
+        if isinstance(value, str):
+            try:
+                value = json.loads(_short_enough(name, value, self.most))
+            except (ValueError, RecursionError) as error:
+                raise InvalidInput(f"{name} is no JSON: {error}") from error
+        if value is not True and not isinstance(value, Mapping):
+            raise InvalidInput(f"{name} must be a mapping, its JSON text, or True for any value, not {value!r:.100}")
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=dict)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidInput(f"{name} is no JSON: {error}") from error
+        return _encodable(name, _short_enough(name, text, self.most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices(Texts):
+    """Declare at most `most` texts, of at most `longest` characters together, of which one is chosen."""
+
+    most: int
+    longest: int
+
+    def checked(self, name: str, value: Any) -> tuple[str, ...]:
+        """Return a tuple; empty is no constraint."""
+        texts = super().checked(name, value)
+        if len(texts) > self.most:
+            raise InvalidInput(f"{name} has {len(texts)} texts: at most {self.most} are allowed")
+        for text in texts:
+            _encodable(name, text)
+        _short_enough(name, "".join(texts), self.longest)
+        return texts
+
+
+def _short_enough(name: str, text: str, most: int) -> str:
+    if len(text) > most:
+        raise InvalidInput(f"{name} has {len(text)} characters: at most {most} are allowed")
+    return text
+
+
+def _encodable(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"{name} is no valid Unicode: {error}") from error
+    return text
+
+
 def parameter(default: Any, declaration: Parameter) -> Any:
     """Return a dataclass field with this default and this declaration."""
     return field(default=default, metadata={"parameter": declaration})
 
 
 # ---- the parameters
+
+
+class Constraint(NamedTuple):
+    """A rule for the text of a reply: the parameter that gives it, and its checked value."""
+
+    parameter: str
+    value: str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -188,6 +269,12 @@ class SamplingParams:
     logprobs             number of most likely tokens whose log probabilities are returned at each position, in addition
                          to the sampled token's; 0..100, None: no log probabilities. They are those of the model's
                          distribution, before any parameter above changes it
+    json_schema          the reply is a JSON value that this schema allows: a mapping, its JSON text, or True for any
+    regex                the whole reply matches this regular expression
+    grammar              the reply follows this grammar, in Lark's notation as llguidance reads it
+    choice               the reply is one of these texts
+
+    At most one of the last four is given; they need the extra radixkv[grammar].
     """
 
     max_tokens: int = parameter(256, Integer(low=1, on_wire=False))
@@ -208,6 +295,14 @@ class SamplingParams:
     ignore_eos: bool = parameter(False, Flag())
     n: int = parameter(1, Integer(low=1, wire_high=128))
     logprobs: int | None = parameter(None, Integer(low=0, high=100, optional=True, wire_high=20, on_wire=False))
+    json_schema: Mapping[str, Any] | str | bool | None = parameter(
+        None, JsonSchema(most=LONGEST_CONSTRAINT, on_wire=False)
+    )
+    regex: str | None = parameter(None, Pattern(most=LONGEST_REGEX, on_wire=False))
+    grammar: str | None = parameter(None, Pattern(most=LONGEST_CONSTRAINT, on_wire=False))
+    choice: Sequence[str] = parameter(
+        (), Choices(most=MOST_CHOICES, longest=LONGEST_CONSTRAINT, wire_most=0, wire_longest=0, on_wire=False)
+    )
 
     def __post_init__(self) -> None:
         """Check every parameter, and copy the containers, which the caller could change later."""
@@ -218,6 +313,9 @@ class SamplingParams:
                 object.__setattr__(self, name, checked)
         if self.min_tokens > self.max_tokens:
             raise InvalidInput(f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})")
+        given = [name for name in CONSTRAINTS if getattr(self, name)]
+        if len(given) > 1:
+            raise InvalidInput(f"{' and '.join(given)} are given: a reply has at most one constraint")
 
     @cached_property
     def greedy(self) -> bool:
@@ -230,6 +328,14 @@ class SamplingParams:
         default = type(self)()
         names = [name for name, declared in parameters(type(self)).items() if declared.adjusts_logits]
         return any(getattr(self, name) != getattr(default, name) for name in names)
+
+    @cached_property
+    def constraint(self) -> Constraint | None:
+        """The constraint on the reply's text, None without one."""
+        for name in CONSTRAINTS:
+            if value := getattr(self, name):
+                return Constraint(name, value)
+        return None
 
     def but(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields changed and checked."""

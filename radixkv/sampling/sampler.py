@@ -25,6 +25,7 @@ from torch import Tensor
 from radixkv.errors import InvalidInput
 from radixkv.sampling.logits_processors import adjusted
 from radixkv.sampling.params import SampleRow, SamplingParams, TokenLogprobs
+from radixkv.sampling.token_mask import TokenMask
 
 _FIRST_CANDIDATES = 64  # most likely tokens that are sorted first if only top_p or min_p filters
 _WIDEN = 8  # factor for the rows whose kept set may reach beyond the candidates
@@ -46,8 +47,8 @@ class Sampled:
     broken: frozenset[int] = frozenset()
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
-    """Sample one token from each row of logits [len(rows), vocab], which are not changed.
+def sample(logits: Tensor, rows: Sequence[SampleRow], mask: TokenMask | None = None) -> Sampled:
+    """Sample one token from each row of logits [len(rows), vocab], which only a mask changes, in place.
 
     A row that cannot be sampled is listed in `broken` and does not affect the others. Raises InvalidInput if the
     numbers of rows differ. A batch of greedy rows costs one argmax, top-k one partial sort, penalties the length of the
@@ -57,6 +58,11 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         raise InvalidInput(f"logits of shape {tuple(logits.shape)} do not fit {len(rows)} rows")
     if not rows:
         return Sampled([], None)
+    unmasked = logits
+    if mask is not None:
+        if any(row.params.logprobs is not None for row in rows):
+            unmasked = logits.clone()
+        mask.limit(logits)
     processed = adjusted(logits, rows)
     best, tokens = processed.max(dim=-1)
     broken = frozenset((~torch.isfinite(best)).nonzero()[:, 0].tolist())
@@ -64,7 +70,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
     for candidates, members in _by_candidates(rows, logits.shape[1], broken).items():
         for index, token in zip(members, _draw(processed, best, rows, members, candidates), strict=True):
             drawn[index] = token
-    return Sampled(drawn, _logprobs(logits, rows, drawn), broken)
+    return Sampled(drawn, _logprobs(unmasked, rows, drawn), broken)
 
 
 def _by_candidates(rows: Sequence[SampleRow], vocab: int, broken: frozenset[int]) -> dict[int, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import pickle
 import subprocess
@@ -48,6 +49,22 @@ from radixkv.sampling.params import SamplingParams
         ({"n": 0}, "n must be an int >= 1"),
         ({"logprobs": -1}, "logprobs must be None or an int from 0 to 100"),
         ({"logprobs": 101}, "logprobs must be None or an int from 0 to 100"),
+        ({"json_schema": "{"}, "json_schema is no JSON: "),
+        ({"json_schema": "3"}, "json_schema must be a mapping, its JSON text, or True for any value, not 3"),
+        ({"json_schema": False}, "json_schema must be a mapping"),
+        ({"json_schema": [1]}, "json_schema must be a mapping"),
+        ({"json_schema": {"const": math.nan}}, "json_schema is no JSON"),
+        ({"json_schema": {"const": {1, 2}}}, "json_schema is no JSON"),
+        ({"json_schema": {"const": "\ud800"}}, "json_schema is no valid Unicode"),
+        ({"json_schema": {"description": "x" * 300_000}}, "json_schema has 300018 characters: at most 262144"),
+        ({"regex": ""}, "regex must be a text, not ''"),
+        ({"regex": 3}, "regex must be a text, not 3"),
+        ({"regex": "a" * 20_000}, "regex has 20000 characters: at most 16384"),
+        ({"grammar": b"start"}, "grammar must be a text"),
+        ({"choice": ["a", ""]}, "choice must be a string or a list of strings, none of them empty"),
+        ({"choice": ["a", 3]}, "choice must be a string or a list of strings"),
+        ({"choice": ["a"] * 10_001}, "choice has 10001 texts: at most 10000"),
+        ({"choice": ["a"], "regex": "b"}, "regex and choice are given: a reply has at most one constraint"),
     ],
 )
 def test_what_is_out_of_range_is_refused_with_what_is_allowed(wrong: dict[str, Any], message: str) -> None:
@@ -96,3 +113,26 @@ def test_parameters_are_frozen_hashable_and_travel() -> None:
 def test_importing_them_imports_no_torch() -> None:
     code = "import sys, radixkv.sampling.params; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_schema_is_kept_as_text_with_its_keys_in_their_order() -> None:
+    schema = {"type": "object", "properties": {"z": {"const": "ü"}, "a": True}}
+    text = '{"type":"object","properties":{"z":{"const":"ü"},"a":true}}'
+    for given in (schema, text, json.dumps(schema, indent=2)):
+        params = SamplingParams(json_schema=given)
+        assert params.json_schema == text
+        assert params.constraint == ("json_schema", text)
+        assert params.but(n=2).constraint == params.constraint
+        assert hash(params) == hash(SamplingParams(json_schema=schema))
+    schema["type"] = "array"
+    assert params.json_schema == text
+
+
+def test_the_constraint_is_the_one_that_is_given() -> None:
+    assert SamplingParams().constraint is None
+    assert SamplingParams(choice="yes").constraint == ("choice", ("yes",))
+    assert SamplingParams(regex="a+").constraint == ("regex", "a+")
+    assert SamplingParams(grammar="start: /a/").constraint == ("grammar", "start: /a/")
+    assert SamplingParams(json_schema=True).constraint == ("json_schema", "true")
+    none: dict[str, Any] = dict.fromkeys(("json_schema", "regex", "grammar", "choice"))
+    assert SamplingParams(**none).constraint is None
