@@ -1,0 +1,143 @@
+"""Compile the constraints of an engine's requests, on a thread of its own.
+
+A constraint is compiled while its request waits outside the engine's thread, so that no step waits for it. The latest
+grammars are kept. Requests with one grammar share its automaton, which grows as their texts use it. What a grammar may
+cost is limited: its size here, the work of one token by llguidance's limits. Grammars that break a limit with their
+first tokens are refused; a later one ends its request.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from radixkv.errors import InvalidConstraint
+from radixkv.grammar.constraint import grammar_of
+from radixkv.grammar.matcher import GrammarMatcher, TokenTable, reason_of
+from radixkv.sampling.params import Constraint, SamplingParams
+
+_MOST_GRAMMARS = 64
+_PROBED_TOKENS = 4
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 25_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+"""Default limits allow 2 to 10 times as much; with these, no hostile grammar that we found takes more than a second."""
+
+
+class GrammarCompiler:
+    """Make the matchers of one engine's requests. Any thread may call it."""
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, stop_ids: Collection[int]) -> None:
+        """Compile for a transformers tokenizer; `vocab_size` is the number of logits, `stop_ids` end a reply.
+
+        Nothing is imported or built before it is needed.
+        """
+        self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, frozenset(stop_ids)
+        self._table: TokenTable | None = None
+        self._grammars: OrderedDict[Constraint, Future[GrammarMatcher]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "radixkv-grammar")
+
+    def begin(self, params: SamplingParams) -> Future[GrammarMatcher] | None:
+        """Start to compile the constraint of `params`, unless it is compiled already; None without a constraint."""
+        constraint = params.constraint
+        if constraint is None:
+            return None
+        with self._lock:
+            found = self._grammars.get(constraint)
+            if found is None:
+                found = self._grammars[constraint] = self._thread.submit(self._compiled, constraint)
+                if len(self._grammars) > _MOST_GRAMMARS:
+                    self._grammars.popitem(last=False)
+            self._grammars.move_to_end(constraint)
+        return found
+
+    def matcher(self, params: SamplingParams) -> GrammarMatcher | None:
+        """Wait for the constraint of `params`, and return a matcher at the start of a reply; None without a constraint.
+
+        Raises InvalidConstraint.
+        """
+        compiled = self.begin(params)
+        return None if compiled is None else compiled.result().fork()
+
+    def prepare(self) -> None:
+        """Build the tokenizer's table now; the first constraint does it otherwise.
+
+        Costs a second of a CPU for 49,152 tokens, during which no other thread of Python runs. Raises InvalidConstraint
+        without llguidance, or if the model has no tokenizer that it can read.
+        """
+        self._thread.submit(self._built_table).result()
+
+    # ---- on the compiler's thread
+
+    def _compiled(self, constraint: Constraint) -> GrammarMatcher:
+        table, name = self._built_table(), constraint.parameter
+        grammar = grammar_of(constraint)
+        from llguidance import LLMatcher, LLParserLimits
+
+        matcher = LLMatcher(table.tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+        if matcher.is_error():
+            raise self._refusal(constraint, matcher.get_error())
+        compiled = GrammarMatcher(matcher, table, name)
+        self._probe(compiled.fork(), name)
+        return compiled
+
+    def _refusal(self, constraint: Constraint, error: str) -> InvalidConstraint:
+        return InvalidConstraint(f"{constraint.parameter}: {reason_of(error)}", parameter=constraint.parameter)
+
+    def _probe(self, matcher: GrammarMatcher, name: str) -> None:
+        """Follow some tokens, so that a grammar that is too expensive is refused; and the automaton gets its start."""
+        bits = np.empty((1, -(-matcher.vocab_size // 32)), np.int32)
+        for number in range(_PROBED_TOKENS):
+            for error in GrammarMatcher.fill([matcher], bits).values():
+                raise error
+            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+            allowed = allowed[~np.isin(allowed, list(matcher.stop_ids))]
+            if not len(allowed):
+                if number == 0:
+                    raise InvalidConstraint(f"{name} allows no text", parameter=name)
+                return
+            matcher.consume([int(allowed[len(allowed) // 2])])
+            matcher.consume(matcher.forced())
+            if matcher.finished:
+                return
+
+    def _built_table(self) -> TokenTable:
+        if self._table is None:
+            self._table = _table(self._tokenizer, self._vocab_size, self._stop_ids)
+        return self._table
+
+
+def _table(tokenizer: Any | None, vocab_size: int, stop_ids: frozenset[int]) -> TokenTable:
+    try:
+        from llguidance import LLExecutor, LLTokenizer
+    except ImportError as error:
+        raise InvalidConstraint("constrained replies need llguidance: pip install 'radixkv[grammar]'") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InvalidConstraint(
+            "constrained replies need a tokenizer of the tokenizers library, and this model has none: "
+            "load it with tokenizer="
+        )
+    backend = copy.copy(backend)
+    backend.no_padding()
+    backend.no_truncation()
+    # A model without stop tokens gets one beyond its logits: a row of bits shows there whether the text is complete.
+    ends = sorted(stop_ids) or [max(vocab_size, len(tokenizer))]  # type: ignore[arg-type]
+    size = max(vocab_size, len(tokenizer), ends[-1] + 1)  # type: ignore[arg-type]
+    try:
+        built = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=ends)
+    except ValueError as error:
+        raise InvalidConstraint(f"llguidance cannot read this model's tokenizer: {error}") from error
+    return TokenTable(built, LLExecutor(), size, frozenset(ends))

@@ -1,0 +1,85 @@
+"""Write a constraint as a grammar of llguidance.
+
+JSON is written as Python's json.dumps writes it: one space after a colon and after a comma, and no other white space.
+Models have seen this form most often. It leaves no choice between members, so that names and punctuation are forced
+tokens, and no reply can run into endless white space.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from radixkv.errors import InvalidConstraint
+from radixkv.grammar.json_schema import checked_schema
+from radixkv.sampling.params import Constraint
+
+SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_EMBEDDED = re.compile(r"%json\s*(?=[{])")
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """Return the grammar of a constraint, in the JSON form of llguidance. Raises InvalidConstraint."""
+    return json.dumps({"grammars": [_WRITERS[constraint.parameter](constraint.value)]}, ensure_ascii=False)
+
+
+def schema_with_separators(schema: Any) -> dict[str, Any]:
+    """Check a JSON schema, and return it with the separators of a reply.
+
+    Its JSON text may follow `%json` in a grammar. Raises InvalidConstraint with the place of a keyword that cannot be
+    enforced.
+    """
+    checked = checked_schema(schema)
+    return {**checked, "x-guidance": {**SEPARATORS, **checked.get("x-guidance", {})}}
+
+
+def _json_schema(text: str) -> dict[str, Any]:
+    return {"json_schema": schema_with_separators(json.loads(text))}
+
+
+def _regex(text: str) -> dict[str, Any]:
+    from llguidance import regex_to_lark
+
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise InvalidConstraint("regex ends with a backslash that escapes nothing", parameter="regex")
+    # "dw": digits and word characters are ASCII, as in the patterns of JSON Schema.
+    return {"lark_grammar": f"start: REPLY\nREPLY: /{regex_to_lark(text, 'dw')}/\n"}
+
+
+def _grammar(text: str) -> dict[str, Any]:
+    return {"lark_grammar": _checked_lark(text)}
+
+
+def _choice(texts: tuple[str, ...]) -> dict[str, Any]:
+    return {"lark_grammar": "start: REPLY\nREPLY: " + " | ".join(map(_quoted, texts))}
+
+
+_WRITERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "json_schema": _json_schema,
+    "regex": _regex,
+    "grammar": _grammar,
+    "choice": _choice,
+}
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a string of a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _checked_lark(grammar: str) -> str:
+    """Return a grammar whose embedded schemas are checked, and have the separators of a reply unless they set them."""
+    parts, at = [], 0
+    while (found := _EMBEDDED.search(grammar, at)) is not None:
+        try:
+            schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError) as error:
+            line = grammar.count("\n", 0, found.start()) + 1
+            raise InvalidConstraint(
+                f"grammar, line {line}: no JSON after %json: {error}", parameter="grammar"
+            ) from error
+        parts += [grammar[at : found.end()], json.dumps(schema_with_separators(schema), ensure_ascii=False)]
+        at = end
+    return "".join([*parts, grammar[at:]])

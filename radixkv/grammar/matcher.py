@@ -1,0 +1,86 @@
+"""Follow one stream of tokens through a grammar, with llguidance's matcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radixkv.errors import InvalidConstraint
+from radixkv.sampling.token_mask import Bits
+
+_SHOWN = 300  # characters of an error
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """A tokenizer in the form of llguidance, and the threads that fill masks; one for all requests of an engine."""
+
+    tokenizer: Any
+    executor: Any
+    vocab_size: int
+    stop_ids: frozenset[int]
+
+
+class GrammarMatcher:
+    """A `TokenMatcher` over `llguidance.LLMatcher`."""
+
+    def __init__(self, matcher: Any, table: TokenTable, parameter: str) -> None:
+        """Own `matcher`, which the sampling parameter `parameter` was compiled to."""
+        self.vocab_size, self.stop_ids = table.vocab_size, table.stop_ids
+        self._matcher, self._table, self._parameter = matcher, table, parameter
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the text so far is complete."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text so far is complete, and no token can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text; raises InvalidConstraint if the matcher fails."""
+        if tokens and not self._matcher.consume_tokens(tokens):
+            raise self._error()
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must come next; raises InvalidConstraint if the matcher fails."""
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        if not tokens and self._matcher.is_error():
+            raise self._error()
+        return tokens
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens; raises InvalidConstraint if the grammar cannot."""
+        if count and not self._matcher.rollback(count):
+            raise self._error()
+
+    def fork(self) -> GrammarMatcher:
+        """Return a matcher with the same text that goes on independently. 1 us: both share the automaton of regexes."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._table, self._parameter)
+
+    @classmethod
+    def fill(cls, matchers: Sequence[GrammarMatcher], bits: Bits) -> dict[int, InvalidConstraint]:
+        """Write the tokens that may come next to bits[i] for each matcher i; returns the errors of those that failed.
+
+        The rows are filled without the interpreter's lock, on the threads of llguidance.
+        """
+        rows = [(each._matcher, place) for place, each in enumerate(matchers)]
+        executor = matchers[0]._table.executor
+        executor.unsafe_compute_mask_ptr(rows, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+        return {place: each._error() for place, each in enumerate(matchers) if each._matcher.is_error()}
+
+    def _error(self) -> InvalidConstraint:
+        reason = reason_of(self._matcher.get_error())
+        return InvalidConstraint(
+            f"{self._parameter} cannot be followed any further: {reason}", parameter=self._parameter
+        )
+
+
+def reason_of(error: str) -> str:
+    """Return the reason in an error of llguidance, on one line: it also shows the place in the text, or its state."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["unknown reason"]
+    parsing = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return ": ".join([lines[0].removesuffix(":")[:_SHOWN], *parsing[:1]])
