@@ -76,6 +76,7 @@ class AsyncRequestEngine:
 
         Cancelling the task cancels its requests. Same arguments and errors as `Engine.generate`.
         """
+        await self._compiled(*([params] if isinstance(params, SamplingParams | None) else params))
         requests = await self._prepared(self.client.inputs.batch, prompts, params, namespace, timeout)
         handles: list[AsyncHandle] = []
         try:
@@ -97,6 +98,7 @@ class AsyncRequestEngine:
     ) -> AsyncHandle:
         """Start one request; iterate the handle for chunks, or await its result: see `Engine.submit`."""
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
+        await self._compiled(params)
         request = await self._prepared(self.client.inputs.request, prompt, params, **options)
         return AsyncHandle(self.client.start(request))
 
@@ -202,6 +204,12 @@ class AsyncRequestEngine:
         return self._engine.default_params
 
     # ---- inside
+
+    async def _compiled(self, *params: object) -> None:
+        """Wait until constraints are compiled, so that the preparing thread never waits for one."""
+        for each in params:
+            if isinstance(each, SamplingParams) and (compiling := self.client.inputs.grammars.begin(each)) is not None:
+                await asyncio.shield(asyncio.wrap_future(compiling))  # other requests may wait for it, too
 
     async def _prepared(
         self, call: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs

@@ -10,7 +10,6 @@ import heapq
 import logging
 import time
 from collections.abc import Hashable, Sequence
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,8 +26,9 @@ from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import SequenceInput
-from radixkv.sampling.params import SampleRow
+from radixkv.sampling.params import SampleRow, TokenLogprobs
 from radixkv.sampling.sampler import Sampled, sample
+from radixkv.sampling.token_mask import ConstrainedRow, StepMasks, TokenMask, TokenMasks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +76,7 @@ class Core:
         self._reuse = reuse_policy(cache, config, row_dependent=getattr(runner, "row_dependent", False))
         self.scheduler = Scheduler(cache, config, self.counters, self._reuse, self.observers, self.end)
         self.admission = self.scheduler.admission
+        self._masks = TokenMasks()
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; requests that ended are skipped
 
     @property
@@ -144,8 +145,9 @@ class Core:
         try:
             self._end_overdue()
             work = self.scheduler.schedule()
+            masks = self._masks_of(work)
             for part, logits in self._run(work):
-                self._commit(part, logits)
+                self._commit(part, logits, masks)
         except Exception as error:
             self._fail(work, error)
         if work:
@@ -189,9 +191,21 @@ class Core:
         ]
         return self.runner.run(chunks, list(chain.from_iterable(each.plan.copies for each in work)))
 
+    def _masks_of(self, work: list[Work]) -> StepMasks | None:
+        """Start to fill the masks of the constrained streams that sample in this step; None if there is none.
+
+        A guard and no null object: most steps have no constrained stream.
+        """
+        rows = {
+            each.stream: ConstrainedRow(each.stream.matcher, each.stream.request.stop_ids)
+            for each in work
+            if each.stream.matcher is not None and each.samples
+        }
+        return self._masks.begin(rows) if rows else None
+
     # ---- commit
 
-    def _commit(self, work: list[Work], logits: Tensor) -> None:
+    def _commit(self, work: list[Work], logits: Tensor, masks: StepMasks | None) -> None:
         """Publish the computed chunks, sample the next tokens, and close the streams that ended."""
         finite = torch.isfinite(logits.amax(dim=1)).tolist()
         for each, is_finite in zip(work, finite, strict=True):
@@ -201,7 +215,10 @@ class Core:
                     self._commit_chunk(each, is_finite)
             except Exception as error:
                 self._fail_alone(request, error)
-        for rows, sampled in self._draw(self._rows_to_sample(work), logits):
+        if masks is not None:
+            for stream, failed in masks.wait().items():
+                self._fail_alone(stream.request, failed)
+        for rows, sampled in self._draw(work, logits, masks):
             self._accept(rows, sampled)
         requests = {each.stream.request: None for each in work}
         for request in requests:
@@ -243,11 +260,16 @@ class Core:
                 self._fail_alone(request, error)
         return rows
 
-    def _draw(self, rows: list[Row], logits: Tensor) -> list[tuple[list[Row], Sampled]]:
-        """Sample a token for each row; in several parts only if that raised."""
+    def _draw(self, work: list[Work], logits: Tensor, masks: StepMasks | None) -> list[tuple[list[Row], Sampled]]:
+        """Sample a token for each stream that has its last logits; in several parts only if that raised."""
+        rows = self._rows_to_sample(work)
         if not rows:
             return []
-        draw = partial(_sample_rows, logits)
+
+        def draw(rows: list[Row]) -> Sampled:
+            mask = None if masks is None else masks.select(work[row].stream for row, _ in rows)
+            return _sample_rows(logits, rows, mask)
+
         try:
             return [(rows, draw(rows))]
         except Exception as raised:
@@ -266,10 +288,21 @@ class Core:
                     raise InvalidInput(
                         "the logits have no finite maximum: the sampling parameters leave nothing to draw"
                     )
+                token = sampled.tokens[index]
+                if stream.matcher is not None:
+                    self._accept_constrained(stream, token, logprobs[index])
+                    continue
                 self.counters.output_tokens += 1
-                request.channel.put(stream.accept(sampled.tokens[index], logprobs[index]))
+                request.channel.put(stream.accept(token, logprobs[index]))
             except Exception as error:
                 self._fail_alone(request, error)
+
+    def _accept_constrained(self, stream: Stream, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Append a sampled token and the tokens that it forces."""
+        for forced, chunk in enumerate(stream.accept_constrained(token, logprobs)):
+            self.counters.output_tokens += 1
+            self.counters.forced_tokens += forced > 0
+            stream.request.channel.put(chunk)
 
     def _close_finished(self, request: Request) -> None:
         """Close the streams that ended, and the request with its last one."""
@@ -322,7 +355,7 @@ class Core:
             self.end(request, failure(error))
 
 
-def _sample_rows(logits: Tensor, rows: list[Row]) -> Sampled:
+def _sample_rows(logits: Tensor, rows: list[Row], mask: TokenMask | None) -> Sampled:
     indices = [row for row, _ in rows]
     if indices != list(range(len(logits))):  # while every stream decodes, all rows are sampled, without a copy
         logits = logits.index_select(0, torch.tensor(indices, device=logits.device))
@@ -339,4 +372,5 @@ def _sample_rows(logits: Tensor, rows: list[Row]) -> Sampled:
             )
             for _, stream in rows
         ],
+        mask,
     )

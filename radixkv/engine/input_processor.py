@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
 from radixkv.engine.request import Request, TokenIds, derive_seed
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
+from radixkv.grammar.compiler import GrammarCompiler
 from radixkv.sampling.params import SamplingParams, checked_params, is_int, suggested
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class InputProcessor:
         self._check_fits = check_fits
         self._seed, self._numbers = seed, itertools.count(1)
         self.default_params = suggested(getattr(model, "model", None))
+        self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.stop_token_ids)
 
     def encode(self, prompt: Prompt, *, reply: bool = False) -> TokenIds:
         """Return the token ids of a prompt; `reply` ends chat messages where the assistant's turn begins."""
@@ -60,8 +63,11 @@ class InputProcessor:
         session: int | None = None,
         sample: bool = True,
     ) -> Request:
-        """Make a request; without `sample` it only computes the prompt. Raises InvalidInput and its subclasses."""
-        model = self._model
+        """Make a request; without `sample` it only computes the prompt. Raises InvalidInput and its subclasses.
+
+        Waits until the constraint of `params` is compiled, if it has one.
+        """
+        model, submitted = self._model, time.perf_counter()
         ids = encode(prompt, model.tokenizer, model.vocab_size)
         params = checked_params(params, self.default_params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.stop_token_ids)
@@ -88,6 +94,8 @@ class InputProcessor:
             priority=priority,
             channel=OutputChannel(MAX_UNREAD * params.n),
             session=session,
+            submitted=submitted,
+            matcher=self.grammars.matcher(params) if sample else None,
         )
         if timeout is not None:
             request.deadline = request.submitted + timeout

@@ -32,8 +32,9 @@ class Usage:
     """The cost of one stream, in tokens and seconds.
 
     `cached_tokens + computed_tokens` are all tokens that the stream holds KV for: the prompt and the sampled tokens
-    except the last, which is never computed. Streams 1..n-1 of a request fork after the prompt, so that the whole
-    prompt counts as cached for them. Times are measured from `submit`.
+    except the last, which is never computed. Tokens that a constraint forces after the last one are not computed
+    either. Streams 1..n-1 of a request fork after the prompt, so that the whole prompt counts as cached for them. Times
+    are measured from `submit`.
     `preemptions` counts how often the request was preempted. `recomputed_tokens` are tokens that were computed again
     because of that; `computed_tokens` counts them once.
     """
@@ -50,7 +51,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One step of one stream: a sampled token and the text that it released.
+    """One token of one stream, sampled or forced by a constraint, and the text that it released.
 
     `text` is empty while it might turn out to be part of a stop string or of an unfinished character. Then the last
     `held` characters are withheld. `finish_reason` is set on the last chunk of a stream only, and `stop_text` is the
@@ -71,7 +72,8 @@ class Completion:
     """The whole output of one stream, and its cost.
 
     `text` ends before a stop string or a stop token; `token_ids` has every sampled token, a stop token included.
-    `finish_reason` is "stop" (a stop id or stop string) or "length" (max_tokens, or the context was full).
+    `finish_reason` is "stop" (a stop id, a stop string, or the end of a constrained text) or "length" (max_tokens, or
+    the context was full).
     `stop_text` is the stop string that ended the text, if one did.
     With `n > 1`, `alternatives` has the completions of the streams 1..n-1.
     """

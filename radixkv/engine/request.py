@@ -10,7 +10,7 @@ import hashlib
 import time
 from array import array
 from collections import abc
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -24,6 +24,7 @@ from radixkv.engine.output import Chunk, Completion, FinishReason, OutputChannel
 
 if TYPE_CHECKING:
     from radixkv.sampling.params import SamplingParams, TokenLogprobs
+    from radixkv.sampling.token_mask import TokenMatcher
 
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
@@ -36,7 +37,8 @@ class Request:
     `max_tokens` is `params.max_tokens`, cut to the room of the context; 0 computes the prompt and samples nothing.
     `stop_ids` end a stream when they are sampled. `seed` belongs to the first stream. `deadline` is in seconds of
     time.perf_counter. `width` is the number of streams, forked or not. `computed_length` is the number of tokens that
-    one stream computes at most; the last sampled token is never run through the model.
+    one stream computes at most; the last sampled token is never run through the model. `matcher` constrains the first
+    stream, and is forked for the others.
 
     Set by the scheduler: `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken` counts
     the later requests that were admitted before it. `prefix_wait` is its wait for a shared prefix. `guaranteed` means
@@ -69,6 +71,7 @@ class Request:
     publish_late: bool = False
     counted: bool = False
     session: int | None = None
+    matcher: TokenMatcher | None = None
     started_at: float | None = None
     coalesced: bool = False
     miss: Explanation | None = None
@@ -165,6 +168,9 @@ class Stream:
         self.common_length: int = sequence.length if index == 0 else request.streams[0].common_length
         self.diverged = False
         self.recomputed_tokens = 0
+        self.matcher = request.matcher  # None unless the reply is constrained
+        if self.matcher is not None and index:
+            self.matcher = self.matcher.fork()
 
     @property
     def pending(self) -> int:
@@ -186,8 +192,11 @@ class Stream:
         """The number of tokens sampled so far."""
         return len(self.tokens) - len(self.request.prompt)
 
-    def accept(self, token: int, logprobs: TokenLogprobs | None) -> Chunk:
-        """Append a sampled token, and set `finish_reason` if it ends the stream; returns the text that it releases."""
+    def accept(self, token: int, logprobs: TokenLogprobs | None, *, finished: bool = False) -> Chunk:
+        """Append a token, and set `finish_reason` if it ends the stream; returns the text that it releases.
+
+        `finished` says that a constraint allows no further token.
+        """
         self.tokens.append(token)
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
@@ -202,12 +211,34 @@ class Stream:
             text = self.text.push(token, watch=may_stop)
             if self.text.stopped_by:
                 self.finish_reason = "stop"
-            elif length >= request.max_tokens:
-                self.finish_reason = "length"
+            elif finished or length >= request.max_tokens:
+                self.finish_reason = "stop" if finished else "length"
                 text += self.text.flush()
         return Chunk(
             text, (token,), self.index, logprobs, self.finish_reason, len(self.text.held), self.text.stopped_by
         )
+
+    def accept_constrained(self, token: int, logprobs: TokenLogprobs | None) -> Iterator[Chunk]:
+        """Append a sampled token, then the tokens that the constraint forces after it; yields the chunk of each.
+
+        With log probabilities no token is forced, since each needs logits. Raises InvalidConstraint if the constraint
+        has become too expensive to follow.
+        """
+        matcher, request = self.matcher, self.request
+        assert matcher is not None
+        forced: list[int] = []
+        finished = False
+        if token not in request.stop_ids:
+            matcher.consume([token])
+            if request.params.logprobs is None:
+                forced = matcher.forced()
+                matcher.consume(forced)
+            finished = matcher.finished
+        tokens = [token, *forced]
+        for place, each in enumerate(tokens, 1):
+            yield self.accept(each, logprobs, finished=finished and place == len(tokens))
+            if self.finish_reason is not None:
+                return
 
     def resume(self, sequence: Sequence, common_length: int | None = None) -> None:
         """Go on after a preemption, on a sequence with a cached prefix or one forked from another stream."""

@@ -27,6 +27,7 @@ class Counters:
     timed_out: int = 0
     audited_blocks: int = 0
     differing_blocks: int = 0
+    forced_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,9 @@ class EngineStats:
     """One moment of an engine: `waiting` and `running` requests now, all other numbers since it was loaded.
 
     Prompt and cached tokens are counted once per request, when its first step is committed, computed tokens when their
-    step is committed, and output tokens when they are sampled. `preemptions` counts requests that were preempted when
-    blocks ran out. `recomputed_tokens` were computed again because of that; `computed_tokens` counts them once.
+    step is committed, and output tokens when they are sampled. `forced_tokens` are output tokens that were not sampled,
+    since a constraint left no choice. `preemptions` counts requests that were preempted when blocks ran out.
+    `recomputed_tokens` were computed again because of that; `computed_tokens` counts them once.
     `coalesced_requests` waited while another request computed their prefix, and hit `coalesced_tokens` more because of
     that. `failed` includes requests that `timed_out`. `audited_blocks` were recomputed by audits, which count nowhere
     else, and `differing_blocks` of them differed. `cache` has the pool's own counters and gauges, which include
@@ -66,6 +68,7 @@ class EngineStats:
     timed_out: int
     audited_blocks: int
     differing_blocks: int
+    forced_tokens: int
     cache: CacheStats
 
     @property

@@ -140,10 +140,11 @@ def make_engine(
     model: FakeModel | None = None,
     brain: Callable[[list[int]], int] | None = None,
     fault: Callable[[Sequence[SequenceInput]], None] | None = None,
+    runner_class: type[FakeRunner] = FakeRunner,
     **settings: Unpack[EngineConfigFields],
 ) -> tuple[Engine, FakeRunner]:
     model = model or FakeModel()
-    runner = FakeRunner(num_blocks, block_size, model.vocab_size, brain, fault)
+    runner = runner_class(num_blocks, block_size, model.vocab_size, brain, fault)
     cache = PrefixCache(num_blocks, block_size)
     config = EngineConfig(**{"monitor": False, **settings})
     return Engine(cast(LoadedModel, model), runner, cache, config), runner

@@ -10,6 +10,7 @@ import torch
 from radixkv.models.loaded import SequenceInput
 from radixkv.sampling.params import SampleRow
 from radixkv.sampling.sampler import Sampled, sample
+from radixkv.sampling.token_mask import TokenMask
 from tests.simulation.scenario import Ask, Fault, Sabotage, Scenario
 
 MEMORY_LASTS = 3  # steps
@@ -54,12 +55,12 @@ class Faults:
         end = chunk.start + len(chunk.tokens)
         return ask.flaw is not None and ask.flaw.kind == "nan" and end >= len(ask.prompt) + ask.flaw.at
 
-    def sampler(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
+    def sampler(self, logits: torch.Tensor, rows: Sequence[SampleRow], mask: TokenMask | None = None) -> Sampled:
         """Sample, unless a fault is due."""
         for fault in self._due("sampler"):
             self.fired.add(fault)
             self._raise("sampler", [self.row_of(row) for row in rows], f"a fault of the sampler at step {fault.at}")
-        return sample(logits, rows)
+        return sample(logits, rows, mask)
 
     def in_schedule(self, part: int, running: list[Ask]) -> None:
         """Raise the faults that are due before or after planning, which end all running requests."""

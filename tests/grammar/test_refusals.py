@@ -1,0 +1,157 @@
+"""Constraints that cannot be compiled, or are too expensive, are refused before the engine has the request.
+
+`benchmarks/constrained.py` measures how long a refusal takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from radixkv import AsyncEngine, Engine, SamplingParams
+from radixkv.errors import InvalidConstraint, InvalidInput, RequestFailed
+from tests.engine.fakes import check, make_engine
+from tests.grammar.engines import random_engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with random_engine() as engine:
+        yield engine
+        check(engine)
+
+
+INFINITE = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "a(?=b)"}, "look-around"),
+        ({"regex": r"(a)\1"}, "backreferences are not supported"),
+        ({"regex": "a\\"}, "ends with a backslash"),
+        ({"regex": "[^\\s\\S]"}, "regex"),
+        ({"grammar": "start: x"}, "unknown name"),
+        ({"grammar": 'foo: "a"'}, "no start rule"),
+        ({"grammar": "start: <|nothing|>"}, "unknown special token"),
+        ({"grammar": 'start: "a"\nx: %json {'}, "line 2: no JSON after %json"),
+        ({"grammar": 'start: %json {"not": {}}'}, "at #/not: not cannot be enforced"),
+        ({"grammar": "start: "}, "allows no text"),
+        ({"json_schema": {"enum": []}}, "json_schema"),
+        ({"json_schema": {"type": "string", "minLength": 3, "maxLength": 2}}, "json_schema"),
+        ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 2}}, "json_schema"),
+        ({"json_schema": {"type": "string", "pattern": "("}}, "json_schema"),
+        ({"json_schema": {"type": "number", "minimum": -1e300, "maximum": 1e300}}, "json_schema"),
+        ({"json_schema": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "json_schema"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema"),
+        ({"json_schema": INFINITE}, "json_schema"),
+    ],
+)
+def test_a_constraint_that_cannot_be_compiled_is_refused(engine: Engine, constraint: Any, message: str) -> None:
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(InvalidConstraint, match=message) as refused:
+            engine.submit([5, 6], SamplingParams(**constraint))
+        assert refused.value.parameter in constraint or "json_schema" in str(refused.value)
+
+
+def schema_of_bombs(count: int) -> dict[str, Any]:
+    """Return an intersection with 4 ** count cases."""
+    digits = [{"const": number} for number in range(4)]
+    return {"allOf": [{"anyOf": [{"properties": {f"k{at}": digit}} for digit in digits]} for at in range(count)]}
+
+
+def references(count: int) -> dict[str, Any]:
+    """Return objects that require each other, so that no finite value is valid."""
+    names = [f"d{at}" for at in range(count)]
+    links = {at: {f"p{by}": {"$ref": f"#/$defs/d{(7 * at + by) % count}"} for by in range(10)} for at in range(count)}
+    defs = {
+        name: {"type": "object", "properties": links[at], "required": list(links[at])} for at, name in enumerate(names)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": defs}
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "10^6 choices": {"choice": [str(number) for number in range(10**6)]},
+    "a long choice": {"choice": ["x" * 10**6]},
+    "10^6 values": {"json_schema": {"enum": list(range(10**6))}},
+    "100,000 values in parts": {
+        "json_schema": {"anyOf": [{"enum": list(range(n, n + 100))} for n in range(0, 20000, 100)]}
+    },
+    "100,000 alternatives": {"regex": "|".join(f"w{number}" for number in range(100_000))},
+    "a long schema": {"json_schema": {"description": "x" * 10**6}},
+    "deep text": {"json_schema": '{"items":' * 20_000 + "{}" + "}" * 20_000},
+    "deep schema": {"json_schema": json.loads('{"items":' * 200 + "{}" + "}" * 200)},
+    "a product of cases": {"json_schema": schema_of_bombs(6)},
+    "a larger product of cases": {"json_schema": schema_of_bombs(12)},
+    "references without an end": {"json_schema": references(300)},
+    "many optional properties": {
+        "json_schema": {"properties": {f"p{at}": True for at in range(900)}, "type": "object"}
+    },
+    "a large divisor": {"json_schema": {"type": "integer", "multipleOf": 999_983}},
+    "a large divisor in a grammar": {"grammar": 'start: %json {"type": "integer", "multipleOf": 999983}'},
+    "repeated repetition": {"regex": "((a{100}){100}){100}"},
+    "long repetition": {"regex": "a{1000000}"},
+    "exponential rules": {
+        "grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(40)) + '\nr40: "a"'
+    },
+    "many nullable rules": {"grammar": "start: " + " ".join(["x?"] * 2000) + '\nx: "a"'},
+    "intersected automata": {"grammar": "start: T\nT: /.*a.{15}/ & /.*b.{15}/ & ~/.*c.{12}/"},
+    "overlapping patterns": {
+        "json_schema": {"type": "object", "patternProperties": {f"a.*{n}": True for n in range(40)}}
+    },
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_constraint_is_refused(engine: Engine, name: str) -> None:
+    with pytest.raises(InvalidInput):
+        engine.submit([5, 6], SamplingParams(**HOSTILE[name]))
+
+
+def test_asyncio_callers_get_the_refusal() -> None:
+    async def main() -> None:
+        with random_engine() as plain:
+            engine = AsyncEngine(plain)
+            with pytest.raises(InvalidConstraint):
+                await engine.submit([5, 6], SamplingParams(regex="("))
+            with pytest.raises(InvalidConstraint):
+                await engine.generate([[5, 6]] * 2, [SamplingParams(max_tokens=2), SamplingParams(regex="(")])
+            done = await engine.generate([[5, 6]], SamplingParams(choice=["yes"]))
+            assert done[0].text == "yes"
+
+    asyncio.run(main())
+
+
+def test_without_a_tokenizer_constraints_are_refused() -> None:
+    engine, _ = make_engine()
+    with engine, pytest.raises(InvalidConstraint, match="need a tokenizer"):
+        engine.submit([5, 6], SamplingParams(choice=["yes"]))
+
+
+def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def refusing(name: str, *args: Any, **options: Any) -> Any:
+        if name.startswith("llguidance"):
+            raise ImportError(name)
+        return imported(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refusing)
+    with random_engine() as engine, pytest.raises(InvalidConstraint, match=r"pip install 'radixkv\[grammar\]'"):
+        engine.submit([5, 6], SamplingParams(choice=["yes"]))
+
+
+def test_a_grammar_that_becomes_too_expensive_fails_its_own_request(engine: Engine) -> None:
+    late = 'start: /[a-y]{40}/ "z" r0\n'
+    late += "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(40)) + '\nr40: "a"'
+    other = engine.submit([7, 8], SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
+    with pytest.raises(RequestFailed, match="grammar cannot be followed any further") as failed:
+        engine.generate([[5, 6]], SamplingParams(grammar=late, max_tokens=100))
+    assert isinstance(failed.value.__cause__, InvalidConstraint)
+    assert other.result().usage.output_tokens == 30
