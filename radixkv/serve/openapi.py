@@ -31,7 +31,7 @@ from radixkv.serve.json_schemas import (
     sampling,
 )
 from radixkv.serve.openai_responses import openapi as openai_responses
-from radixkv.serve.openapi_operations import IN_PATH, PROMETHEUS, get, json_of, post, without_key
+from radixkv.serve.openapi_operations import DONE, IN_PATH, PROMETHEUS, event_stream, get, json_of, post, without_key
 from radixkv.serve.settings import Settings
 
 # ---- the document
@@ -57,13 +57,17 @@ def document(model_name: str, settings: Settings) -> JsonObject:
         "info": {"title": "radixkv", "version": __version__, "description": _ABOUT},
         "security": [{"apiKey": []}, {"keyHeader": []}] if settings.api_keys else [],
         "paths": {
-            "/v1/chat/completions": post("Continue a conversation", chat, "ChatCompletion", "ChatCompletionChunk"),
-            "/v1/completions": post("Continue texts", completion, "Completion", "CompletionChunk"),
+            "/v1/chat/completions": post(
+                "Continue a conversation", chat, "ChatCompletion", event_stream("ChatCompletionChunk", "Error", DONE)
+            ),
+            "/v1/completions": post(
+                "Continue texts", completion, "Completion", event_stream("CompletionChunk", "Error", DONE)
+            ),
             "/v1/messages": post(
                 "Continue a conversation, in the form of Anthropic's API",
                 message,
                 "Message",
-                "MessageEvent",
+                event_stream("MessageEvent", "MessageError", "message_stop"),
                 "MessageError",
             ),
             "/v1/messages/count_tokens": post("Length of a conversation", count, "TokenCount", error="MessageError"),

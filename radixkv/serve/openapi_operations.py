@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from radixkv.serve.access import LONGEST_NAME, NAMESPACE_HEADER
 from radixkv.serve.fields import JsonObject
-from radixkv.serve.json_schemas import TEXT, ref
+from radixkv.serve.json_schemas import TEXT, obj, ref
+
+DONE = "[DONE]"  # the data of the last event of completions
 
 
-def post(about: str, body: JsonObject, answer: str, chunk: str | None = None, error: str = "Error") -> JsonObject:
-    """An operation that reads JSON; `answer`, `chunk` and `error` name the schemas of its responses and events."""
+def post(
+    about: str, body: JsonObject, answer: str, stream: JsonObject | None = None, error: str = "Error"
+) -> JsonObject:
+    """An operation that reads JSON; `answer` and `error` name the schemas of its responses, `stream` is its events'."""
     found = json_of(answer)
-    if chunk is not None:
-        found["text/event-stream"] = {"schema": event_stream(chunk, error)}
+    if stream is not None:
+        found["text/event-stream"] = {"schema": stream}
     return {
         "post": {
             "summary": about,
@@ -47,15 +51,21 @@ def json_of(name: str) -> JsonObject:
     return {"application/json": {"schema": ref(name)}}
 
 
-def event_stream(chunk: str, error: str) -> JsonObject:
-    """A stream of events, as far as OpenAPI 3.1 can describe one: the schema is that of the JSON in each event."""
-    begin, last = ("`event: `, its type, ", "a `message_stop`") if error == "MessageError" else ("", "`data: [DONE]`")
+def event_stream(chunk: str, error: str | None, last: str) -> JsonObject:
+    """A stream of events, as far as OpenAPI 3.1 can describe one; `chunk` and `error` name the schemas of its JSON.
+
+    Tools read the schema as that of the whole body, a text, or as that of each event: it has both.
+    """
+    content: JsonObject = {"anyOf": [ref(name) for name in (chunk, error) if name is not None]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    named = last != DONE
+    event = obj({"event": TEXT, "data": data if named else {"anyOf": [{"const": DONE}, data]}}, "data")
+    begin = "`event: `, its type, " if named else ""
+    fault = "" if error is None else f" A fault in the middle is the last event instead: {error}."
     return {
-        "type": "string",
-        "contentMediaType": "text/event-stream",
-        "contentSchema": {"anyOf": [ref(chunk), ref(error)]},
+        "anyOf": [{"type": "string", "contentMediaType": "text/event-stream", "contentSchema": content}, event],
         "description": f"With stream=true. Each event is {begin}`data: `, one {chunk} as JSON, and an empty line; the "
-        f"last is {last}. A fault in the middle is the last event instead: {error}.",
+        f"last is `{last}`.{fault}",
     }
 
 

@@ -23,7 +23,7 @@ from radixkv.serve.json_schemas import (
 )
 from radixkv.serve.message_schemas import TOOL_NAME
 from radixkv.serve.openai_responses import items, schemas
-from radixkv.serve.openapi_operations import NAMESPACE, REQUEST_ID, header, json_of, post, responses_of
+from radixkv.serve.openapi_operations import NAMESPACE, REQUEST_ID, event_stream, header, json_of, post, responses_of
 from radixkv.serve.schemas import EFFORT, wire_range
 
 _ID = {**header("response_id", "path", "The id of a stored response."), "required": True}
@@ -36,8 +36,9 @@ _AFTER = header("after", "query", "The id of the item before the first one.")
 def paths(model: JsonObject, strict: bool) -> JsonObject:
     """Return the paths; `model` is the schema of the model's name."""
     create = _body(model, strict)
+    events = event_stream("ResponseEvent", None, "response.completed, response.incomplete or response.failed")
     return {
-        "/v1/responses": _create(closed(create) if strict else create),
+        "/v1/responses": post("Respond to a conversation", closed(create) if strict else create, "Response", events),
         "/v1/responses/{response_id}": {
             "get": _stored("A stored response", "Response", 400),
             "delete": _stored("Delete a stored response", "DeletedResponse", 400),
@@ -85,20 +86,6 @@ def answers() -> JsonObject:
         "DeletedResponse": answer({"id": TEXT, "object": {"const": "response"}, "deleted": {"const": True}}),
         "ResponseItems": answer({**page, "first_id": STRING, "last_id": STRING}),
     }
-
-
-def _create(body: JsonObject) -> JsonObject:
-    path = post("Respond to a conversation", body, "Response")
-    path["post"]["responses"]["200"]["content"]["text/event-stream"] = {
-        "schema": {
-            "type": "string",
-            "contentMediaType": "text/event-stream",
-            "contentSchema": ref("ResponseEvent"),
-            "description": "With stream=true. Each event is `event: TYPE`, `data: ` with a ResponseEvent, and an "
-            "empty line. The last one is response.completed, response.incomplete or response.failed.",
-        }
-    }
-    return path
 
 
 def _stored(about: str, found: str, status: int, *query: JsonObject) -> JsonObject:

@@ -29,6 +29,7 @@ from tests.serve.anthropic.messages import (
 )
 from tests.serve.served import LOCAL, Served, fake_model, says, says_in_turn, served, tokenizer
 from tests.serve.styles import QWEN
+from tests.serve.test_openapi import event_of
 
 KEYS = {"ada": "ada-secret-1", "bob": "bob-secret-2"}
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
@@ -395,7 +396,7 @@ def test_messages_and_events_are_as_documented():
 
     post = paths["/v1/messages"]["post"]
     content = post["responses"]["200"]["content"]
-    event, whole = content["text/event-stream"]["schema"]["contentSchema"], content["application/json"]["schema"]
+    event, whole = event_of(content), content["application/json"]["schema"]
     asked = {**BODY, "tools": [LOOK]}
     with served(brain=says(f"<think>\nhm\n</think>\n\nWell. {CALL}")) as server:
         found, answer = stream(server, **asked), message(server, **asked)
