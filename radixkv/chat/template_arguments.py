@@ -8,7 +8,7 @@ the ones that it reads. The arguments change the prompt, so replies are remember
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -80,10 +80,53 @@ def variables(source: str) -> frozenset[str]:
     Parsing takes some milliseconds; the result is memoized.
     """
     try:
-        found = meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
+        parsed = _ENVIRONMENT.parse(source)
+        found = meta.find_undeclared_variables(parsed)
     except TemplateSyntaxError:  # rendering raises an error that describes it
         return frozenset()
+    # jinja2 counts names that a conditional sets, even where each of its branches does.
+    found &= set(_read_unset(parsed.body, set()))
     return frozenset(name for name in found - _RESERVED if not name.endswith(("_token", "_tokens")))
+
+
+def _read_unset(body: Iterable[nodes.Node], names: set[str]) -> Iterator[str]:
+    """Yield the names that statements may read before they set them; add to `names` the ones that they always set."""
+    for node in body:
+        match node:
+            case nodes.Name(ctx="load"):
+                if node.name not in names:
+                    yield node.name
+            case nodes.Name():
+                names.add(node.name)
+            case nodes.Assign():
+                yield from _read_unset((node.node, node.target), names)
+            case nodes.If():
+                yield from _read_unset([node.test], names)
+                branches = [names.copy()]
+                yield from _read_unset(node.body, branches[0])
+                for other in node.elif_:
+                    yield from _read_unset([other.test], names)
+                    branches.append(names.copy())
+                    yield from _read_unset(other.body, branches[-1])
+                branches.append(names.copy())
+                yield from _read_unset(node.else_, branches[-1])
+                names |= set.intersection(*branches)
+            case nodes.For():
+                yield from _read_unset([node.iter], names)
+                inside = {*names, "loop"}
+                tests = [] if node.test is None else [node.test]
+                yield from _read_unset([node.target, *tests, *node.body], inside)
+                yield from _read_unset(node.else_, names.copy())
+            case nodes.AssignBlock():
+                yield from _read_unset(node.body, names.copy())
+                yield from _read_unset([node.target], names)
+            case nodes.With():
+                yield from _read_unset(node.values, names)
+                yield from _read_unset([*node.targets, *node.body], names.copy())
+            case nodes.Macro() | nodes.CallBlock() | nodes.FilterBlock():  # scopes of their own
+                yield from _read_unset(node.iter_child_nodes(), names.copy())
+            case _:
+                yield from _read_unset(node.iter_child_nodes(), names)
 
 
 def arguments_key(arguments: Arguments) -> str:

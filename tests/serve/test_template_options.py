@@ -147,3 +147,29 @@ def test_variables_are_those_that_the_template_reads_from_outside():
     assert variables("{% for m in messages %}{{ m.thinking }}{% set reasoning_effort = 1 %}{% endfor %}") == set()
     assert variables("{{ bos_token }}{% generation %}{{ tone }}{% endgeneration %}") == {"tone"}
     assert variables("{% if %}") == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% if tools %}{% set a = 1 %}{% else %}{% set a = 2 %}{% endif %}{{ a }}", set()),
+        ("{% if b %}{% set a = 1 %}{% elif c %}{% set a = 2 %}{% else %}{% set a = 3 %}{% endif %}{{ a }}", {"b", "c"}),
+        ("{% if tools %}{% set a = 1 %}{% elif tools %}{% set a = 2 %}{% endif %}{{ a }}", {"a"}),
+        (
+            "{% for m in messages %}{% if m %}{% set a = m %}{% else %}{% set a = '' %}{% endif %}{{ a }}{% endfor %}",
+            set(),
+        ),
+        ("{% for m in messages %}{% set a = m %}{% endfor %}{{ a }}", {"a"}),
+        ("{% set a = a | default(false) %}{{ a }}", {"a"}),
+        ("{% set a = a if a is defined else b %}{{ a }}", {"a", "b"}),
+        ("{% macro f(x, a=false) %}{{ a }}{{ x }}{{ y }}{% endmacro %}{{ f(1) }}", {"y"}),
+        ("{% if f is defined %}{% set f = 1 %}{% else %}{% set f = 2 %}{% endif %}{{ f }}", {"f"}),
+        ("{% set ns = namespace(a=z) %}{% set ns.a = 2 %}{{ ns.a }}{% with w = v %}{{ w }}{% endwith %}", {"z", "v"}),
+        (
+            "{% set x %}{{ t }}{% endset %}{{ x }}{% for a, b in messages if a %}{{ loop.index }}{{ b }}{% endfor %}",
+            {"t"},
+        ),
+    ],
+)
+def test_names_that_a_template_sets_itself_are_no_variables(source, expected):
+    assert variables(source) == expected
