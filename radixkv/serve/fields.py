@@ -119,6 +119,13 @@ class Fields:
             self.wrong(name, "a string", value)
         return value
 
+    def needed_text(self, name: str, *, empty: bool = True) -> str:
+        """Return a required string. An empty one counts as absent unless `empty`."""
+        value = self.need(name)
+        if not isinstance(value, str):
+            self.wrong(name, "a string", value)
+        return value if value or empty else str(self.need(name))
+
     def flag(self, name: str, default: bool = False) -> bool:
         """Return true or false, `default` if it is absent."""
         value = self.take(name)

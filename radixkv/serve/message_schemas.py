@@ -119,7 +119,7 @@ def _message(fields: Fields) -> Message:
     else:
         message["content"] = content
     if role == "tool":
-        message["tool_call_id"] = fields.text("tool_call_id") or fields.need("tool_call_id")
+        message["tool_call_id"] = fields.needed_text("tool_call_id", empty=False)
     if (name := fields.text("name")) is not None:
         message["name"] = name
     fields.ignore("cache_control")
@@ -171,11 +171,11 @@ def _part(fields: Fields) -> str:
 
 def _call(fields: Fields) -> JsonObject:
     """Read a tool call. The JSON text of an arguments object becomes the object, since templates write JSON."""
-    call_id = fields.text("id") or fields.need("id")
+    call_id = fields.needed_text("id", empty=False)
     fields.only("type", ("function",), "there is no other kind of call")
     fields.ignore("index")  # from clients that assembled a call from its events
     function = fields.nested(fields.need("function"), fields.path("function"))
-    name = function.text("name") or function.need("name")
+    name = function.needed_text("name", empty=False)
     arguments = function.take("arguments")
     if arguments is not None and not isinstance(arguments, str | dict):
         function.wrong("arguments", "a string of JSON", arguments)

@@ -167,9 +167,7 @@ def read_tokenize(body: JsonObject, ignored: IgnoredFields | None = None) -> Tok
 
 def _options(fields: Fields, bound: int | None, logprobs: int | None) -> RequestOptions:
     """Read the shared fields, which are the last."""
-    model = fields.need("model")
-    if not isinstance(model, str):
-        fields.wrong("model", "a string", model)
+    model = fields.needed_text("model")
     stream = fields.flag("stream")
     include_usage, running_usage = _stream_options(fields, stream)
     params = sampling_params(fields, bound, logprobs)

@@ -87,7 +87,7 @@ def read_message(body: JsonObject, ignored: IgnoredFields | None, dialect: Diale
     fields.only("n", (1,), "a message is one reply")
     params = sampling_params(fields, bound, None, renamed={"stop": "stop_sequences"})
     stream = fields.flag("stream")
-    model = _model(fields)
+    model = fields.needed_text("model")
     marks_cache = _marked(body)
     session_key = _session_key(fields)
     fields.ignore("cache_control", *WITHOUT_EFFECT)
@@ -112,20 +112,13 @@ def read_count(body: JsonObject, ignored: IgnoredFields | None, dialect: Dialect
     _reads_calls(fields, tools)
     effort = _output(fields)
     thinking, _ = _thinking(fields)
-    model = _model(fields)
+    model = fields.needed_text("model")
     fields.ignore("cache_control", *WITHOUT_EFFECT)
     fields.close()
     return CountRequest(model, messages, tools, (*effort, *thinking), _is_begun(messages))
 
 
 # ---- fields of a request
-
-
-def _model(fields: Fields) -> str:
-    model = fields.need("model")
-    if not isinstance(model, str):
-        fields.wrong("model", "a string", model)
-    return str(model)
 
 
 def _session_key(fields: Fields) -> str | None:
@@ -317,7 +310,7 @@ def _assistant(blocks: Sequence[Fields]) -> Message:
     for block in blocks:
         match kind := _kind(block):
             case "thinking":
-                thinking.append(_string(block, "thinking"))
+                thinking.append(block.needed_text("thinking"))
                 block.ignore("signature")
                 block.close()
             case "redacted_thinking":
@@ -335,7 +328,7 @@ def _assistant(blocks: Sequence[Fields]) -> Message:
 
 
 def _call(fields: Fields) -> JsonObject:
-    number, name, arguments = _string(fields, "id"), _string(fields, "name"), fields.take("input")
+    number, name, arguments = fields.needed_text("id"), fields.needed_text("name"), fields.take("input")
     if arguments is not None and not isinstance(arguments, dict):
         fields.wrong("input", "an object", arguments)
     fields.ignore(*BLOCK_HINTS)
@@ -345,7 +338,7 @@ def _call(fields: Fields) -> JsonObject:
 
 def _result(fields: Fields) -> Message:
     """Return the result of a tool call. The text of an error says so, since a chat template has no mark for it."""
-    number, content, failed = _string(fields, "tool_use_id"), fields.take("content"), fields.flag("is_error")
+    number, content, failed = fields.needed_text("tool_use_id"), fields.take("content"), fields.flag("is_error")
     fields.ignore(*BLOCK_HINTS)
     fields.close()
     if content is None or isinstance(content, str):
@@ -376,7 +369,7 @@ def _texts(fields: Fields, path: str, given: object, *, references: bool = False
 
 def _reference(fields: Fields) -> str:
     """Return a sentence for a tool that a client's search found: every tool is in the prompt already."""
-    name = _string(fields, "tool_name")
+    name = fields.needed_text("tool_name")
     fields.ignore(*BLOCK_HINTS)
     fields.close()
     return f"The tool {name} is available."
@@ -391,15 +384,7 @@ def _text(fields: Fields, kind: object) -> str:
         fields.refuse("type", f'must be "text", not {shown(kind)}: this server reads text only')
     if kind != "text":
         fields.refuse("type", f"can not be {shown(kind)} here: this server reads text, tool calls and their results")
-    text = _string(fields, "text")
+    text = fields.needed_text("text")
     fields.ignore(*BLOCK_HINTS)
     fields.close()
     return text
-
-
-def _string(fields: Fields, name: str) -> str:
-    """Return a required string, which may be empty."""
-    value = fields.need(name)
-    if not isinstance(value, str):
-        fields.wrong(name, "a string", value)
-    return str(value)

@@ -118,9 +118,11 @@ class _Conversation:
             case "reasoning":
                 self._reasoning(fields)
             case "function_call":
-                self._call(fields, qualified(fields.text("namespace"), _needed_text(fields, "name")), "arguments")
+                self._call(
+                    fields, qualified(fields.text("namespace"), fields.needed_text("name", empty=False)), "arguments"
+                )
             case "custom_tool_call":
-                self._call(fields, _needed_text(fields, "name"), "input")
+                self._call(fields, fields.needed_text("name", empty=False), "input")
             case "function_call_output" | "custom_tool_call_output":
                 self._result(fields)
             case "item_reference":
@@ -160,7 +162,7 @@ class _Conversation:
         self._after_text = False
 
     def _call(self, fields: Fields, name: str, argument: str) -> None:
-        call_id = _needed_text(fields, "call_id")
+        call_id = fields.needed_text("call_id", empty=False)
         given = fields.take(argument)
         if given is not None and not isinstance(given, str | dict):
             fields.wrong(argument, "a string", given)
@@ -170,7 +172,7 @@ class _Conversation:
         self._after_text = False
 
     def _result(self, fields: Fields) -> None:
-        call_id, output = _needed_text(fields, "call_id"), _text(fields, "output")
+        call_id, output = fields.needed_text("call_id", empty=False), _text(fields, "output")
         fields.ignore("name", "namespace")
         self._reply = None
         self._messages.append({"role": "tool", "content": [output], "tool_call_id": call_id})
@@ -181,11 +183,6 @@ class _Conversation:
             self._replied, self._after_text = True, False
             self._messages.append(self._reply)
         return self._reply
-
-
-def _needed_text(fields: Fields, name: str) -> str:
-    text = fields.text(name)
-    return text or str(fields.need(name))
 
 
 def _text(fields: Fields, name: str, *, needed: bool = True) -> str:

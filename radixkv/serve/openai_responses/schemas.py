@@ -178,9 +178,7 @@ def _text_format(fields: Fields) -> None:
 
 
 def _options(fields: Fields) -> RequestOptions:
-    model = fields.need("model")
-    if not isinstance(model, str):
-        fields.wrong("model", "a string", model)
+    model = fields.needed_text("model")
     bound = fields.integer("max_output_tokens", *wire_range("max_tokens"))
     stream = fields.flag("stream")
     fields.ignore("stream_options")  # only for padding of events, which are not padded

@@ -65,7 +65,7 @@ def qualified(namespace: str | None, name: str) -> str:
 def _read_namespace(fields: Fields, tools: Tools) -> None:
     """Add the functions of a namespace."""
     fields.ignore("type")
-    namespace = fields.text("name") or fields.need("name")
+    namespace = fields.needed_text("name", empty=False)
     check_function(fields.nested({"name": namespace}, fields.path("").removesuffix(".")))
     description = fields.text("description") or ""
     kept: list[JsonObject] = []
