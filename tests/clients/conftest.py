@@ -88,6 +88,14 @@ def run_program(tmp_path: Path, host: Host) -> Run:
 
 
 @pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """An empty folder inside HOME."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
 def run_agent(tmp_path: Path) -> Run:
     """A function that runs a coding agent in a project and returns its output; HOME is the same for each test."""
 

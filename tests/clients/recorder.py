@@ -39,6 +39,12 @@ class Turn:
         return self.prompt + self.output
 
 
+def turn_of(exchange: Exchange) -> Turn:
+    """Return the counts of a request that succeeded."""
+    usage = exchange.usage
+    return Turn(usage["prompt"], usage["cached"], usage["output"])
+
+
 class Recorder:
     """Wrap an application."""
 
@@ -87,8 +93,7 @@ class Traffic:
         found = self.exchanges()
         failed = [(each.method, each.path, each.status) for each in found if each.status != 200]
         assert not failed, failed
-        counts = [each.usage for each in found if each.usage]
-        return [Turn(each["prompt"], each["cached"], each["output"]) for each in counts]
+        return [turn_of(each) for each in found if each.usage]
 
     def save(self, folder: Path) -> None:
         """Write each body to a file, for a person to read after a failure."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 
-from tests.clients.conftest import MODEL, Host, Run
-from tests.clients.install import CODEX
+from tests.clients.agents import codex
+from tests.clients.conftest import Host, Run
 from tests.clients.recorder import Traffic, Turn
 from tests.clients.scripted import call
 from tests.clients.turns import check_next_session, check_turns
@@ -21,32 +21,14 @@ REPLIES = {
     "goodbye world": call("exec_command", cmd="wc -c greeting.txt"),
     "14 greeting.txt": END,
 }
-CONFIG = """\
-model = "{model}"
-model_provider = "radixkv"
-check_for_update_on_startup = false
-
-[model_providers.radixkv]
-name = "radixkv"
-base_url = "{url}/v1"
-env_key = "RADIXKV_KEY"
-wire_api = "responses"
-"""
 
 
-def test_codex(host: Host, traffic: Traffic, tmp_path: Path, run_agent: Run, figure: Figure) -> None:
-    project = tmp_path / "project"
-    project.mkdir()
+def test_codex(host: Host, traffic: Traffic, project: Path, run_agent: Run, figure: Figure) -> None:
     (project / "greeting.txt").write_text("hello world\n")
-    (tmp_path / ".codex").mkdir()
-    (tmp_path / ".codex" / "config.toml").write_text(CONFIG.format(model=MODEL, url=host.url))
 
-    def session(task: str) -> list[Turn]:
+    def session(task: str, *arguments: str, project: Path = project) -> list[Turn]:
         before = len(traffic.turns())
-        options = ["exec", "--skip-git-repo-check", "-C", str(project), "-s", "workspace-write", "--json"]
-        output = run_agent(CODEX, *options, task, project=project, environment={"RADIXKV_KEY": "none"})
-        items = [json.loads(line).get("item", {}) for line in output.splitlines() if line.startswith("{")]
-        assert [item["text"] for item in items if item.get("type") == "agent_message"][-1:] == [END], output
+        assert codex(run_agent, host.url, project, task, *arguments) == END
         return traffic.turns()[before:]
 
     first = session(FIRST)
@@ -57,4 +39,11 @@ def test_codex(host: Host, traffic: Traffic, tmp_path: Path, run_agent: Run, fig
     assert len(second) == 2
     check_next_session("Codex", first[0], second[0], figure)
     check_turns("Codex, next session", second, figure)
+    third = session(SECOND, "resume", "--last")
+    assert len(third) == 2
+    check_turns("Codex, resumed session", [second[-1], *third], figure)
+    other = project.parent / "other"
+    shutil.copytree(project, other)
+    fourth = session(SECOND, project=other)
+    figure(f"Codex, another project: {fourth[0].cached:,} of {fourth[0].prompt:,} prompt tokens hit")
     figure(f"Codex, ignored fields: {traffic.ignored()}")
