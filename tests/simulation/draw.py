@@ -159,7 +159,17 @@ class _Draw:
             namespace=rng.choice(self.namespaces),
             priority=rng.choice(self.priorities),
         )
-        return self._troubled(ask)
+        return self._constrained(self._troubled(ask))
+
+    def _constrained(self, ask: Ask) -> Ask:
+        """Constrain the answers of some requests, in some worlds; the other draws do not depend on it."""
+        rng = random.Random(f"{self.seed}/{ask.number}")
+        if not ask.max_tokens or rng.random() >= (0.5 if self.seed % 2 else 0):
+            return ask
+        ask = replace(ask, rule=rng.randrange(1000))
+        if ask.flaw is None and rng.random() < 0.1:
+            ask = replace(ask, flaw=Flaw("rule", rng.randrange(ask.max_tokens)))
+        return ask
 
     def _prompt(self, before: list[Ask]) -> Ids:
         """Return a new text, an earlier one, a branch of one, or the next turn after an answer."""
@@ -249,4 +259,4 @@ class _Draw:
 
 def answers_of(ask: Ask) -> tuple[Reply, ...]:
     """Return the answer that each stream of a request must give."""
-    return replies(ask.prompt, ask.params, ask.max_tokens, ask.stop_ids, ask.seed)
+    return replies(ask.prompt, ask.params, ask.max_tokens, ask.stop_ids, ask.seed, ask.constraint)

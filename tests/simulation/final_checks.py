@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from radixkv.errors import EngineClosed, InvalidInput, PromptTooLong, RequestCancelled, RequestFailed, RequestTimedOut
+from radixkv.errors import (
+    EngineClosed,
+    InvalidConstraint,
+    InvalidInput,
+    PromptTooLong,
+    RequestCancelled,
+    RequestFailed,
+    RequestTimedOut,
+)
 from tests.simulation.draw import answers_of
 from tests.simulation.oracle import Reply
 from tests.simulation.scenario import Sabotage
@@ -64,7 +72,7 @@ class FinalChecks:
         for index, each in enumerate(streams):
             assert customer.channel.tokens(index) == each.token_ids, f"request {ask.number}: chunks are not the answer"
             usage = each.usage
-            held = len(ask.prompt) + max(len(each.token_ids) - 1, 0)
+            held = len(ask.prompt) + answers[index].before_last_draw
             assert usage.cached_tokens + usage.computed_tokens == held, f"request {ask.number}: {usage}, {held} tokens"
             assert usage.preemptions == customer.request.preemptions
             assert 0 <= usage.ttft_s <= usage.total_s
@@ -87,6 +95,8 @@ class FinalChecks:
         assert isinstance(error, RequestFailed), f"request {ask.number}: {error!r}"
         cause, flaw = error.__cause__, ask.flaw
         if flaw is not None and flaw.kind == "nan" and isinstance(cause, InvalidInput):
+            return True
+        if flaw is not None and flaw.kind == "rule" and isinstance(cause, InvalidConstraint):
             return True
         if flaw is not None and flaw.kind == "namespace" and isinstance(cause, Sabotage):
             return True

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from radixkv.config import EngineConfig
 from radixkv.sampling.params import SamplingParams
+from tests.simulation.constraint import Rule
 
 Ids = tuple[int, ...]
 
@@ -37,6 +38,7 @@ class Flaw:
     nan       its logits are NaN from its output token `at` on
     put       its channel does not take chunk `at`
     finish    its channel does not take the completion
+    rule      its constraint cannot be followed beyond `at` tokens
     namespace its namespace cannot be hashed
     """
 
@@ -49,7 +51,7 @@ class Ask:
     """One request. Steps count from the beginning of the world; seconds are virtual, one per step.
 
     `cancel` is the step and `cancel_in` the stage in which it is cancelled. `lags` are spans of steps in which its
-    reader is away; with `flickers` the reader comes and goes.
+    reader is away; with `flickers` the reader comes and goes. `rule` is the seed of a constraint on its answers.
     """
 
     number: int
@@ -67,6 +69,15 @@ class Ask:
     lags: tuple[tuple[int, int], ...] = ()
     flickers: bool = False
     flaw: Flaw | None = None
+    rule: int | None = None
+
+    @property
+    def constraint(self) -> Rule | None:
+        """The constraint on its answers."""
+        if self.rule is None:
+            return None
+        breaks = self.flaw.at if self.flaw is not None and self.flaw.kind == "rule" else None
+        return Rule(self.rule, self.stop_ids, breaks)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,18 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
 
 def _simpler(ask: Ask) -> Iterator[Ask]:
     plain = Ask(ask.number, ask.at, ask.prompt, ask.params, ask.max_tokens)
-    for name in ("cancel", "cancel_in", "timeout", "lags", "flickers", "flaw", "namespace", "priority", "stop_ids"):
+    for name in (
+        "cancel",
+        "cancel_in",
+        "timeout",
+        "lags",
+        "flickers",
+        "flaw",
+        "namespace",
+        "priority",
+        "stop_ids",
+        "rule",
+    ):
         if getattr(ask, name) != getattr(plain, name):
             yield replace(ask, **{name: getattr(plain, name)})
     if ask.params.n > 1:

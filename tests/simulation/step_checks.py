@@ -116,7 +116,7 @@ class StepChecks:
     def _is_cut(self, work: Work) -> bool:
         """Return whether a chunk ends before its prompt, its stream's tokens, and the limit of a chunk."""
         end, stream = work.start + len(work.tokens), work.stream
-        whole = end == len(stream.request.prompt) or end >= len(stream.tokens) - 1  # one more may have been sampled
+        whole = end == len(stream.request.prompt) or end == self.world.known_tokens[id(work)]
         return not whole and len(work.tokens) < self.config.prefill_chunk
 
     def _higher_ranks_first(self, before: Before, planned: set[int]) -> None:

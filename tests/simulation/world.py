@@ -30,6 +30,7 @@ from radixkv.sampling import sampler
 from radixkv.sampling.params import SampleRow
 from tests.simulation.accounting import Accounting
 from tests.simulation.channel import ScriptedChannel
+from tests.simulation.constraint import RuleMatcher
 from tests.simulation.faults import Faults, Listener
 from tests.simulation.final_checks import FinalChecks
 from tests.simulation.model import SlotModel
@@ -92,6 +93,7 @@ class World:
     pins: list[tuple[Pinning, Pin]] = field(default_factory=list)
     audits: list[Future[AuditReport]] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)  # of this step
+    known_tokens: dict[int, int] = field(default_factory=dict)  # of each work's stream before the step, by id
     trace: list[tuple[int, ...]] = field(default_factory=list)  # (step, request, stream, start, tokens) of all work
     preempted: int = 0  # preemptions in this step
     stages: Counter[str] = field(default_factory=Counter)  # the stages in which requests were cancelled
@@ -162,6 +164,7 @@ class World:
             "preemptions",
             "recomputed_tokens",
             "coalesced_tokens",
+            "forced_tokens",
         )
         seen = Counter({name: getattr(counters, name) for name in names})
         seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
@@ -212,6 +215,7 @@ class World:
             deadline=None if ask.timeout is None else self.clock.now + ask.timeout,
             channel=channel,  # type: ignore[arg-type]
             submitted=self.clock.now,
+            matcher=None if ask.constraint is None else RuleMatcher(ask.constraint),
         )
         try:
             self.core.admission.check_fits(request)
@@ -299,6 +303,7 @@ class World:
         def scheduling() -> list[Work]:
             self.faults.in_schedule(0, self._first_requests())
             self.work = schedule()
+            self.known_tokens = {id(each): len(each.stream.tokens) for each in self.work}
             self.faults.in_schedule(1, self._first_requests())
             return self.work
 
