@@ -8,10 +8,10 @@ first tokens are refused; a later one ends its request.
 
 from __future__ import annotations
 
-import copy
+import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,11 +19,14 @@ import numpy as np
 
 from radixkv.errors import InvalidConstraint
 from radixkv.grammar.constraint import grammar_of
+from radixkv.grammar.json_schema import refusal, subschemas
 from radixkv.grammar.matcher import GrammarMatcher, TokenTable, reason_of
 from radixkv.sampling.params import Constraint, SamplingParams
 
 _MOST_GRAMMARS = 64
 _PROBED_TOKENS = 4
+_MOST_TRIES = 50  # parts of a refused schema that are compiled alone
+_END = "<|radixkv: the end|>"
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
@@ -88,35 +91,75 @@ class GrammarCompiler:
 
         matcher = LLMatcher(table.tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
-            raise self._refusal(constraint, matcher.get_error())
+            raise _refusal(constraint, matcher.get_error())
         compiled = GrammarMatcher(matcher, table, name)
-        self._probe(compiled.fork(), name)
+        for share in (0.0, 0.5, 1.0):
+            _probe(compiled.fork(), name, share)
         return compiled
-
-    def _refusal(self, constraint: Constraint, error: str) -> InvalidConstraint:
-        return InvalidConstraint(f"{constraint.parameter}: {reason_of(error)}", parameter=constraint.parameter)
-
-    def _probe(self, matcher: GrammarMatcher, name: str) -> None:
-        """Follow some tokens, so that a grammar that is too expensive is refused; and the automaton gets its start."""
-        bits = np.empty((1, -(-matcher.vocab_size // 32)), np.int32)
-        for number in range(_PROBED_TOKENS):
-            for error in GrammarMatcher.fill([matcher], bits).values():
-                raise error
-            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-            allowed = allowed[~np.isin(allowed, list(matcher.stop_ids))]
-            if not len(allowed):
-                if number == 0:
-                    raise InvalidConstraint(f"{name} allows no text", parameter=name)
-                return
-            matcher.consume([int(allowed[len(allowed) // 2])])
-            matcher.consume(matcher.forced())
-            if matcher.finished:
-                return
 
     def _built_table(self) -> TokenTable:
         if self._table is None:
             self._table = _table(self._tokenizer, self._vocab_size, self._stop_ids)
         return self._table
+
+
+def _probe(matcher: GrammarMatcher, name: str, share: float) -> None:
+    """Follow some tokens, so that a grammar that is too expensive is refused; and the automaton gets its start.
+
+    `share` selects one of the allowed tokens: 0 is the first, 1 the last.
+    """
+    bits = np.empty((1, -(-matcher.vocab_size // 32)), np.int32)
+    for number in range(_PROBED_TOKENS):
+        for error in GrammarMatcher.fill([matcher], bits).values():
+            raise error
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        allowed = allowed[~np.isin(allowed, list(matcher.stop_ids))]
+        if not len(allowed):
+            if number == 0:
+                raise InvalidConstraint(f"{name} allows no text", parameter=name)
+            return
+        matcher.consume([int(allowed[int(share * (len(allowed) - 1))])])
+        matcher.consume(matcher.forced())
+        if matcher.finished:
+            return
+
+
+def _refusal(constraint: Constraint, error: str) -> InvalidConstraint:
+    """Return the error for a constraint that llguidance refuses, with the place in a schema if it can be found."""
+    if constraint.parameter == "json_schema":
+        schema = json.loads(constraint.value)  # type: ignore[arg-type]
+        return refusal(_place(schema), reason_of(error))
+    return InvalidConstraint(f"{constraint.parameter}: {reason_of(error)}", parameter=constraint.parameter)
+
+
+def _place(schema: Any) -> str:
+    """Return a JSON pointer to the innermost part of a schema that is refused alone with the same error.
+
+    Compiles some parts alone; empty for the whole schema.
+    """
+    shared = {key: schema[key] for key in ("$schema", "$defs", "definitions") if key in schema}
+    error, place, tries = _alone(schema, shared), "", _MOST_TRIES
+    inner = list(subschemas(schema))
+    while error and inner and tries:
+        tries -= 1
+        name, part = inner.pop(0)
+        if _alone(part, shared) == error:
+            place, inner = place + name, list(subschemas(part)) if isinstance(part, Mapping) else []
+    return place
+
+
+def _alone(schema: Any, shared: Mapping[str, Any]) -> str:
+    """Return the error of a part of a schema without the rest; empty for none."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    if isinstance(schema, bool):
+        return ""
+    try:
+        grammar = grammar_of(Constraint("json_schema", json.dumps({**shared, **schema})))
+    except InvalidConstraint:
+        return ""
+    error = LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**_LIMITS))
+    return reason_of(error) if error else ""
 
 
 def _table(tokenizer: Any | None, vocab_size: int, stop_ids: frozenset[int]) -> TokenTable:
@@ -130,12 +173,14 @@ def _table(tokenizer: Any | None, vocab_size: int, stop_ids: frozenset[int]) -> 
             "constrained replies need a tokenizer of the tokenizers library, and this model has none: "
             "load it with tokenizer="
         )
-    backend = copy.copy(backend)
+    backend = type(backend).from_str(backend.to_str())  # a copy
     backend.no_padding()
     backend.no_truncation()
-    # A model without stop tokens gets one beyond its logits: a row of bits shows there whether the text is complete.
-    ends = sorted(stop_ids) or [max(vocab_size, len(tokenizer))]  # type: ignore[arg-type]
-    size = max(vocab_size, len(tokenizer), ends[-1] + 1)  # type: ignore[arg-type]
+    ends = sorted(stop_ids)
+    if not ends:  # llguidance needs one; the masks of requests without stop tokens leave it out
+        backend.add_special_tokens([_END])
+        ends = [backend.token_to_id(_END)]
+    size = max(vocab_size, *(token + 1 for token in backend.get_vocab().values()))
     try:
         built = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=ends)
     except ValueError as error:

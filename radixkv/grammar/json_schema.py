@@ -26,7 +26,7 @@ MOST_SCHEMAS = 10_000
 MOST_PROPERTIES = 1_000  # of one object: the compiler takes O(n * n) for optional ones
 MOST_VALUES = 10_000  # of all enums together
 MOST_MULTIPLE = 10_000  # of the digits of `multipleOf`: the compiler makes a state for each remainder
-MOST_COMPARISONS = 100_000  # of two schemas of a `oneOf`
+MOST_COMPARISONS = 20_000  # of two schemas of a `oneOf`
 _MOST_STEPS = 16
 _YIELD = 500  # schemas after which other threads may run
 _EXACT = 2**53  # the compiler reads numbers as floats
@@ -115,6 +115,17 @@ def refusal(place: str, reason: str) -> InvalidConstraint:
     return InvalidConstraint(f"json_schema, at #{place}: {reason}", parameter="json_schema", place=place)
 
 
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
+    """Yield the schemas directly inside a checked one, each with its JSON pointer from there."""
+    for key, value in schema.items():
+        if key in _MAPS:
+            yield from ((f"/{_escaped(key)}/{_escaped(name)}", each) for name, each in value.items())
+        elif key in _LISTS or (key in _ONE and isinstance(value, list)):
+            yield from ((f"/{key}/{at}", each) for at, each in enumerate(value))
+        elif key in _ONE:
+            yield f"/{key}", value
+
+
 @dataclass
 class _Check:
     root: Mapping[str, Any]
@@ -177,13 +188,9 @@ class _Check:
         if not isinstance(value, list):
             raise refusal(place, f"{key} is a list of schemas, not {_kind(value)}")
         if key == "oneOf":
-            for at, first in enumerate(value):
-                for second in value[:at]:
-                    if not self._disjoint(first, second):
-                        raise refusal(
-                            place,
-                            "oneOf cannot be enforced, since two of its schemas may allow the same value: use anyOf",
-                        )
+            if not self._all_disjoint(value):
+                reason = "oneOf cannot be enforced, since two of its schemas may allow the same value: use anyOf"
+                raise refusal(place, reason)
             key = "anyOf"
         return key, [self.schema(each, f"{place}/{at}", depth + 1) for at, each in enumerate(value)]
 
@@ -277,6 +284,14 @@ class _Check:
             rest = {key: value for key, value in schema.items() if key != "$ref"}
             schema = {**target, **rest}  # keywords of both are enforced: either side may be the one that excludes
         return schema
+
+    def _all_disjoint(self, schemas: list[Any]) -> bool:
+        """Return whether no value can be valid for two of these schemas; False if that cannot be shown."""
+        values = [_values_of(each) if isinstance(each, Mapping) else None for each in map(self._resolved, schemas)]
+        known = [each for each in values if each is not None]
+        if len(known) == len(schemas):
+            return len(set[str]().union(*known)) == sum(map(len, known))
+        return all(self._disjoint(one, other) for at, one in enumerate(schemas) for other in schemas[:at])
 
     def _disjoint(self, first: Any, second: Any, depth: int = 0) -> bool:
         """Return whether no value can be valid for both; False if that cannot be shown. O(properties)."""

@@ -60,6 +60,28 @@ def test_a_constraint_that_cannot_be_compiled_is_refused(engine: Engine, constra
         assert refused.value.parameter in constraint or "json_schema" in str(refused.value)
 
 
+BAD = {"type": "string", "pattern": "(", "description": "no regular expression"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        (BAD, ""),
+        ({"type": "array", "items": BAD}, "/items"),
+        (
+            {"type": "object", "properties": {"a": {"type": "integer"}, "b/c": {"anyOf": [{"type": "null"}, BAD]}}},
+            "/properties/b~1c/anyOf/1",
+        ),
+        ({"$defs": {"x": BAD}, "type": "array", "items": {"$ref": "#/$defs/x"}}, "/$defs/x"),
+        ({"allOf": [{"type": "string", "pattern": "a"}, {"type": "integer"}]}, ""),
+    ],
+)
+def test_a_refusal_of_the_compiler_has_the_place_too(engine: Engine, schema: Any, place: str) -> None:
+    with pytest.raises(InvalidConstraint, match="json_schema, at #") as refused:
+        engine.submit([5, 6], SamplingParams(json_schema=schema))
+    assert refused.value.place == place
+
+
 def schema_of_bombs(count: int) -> dict[str, Any]:
     """Return an intersection with 4 ** count cases."""
     digits = [{"const": number} for number in range(4)]
