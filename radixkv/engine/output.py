@@ -206,7 +206,7 @@ class OutputChannel:
         """Call `callback` once there is a chunk or the end to take; with `end`, only at the end.
 
         It is called once, at once or on the engine's thread, which it must not delay. If it raises, that is logged.
-        Chunks that were put, but for which `notify` was not called yet, count.
+        Chunks that were put count also before `notify` is called for them.
         """
         with self._lock:
             (self._end_listeners if end else self._chunk_listeners).append(callback)

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from schemathesis import checks
 
 from radixkv.serve import Settings, schemas
+from radixkv.serve.anthropic import schemas as schemas_of_messages
 from radixkv.serve.errors import ApiError
 from radixkv.serve.message_schemas import ANY_ORDER
 from radixkv.serve.openai_responses.schemas import read_response
 from radixkv.serve.openapi import document
 from tests.selection import mostly_long
-from tests.serve.served import CHAT, LOCAL, fake_model, says, served
+from tests.serve.served import ASKED, CHAT, LOCAL, fake_model, says, served
 
 DOCUMENT = document("fake", Settings())
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
@@ -101,6 +102,13 @@ def body_of(path: str) -> Any:
 
 def read_responses(body: Any, ignored: Any = None) -> Any:
     return read_response(body, ignored, lambda _: None, ANY_ORDER)
+
+
+def read_message(body: Any) -> Any:
+    return schemas_of_messages.read_message(body, None, schemas_of_messages.Dialect())
+
+
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image")
 
 
 def responses(path: str, method: str = "post") -> Any:
@@ -218,11 +226,20 @@ def test_every_documented_field_is_known(path):
 )
 @settings(max_examples=60, deadline=None)
 def test_no_value_anywhere_breaks_the_reading(value):
-    """Each field of a chat completion or a response, one at a time, may have any JSON value."""
-    chat, response = (body_of(path)["properties"] for path in ("/v1/chat/completions", "/v1/responses"))
+    """Each field of a chat completion, a message or a response, one at a time, may have any JSON value."""
+    paths = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+    chat, message, response = (body_of(path)["properties"] for path in paths)
     cases = [(schemas.read_chat, {**CHAT, name: value}) for name in chat]
     cases += [(read_responses, {"model": "fake", "input": "x", name: value}) for name in response]
     cases += [(read_responses, {"model": "fake", "input": [value, {name: value}]}) for name in ("type", "role")]
+    cases += [(read_message, {**CHAT, name: value}) for name in message]
+    blocks = [{"type": kind, "id": "a", "name": "b", "input": value, "content": value} for kind in BLOCKS]
+    cases += [
+        (read_message, {**CHAT, "messages": [*ASKED, {"role": role, "content": [{**block, **values}]}]})
+        for block in blocks
+        for values in ({}, {"text": value, "thinking": value}, {"tool_use_id": value}, {"type": value})
+        for role in ("user", "assistant", "system")
+    ]
     for read, body in cases:
         try:
             read(body)
