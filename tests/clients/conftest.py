@@ -15,7 +15,7 @@ from radixkv import Engine
 from radixkv.serve import Settings
 from tests.clients.install import CAPTURED, Agent, obstacle, python_of
 from tests.clients.recorder import Recorder, Traffic
-from tests.clients.scripted import scripted_engine
+from tests.clients.scripted import POSITIONS, scripted_engine
 from tests.engine.fakes import check
 from tests.figures import Figure, figure, pytest_terminal_summary
 from tests.serve.served import hosted_engine
@@ -47,14 +47,14 @@ class Host:
 
 @pytest.fixture(scope="module")
 def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    """A server whose model replies by the module's REPLIES. At the end no block may be held, and no KV be wrong."""
+    """A server whose model replies by the module's REPLIES; at the end no block may be held, and no KV be wrong."""
     recorders: list[Recorder] = []
 
     def record(app: object) -> Recorder:
         recorders.append(Recorder(app))  # type: ignore[arg-type]
         return recorders[0]
 
-    engine, runner = scripted_engine(request.module.REPLIES)
+    engine, runner = scripted_engine(request.module.REPLIES, getattr(request.module, "CONTEXT", POSITIONS))
     settings = Settings(port=0, model_name=MODEL, drain_timeout=5)
     with hosted_engine(engine, runner.histories, settings, record) as hosted:
         yield Host(hosted.url, engine, recorders[0])

@@ -52,7 +52,7 @@ class ScriptedRunner(Runner):
             self._rechecks = False
 
 
-def scripted_engine(replies: Mapping[str, str]) -> tuple[Engine, ScriptedRunner]:
+def scripted_engine(replies: Mapping[str, str], positions: int = POSITIONS) -> tuple[Engine, ScriptedRunner]:
     """Return an engine that replies by the first key that the last message contains."""
     config = LlamaConfig(
         vocab_size=len(tokenizer()),
@@ -61,7 +61,7 @@ def scripted_engine(replies: Mapping[str, str]) -> tuple[Engine, ScriptedRunner]
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=POSITIONS,
+        max_position_embeddings=positions,
         bos_token_id=0,
         eos_token_id=2,
     )
