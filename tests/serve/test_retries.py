@@ -79,7 +79,8 @@ def test_retries_of_clients_that_leave_in_the_middle_of_a_reply(path: str) -> No
         for _ in range(RETRIES):
             before = host.engine.stats().output_tokens
             with httpx.stream("POST", host.url + path, json=body, timeout=30) as stream:
-                next(stream.iter_raw())
+                parts = stream.iter_raw()  # kept: an iterator that is dropped closes the connection
+                next(parts)
                 until(lambda before=before: host.engine.stats().output_tokens > before)  # type: ignore[misc]
             until(lambda: host.service.limiter.streams == 0)
         stats = host.engine.stats()
