@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from radixkv.serve.fields import JsonObject
@@ -20,12 +21,14 @@ _ENTRY_BYTES = 600  # of an entry without its items: the objects, and two places
 class Items:
     """Items that some responses share: the input of one request, or the output of one response."""
 
-    __slots__ = ("items", "size")
-
     def __init__(self, items: Sequence[JsonObject]) -> None:
-        """Keep `items`, which must not change any more. O(bytes)."""
+        """Keep `items`, which must not change any more."""
         self.items = tuple(items)
-        self.size = _size(self.items)
+
+    @cached_property
+    def size(self) -> int:
+        """The approximate number of bytes; only counted for stored responses. O(bytes)."""
+        return _size(self.items)
 
 
 class StoredResponse:
