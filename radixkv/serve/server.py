@@ -14,6 +14,7 @@ import uvicorn
 
 from radixkv.chat import AsyncEngine
 from radixkv.serve.app import create_app
+from radixkv.serve.http_parser import http_protocol
 from radixkv.serve.service import Service
 from radixkv.serve.settings import Settings
 
@@ -45,6 +46,7 @@ class Server(uvicorn.Server):
         self.service: Service = app.state.service
         config = uvicorn.Config(
             app,
+            http=http_protocol(),
             lifespan="on",
             log_config=None,
             access_log=False,
