@@ -20,12 +20,17 @@ RadixKVError
 │   └── RequestFailed              an exception inside a step; `__cause__` holds it
 ├── ChatError
 │   ├── SessionClosed              the chat session was closed before
-│   └── ContextOverflow            the conversation no longer fits the model's context
+│   ├── ContextOverflow            the conversation no longer fits the model's context
+│   └── UnparsedReply              a reply with a schema was cut, or refused by the caller's class
 └── TelemetryError
     ├── ProtocolError              bytes of a socket or a recording are not a valid frame; the message says why
     ├── EngineNotFound             no running engine answers there
     └── UnsafeFolder               there is no folder for sockets that other users can neither read nor write
 """
+
+from __future__ import annotations
+
+from typing import Any
 
 
 class RadixKVError(Exception):
@@ -127,6 +132,18 @@ class SessionClosed(ChatError):
 
 class ContextOverflow(ChatError):
     """The conversation no longer fits the model's context."""
+
+
+class UnparsedReply(ChatError):
+    """A reply that a schema constrains was cut by `max_tokens` or a stop string, or the caller's class refuses it.
+
+    `reply` is the `radixkv.chat.Reply` so far; its turn is not recorded. `__cause__` is the error of the class.
+    """
+
+    def __init__(self, message: str, reply: Any) -> None:
+        """Store the reply."""
+        super().__init__(message)
+        self.reply = reply
 
 
 class TelemetryError(RadixKVError):

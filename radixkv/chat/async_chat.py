@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 from radixkv.chat.engine import Engine
 from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message, Reply, ToolResult
+from radixkv.chat.reply_schema import Schema
 from radixkv.chat.saved import Overflow
 from radixkv.chat.session import ChatSession, ReplyStream
 from radixkv.engine import AsyncRequestEngine, Chunk
@@ -71,23 +72,27 @@ class AsyncChatSession:
 
     # ---- talking
 
-    async def send(self, text: str, params: SamplingParams | None = None) -> Reply:
+    async def send(self, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None) -> Reply:
         """Send a user message and wait for the reply. Raises the errors of `ChatSession.send`."""
-        return await (await self.stream(text, params)).wait()
+        return await (await self.stream(text, params, schema=schema)).wait()
 
-    async def stream(self, text: str, params: SamplingParams | None = None) -> AsyncReplyStream:
+    async def stream(
+        self, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
+    ) -> AsyncReplyStream:
         """Send a user message; iterate the returned stream, or await its `wait`. See `ChatSession.stream`."""
-        return await self._start(self._session.stream, text, params)
+        return await self._start(self._session.stream, text, params, schema=schema)
 
-    async def tool_results(self, results: Sequence[ToolResult], params: SamplingParams | None = None) -> Reply:
+    async def tool_results(
+        self, results: Sequence[ToolResult], params: SamplingParams | None = None, *, schema: Schema | None = None
+    ) -> Reply:
         """Answer each tool call of the last reply and wait for the next reply. Raises InvalidInput, or as `send`."""
-        return await (await self.stream_tool_results(results, params)).wait()
+        return await (await self.stream_tool_results(results, params, schema=schema)).wait()
 
     async def stream_tool_results(
-        self, results: Sequence[ToolResult], params: SamplingParams | None = None
+        self, results: Sequence[ToolResult], params: SamplingParams | None = None, *, schema: Schema | None = None
     ) -> AsyncReplyStream:
         """Answer each tool call of the last reply, and stream the next reply as `stream` does."""
-        return await self._start(self._session.stream_tool_results, results, params)
+        return await self._start(self._session.stream_tool_results, results, params, schema=schema)
 
     # ---- branching
 
@@ -100,13 +105,17 @@ class AsyncChatSession:
         """Remove the last turns; their cached tokens are evicted first."""
         await self._run(self._session.rewind, turns)
 
-    async def edit(self, turn: int, text: str, params: SamplingParams | None = None) -> Reply:
+    async def edit(
+        self, turn: int, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
+    ) -> Reply:
         """Replace the message of turn `turn`, and wait for the new reply. See `ChatSession.edit`."""
-        return await (await self.stream_edit(turn, text, params)).wait()
+        return await (await self.stream_edit(turn, text, params, schema=schema)).wait()
 
-    async def stream_edit(self, turn: int, text: str, params: SamplingParams | None = None) -> AsyncReplyStream:
+    async def stream_edit(
+        self, turn: int, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
+    ) -> AsyncReplyStream:
         """Do as `edit`, and stream the reply as `stream` does. The history changes when the stream ends."""
-        return await self._start(self._session.stream_edit, turn, text, params)
+        return await self._start(self._session.stream_edit, turn, text, params, schema=schema)
 
     async def close(self) -> None:
         """End the conversation; cached tokens that only it uses are evicted first. May be called twice."""

@@ -47,7 +47,7 @@ class Reply:
 
     `text` is the text outside tool calls and thinking. Text that begins like a call but is not one stays in it, tags
     included. `token_ids` are the sampled ids, a stop token included. `usage.cached_tokens` is the number of prompt
-    tokens that were found in the cache.
+    tokens that were found in the cache. `parsed` is the answer as an object, if the call has a `schema`.
     """
 
     text: str
@@ -57,6 +57,7 @@ class Reply:
     token_ids: tuple[int, ...]
     thinking: str = ""
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    parsed: Any = None
 
 
 def tool_messages(results: Sequence[ToolResult], calls: Sequence[ToolCall]) -> list[Message]:

@@ -15,13 +15,23 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from radixkv.chat.constrained import CallRule, constrained, strict_tools
 from radixkv.chat.history_mode import HistoryMode, history_mode
 from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, tool_messages
 from radixkv.chat.reply_parser import ReplyParser
+from radixkv.chat.reply_schema import ReplySchema, Schema
 from radixkv.chat.saved import Overflow, SessionState, Turn, write
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import Chunk, Completion, Handle
-from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, RequestCancelled, SessionClosed
+from radixkv.errors import (
+    ContextOverflow,
+    EngineClosed,
+    InvalidInput,
+    PromptTooLong,
+    RequestCancelled,
+    SessionClosed,
+    UnparsedReply,
+)
 from radixkv.sampling.params import SamplingParams, checked_params, is_int
 
 if TYPE_CHECKING:
@@ -41,16 +51,19 @@ class ReplyStream:
         record: Callable[[ReplyStream, Completion], Reply],
         *,
         edits: bool = False,
+        schema: ReplySchema | None = None,
     ) -> None:
         """Follow `handle`; `record` adds the complete turn to the session, after `turns`.
 
-        With `edits` the turn replaces an earlier one.
+        With `edits` the turn replaces an earlier one. `schema` parses the reply.
         """
         self.handle = handle
         self.is_open = True  # until the reply is recorded, or the stream is closed
         self._record = record
         self._reply: Reply | None = None
+        self._failed: UnparsedReply | None = None
         self.turns, self.prompt, self.new, self.params, self.edits = turns, prompt, new, params, edits
+        self.schema = schema
 
     def __iter__(self) -> Iterator[Chunk]:
         """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""
@@ -63,7 +76,12 @@ class ReplyStream:
             self.wait()
 
     def wait(self) -> Reply:
-        """Wait for the whole reply. Raises as `Handle.result`, and RequestCancelled if the stream was closed."""
+        """Wait for the whole reply.
+
+        Raises as `Handle.result`, RequestCancelled if the stream was closed, and UnparsedReply.
+        """
+        if self._failed is not None:
+            raise self._failed
         if self._reply is None:
             try:
                 completion = self.handle.result()
@@ -72,8 +90,13 @@ class ReplyStream:
                 raise
             if not self.is_open:
                 raise RequestCancelled("this reply was left for another call on its session: its turn was undone")
-            self._reply = self._record(self, completion)
-            self.is_open = False
+            try:
+                self._reply = self._record(self, completion)
+            except UnparsedReply as error:
+                self._failed = error
+                raise
+            finally:
+                self.is_open = False
         return self._reply
 
     @property
@@ -122,6 +145,7 @@ class ChatSession:
         self._engine = engine
         self._template = template
         self._parser = ReplyParser(template)
+        self._rule = CallRule(strict=strict_tools(template.tools))
         self._opening: list[Message] = [deepcopy(dict(message)) for message in opening]
         self._namespace = namespace
         self._number = engine.client.new_session()
@@ -134,31 +158,38 @@ class ChatSession:
 
     # ---- talking
 
-    def send(self, text: str, params: SamplingParams | None = None) -> Reply:
+    def send(self, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None) -> Reply:
         """Send a user message and wait for the reply.
 
-        Raises ContextOverflow, SessionClosed, and the errors of `engine.submit` and its handle.
+        The answer follows `schema`, a JSON schema or a class such as a Pydantic model, and `parsed` of the reply is the
+        JSON value or the instance. A reply of tool calls is not parsed.
+        Raises ContextOverflow, SessionClosed, UnparsedReply for a reply that was cut, and the errors of `engine.submit`
+        and its handle.
         """
-        return self.stream(text, params).wait()
+        return self.stream(text, params, schema=schema).wait()
 
-    def stream(self, text: str, params: SamplingParams | None = None) -> ReplyStream:
+    def stream(self, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None) -> ReplyStream:
         """Send a user message; iterate the returned stream for chunks, then read its `reply`.
 
         The request is submitted when this returns, so the streams of many sessions run as one batch. The turn becomes
         part of the history when the stream ends. It is undone if the stream is closed before, or if the session is
         called again.
         """
-        return self._ask([_of_user(text)], (), params)
+        return self._ask([_of_user(text)], (), params, schema)
 
-    def tool_results(self, results: Sequence[ToolResult], params: SamplingParams | None = None) -> Reply:
+    def tool_results(
+        self, results: Sequence[ToolResult], params: SamplingParams | None = None, *, schema: Schema | None = None
+    ) -> Reply:
         """Answer each tool call of the last reply and wait for the next reply. Raises InvalidInput, or as `send`."""
-        return self.stream_tool_results(results, params).wait()
+        return self.stream_tool_results(results, params, schema=schema).wait()
 
-    def stream_tool_results(self, results: Sequence[ToolResult], params: SamplingParams | None = None) -> ReplyStream:
+    def stream_tool_results(
+        self, results: Sequence[ToolResult], params: SamplingParams | None = None, *, schema: Schema | None = None
+    ) -> ReplyStream:
         """Answer each tool call of the last reply, and stream the next reply as `stream` does."""
         self._settle()
         calls = self._turns[-1].tool_calls if self._turns else ()
-        return self._ask(tool_messages(results, calls), calls, params)
+        return self._ask(tool_messages(results, calls), calls, params, schema)
 
     # ---- branching
 
@@ -178,21 +209,25 @@ class ChatSession:
         self._turns, self._ids = left, self._ids_after(left)
         self._demote(dead)
 
-    def edit(self, turn: int, text: str, params: SamplingParams | None = None) -> Reply:
+    def edit(
+        self, turn: int, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
+    ) -> Reply:
         """Replace the message of turn `turn` (0 is the first), drop the later turns, and wait for the new reply.
 
         The cached tokens of the old branch are evicted first. If the new reply fails, the history is unchanged.
         """
-        return self.stream_edit(turn, text, params).wait()
+        return self.stream_edit(turn, text, params, schema=schema).wait()
 
-    def stream_edit(self, turn: int, text: str, params: SamplingParams | None = None) -> ReplyStream:
+    def stream_edit(
+        self, turn: int, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
+    ) -> ReplyStream:
         """Do as `edit`, and stream the reply as `stream` does. The history changes when the stream ends."""
         self._settle()
         if not is_int(turn) or not 0 <= turn < len(self._turns):
             raise InvalidInput(f"this session has turns 0..{len(self._turns) - 1}, got {turn!r}")
         if self._turns[turn].messages[0]["role"] != "user":
             raise InvalidInput(f"turn {turn} answers tool calls, only what a user said can be edited")
-        return self._ask([_of_user(text)], (), params, keep=turn)
+        return self._ask([_of_user(text)], (), params, schema, keep=turn)
 
     def close(self) -> None:
         """End the conversation; cached tokens that only it uses are evicted first. May be called twice."""
@@ -246,6 +281,7 @@ class ChatSession:
         new: list[Message],
         answers: Sequence[ToolCall],
         params: SamplingParams | None,
+        schema: Schema | None,
         keep: int | None = None,
     ) -> ReplyStream:
         """Request a reply to `new` after the first `keep` turns (all if None); it replaces the turns that follow."""
@@ -253,15 +289,22 @@ class ChatSession:
         params = checked_params(params, self._engine.default_params)
         if params.n != 1:
             raise InvalidInput(f"a conversation has one reply a turn, got n={params.n}: fork the session instead")
+        reply_schema = None if schema is None else ReplySchema(schema)
+        if reply_schema is not None:
+            params = reply_schema.applied(params)
         turns = self._turns[:keep]
         ids = self._ids if keep is None else self._ids_after(turns)
         prompt = self._prompt(turns, new, ids, answers)
         if self._overflow == "drop_oldest":
             turns, prompt = self._dropped(turns, new, prompt, params)
         prompt = self._with_room(prompt)
+        if self._rule.constrains(params):
+            params = constrained(params, self._template, self._rule, self._template.thinking_at(prompt))
         handle = self._engine.submit(prompt, params, namespace=self._namespace, session=self._number)
         edits = keep is not None
-        self._open_stream = ReplyStream(handle, turns, prompt, new, params, self._record, edits=edits)
+        self._open_stream = ReplyStream(
+            handle, turns, prompt, new, params, self._record, edits=edits, schema=reply_schema
+        )
         return self._open_stream
 
     def _prompt(
@@ -315,9 +358,11 @@ class ChatSession:
         )
 
     def _record(self, stream: ReplyStream, completion: Completion) -> Reply:
-        """Add the complete turn to the history."""
+        """Add the complete turn to the history. Raises UnparsedReply, and then the history is unchanged."""
         used = {call.id for turn in stream.turns for call in turn.tool_calls}
         reply = self._parser.reply(completion, stream.prompt, stream.params, len(stream.turns), used)
+        if stream.schema is not None:
+            reply = stream.schema.parsed(reply)
         message: Message = {"role": "assistant", "content": reply.text}
         if reply.tool_calls:
             message["tool_calls"] = [call.as_message() for call in reply.tool_calls]

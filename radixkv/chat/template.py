@@ -10,15 +10,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.rendering import Rendering, at_least
 from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form, shared
 from radixkv.chat.splicing import Splicing, from_stop_text, unused_word, without_closing
 from radixkv.chat.template_arguments import Arguments
-from radixkv.chat.thinking import THINK_START
+from radixkv.chat.thinking import CHANNEL, THINK_START
+from radixkv.chat.tool_call_formats import CallFormat, format_of
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
+
+Thinking: TypeAlias = Literal["begun", "possible", "over"]
 
 _TAG = 16  # most tokens of a tag and the white space after it, if each character is one
 _LONG = 8  # characters per allowed token above which the tokens of a text are counted before it is encoded
@@ -140,11 +143,35 @@ class ChatTemplate:
         """Whether a prompt ends with an open thinking tag, so that its reply begins with thinking."""
         return self.rendering.text(prompt[-_TAG:]).rstrip().endswith(THINK_START)
 
+    def thinking_at(self, prompt: Sequence[int]) -> Thinking:
+        """Return the state of thinking at the end of a prompt, where its reply begins."""
+        if self.opens_thinking(prompt):
+            return "begun"
+        ends = self.rendering.text(prompt[-_TAG:]).rstrip().endswith(self.form.thinking_tags[1])
+        return "over" if ends or self.form.thinking_in is None else "possible"
+
     def ends_in_thinking(self, ids: Sequence[int], start: int) -> bool:
         """Whether the reply that begins at `start` of `ids` has opened thinking and not closed it."""
         opening, closing = self.form.thinking_tags
         said = self.rendering.text(ids[start:])
         return (self.opens_thinking(ids[:start]) or said.lstrip().startswith(opening)) and closing not in said
+
+    # ---- tags
+
+    @cached_property
+    def call_format(self) -> CallFormat | None:
+        """The format of the model's tool calls, None if it is unknown."""
+        return format_of(self.rendering.tokenizer)
+
+    @cached_property
+    def has_channels(self) -> bool:
+        """Whether the model may write thinking and answer as messages of their own."""
+        return CHANNEL in self.rendering.template
+
+    def token_of(self, tag: str) -> int | None:
+        """Return the id of a tag that is one added token of the tokenizer; None for a tag that is text."""
+        added = getattr(self.rendering.tokenizer, "added_tokens_decoder", {})
+        return next((number for number, token in added.items() if token.content == tag), None)
 
     # ---- inside
 

@@ -65,9 +65,14 @@ def format_of(tokenizer: Any | None) -> CallFormat | None:
 
 def tool_names(tools: Sequence[Any] | None) -> frozenset[str]:
     """Return the names of the tools; schemas of other shapes are skipped."""
+    return frozenset(name for name, _ in functions_of(tools))
+
+
+def functions_of(tools: Sequence[Any] | None) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and declaration of each tool, in their order; schemas of other shapes are skipped."""
     schemas = [tool for tool in tools or () if isinstance(tool, dict)]
     functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in schemas]
-    return frozenset(name for function in functions if isinstance(name := function.get("name"), str))
+    return [(name, function) for function in functions if isinstance(name := function.get("name"), str)]
 
 
 DEEPEST = 100  # deeper nesting is not a call: JSON readers and writers have recursion limits not far above

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from radixkv.errors import InvalidConstraint
-from radixkv.grammar.constraint import grammar_of
+from radixkv.grammar.constraint import MISSING, grammar_of
 from radixkv.grammar.json_schema import refusal, subschemas
 from radixkv.grammar.matcher import GrammarMatcher, TokenTable, reason_of
 from radixkv.sampling.params import Constraint, SamplingParams
@@ -166,7 +166,7 @@ def _table(tokenizer: Any | None, vocab_size: int, stop_ids: frozenset[int]) -> 
     try:
         from llguidance import LLExecutor, LLTokenizer
     except ImportError as error:
-        raise InvalidConstraint("constrained replies need llguidance: pip install 'radixkv[grammar]'") from error
+        raise InvalidConstraint(MISSING) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InvalidConstraint(

@@ -16,6 +16,7 @@ from radixkv.errors import InvalidConstraint
 from radixkv.grammar.json_schema import checked_schema
 from radixkv.sampling.params import Constraint
 
+MISSING = "constrained replies need llguidance: pip install 'radixkv[grammar]'"
 SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _EMBEDDED = re.compile(r"%json\s*(?=[{])")
 
@@ -35,17 +36,39 @@ def schema_with_separators(schema: Any) -> dict[str, Any]:
     return {**checked, "x-guidance": {**SEPARATORS, **checked.get("x-guidance", {})}}
 
 
+def embedded(constraint: Constraint) -> str:
+    """Return an expression for a constraint, to be a part of another grammar.
+
+    Its schemas are checked when that grammar is compiled. Raises InvalidConstraint for a regular expression.
+    """
+    name, value = constraint
+    match name:
+        case "json_schema":
+            return f"%json {'{}' if value == 'true' else value}"
+        case "regex":
+            return f"/{_lark_regex(str(value))}/"
+        case "choice":
+            return " | ".join(map(_quoted, value))
+    return f"%lark {{\n{value}\n}}"
+
+
 def _json_schema(text: str) -> dict[str, Any]:
     return {"json_schema": schema_with_separators(json.loads(text))}
 
 
 def _regex(text: str) -> dict[str, Any]:
-    from llguidance import regex_to_lark
+    return {"lark_grammar": f"start: REPLY\nREPLY: /{_lark_regex(text)}/\n"}
 
+
+def _lark_regex(text: str) -> str:
+    try:
+        from llguidance import regex_to_lark
+    except ImportError as error:
+        raise InvalidConstraint(MISSING) from error
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise InvalidConstraint("regex ends with a backslash that escapes nothing", parameter="regex")
     # "dw": digits and word characters are ASCII, as in the patterns of JSON Schema.
-    return {"lark_grammar": f"start: REPLY\nREPLY: /{regex_to_lark(text, 'dw')}/\n"}
+    return str(regex_to_lark(text, "dw"))
 
 
 def _grammar(text: str) -> dict[str, Any]:
