@@ -77,6 +77,8 @@ class Core:
         self.scheduler = Scheduler(cache, config, self.counters, self._reuse, self.observers, self.end)
         self.admission = self.scheduler.admission
         self._masks = TokenMasks()
+        # A guard in place of a null object: looking for constrained streams takes 1% of a step.
+        self._constrained = False  # whether there has been a constrained request
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; requests that ended are skipped
 
     @property
@@ -99,6 +101,7 @@ class Core:
     def add(self, request: Request) -> None:
         """Queue a request that fits the pool: see `Admission.check_fits`."""
         self.scheduler.add(request)
+        self._constrained |= request.matcher is not None
         for observer in self.observers:
             observer.added(request)
         if request.deadline is not None:
@@ -145,7 +148,7 @@ class Core:
         try:
             self._end_overdue()
             work = self.scheduler.schedule()
-            masks = self._masks_of(work)
+            masks = self._masks_of(work) if self._constrained else None
             for part, logits in self._run(work):
                 self._commit(part, logits, masks)
         except Exception as error:
@@ -192,10 +195,7 @@ class Core:
         return self.runner.run(chunks, list(chain.from_iterable(each.plan.copies for each in work)))
 
     def _masks_of(self, work: list[Work]) -> StepMasks | None:
-        """Start to fill the masks of the constrained streams that sample in this step; None if there is none.
-
-        A guard and no null object: most steps have no constrained stream.
-        """
+        """Start to fill the masks of the constrained streams that sample in this step; None if there is none."""
         rows = {
             each.stream: ConstrainedRow(each.stream.matcher, each.stream.request.stop_ids)
             for each in work
@@ -219,7 +219,7 @@ class Core:
             for stream, failed in masks.wait().items():
                 self._fail_alone(stream.request, failed)
         for rows, sampled in self._draw(work, logits, masks):
-            self._accept(rows, sampled)
+            self._accept(rows, sampled, constrained=masks is not None)
         requests = {each.stream.request: None for each in work}
         for request in requests:
             try:
@@ -276,8 +276,11 @@ class Core:
             error = raised
         return in_halves(rows, draw, lambda row: row[1].request, self._fail_alone, error)
 
-    def _accept(self, rows: list[Row], sampled: Sampled) -> None:
-        """Append the sampled tokens to their streams, and hand the text that they release to the callers."""
+    def _accept(self, rows: list[Row], sampled: Sampled, *, constrained: bool) -> None:
+        """Append the sampled tokens to their streams, and hand the text that they release to the callers.
+
+        `constrained` says whether some of the streams are.
+        """
         logprobs = sampled.logprobs or [None] * len(rows)
         for index, (_, stream) in enumerate(rows):
             request = stream.request
@@ -288,12 +291,11 @@ class Core:
                     raise InvalidInput(
                         "the logits have no finite maximum: the sampling parameters leave nothing to draw"
                     )
-                token = sampled.tokens[index]
-                if stream.matcher is not None:
-                    self._accept_constrained(stream, token, logprobs[index])
+                if constrained and stream.matcher is not None:
+                    self._accept_constrained(stream, sampled.tokens[index], logprobs[index])
                     continue
                 self.counters.output_tokens += 1
-                request.channel.put(stream.accept(token, logprobs[index]))
+                request.channel.put(stream.accept(sampled.tokens[index], logprobs[index]))
             except Exception as error:
                 self._fail_alone(request, error)
 

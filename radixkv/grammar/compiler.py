@@ -108,12 +108,13 @@ def _probe(matcher: GrammarMatcher, name: str, share: float) -> None:
 
     `share` selects one of the allowed tokens: 0 is the first, 1 the last.
     """
-    bits = np.empty((1, -(-matcher.vocab_size // 32)), np.int32)
+    bits, stops = np.empty((1, -(-matcher.vocab_size // 32)), np.int32), list(matcher.stop_ids)
     for number in range(_PROBED_TOKENS):
         for error in GrammarMatcher.fill([matcher], bits).values():
             raise error
-        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-        allowed = allowed[~np.isin(allowed, list(matcher.stop_ids))]
+        flags = np.unpackbits(bits.view(np.uint8), bitorder="little").view(np.bool_)
+        flags[stops] = False
+        allowed = np.flatnonzero(flags)
         if not len(allowed):
             if number == 0:
                 raise InvalidConstraint(f"{name} allows no text", parameter=name)
