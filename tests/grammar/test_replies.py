@@ -19,7 +19,7 @@ from tests.grammar.engines import random_engine
 from tests.grammar.schemas import schemas
 
 SCHEMAS = dict(schemas())
-QUICK = sorted(SCHEMAS)[::9]
+QUICK = sorted(SCHEMAS)[::13]
 
 
 @pytest.fixture(scope="module")
