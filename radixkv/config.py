@@ -17,6 +17,7 @@ from radixkv.kv_size import parse_bytes
 from radixkv.sampling.params import is_int
 
 ATTENTION = ("auto", "torch", "triton")
+WEIGHTS = ("auto", "float32", "int8", "int4")
 ORDERS = ("fcfs", "longest-prefix")
 VICTIMS = ("cheapest", "last")
 SCRUB_RATE = 32.0  # blocks per second for scrub=True
@@ -32,6 +33,7 @@ class EngineConfigFields(TypedDict, total=False):
     device: str
     dtype: Any
     attention: str
+    weights: str
     compile: bool | str
     max_sequences: int
     max_batch_tokens: int
@@ -110,6 +112,12 @@ class EngineConfig:
         "attention backend: torch, triton, or auto (triton on CUDA if it supports the model, else torch; the "
         "model's own attention if neither is correct)",
         choices=ATTENTION,
+    )
+    weights: str = _setting(
+        "auto",
+        "bits of the weights of linear layers on a CPU: int8, int4 (the embedding and the head keep 8 bits), float32, "
+        "or auto (those of a quantised GGUF file, else float32). Activations are float32",
+        choices=WEIGHTS,
     )
     compile: bool | str = _setting(
         "auto",

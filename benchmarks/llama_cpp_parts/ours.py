@@ -1,8 +1,8 @@
 """Run radixkv in a process of its own for benchmarks/llama_cpp.py.
 
 It reads commands as JSON lines and writes a reply for each; `worker.py` lists them. The engine has the settings that
-`Engine.load` chooses, except for its number of blocks, so that both engines have room for equally many tokens. The
-radix tree is the prompt cache.
+`Engine.load` chooses, except for the form of its weights and its number of blocks, so that both engines have room for
+equally many tokens. The radix tree is the prompt cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Ours:
     """The commands; `load` comes first."""
 
     def load(self, model: str, threads: int, streams: int, context: int, settings: Any) -> dict[str, Any]:
-        """Load a model with room for `streams` times `context` tokens; `settings` are for the peer."""
+        """Load a model with room for `streams` times `context` tokens; `settings` are fields of EngineConfig."""
         import torch
         import transformers
 
@@ -34,7 +34,9 @@ class Ours:
 
         torch.set_num_threads(threads)
         transformers.utils.logging.set_verbosity_error()
-        self.engine = Engine.load(model, num_blocks=streams * context // BLOCK, block_size=BLOCK, monitor=False)
+        self.engine = Engine.load(
+            model, num_blocks=streams * context // BLOCK, block_size=BLOCK, monitor=False, **settings
+        )
         versions = {"radixkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         return {"versions": versions}
 

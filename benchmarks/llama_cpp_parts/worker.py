@@ -137,9 +137,9 @@ class Side:
         return worker
 
 
-def ours() -> Side:
-    """The process of radixkv, under this Python."""
-    return Side(OURS, (sys.executable, str(HERE / "ours.py")), {})
+def ours(weights: str = "auto") -> Side:
+    """The process of radixkv, under this Python, with this form of weights."""
+    return Side(OURS, (sys.executable, str(HERE / "ours.py")), {"weights": weights})
 
 
 # ---- the peer

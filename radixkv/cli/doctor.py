@@ -99,6 +99,7 @@ def _load(arguments: argparse.Namespace) -> LoadedModel:
         tokenizer=arguments.tokenizer,
         device=arguments.device,
         dtype=arguments.dtype,
+        weights=arguments.weights,
         attention=arguments.attention,
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
@@ -185,12 +186,19 @@ def _file(header: GGUFHeader) -> Finding:
 def _weights(loaded: LoadedModel) -> Finding:
     """Count the weights in memory; a tied head counts twice if it was repacked."""
     from radixkv.models.packed import PackedLinear
+    from radixkv.models.quantized.layers import quantized_weights
 
     weights = list(loaded.model.parameters())
     packed = (each for each in loaded.model.modules() if isinstance(each, PackedLinear))
     apart = sum(each.in_features * each.out_features for each in packed)  # repacked weights are not parameters
     total = sum(each.numel() * each.element_size() for each in weights) + apart * loaded.dtype.itemsize
-    return ok("weights", f"{sum(each.numel() for each in weights) + apart:,} numbers in memory, {size(total)}")
+    numbers, found = sum(each.numel() for each in weights) + apart, quantized_weights(loaded.model)
+    kinds = Counter[str]()
+    for each in found:
+        kinds[f"{each.format.bits} bits"] += each.inputs * each.outputs
+    few = "".join(f", {count:,} of them in {bits}" for bits, count in sorted(kinds.items(), reverse=True))
+    numbers, total = numbers + kinds.total(), total + sum(each.nbytes for each in found)
+    return ok("weights", f"{numbers:,} numbers in memory, {size(total)}{few}")
 
 
 def _attention(loaded: LoadedModel) -> Finding:

@@ -46,7 +46,7 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
-    _add_settings(chat, "seed", "kv_memory", "device", "dtype", "record")
+    _add_settings(chat, "seed", "kv_memory", "device", "dtype", "weights", "record")
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
@@ -105,7 +105,10 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser], c
         help=_MODEL,
     )
     _add_tokenizer(doctor)
-    _add_settings(doctor, "kv_memory", "block_size", "device", "dtype", "attention", "revision", "trust_remote_code")
+    _add_settings(
+        doctor,
+        *("kv_memory", "block_size", "device", "dtype", "weights", "attention", "revision", "trust_remote_code"),
+    )
     doctor.add_argument("--json", action="store_true", help="print one JSON object with all findings, for scripts")
 
 
@@ -119,7 +122,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     _add_serving_limits(serve.add_argument_group("limits"))
     _add_settings(
         serve.add_argument_group("the engine"),
-        *("max_sequences", "kv_memory", "device", "dtype", "attention", "eviction", "max_batch_tokens"),
+        *("max_sequences", "kv_memory", "device", "dtype", "weights", "attention", "eviction", "max_batch_tokens"),
         *("prefill_chunk", "deterministic", "seed", "record", "revision", "trust_remote_code"),
     )
 

@@ -116,6 +116,7 @@ class RequestEngine:
             device=device,
             dtype=config.dtype,
             attention=config.attention,
+            weights=config.weights,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
         )

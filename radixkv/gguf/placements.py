@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from radixkv.gguf.architectures import Architecture, architecture_of
 from radixkv.gguf.header import GGUFHeader
 
 Values = np.ndarray[Any, np.dtype[np.float32]]
+Rows = TypeVar("Rows", np.ndarray[Any, np.dtype[np.float32]], np.ndarray[Any, np.dtype[np.uint8]])
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -56,8 +57,15 @@ class Placement:
 
         llama.cpp rotates pairs of neighbouring rows, transformers rotates row i with row i + half of a head.
         """
-        if self.offset:
-            rows = rows - np.float32(self.offset)
+        return self.reorder(rows - np.float32(self.offset) if self.offset else rows)
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether `restore` changes at most the order of whole rows, so that stored rows stay valid."""
+        return self.half is None and not self.offset
+
+    def reorder(self, rows: Rows) -> Rows:
+        """Return rows of numbers or of stored bytes, [n, ...], in the order of transformers."""
         if not self.head_rows:
             return rows
         pairs = rows.reshape(-1, self.head_rows // 2, 2, rows.shape[-1])

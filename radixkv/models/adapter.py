@@ -1,8 +1,8 @@
 """Load a decoder: read it, replace its attention by attention over the paged pool, test that nothing changed.
 
 The steps are in files of their own: `loader` (files), `architecture` (unsupported models), `attention_interface`,
-`probe` (one token), `rope` (frequencies), `packed` (linear layers), `selftest` (numbers), and `fallback` (the model's
-own attention). A model that fails all ways to attend is refused with the reason.
+`probe` (one token), `rope` (frequencies), `packed` and `quantized` (linear layers), `selftest` (numbers), and
+`fallback` (the model's own attention). A model that fails all ways to attend is refused with the reason.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from radixkv.models.architecture import max_length
 from radixkv.models.attention_interface import IMPLEMENTATION, OWN, select
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.probe import probe
+from radixkv.models.quantized.kernels import kernels
+from radixkv.models.quantized.layers import check_weights, quantize, replaceable
 from radixkv.models.selftest import self_test
 
 __all__ = ["LayerSpec", "LoadedModel", "load"]
@@ -39,6 +41,7 @@ def load(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "auto",
     attention: str = "auto",
+    weights: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
@@ -48,7 +51,9 @@ def load(
     a folder, GGUF file or hub name that has one. It is checked before the weights are loaded.
     A built model is taken over: its attention is replaced, and from then on it runs through radixkv only. dtype "auto"
     is float32 on a CPU, on other devices the dtype of the saved weights; a built model keeps its own. Large float32
-    layers are packed for the CPU; a built model also keeps its own weights. `attention` is "torch", "triton", or
+    layers are packed for the CPU; a built model also keeps its own weights. `weights` "int8" and "int4" quantise the
+    linear layers for float32 on a CPU; "auto" keeps the bits of a quantised GGUF file there, and quantises nothing
+    else. `attention` is "torch", "triton", or
     "auto": Triton on CUDA if it serves the model (else one warning), torch elsewhere. With "auto", a model whose
     attention cannot be replaced runs by the fallback, with one warning that gives the reason. Raises InvalidInput if
     there is no whole model to load, or no such attention, and UnsupportedModel with the reason if the model cannot run
@@ -61,22 +66,42 @@ def load(
     built = not isinstance(model, str | os.PathLike)
     if built:
         module, name = _built(model, place, dtype), _name_of(model)
+        small = check_weights(weights, module.dtype, place)
         _give_own_config(module)
         loader.check_tokens(module, tokenizer, name)
     else:
         wanted, name = _dtype(dtype, "auto" if place.type != "cpu" else torch.float32), model_path.name_of(model)
+        small = check_weights(weights, wanted, place)
         module, tokenizer = loader.read(
             name,
             tokenizer=tokenizer,
             dtype=wanted,
             device=place,
+            weights=small,
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
         name = model_path.shown_name(name)
-    loaded = _take_over(module.eval(), tokenizer, name, keep=built, attention=attention)
+    own = _quantized(module.eval(), small, name, keep=built)
+    loaded = _take_over(own, tokenizer, name, keep=built and own is module, attention=attention)
     _taken[module] = weakref.ref(loaded)
     return loaded
+
+
+def _quantized(module: Any, weights: str, name: str, *, keep: bool) -> Any:
+    """Return the model with weights in 8 or 4 bits: itself, or if `keep` a copy that shares all other tensors.
+
+    Raises InvalidInput if a model of the caller cannot be copied.
+    """
+    if weights not in ("int8", "int4") or kernels() is None or not replaceable(module):
+        return module
+    try:
+        own: Any = packed.with_own_modules(module) if keep else module
+    except Exception as error:  # of modules that cannot be copied
+        said = f"{name}: weights={weights!r} needs a copy of the model, which cannot be made: {error}"
+        raise InvalidInput(f"{said}: load it from its files") from error
+    quantize(own, weights)
+    return own
 
 
 def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str = "auto") -> LoadedModel:

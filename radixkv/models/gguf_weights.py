@@ -1,13 +1,14 @@
 """Load the weights of a GGUF file into a model of transformers, each parameter once and in its final dtype.
 
 A tensor is read in chunks that are dequantised, restored and cast, so memory holds the finished weights and one chunk.
+Weights of linear layers and embeddings may keep their 8 or 4 bits instead: `formats` chooses, from the tensors' types.
 The file is read, not mapped, because the pages of a map count as memory of the process.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from itertools import groupby
@@ -21,6 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.gguf.header import GGUFHeader, GGUFTensor, file_version
 from radixkv.gguf.placements import Placement, placements, some
+from radixkv.models.quantized.kernels import BLOCKS, GROUP, Format, QuantizedWeights, kernels, stored_bytes
+from radixkv.models.quantized.layers import replace_layers, replaceable
 
 _CHUNK = 1 << 18  # numbers dequantised at once: a megabyte in float32, which stays in the cache of a core
 _LARGE = 64 << 20  # bytes of a file that takes more than a second to load
@@ -29,11 +32,45 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 Raw = np.ndarray[Any, np.dtype[np.uint8]]
 Dequantise = Callable[[Raw], Tensor]  # [rows, bytes] to [rows, numbers]
 Advance = Callable[[int], object]
+Formats = Mapping[str, Format]
+_OUTER = {"token_embd.weight", "output.weight"}  # the embedding and the head
 
 
-def read_model(header: GGUFHeader, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def formats(header: GGUFHeader, weights: str) -> dict[str, Format]:
+    """Return the format of each tensor that may keep 8 or 4 bits, by name; all others become floats.
+
+    `weights` "auto" chooses formats for quantised types only, "float32" for none. "int8" and "int4" also quantise
+    floats, the embedding and the head to no less than 8 bits. Blocks of Q8_0, Q4_0 and Q4_1 are always kept. Other
+    quantised types get 8 bits, which none of them exceeds. Without compiled products, no tensor has a format.
+    """
+    found: dict[str, Format] = {}
+    for name, tensor in header.tensors.items():
+        if len(tensor.shape) != 2 or tensor.shape[1] % GROUP or weights == "float32":
+            continue
+        if tensor.type_name in BLOCKS:
+            found[name] = BLOCKS[tensor.type_name]
+        elif tensor.type_name not in _FLOATS or weights == "int8" or (weights == "int4" and name in _OUTER):
+            found[name] = Format.INT8
+        elif weights == "int4":
+            found[name] = Format.INT4_MIN
+    return found if found and kernels() is not None else {}
+
+
+def bytes_of(header: GGUFHeader, formats: Formats, itemsize: int) -> int:
+    """Return the bytes of all weights: of those in `formats` as stored, of the others with `itemsize` per number."""
+    return sum(
+        stored_bytes(each.shape[0], each.shape[1], formats[name]) if name in formats else each.numbers * itemsize
+        for name, each in header.tensors.items()
+    )
+
+
+def read_model(
+    header: GGUFHeader, config: Mapping[str, Any], dtype: torch.dtype, formats: Formats | None = None
+) -> Any:
     """Return the model of a file on the CPU, with parameters in `dtype` and eager attention; `config` is `config_of`.
 
+    Tensors in `formats` that belong to plain linear layers or embeddings are stored in their format, in modules of
+    `quantized.layers`. Blocks of the same format are copied, other types are dequantised and rounded again.
     A progress bar is shown on a terminal if the file is large. Raises UnsupportedModel for an architecture, a tensor or
     a tensor type that radixkv does not read. Raises InvalidInput for tensors that do not fit the metadata, and for a
     file that changed after its header was read. Costs one reading of the file and the dequantisation of its weights by
@@ -42,8 +79,17 @@ def read_model(header: GGUFHeader, config: Mapping[str, Any], dtype: torch.dtype
     places = placements(header, config)
     empty = _empty_model(header, config, dtype)
     _check_fit(header, places, dict(empty.named_parameters()))
-    dequantise = _dequantisers(header)
-    weights = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in empty.named_parameters()}
+    modules = replaceable(empty) if formats else {}
+    small = {
+        place.parameter: QuantizedWeights(header.tensors[name].shape[0], header.tensors[name].shape[1], formats[name])
+        for name, place in places.items()
+        if formats and name in formats and place.parameter in modules and place.keeps_blocks
+    }
+    dequantise = _dequantisers(header, [name for name in places if not _is_copied(header, places[name], name, small)])
+    weights = {
+        name: _without_memory(each) if name in small else torch.empty(each.shape, dtype=each.dtype)
+        for name, each in empty.named_parameters()
+    }
     tensors = sorted((header.tensors[name] for name in places), key=lambda each: (each.file, each.offset))
     with _progress(header) as advance:
         for path, stored in groupby(tensors, key=lambda each: each.file):
@@ -51,13 +97,18 @@ def read_model(header: GGUFHeader, config: Mapping[str, Any], dtype: torch.dtype
                 with path.open("rb") as file:
                     for tensor in stored:
                         place = places[tensor.name]
-                        _fill(weights[place.parameter], file, tensor, place, dequantise[tensor.type_name])
+                        if place.parameter in small:
+                            _store(small[place.parameter], file, tensor, place, dequantise.get(tensor.type_name))
+                        else:
+                            _fill(weights[place.parameter], file, tensor, place, dequantise[tensor.type_name])
                         advance(tensor.nbytes)
                     if file_version(file) != header.versions[path]:
                         raise InvalidInput(f"{path} was written or replaced while it was read: load it again")
             except OSError as error:
                 raise InvalidInput(f"{path} cannot be read: {error.strerror}: check its disk") from error
-    return _with_weights(empty, weights, header)
+    model = _with_weights(empty, weights, header)
+    replace_layers(model, small, modules)
+    return model
 
 
 # ---- the model
@@ -116,13 +167,23 @@ def _with_weights(empty: Any, weights: dict[str, Tensor], header: GGUFHeader) ->
     return model
 
 
+def _without_memory(parameter: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype whose numbers are all one zero in memory."""
+    return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+
+
 # ---- its weights
 
 
-def _dequantisers(header: GGUFHeader) -> dict[str, Dequantise]:
-    """Return the conversion to floats of each tensor type; raises UnsupportedModel for types without one."""
+def _is_copied(header: GGUFHeader, place: Placement, name: str, small: Mapping[str, QuantizedWeights]) -> bool:
+    """Return whether the blocks of a tensor are stored as they are."""
+    return place.parameter in small and BLOCKS.get(header.tensors[name].type_name) == small[place.parameter].format
+
+
+def _dequantisers(header: GGUFHeader, names: Collection[str]) -> dict[str, Dequantise]:
+    """Return the conversion to floats of these tensors' types; raises UnsupportedModel for types without one."""
     found: dict[str, Dequantise] = {}
-    for tensor in header.tensors.values():
+    for tensor in (header.tensors[name] for name in names):
         if tensor.type_name not in found:
             found[tensor.type_name] = _dequantiser(header, tensor)
     return found
@@ -168,12 +229,35 @@ def _fill(
     for part in parts:
         for start in range(0, len(part), step):
             rows = part[start : start + step]
-            raw = buffer[: len(rows)]
-            if file.readinto(raw.data) != raw.nbytes:
-                raise InvalidInput(f"{tensor.file} ended within {tensor.name}: fetch or copy it again")
+            raw = _read(file, tensor, buffer[: len(rows)])
             with np.errstate(all="ignore"):  # NaN and infinity are found when the model is tested
                 values = dequantise(raw)
                 rows.copy_(torch.from_numpy(place.restore(values.float().numpy())) if place.changes else values)
+
+
+def _store(
+    weights: QuantizedWeights, file: BufferedReader, tensor: GGUFTensor, place: Placement, dequantise: Dequantise | None
+) -> None:
+    """Read a tensor into quantised weights: copy its blocks, or dequantise them and round again."""
+    copied = BLOCKS.get(tensor.type_name) == weights.format
+    step = max(1, _CHUNK // weights.inputs // place.step) * place.step
+    buffer = np.empty((min(step, weights.outputs), tensor.nbytes // weights.outputs), np.uint8)
+    file.seek(tensor.offset)
+    for start in range(0, weights.outputs, step):
+        raw = _read(file, tensor, buffer[: weights.outputs - start])
+        if copied:
+            weights.store_blocks(place.reorder(raw), start)
+            continue
+        assert dequantise is not None
+        with np.errstate(all="ignore"):  # NaN and infinity are found when the model is tested
+            weights.quantise(torch.from_numpy(place.restore(dequantise(raw).float().numpy())), start)
+
+
+def _read(file: BufferedReader, tensor: GGUFTensor, buffer: Raw) -> Raw:
+    """Fill a buffer with the next bytes of a tensor, and return it."""
+    if file.readinto(buffer.data) != buffer.nbytes:
+        raise InvalidInput(f"{tensor.file} ended within {tensor.name}: fetch or copy it again")
+    return buffer
 
 
 @contextmanager

@@ -47,12 +47,14 @@ def read(
     device: torch.device,
     revision: str | None,
     trust_remote_code: bool,
+    weights: str = "float32",
 ) -> tuple[Any, Any | None]:
     """Return (model, tokenizer or None); weights come from safetensors or GGUF, and every one of them is in the files.
 
     With a `tokenizer`, the files of another one are not read. `dtype` "auto" is the dtype of the saved weights, and
-    bfloat16 for quantised GGUF. Raises InvalidInput if there is no usable model of this name or its weights do not fit
-    into memory, UnsupportedModel if radixkv cannot run the model.
+    bfloat16 for quantised GGUF. With `weights` other than "float32", linear layers of a GGUF file keep 8 or 4 bits, as
+    `gguf_weights.formats` chooses; those of other models are quantised later. Raises InvalidInput if there is no usable
+    model of this name or its weights do not fit into memory, UnsupportedModel if radixkv cannot run the model.
     """
     folder, place = model_path.find(name), name
     if folder is None:
@@ -61,7 +63,7 @@ def read(
     elif revision is not None:
         raise InvalidInput(f"revision={revision!r} is for models on the hub, and {name!r} is here")
     elif model_path.is_gguf(folder):
-        return _read_gguf(folder, name, tokenizer, dtype, device)
+        return _read_gguf(folder, name, tokenizer, dtype, device, weights)
     else:
         place = str(folder)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
@@ -153,19 +155,21 @@ def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | s
 
 
 def _read_gguf(
-    file: Path, name: str, tokenizer: Any | None, dtype: torch.dtype | str, device: torch.device
+    file: Path, name: str, tokenizer: Any | None, dtype: torch.dtype | str, device: torch.device, weights: str
 ) -> tuple[Any, Any | None]:
     """Return the model and tokenizer of a GGUF file; all checks precede the reading of weights."""
     with _room_for(name), _own_reports(silent=True), readable():
         header = read_header(file)
         config = config_of(header)
         wanted: torch.dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, config["dtype"])
-        _check_memory(name, header.bytes_in(wanted.itemsize), header.bytes_in(2), wanted, device)
+        formats = gguf_weights.formats(header, weights)
+        needed = gguf_weights.bytes_of(header, formats, wanted.itemsize)
+        _check_memory(name, needed, header.bytes_in(2), wanted, device)
         if tokenizer is None:
             tokenizer, stops = tokenizer_of(header), stop_token_ids(header)
         else:
             stops = _stops_without_tokenizer(header, config)
-        model = gguf_weights.read_model(header, config, wanted).to(device)
+        model = gguf_weights.read_model(header, config, wanted, formats).to(device)
     model.generation_config.eos_token_id = stops or None
     check_tokens(model, tokenizer, name)
     return model, tokenizer

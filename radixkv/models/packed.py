@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, dense_layer
+
 _log = logging.getLogger(__name__)
 # A call of oneDNN takes about 10 microseconds more than one of torch; products with fewer weights do not save that.
 MIN_WEIGHTS = 1 << 18
@@ -61,7 +63,7 @@ def pack(model: nn.Module, *, keep: bool) -> nn.Module:
     if not names or not _is_possible():
         return model
     try:
-        target = _with_own_modules(model) if keep else model
+        target = with_own_modules(model) if keep else model
         refused = [name for name in names if not _pack_one(target, name)]
     except Exception as error:
         _log.debug("linear layers run unpacked: %s: %s", type(error).__name__, error)
@@ -72,11 +74,15 @@ def pack(model: nn.Module, *, keep: bool) -> nn.Module:
 
 
 def unpack(model: nn.Module, *, asked_only: bool = False) -> int:
-    """Turn packed layers of `model` into plain ones, all or those whose weight was read; return their number."""
-    packed = [(name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+    """Turn packed and quantized layers of `model` into plain ones, all or those whose weight was read.
+
+    Returns their number.
+    """
+    kinds = (PackedLinear, QuantizedLinear, QuantizedEmbedding)
+    packed = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
     chosen = [(name, module) for name, module in packed if module.was_asked or not asked_only]
     for name, module in chosen:
-        model.set_submodule(name, _unpacked(module))
+        model.set_submodule(name, _unpacked(module) if isinstance(module, PackedLinear) else dense_layer(module))
     return len(chosen)
 
 
@@ -101,7 +107,7 @@ def _is_worth_packing(module: nn.Module) -> bool:
     return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.numel() >= MIN_WEIGHTS
 
 
-def _with_own_modules(model: nn.Module) -> nn.Module:
+def with_own_modules(model: nn.Module) -> nn.Module:
     """Copy the modules and the configuration of `model` around the same parameters and buffers."""
     tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, tensors)

@@ -1,0 +1,422 @@
+// Multiply float32 rows by weights of 8 or 4 bits, on x86-64 with AVX-512 or with AVX2, FMA and F16C.
+//
+//   y[rows, outputs] = x[rows, inputs] * weights[outputs, inputs]^T + bias
+//
+// Weights have scales in groups of 32 inputs, as the types Q8_0, Q4_0 and Q4_1 of ggml. A weight is expanded to the
+// float32 number that its group defines, and every sum is made of these numbers in one fixed order: for each row and
+// output, inputs in order within segments of 256, then the segments in order, then the bias. So the bits of a row do not
+// depend on the number of rows, on the number of threads, or on the instruction set.
+//
+// Layout: outputs in panels of 64, panels one after the other. A panel has a record for each group of inputs:
+//
+//   INT8      scales: 64 float16; then for each of 32 inputs a byte (signed) per output
+//   INT4      scales; then for each eighth of 8 inputs a word of 32 bits per output, the first input in the lowest bits;
+//             a weight is scale * (number - 8)
+//   INT4_MIN  scales; minima: 64 float16; then words as above; a weight is scale * number + minimum
+//
+// This file includes itself once per instruction set. The Python side is kernels.py.
+
+#ifndef INSTRUCTIONS
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+
+namespace {
+
+constexpr long GROUP = 32, PANEL = 64;
+constexpr long SEGMENT = 8;     // groups
+constexpr long CHUNK = 96;      // rows that one unit of work multiplies by one panel
+constexpr long MOST_ROWS = 12;  // of one register block
+constexpr long WORTH_THREADS = 1 << 18;  // products of two numbers
+
+enum Format { INT8, INT4, INT4_MIN, FLOAT };
+
+struct Weights {
+    uint8_t* data;
+    int64_t outputs, groups, format;
+};
+
+constexpr long header_bytes(int format) { return 2 * PANEL * (format == INT4_MIN ? 2 : 1); }
+
+constexpr long record_bytes(int format) {
+    if (format == FLOAT) return GROUP * PANEL * 4;
+    return header_bytes(format) + GROUP * PANEL / (format == INT8 ? 1 : 2);
+}
+
+const uint8_t* record_of(const Weights& weights, long output, long group) {
+    return weights.data + (output / PANEL * weights.groups + group) * record_bytes((int)weights.format);
+}
+
+struct Job {
+    const Weights* weights;
+    const float *bias, *x;
+    float* y;
+    long rows;
+};
+
+}  // namespace
+
+#define INLINE inline __attribute__((always_inline)) TARGET
+
+#define INSTRUCTIONS 512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#include "kernels.cpp"
+#undef TARGET
+#undef INSTRUCTIONS
+
+#define INSTRUCTIONS 2
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#include "kernels.cpp"
+
+// ---- one product
+
+namespace {
+
+struct Shared {
+    Job job;
+    void (*unit)(const Job&, long panel, long first_row);
+    long panels, units;
+    std::atomic<long> next;
+};
+
+void work(void* argument) {
+    Shared& shared = *(Shared*)argument;
+    for (long unit; (unit = shared.next++) < shared.units;)
+        shared.unit(shared.job, unit % shared.panels, unit / shared.panels * CHUNK);
+}
+
+using Unit = void (*)(const Job&, long, long);
+const Unit UNITS[2][3] = {
+    {avx2::unit<INT8>, avx2::unit<INT4>, avx2::unit<INT4_MIN>},
+    {avx512::unit<INT8>, avx512::unit<INT4>, avx512::unit<INT4_MIN>},
+};
+
+}  // namespace
+
+extern "C" {
+
+// The best instruction set of this CPU: 2 is AVX-512, 1 is AVX2, and 0 neither.
+int radixkv_instructions() {
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    return !avx2 ? 0 : avx512 ? 2 : 1;
+}
+
+// y[rows, outputs] = x[rows, inputs] * weights^T + bias; `bias` may be null. `parallel` is libgomp's GOMP_parallel, or
+// null: then one thread does all.
+void radixkv_multiply(const Weights* weights, const float* bias, const float* x, float* y, int64_t rows,
+                      int64_t instructions, int64_t threads, void (*parallel)(void (*)(void*), void*, unsigned, unsigned)) {
+    Shared shared;
+    shared.job = {weights, bias, x, y, rows};
+    shared.unit = UNITS[instructions - 1][weights->format];
+    shared.panels = (weights->outputs + PANEL - 1) / PANEL;
+    shared.units = shared.panels * ((rows + CHUNK - 1) / CHUNK);
+    shared.next = 0;
+    const bool worth = rows * weights->outputs * weights->groups * GROUP >= WORTH_THREADS;
+    if (parallel && threads > 1 && worth)
+        parallel(work, &shared, (unsigned)threads, 0);
+    else
+        work(&shared);
+}
+
+// Expand the rows `ids` of the weights into found[count, inputs].
+__attribute__((target("f16c"))) void radixkv_expand_rows(const Weights* weights, const int64_t* ids, int64_t count,
+                                                         float* found) {
+    const int format = (int)weights->format;
+    for (long row = 0; row < count; row++)
+        for (long group = 0; group < weights->groups; group++) {
+            const uint8_t* record = record_of(*weights, ids[row], group);
+            const long column = ids[row] % PANEL;
+            const float scale = _cvtsh_ss(((const uint16_t*)record)[column]);
+            const float minimum = format == INT4_MIN ? _cvtsh_ss(((const uint16_t*)record)[PANEL + column]) : 0.0f;
+            const uint8_t* codes = record + header_bytes(format);
+            for (long k = 0; k < GROUP; k++, found++) {
+                if (format == INT8) {
+                    *found = scale * (float)(int8_t)codes[k * PANEL + column];
+                    continue;
+                }
+                const int number = codes[(k / 8 * PANEL + column) * 4 + k % 8 / 2] >> 4 * (k % 2) & 15;
+                // In double precision the product is exact, so that there is one rounding, as in a fused operation.
+                *found = (float)((double)scale * (format == INT4 ? number - 8 : number) + (double)minimum);
+            }
+        }
+}
+
+// ---- storing weights
+
+namespace {
+
+void put_number(uint8_t* codes, long k, long column, int number) {
+    uint8_t& byte = codes[(k / 8 * PANEL + column) * 4 + k % 8 / 2];
+    byte = k % 2 ? byte | (uint8_t)(number << 4) : (uint8_t)number;
+}
+
+}  // namespace
+
+// Store `count` rows from row `first` on, which are blocks of ggml: Q8_0 for INT8, Q4_0 for INT4, Q4_1 for INT4_MIN.
+void radixkv_store_blocks(const Weights* weights, const uint8_t* blocks, int64_t first, int64_t count) {
+    const int format = (int)weights->format;
+    for (long row = first; row < first + count; row++)
+        for (long group = 0; group < weights->groups; group++) {
+            uint8_t* record = (uint8_t*)record_of(*weights, row, group);
+            uint8_t* codes = record + header_bytes(format);
+            const long column = row % PANEL;
+            memcpy(record + 2 * column, blocks, 2);
+            if (format == INT4_MIN) memcpy(record + 2 * (PANEL + column), blocks + 2, 2);
+            blocks += format == INT4_MIN ? 4 : 2;
+            for (long k = 0; k < GROUP; k++) {
+                if (format == INT8)
+                    codes[k * PANEL + column] = blocks[k];
+                else  // the second half of a group is in the upper four bits
+                    put_number(codes, k, column, blocks[k % 16] >> (k < 16 ? 0 : 4) & 15);
+            }
+            blocks += format == INT8 ? GROUP : GROUP / 2;
+        }
+}
+
+// Quantise `count` rows of float32 to INT8 or INT4_MIN, and store them from row `first` on. A group with a number that
+// is not finite becomes NaN, so that damage shows.
+__attribute__((target("f16c"))) void radixkv_quantise(const Weights* weights, const float* rows, int64_t first,
+                                                      int64_t count) {
+    const bool minimum = weights->format == INT4_MIN;
+    for (long row = first; row < first + count; row++)
+        for (long group = 0; group < weights->groups; group++, rows += GROUP) {
+            float low = rows[0], high = rows[0];
+            bool finite = true;
+            for (long k = 0; k < GROUP; k++) {
+                low = std::fmin(low, rows[k]);
+                high = std::fmax(high, rows[k]);
+                finite = finite && std::isfinite(rows[k]);
+            }
+            const float largest = std::fmax(-low, high);
+            uint8_t* record = (uint8_t*)record_of(*weights, row, group);
+            uint16_t* scales = (uint16_t*)record + row % PANEL;
+            uint16_t base = minimum ? _cvtss_sh(low, 0) : 0;
+            const float zero = _cvtsh_ss(base);
+            const float range = minimum ? high - zero : largest, levels = minimum ? 15.0f : 127.0f;
+            uint16_t stored = finite ? _cvtss_sh(range > 0 ? range / levels : 0.0f, 0) : 0x7e00;
+            if (finite && _cvtsh_ss(stored) * (levels + 0.5f) < range) stored++;  // few bits: the next larger number
+            scales[0] = stored;
+            if (minimum) scales[PANEL] = base;
+            const float scale = _cvtsh_ss(stored);
+            for (long k = 0; k < GROUP; k++) {
+                const float level = scale > 0 ? std::nearbyint((rows[k] - zero) / scale) : 0.0f;
+                const float number = std::fmax(minimum ? 0.0f : -127.0f, std::fmin(levels, level));
+                uint8_t* codes = record + header_bytes((int)weights->format);
+                if (minimum)
+                    put_number(codes, k, row % PANEL, (int)number);
+                else
+                    codes[k * PANEL + row % PANEL] = (uint8_t)(int8_t)number;
+            }
+        }
+}
+
+}  // extern "C"
+
+#else  // ---- the products by one instruction set
+
+namespace {
+
+#if INSTRUCTIONS == 512
+namespace avx512 {
+
+using Floats = __m512;
+using Words = __m512i;
+constexpr int LANES = 16;
+constexpr long DIRECT = 12;  // most rows for which weights are expanded in registers
+
+INLINE Floats zeros() { return _mm512_setzero_ps(); }
+INLINE Floats all(float number) { return _mm512_set1_ps(number); }
+INLINE Floats load(const float* at) { return _mm512_loadu_ps(at); }
+INLINE void store(float* at, Floats numbers) { _mm512_storeu_ps(at, numbers); }
+INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+INLINE Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+INLINE Floats fused(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
+INLINE Floats halves(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
+INLINE Floats bytes(const uint8_t* at) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+}
+INLINE Words words(const uint8_t* at) { return _mm512_loadu_si512(at); }
+INLINE Words next(Words words) { return _mm512_srli_epi32(words, 4); }
+template <int FORMAT>
+INLINE Floats numbers(Words words) {  // a permutation reads the lowest four bits of each word
+    const Floats from_0 = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const Floats from_8 = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm512_permutexvar_ps(words, FORMAT == INT4 ? from_8 : from_0);
+}
+
+#else
+namespace avx2 {
+
+using Floats = __m256;
+using Words = __m256i;
+constexpr int LANES = 8;
+constexpr long DIRECT = 6;
+
+INLINE Floats zeros() { return _mm256_setzero_ps(); }
+INLINE Floats all(float number) { return _mm256_set1_ps(number); }
+INLINE Floats load(const float* at) { return _mm256_loadu_ps(at); }
+INLINE void store(float* at, Floats numbers) { _mm256_storeu_ps(at, numbers); }
+INLINE Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+INLINE Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+INLINE Floats fused(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
+INLINE Floats halves(const uint8_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
+INLINE Floats bytes(const uint8_t* at) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
+}
+INLINE Words words(const uint8_t* at) { return _mm256_loadu_si256((const __m256i*)at); }
+INLINE Words next(Words words) { return _mm256_srli_epi32(words, 4); }
+template <int FORMAT>
+INLINE Floats numbers(Words words) {
+    const Words found = _mm256_and_si256(words, _mm256_set1_epi32(15));
+    return _mm256_cvtepi32_ps(FORMAT == INT4 ? _mm256_sub_epi32(found, _mm256_set1_epi32(8)) : found);
+}
+
+#endif
+
+// The sums of R rows and C vectors of outputs, from `column` of a panel on, over `groups` records.
+template <int FORMAT, int R, int C>
+__attribute__((noinline)) TARGET void block(const uint8_t* record, long groups, long column, const float* const* x, float* sums, bool first) {
+    const float* rows[R];
+    Floats sum[R][C];
+    for (int r = 0; r < R; r++) {
+        rows[r] = x[r];
+        for (int c = 0; c < C; c++) sum[r][c] = zeros();
+    }
+    for (long group = 0; group < groups; group++, record += record_bytes(FORMAT)) {
+        Floats scale[C], minimum[C];
+        for (int c = 0; c < C; c++) {
+            const uint8_t* at = record + 2 * (column + c * LANES);
+            scale[c] = FORMAT == FLOAT ? zeros() : halves(at);
+            minimum[c] = FORMAT == INT4_MIN ? halves(at + 2 * PANEL) : zeros();
+        }
+        const uint8_t* codes = record + header_bytes(FORMAT);
+        if (FORMAT == FLOAT || FORMAT == INT8) {
+#pragma GCC unroll 2
+            for (long k = 0; k < GROUP; k++) {
+                Floats weight[C];
+                for (int c = 0; c < C; c++) {
+                    const long at = k * PANEL + column + c * LANES;
+                    weight[c] = FORMAT == FLOAT ? load((const float*)record + at) : times(bytes(codes + at), scale[c]);
+                }
+                for (int r = 0; r < R; r++) {
+                    const Floats number = all(rows[r][k]);
+                    for (int c = 0; c < C; c++) sum[r][c] = fused(weight[c], number, sum[r][c]);
+                }
+            }
+        } else {
+            for (long eighth = 0; eighth < GROUP; eighth += 8) {
+                Words word[C];
+                for (int c = 0; c < C; c++) word[c] = words(codes + (eighth / 8 * PANEL + column + c * LANES) * 4);
+#pragma GCC unroll 8
+                for (long k = 0; k < 8; k++) {
+                    Floats weight[C];
+                    for (int c = 0; c < C; c++) {
+                        const Floats number = numbers<FORMAT>(word[c]);
+                        weight[c] = FORMAT == INT4 ? times(number, scale[c]) : fused(number, scale[c], minimum[c]);
+                        word[c] = next(word[c]);
+                    }
+                    for (int r = 0; r < R; r++) {
+                        const Floats number = all(rows[r][eighth + k]);
+                        for (int c = 0; c < C; c++) sum[r][c] = fused(weight[c], number, sum[r][c]);
+                    }
+                }
+            }
+        }
+        for (int r = 0; r < R; r++) rows[r] += GROUP;
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            float* at = sums + r * PANEL + column + c * LANES;
+            store(at, first ? sum[r][c] : add(load(at), sum[r][c]));
+        }
+}
+
+template <int FORMAT, int R, int C>
+TARGET void columns(const uint8_t* record, long groups, const float* const* x, float* sums, bool first) {
+    for (long column = 0; column < PANEL; column += C * LANES)
+        block<FORMAT, R, C>(record, groups, column, x, sums, first);
+}
+
+// The sums of `count` rows, at most DIRECT, and all outputs of a panel. Sums of up to MOST_ROWS rows are written.
+template <int FORMAT>
+TARGET void few_rows(const uint8_t* record, long groups, const float* x, long stride, long count, float* sums,
+                     bool first) {
+    const float* rows[MOST_ROWS];
+    for (long r = 0; r < MOST_ROWS; r++) rows[r] = x + (r < count ? r : count - 1) * stride;
+    if (count == 1) return columns<FORMAT, 1, 4>(record, groups, rows, sums, first);
+    if (count == 2) return columns<FORMAT, 2, 4>(record, groups, rows, sums, first);
+#if INSTRUCTIONS == 512
+    if (count <= 4) return columns<FORMAT, 4, 4>(record, groups, rows, sums, first);
+    if (count <= 6) return columns<FORMAT, 6, 4>(record, groups, rows, sums, first);
+    if (count <= 8) return columns<FORMAT, 8, 2>(record, groups, rows, sums, first);
+    columns<FORMAT, 12, 2>(record, groups, rows, sums, first);
+#else
+    if (count <= 4) return columns<FORMAT, 4, 2>(record, groups, rows, sums, first);
+    columns<FORMAT, 6, 2>(record, groups, rows, sums, first);
+#endif
+}
+
+// Expand a panel's weights of `groups` records.
+template <int FORMAT>
+TARGET void expand(const uint8_t* record, long groups, float* found) {
+    for (long group = 0; group < groups; group++, record += record_bytes(FORMAT), found += GROUP * PANEL)
+        for (long column = 0; column < PANEL; column += LANES) {
+            const Floats scale = halves(record + 2 * column);
+            const Floats minimum = FORMAT == INT4_MIN ? halves(record + 2 * (PANEL + column)) : zeros();
+            const uint8_t* codes = record + header_bytes(FORMAT);
+            for (long k = 0; k < GROUP; k += 8) {
+                Words word = FORMAT == INT8 ? Words() : words(codes + (k / 8 * PANEL + column) * 4);
+                for (long j = k; j < k + 8; j++) {
+                    float* at = found + j * PANEL + column;
+                    if (FORMAT == INT8)
+                        store(at, times(bytes(codes + j * PANEL + column), scale));
+                    else if (FORMAT == INT4)
+                        store(at, times(numbers<FORMAT>(word), scale));
+                    else
+                        store(at, fused(numbers<FORMAT>(word), scale, minimum));
+                    word = next(word);
+                }
+            }
+        }
+}
+
+// A unit of work: the outputs of one panel, for up to CHUNK rows from `from` on.
+template <int FORMAT>
+TARGET void unit(const Job& job, long panel, long from) {
+    alignas(64) float sums[(CHUNK + MOST_ROWS) * PANEL];
+    alignas(64) float expanded[SEGMENT * GROUP * PANEL];
+    const Weights& weights = *job.weights;
+    const long rows = job.rows - from < CHUNK ? job.rows - from : CHUNK, stride = weights.groups * GROUP;
+    for (long group = 0; group < weights.groups; group += SEGMENT) {
+        const long groups = weights.groups - group < SEGMENT ? weights.groups - group : SEGMENT;
+        const uint8_t* record = record_of(weights, panel * PANEL, group);
+        const float* x = job.x + from * stride + group * GROUP;
+        if (rows <= DIRECT) {
+            few_rows<FORMAT>(record, groups, x, stride, rows, sums, group == 0);
+            continue;
+        }
+        expand<FORMAT>(record, groups, expanded);
+        for (long row = 0; row < rows; row += DIRECT)
+            few_rows<FLOAT>((const uint8_t*)expanded, groups, x + row * stride, stride,
+                            rows - row < DIRECT ? rows - row : DIRECT, sums + row * PANEL, group == 0);
+    }
+    const long first = panel * PANEL, count = weights.outputs - first < PANEL ? weights.outputs - first : PANEL;
+    for (long row = 0; row < rows; row++) {
+        float* y = job.y + (from + row) * weights.outputs + first;
+        memcpy(y, sums + row * PANEL, count * sizeof(float));
+        if (job.bias)
+            for (long c = 0; c < count; c++) y[c] += job.bias[first + c];
+    }
+}
+
+}  // namespace avx512 or avx2
+
+}  // namespace
+
+#endif

@@ -1,0 +1,202 @@
+"""Hold weights of 8 or 4 bits, and multiply float32 rows by them with the compiled products of `kernels.cpp`.
+
+A row has the same bits alone and in a batch, with any number of threads. So a prompt computed in chunks, or after a
+cache hit, gives the numbers of one forward.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.models.quantized import build
+
+GROUP = 32  # inputs that share a scale
+_TESTED_ROWS = (1, 14)  # weights expanded in registers, and into memory
+_TOLERANCE = 1e-5  # relative to the norms of row and weights
+_log = logging.getLogger(__name__)
+
+
+class Format(IntEnum):
+    """The stored form of a group of 32 weights: 34, 18 or 20 bytes.
+
+    INT8 is a scale times 8 bits, INT4 a scale times 4 bits, INT4_MIN a scale times 4 bits plus a minimum. Scales and
+    minima are float16.
+    """
+
+    INT8 = 0
+    INT4 = 1
+    INT4_MIN = 2
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight, without its group's scale and minimum."""
+        return 8 if self is Format.INT8 else 4
+
+
+BLOCKS = {"Q8_0": Format.INT8, "Q4_0": Format.INT4, "Q4_1": Format.INT4_MIN}
+"""The types of ggml whose blocks hold the same numbers."""
+_GROUP_BYTES = {Format.INT8: 34, Format.INT4: 18, Format.INT4_MIN: 20}
+_PANEL = 64  # outputs
+
+
+def stored_bytes(outputs: int, inputs: int, format: Format) -> int:
+    """Return the bytes in memory of weights [outputs, inputs]; outputs are stored in panels of 64."""
+    return -(-outputs // _PANEL) * _PANEL * (inputs // GROUP) * _GROUP_BYTES[format]
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("format", ctypes.c_int64),
+    )
+
+
+class Kernels:
+    """The compiled functions, with the instruction set that this CPU has: 2 is AVX-512, 1 is AVX2."""
+
+    def __init__(self, path: str) -> None:
+        """Load the library; raises OSError if it cannot be loaded, BuildError for another CPU."""
+        number, pointer, library = ctypes.c_int64, ctypes.c_void_p, ctypes.CDLL(path)
+        self.multiply = library.radixkv_multiply
+        self.multiply.restype, self.multiply.argtypes = None, (*[pointer] * 4, number, number, number, pointer)
+        self.expand_rows = library.radixkv_expand_rows
+        self.expand_rows.restype, self.expand_rows.argtypes = None, (pointer, pointer, number, pointer)
+        self.store_blocks, self.quantise = library.radixkv_store_blocks, library.radixkv_quantise
+        for store in (self.store_blocks, self.quantise):
+            store.restype, store.argtypes = None, (pointer, pointer, number, number)
+        self.instructions = int(library.radixkv_instructions())
+        if not self.instructions:
+            raise build.BuildError("this CPU has no AVX2")
+        self.parallel = _parallel()
+
+
+def _parallel() -> int | None:
+    """Return the address of the function that runs threads of the OpenMP library that torch uses; None without one.
+
+    Threads of another library would compete with those of torch for the cores.
+    """
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+@cache
+def kernels() -> Kernels | None:
+    """Return the products for this machine; None, with one warning, where there are none. Compiles at the first call.
+
+    Costs a hash of the source, or three seconds if nothing is compiled yet.
+    """
+    try:
+        found = Kernels(str(build.library()))
+        if _are_right(found):
+            return found
+        reason = "the compiled products give wrong numbers here"
+    except (OSError, AttributeError, build.BuildError) as error:
+        reason = str(error)
+    _log.warning("weights are computed with in float32, not in 8 or 4 bits: %s", reason)
+    return None
+
+
+class QuantizedWeights:
+    """Weights [outputs, inputs] in groups of 32 inputs, filled row by row and then never changed.
+
+    A copy of the model shares them.
+    """
+
+    def __init__(self, outputs: int, inputs: int, format: Format, using: Kernels | None = None) -> None:
+        """Allocate memory for the weights, about 1.06, 0.56 or 0.63 bytes each; `inputs` is a multiple of 32."""
+        library = using or kernels()
+        assert library is not None and inputs % GROUP == 0
+        self.outputs, self.inputs, self.format = outputs, inputs, format
+        self._library, self._multiply = library, library.multiply
+        self._parallel, self._instructions = library.parallel, library.instructions
+        self._data = torch.zeros(stored_bytes(outputs, inputs, format), dtype=torch.uint8)
+        self._layout = _Weights(self._data.data_ptr(), outputs, inputs // GROUP, format)
+        self._address = ctypes.addressof(self._layout)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeights:
+        """Return the same weights."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self._data.numel()
+
+    def store_blocks(self, blocks: NDArray[np.uint8], first: int) -> None:
+        """Store rows of blocks [rows, bytes] of the type in `BLOCKS` that has this format, from row `first` on."""
+        stored = np.ascontiguousarray(blocks)
+        assert first + len(stored) <= self.outputs
+        self._library.store_blocks(self._address, stored.ctypes.data, first, len(stored))
+
+    def quantise(self, rows: Tensor, first: int) -> None:
+        """Round rows [rows, inputs] to the nearest numbers of INT8 or INT4_MIN, and store them from row `first` on."""
+        given = rows.to(torch.float32).contiguous()
+        assert first + len(given) <= self.outputs and self.format != Format.INT4
+        self._library.quantise(self._address, given.data_ptr(), first, len(given))
+
+    def multiply(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply [..., inputs] to [..., outputs] in float32, and add `bias` [outputs]."""
+        given = rows.to(torch.float32).contiguous()
+        product = torch.empty((*rows.shape[:-1], self.outputs), dtype=torch.float32)
+        self._multiply(
+            self._address,
+            None if bias is None else bias.data_ptr(),
+            given.data_ptr(),
+            product.data_ptr(),
+            given.numel() // self.inputs,
+            self._instructions,
+            torch.get_num_threads(),
+            self._parallel,
+        )
+        return product
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows `ids` [...] in float32, [..., inputs]. Raises IndexError for an id outside of the weights."""
+        wanted = ids.to(torch.int64).contiguous()
+        if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < self.outputs:
+            raise IndexError(f"row ids must be within [0, {self.outputs})")
+        found = torch.empty((*ids.shape, self.inputs), dtype=torch.float32)
+        self._library.expand_rows(self._address, wanted.data_ptr(), wanted.numel(), found.data_ptr())
+        return found
+
+    def dense(self) -> Tensor:
+        """Return all weights in float32, [outputs, inputs]."""
+        return self.rows(torch.arange(self.outputs))
+
+
+def _are_right(library: Kernels) -> bool:
+    """Return whether products are those of the expanded weights, for each format. Costs a millisecond."""
+    draw = torch.Generator().manual_seed(1)
+    for format in Format:
+        weights = QuantizedWeights(70, 3 * GROUP, format, library)
+        values = torch.randn(70, 3 * GROUP, generator=draw)
+        if format == Format.INT4:
+            blocks = torch.randint(0, 256, (70, 3 * 18), generator=draw).numpy().astype(np.uint8)
+            blocks[:, 1::18] = 0x2C  # scales of 1/16 and more
+            weights.store_blocks(blocks, 0)
+            values = weights.dense()
+        else:
+            weights.quantise(values, 0)
+        dense = weights.dense().double()
+        if not (dense - values).norm() <= 0.1 * values.norm():
+            return False
+        for rows in _TESTED_ROWS:
+            given = torch.randn(rows, 3 * GROUP, generator=draw)
+            error = (weights.multiply(given) - given.double() @ dense.T).abs()
+            scale = given.double().norm(dim=1)[:, None] * dense.norm(dim=1)
+            if not bool((error <= _TOLERANCE * scale).all()):
+                return False
+    return True

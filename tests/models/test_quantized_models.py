@@ -1,0 +1,304 @@
+"""Models with weights of 8 or 4 bits give the logits of their dequantised weights, and formats follow the settings."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from radixkv import Engine, SamplingParams
+from radixkv.errors import InvalidInput
+from radixkv.gguf.architectures import config_of
+from radixkv.gguf.header import read_header
+from radixkv.models import adapter, gguf_weights, loader
+from radixkv.models.gguf_weights import formats, read_model
+from radixkv.models.loaded import LoadedModel, SequenceInput
+from radixkv.models.quantized import build, kernels
+from radixkv.models.quantized.kernels import Format
+from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, quantize, quantized_weights
+from radixkv.models.rounding import relative_error
+from radixkv.models.runner import Runner
+from tests.models.gguf_files import CONFIGS, SIZES, made, write
+from tests.selection import mostly_long
+
+pytestmark = pytest.mark.skipif(kernels.kernels() is None, reason="no compiler, or a CPU without AVX2")
+IDS = torch.randint(3, 97, (1, 70), generator=torch.Generator().manual_seed(3))
+TOLERANCE = 1e-5  # of the logits' spread: rounding of float32
+
+
+def small(path: Path, weights: str = "auto") -> Any:
+    header = read_header(path)
+    return read_model(header, config_of(header), torch.float32, formats(header, weights))
+
+
+def plain(path: Path) -> Any:
+    header = read_header(path)
+    return read_model(header, config_of(header), torch.float32)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(IDS).logits[0]
+    return found
+
+
+def kinds(model: nn.Module) -> dict[str, Format | None]:
+    """The format of each linear layer and embedding, None for a plain one."""
+    layers = (nn.Linear, nn.Embedding, QuantizedLinear, QuantizedEmbedding)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, layers)}
+    return {name: getattr(getattr(module, "quantized", None), "format", None) for name, module in found.items()}
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("family", mostly_long(sorted(CONFIGS), "llama, tied", "llama, biases", "gemma3", "qwen3_moe"))
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_blocks_are_kept_and_give_the_logits_of_dequantised_weights(tmp_path: Path, family: str, kind: str) -> None:
+    path = write(made(CONFIGS[family]()), tmp_path / "model.gguf", kind)
+    model, expected = small(path), plain(path)
+    assert any(each is not None for each in kinds(model).values())
+    assert relative_error(logits(model), logits(expected)) <= TOLERANCE
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            assert torch.equal(module.quantized.dense(), expected.get_submodule(name).weight), name
+
+
+def test_a_tied_head_shares_the_weights_of_the_embedding(tmp_path: Path) -> None:
+    model = small(write(made(CONFIGS["llama, tied"]()), tmp_path / "model.gguf", "Q8_0"))
+    assert model.lm_head.quantized is model.model.embed_tokens.quantized
+    assert len(quantized_weights(model)) == 1 + 7 * 2
+    assert sum(each.numel() for each in model.parameters()) == 5 * 64  # the norms
+
+
+def test_an_embedding_of_another_class_stays_as_it_is(tmp_path: Path) -> None:
+    model = small(write(made(CONFIGS["gemma3"]()), tmp_path / "model.gguf", "Q8_0"))
+    found = kinds(model)
+    assert found["model.embed_tokens"] is None and found["lm_head"] is None  # it scales its rows
+    assert found["model.layers.0.mlp.up_proj"] == Format.INT8
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "inner", "outer"),
+    [
+        ("F16", "auto", None, None),
+        ("F16", "int8", Format.INT8, Format.INT8),
+        ("BF16", "int4", Format.INT4_MIN, Format.INT8),
+        ("F32", "int4", Format.INT4_MIN, Format.INT8),
+        ("Q8_0", "int4", Format.INT8, Format.INT8),
+        ("Q4_0", "int8", Format.INT4, Format.INT4),
+        ("Q4_1", "auto", Format.INT4_MIN, Format.INT4_MIN),
+        ("Q5_1", "auto", Format.INT8, Format.INT8),
+        ("Q5_0", "int4", Format.INT8, Format.INT8),
+        ("Q4_1", "float32", None, None),
+    ],
+)
+def test_the_format_follows_the_file_and_the_setting(
+    tmp_path: Path, kind: str, weights: str, inner: Format | None, outer: Format | None
+) -> None:
+    found = kinds(small(write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", kind), weights))
+    ends = {"model.embed_tokens", "lm_head"}
+    assert {found[name] for name in ends} == {outer}
+    assert {format for name, format in found.items() if name not in ends} == {inner}
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "IQ4_XS"])
+def test_other_types_are_rounded_to_8_bits(tmp_path: Path, kind: str) -> None:
+    path = write(
+        made(transformers.LlamaConfig(**{**SIZES, "hidden_size": 256, "intermediate_size": 256})),
+        tmp_path / "a.gguf",
+        kind,
+    )
+    model, expected = small(path), plain(path)
+    assert set(kinds(model).values()) == {Format.INT8}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            groups = expected.get_submodule(name).weight.view(-1, 8, 32)
+            error = (module.quantized.dense().view(-1, 8, 32) - groups).abs().amax(-1)
+            assert (error <= (0.5 / 127 + 2**-11) * groups.abs().amax(-1)).all(), name
+
+
+def test_rows_of_heads_are_reordered_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q4_1")
+    expected = plain(path)
+    monkeypatch.setattr(gguf_weights, "_CHUNK", 64 * 7)
+    assert relative_error(logits(small(path)), logits(expected)) <= TOLERANCE
+
+
+def test_inputs_that_are_no_whole_groups_stay_float32(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 48, "num_attention_heads": 4, "head_dim": 16})
+    found = kinds(small(write(made(config), tmp_path / "model.gguf", "F16"), "int8"))
+    assert found["model.layers.0.self_attn.q_proj"] is None
+    assert found["model.layers.0.self_attn.o_proj"] == found["model.layers.0.mlp.down_proj"] == Format.INT8
+
+
+def test_the_file_needs_the_memory_of_its_blocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 256, "intermediate_size": 512})
+    path = write(made(config), tmp_path / "model.gguf", "Q4_0")
+    header = read_header(path)
+    stored, dense = gguf_weights.bytes_of(header, formats(header, "auto"), 4), header.bytes_in(4)
+    assert stored < dense / 5
+    monkeypatch.setattr(loader, "free_memory", lambda: (stored + dense) // 2)
+    assert adapter.load(path).model is not None
+    with pytest.raises(InvalidInput, match="as float32"):
+        adapter.load(path, weights="float32")
+
+
+def test_files_of_kept_blocks_need_no_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q4_1")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, "gguf.quants", None)
+    assert small(path) is not None
+
+
+# ---- models that are quantised when they are loaded
+
+
+def test_a_folder_is_quantised_layer_by_layer(tmp_path: Path, build: Callable[..., Any]) -> None:
+    model = build(CONFIGS["llama, tied"]())
+    model.save_pretrained(tmp_path)
+    expected = own_logits(model)
+    for weights, format, error in (("int8", Format.INT8, 0.06), ("int4", Format.INT4_MIN, 0.6)):
+        loaded = adapter.load(str(tmp_path), weights=weights)
+        found = kinds(loaded.model)
+        assert found["lm_head"] == found["model.embed_tokens"] == Format.INT8
+        assert set(found.values()) == {format, Format.INT8}
+        assert 1e-4 < relative_error(paged(loaded, [70])[-1], expected[-1]) <= error
+    assert None in kinds(adapter.load(str(tmp_path)).model).values()
+
+
+def test_weights_are_freed_when_they_are_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    parameters = [weakref.ref(layer.weight) for layer in model]
+    assert quantize(model, "int8") == 4
+    assert all(parameter() is None for parameter in parameters)
+
+
+def test_a_model_of_a_caller_stays_as_it_was(build: Callable[..., Any]) -> None:
+    model = build(CONFIGS["llama, tied"]())
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    expected = own_logits(model)
+    loaded = adapter.load(model, weights="int8")
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert torch.equal(own_logits(model), expected)
+    assert set(kinds(loaded.model).values()) == {Format.INT8}
+    assert relative_error(paged(loaded, [70])[-1], expected[-1]) <= 0.06
+
+
+# ---- hits
+
+
+def own_logits(model: Any) -> torch.Tensor:
+    model.set_attn_implementation("eager")
+    return logits(model)
+
+
+def paged(loaded: LoadedModel, cuts: list[int]) -> list[torch.Tensor]:
+    """The last row of each chunk of the prompt, cut at these positions."""
+    tokens, found = IDS[0].numpy().astype(np.int32), []
+    runner = Runner(loaded, 20, 4)
+    for start, end in zip([0, *cuts], cuts, strict=False):
+        table = np.arange(-(-end // 4), dtype=np.int32)
+        found.append(runner.run([SequenceInput(tokens[start:end], start, np.arange(start, end), table)])[0])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_chunks_and_decodes_give_the_logits_of_one_forward(tmp_path: Path, kind: str) -> None:
+    loaded = adapter.load(write(made(CONFIGS["llama 3"]()), tmp_path / "model.gguf", kind))
+    assert kinds(loaded.model)["model.layers.0.self_attn.q_proj"] is not None
+    whole = paged(loaded, [70])[-1]
+    for cuts in ([64, 70], [17, 34, 51, 69, 70], [*range(50, 71)]):
+        assert relative_error(paged(loaded, cuts)[-1], whole) <= TOLERANCE
+
+
+def test_a_hit_is_audited_within_the_usual_tolerance(tmp_path: Path) -> None:
+    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q4_1")
+    prompt, greedy = IDS[0].tolist(), SamplingParams(temperature=0, max_tokens=12)
+    with Engine.load(path, monitor=False, num_blocks=32) as engine:
+        cold, hit = (engine.generate([prompt], greedy)[0] for _ in range(2))
+        assert hit.usage.cached_tokens and hit.token_ids == cold.token_ids
+        report = engine.audit()
+        assert report.blocks and not report.differ
+
+
+def test_deterministic_gives_the_same_tokens(tmp_path: Path) -> None:
+    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q8_0")
+    with Engine.load(path, monitor=False, num_blocks=64, deterministic=True, prefill_chunk=32) as engine:
+        params = SamplingParams(temperature=0, max_tokens=8)
+        first, second = (engine.generate([IDS[0].tolist()], params)[0] for _ in range(2))
+        assert second.usage.cached_tokens == 64 and first.token_ids == second.token_ids
+
+
+# ---- refusals, and layers that cannot be replaced
+
+
+def test_settings_that_do_not_fit_are_refused(build: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidInput, match=r"weights='int8' is for float32 on a CPU, not for bfloat16"):
+        adapter.load("tiny", weights="int8", dtype="bfloat16")
+    with pytest.raises(InvalidInput, match=r"not for float64 on cpu"):
+        adapter.load(build("llama", torch.float64), weights="int4")
+    with pytest.raises(InvalidInput, match=r"weights='int5': allowed are 'auto', 'float32', 'int8', 'int4'"):
+        adapter.load("tiny", weights="int5")
+
+
+def test_without_products_the_model_runs_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q4_0")
+    monkeypatch.setattr(build, "library", lambda: (_ for _ in ()).throw(build_error()))
+    kernels.kernels.cache_clear()
+    try:
+        for name, weights in ((path, "auto"), (path, "int8"), ("tiny", "int8")):
+            assert set(kinds(adapter.load(name, weights=weights).model).values()) <= {None}
+        assert [record.message for record in caplog.records if "float32" in record.message] == [
+            "weights are computed with in float32, not in 8 or 4 bits: there is no C++ compiler"
+        ]
+    finally:
+        kernels.kernels.cache_clear()
+
+
+def build_error() -> Exception:
+    return build.BuildError("there is no C++ compiler")
+
+
+class Reader(nn.Module):
+    """Casts to its layer's dtype first, as some architectures do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(given.to(self.inner.weight.dtype))  # type: ignore[arg-type]
+        return found
+
+
+def test_a_layer_whose_weight_is_read_in_a_forward_becomes_plain(build: Callable[..., Any]) -> None:
+    model = build(CONFIGS["llama"]())
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj = Reader(mlp.down_proj)
+    loaded = adapter.load(model, weights="int8")
+    found = kinds(loaded.model)
+    assert [name for name, format in found.items() if format is None] == ["model.layers.1.mlp.down_proj.inner"]
+    assert relative_error(paged(loaded, [70])[-1], own_logits(model)[-1]) <= 0.06
+
+
+def test_only_plain_layers_are_quantised() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model: Any = nn.Sequential(nn.Linear(32, 4), Own(32, 4), *(nn.Linear(32, 4) for _ in range(2)), nn.Linear(33, 4))
+    model[2].register_forward_hook(lambda *_: None)
+    model[3].forward = lambda given: given
+    quantize(model, "int4")
+    assert [type(layer) for layer in model] == [QuantizedLinear, Own, *[nn.Linear] * 3]
