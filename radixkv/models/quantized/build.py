@@ -1,7 +1,7 @@
 """Compile the products for this machine, once, into a private folder of the user's cache.
 
-A library is named by a hash of its source, the compiler, the options and the features of the CPU, so that a change of
-any of them compiles anew. It is written to a temporary file and renamed: processes that compile at the same time
+A library is named by a hash of its source, the compiler, the options and the features of the CPU: a change of any of
+them makes another library. It is written to a temporary file and renamed: processes that compile at the same time
 write the same library.
 """
 
