@@ -182,7 +182,7 @@ def test_without_a_model_the_reason_is_the_result(
 def test_an_engine_that_fails_ends_the_benchmark_with_its_message(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["llama_cpp.py", "--model", "x.gguf", "--quick"])
     monkeypatch.setattr(worker, "peer", lambda folder, model: fake(PEER))
-    monkeypatch.setattr(worker, "ours", lambda: fake(OURS, kind="refuses"))
+    monkeypatch.setattr(worker, "ours", lambda weights="auto": fake(OURS, kind="refuses"))
     with pytest.raises(SystemExit, match=r"radixkv, load: cannot read x\.gguf"):
         llama_cpp.main()
 
