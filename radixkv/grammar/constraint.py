@@ -18,6 +18,7 @@ from radixkv.sampling.params import Constraint
 
 MISSING = "constrained replies need llguidance: pip install 'radixkv[grammar]'"
 SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _EMBEDDED = re.compile(r"%json\s*(?=[{])")
 
 
@@ -49,7 +50,7 @@ def embedded(constraint: Constraint) -> str:
             return f"/{_lark_regex(str(value))}/"
         case "choice":
             return " | ".join(map(_quoted, value))
-    return f"%lark {{\n{value}\n}}"
+    return f"%lark {{\n{_as_lark(str(value))}\n}}"
 
 
 def _json_schema(text: str) -> dict[str, Any]:
@@ -72,7 +73,21 @@ def _lark_regex(text: str) -> str:
 
 
 def _grammar(text: str) -> dict[str, Any]:
-    return {"lark_grammar": _checked_lark(text)}
+    return {"lark_grammar": _checked_lark(_as_lark(text))}
+
+
+def _as_lark(grammar: str) -> str:
+    """Return a grammar in Lark's notation, which may be in GBNF, the notation of llama.cpp."""
+    if _GBNF.search(grammar) is None:
+        return grammar
+    try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+    except ImportError as error:
+        raise InvalidConstraint(MISSING) from error
+    try:
+        return str(gbnf_to_lark(grammar))
+    except Exception as error:  # the converter raises plain Exceptions
+        raise InvalidConstraint(f"grammar: {error}", parameter="grammar") from error
 
 
 def _choice(texts: tuple[str, ...]) -> dict[str, Any]:

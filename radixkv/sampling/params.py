@@ -271,7 +271,7 @@ class SamplingParams:
                          distribution, before any parameter above changes it
     json_schema          the reply is a JSON value that this schema allows: a mapping, its JSON text, or True for any
     regex                the whole reply matches this regular expression
-    grammar              the reply follows this grammar, in Lark's notation as llguidance reads it
+    grammar              the reply follows this grammar, in Lark's notation as llguidance reads it, or in GBNF
     choice               the reply is one of these texts
 
     At most one of the last four is given; they need the extra radixkv[grammar].

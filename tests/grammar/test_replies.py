@@ -138,6 +138,12 @@ def test_a_reply_follows_a_grammar(engine: Engine) -> None:
         assert each.finish_reason == "length" or re.fullmatch(r"[0-9]{1,2}( \+ [0-9]{1,2})*", each.text)
 
 
+def test_a_grammar_may_be_in_gbnf(engine: Engine) -> None:
+    grammar = 'root ::= verb " " noun\nverb ::= "SELECT" | "DELETE"\nnoun ::= [a-c]{2,3}\n'
+    done = engine.generate([[5, 6]], SamplingParams(grammar=grammar, n=4, seed=2))[0]
+    assert all(re.fullmatch("(SELECT|DELETE) [a-c]{2,3}", each.text) for each in streams(done))
+
+
 def test_a_grammar_embeds_checked_schemas(engine: Engine) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": "binary", "maxLength": 3}}} | {
         "required": ["a"],
