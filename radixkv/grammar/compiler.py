@@ -3,7 +3,7 @@
 A constraint is compiled while its request waits outside the engine's thread, so that no step waits for it. The latest
 grammars are kept. Requests with one grammar share its automaton, which grows as their texts use it. What a grammar may
 cost is limited: its size here, the work of one token by llguidance's limits. Grammars that break a limit with their
-first tokens are refused; a later one ends its request.
+first tokens are refused; a later one ends its request, and the next request compiles the constraint again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from radixkv.grammar.json_schema import refusal, subschemas
 from radixkv.grammar.matcher import GrammarMatcher, TokenTable, reason_of
 from radixkv.sampling.params import Constraint, SamplingParams
 
-_MOST_GRAMMARS = 64
+_MOST_GRAMMARS = 32
 _PROBED_TOKENS = 4
 _MOST_TRIES = 50  # parts of a refused schema that are compiled alone
 _END = "<|radixkv: the end|>"
@@ -31,11 +32,28 @@ _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 20_000,
-    "max_lexer_states": 25_000,
+    "max_lexer_states": 100_000,  # 100 MB at most; a text of 20,000 characters with maxLength takes 90,000
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
 """Default limits allow 2 to 10 times as much; with these, no hostile grammar that we found takes more than a second."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The reason why a constraint was refused."""
+
+    message: str
+    parameter: str | None
+    place: str | None
+    worn = False  # refused again without another look
+
+    def error(self) -> InvalidConstraint:
+        """Return the error to raise, a new one for each caller."""
+        return InvalidConstraint(self.message, parameter=self.parameter, place=self.place)
+
+
+Compiled = GrammarMatcher | Refusal
 
 
 class GrammarCompiler:
@@ -48,18 +66,21 @@ class GrammarCompiler:
         """
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, frozenset(stop_ids)
         self._table: TokenTable | None = None
-        self._grammars: OrderedDict[Constraint, Future[GrammarMatcher]] = OrderedDict()
+        self._grammars: OrderedDict[Constraint, Future[Compiled]] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "radixkv-grammar")
 
-    def begin(self, params: SamplingParams) -> Future[GrammarMatcher] | None:
-        """Start to compile the constraint of `params`, unless it is compiled already; None without a constraint."""
+    def begin(self, params: SamplingParams) -> Future[Compiled] | None:
+        """Start to compile the constraint of `params`, unless it is compiled already; None without a constraint.
+
+        The future never raises InvalidConstraint: `matcher` does.
+        """
         constraint = params.constraint
         if constraint is None:
             return None
         with self._lock:
             found = self._grammars.get(constraint)
-            if found is None:
+            if found is None or (found.done() and found.result().worn):
                 found = self._grammars[constraint] = self._thread.submit(self._compiled, constraint)
                 if len(self._grammars) > _MOST_GRAMMARS:
                     self._grammars.popitem(last=False)
@@ -71,8 +92,13 @@ class GrammarCompiler:
 
         Raises InvalidConstraint.
         """
-        compiled = self.begin(params)
-        return None if compiled is None else compiled.result().fork()
+        compiling = self.begin(params)
+        if compiling is None:
+            return None
+        compiled = compiling.result()
+        if isinstance(compiled, Refusal):
+            raise compiled.error()
+        return compiled.fork()
 
     def prepare(self) -> None:
         """Build the tokenizer's table now; the first constraint does it otherwise.
@@ -84,7 +110,13 @@ class GrammarCompiler:
 
     # ---- on the compiler's thread
 
-    def _compiled(self, constraint: Constraint) -> GrammarMatcher:
+    def _compiled(self, constraint: Constraint) -> Compiled:
+        try:
+            return self._compile(constraint)
+        except InvalidConstraint as error:  # not kept itself: its traceback holds the grammar
+            return Refusal(str(error), error.parameter, error.place)
+
+    def _compile(self, constraint: Constraint) -> GrammarMatcher:
         table, name = self._built_table(), constraint.parameter
         grammar = grammar_of(constraint)
         from llguidance import LLMatcher, LLParserLimits

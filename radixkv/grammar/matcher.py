@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,12 @@ class GrammarMatcher:
         """Own `matcher`, which the sampling parameter `parameter` was compiled to."""
         self.vocab_size, self.stop_ids = table.vocab_size, table.stop_ids
         self._matcher, self._table, self._parameter = matcher, table, parameter
+        self._failed = threading.Event()  # shared with all forks
+
+    @property
+    def worn(self) -> bool:
+        """Whether this or a fork has failed, perhaps since the automaton that they share is full."""
+        return self._failed.is_set()
 
     @property
     def accepts(self) -> bool:
@@ -59,7 +66,9 @@ class GrammarMatcher:
 
     def fork(self) -> GrammarMatcher:
         """Return a matcher with the same text that goes on independently. 1 us: both share the automaton of regexes."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._table, self._parameter)
+        twin = GrammarMatcher(self._matcher.deep_copy(), self._table, self._parameter)
+        twin._failed = self._failed
+        return twin
 
     @classmethod
     def fill(cls, matchers: Sequence[GrammarMatcher], bits: Bits) -> dict[int, InvalidConstraint]:
@@ -73,6 +82,7 @@ class GrammarMatcher:
         return {place: each._error() for place, each in enumerate(matchers) if each._matcher.is_error()}
 
     def _error(self) -> InvalidConstraint:
+        self._failed.set()
         reason = reason_of(self._matcher.get_error())
         return InvalidConstraint(
             f"{self._parameter} cannot be followed any further: {reason}", parameter=self._parameter

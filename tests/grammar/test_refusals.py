@@ -43,6 +43,8 @@ INFINITE = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["
         ({"grammar": 'start: "a"\nx: %json {'}, "line 2: no JSON after %json"),
         ({"grammar": 'start: %json {"not": {}}'}, "at #/not: not cannot be enforced"),
         ({"grammar": "start: "}, "allows no text"),
+        ({"grammar": 'root ::= ("a"'}, "grammar: "),
+        ({"grammar": 'other ::= "a"'}, "grammar: "),
         ({"json_schema": {"enum": []}}, "json_schema"),
         ({"json_schema": {"type": "string", "minLength": 3, "maxLength": 2}}, "json_schema"),
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 2}}, "json_schema"),
@@ -128,4 +130,8 @@ def test_a_grammar_that_becomes_too_expensive_fails_its_own_request(engine: Engi
     with pytest.raises(RequestFailed, match="grammar cannot be followed any further") as failed:
         engine.generate([[5, 6]], SamplingParams(grammar=late, max_tokens=100))
     assert isinstance(failed.value.__cause__, InvalidConstraint)
+    grammars = engine.client.inputs.grammars
+    first = grammars.begin(SamplingParams(grammar=late))
+    assert first is not None and not first.result().worn, "the grammar that failed was compiled again"
+    assert grammars.begin(SamplingParams(grammar=late)) is first
     assert other.result().usage.output_tokens == 30
