@@ -17,6 +17,9 @@ the replies of these `chat` sessions, word for word, with the same number of pro
                 overhead of HTTP is the difference to the loop in process. Templates and tokenizers run on a second
                 thread, the engine on a third one.
 
+Replies of the conversations have about 11 tokens, so that a part of the overhead is the cost of a request. A second run
+has one reply of 200 tokens for each client: its overhead is almost the cost of an event alone.
+
 (This file is not named `http.py`: the folder of a script comes first on Python's path, so `import http` would find it
 in every script of this folder.)
 
@@ -59,6 +62,7 @@ LINES = (
 )
 MOST = 200  # tokens of a reply
 GREEDY = SamplingParams(temperature=0, max_tokens=MOST)
+LONG = GREEDY.but(ignore_eos=True)
 CANCELLED = 'radixkv:requests_ended_total{outcome="cancelled"}'
 
 
@@ -83,6 +87,11 @@ class Run:
             "loop_us_per_token": round(self.loop_seconds / self.tokens * 1e6, 1),
         }
 
+    @property
+    def long_row(self) -> dict[str, float]:
+        """The figures of a run with long replies."""
+        return {f"long_{key}": self.row[key] for key in ("tokens_per_s", "loop_us_per_token")}
+
 
 def main() -> int:
     """Measure the endpoints with each number of clients; return the exit code."""
@@ -92,11 +101,11 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     missed: list[str] = []
     for clients in options.clients:
-        own = asyncio.run(in_process(clients, options.turns))
-        rows.append({"endpoint": "in process", "clients": clients, **own.row})
+        own, own_long = asyncio.run(in_process(clients, options.turns)), asyncio.run(in_process(clients, 1, LONG))
+        rows.append({"endpoint": "in process", "clients": clients, **own.row, **own_long.long_row})
         print(_line(rows[-1]))
         for name in options.endpoint:
-            row, wrong = measure(name, clients, options, own)
+            row, wrong = measure(name, clients, options, own, own_long)
             rows.append(row)
             print(_line(row))
             missed += wrong
@@ -110,15 +119,23 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def measure(name: str, clients: int, options: argparse.Namespace, own: Run) -> tuple[dict[str, Any], list[str]]:
+def measure(
+    name: str, clients: int, options: argparse.Namespace, own: Run, own_long: Run
+) -> tuple[dict[str, Any], list[str]]:
     """Measure one endpoint against a new server; return its row, and each fault in words."""
     endpoint = ENDPOINTS[name]
     with served(options.threads) as (pid, url):
         run = asyncio.run(over_http(endpoint, pid, url, clients, options.turns))
         left = asyncio.run(leave_early(endpoint, url, clients))
-    overhead = run.row["loop_us_per_token"] - own.row["loop_us_per_token"]
-    row = {"endpoint": name, "clients": clients, **run.row, "overhead_us_per_token": round(overhead, 1)}
-    return row, [f"{name}, {clients} clients: {fault}" for fault in [*_wrong(own, run), *left]]
+        long = asyncio.run(over_http(endpoint, pid, url, clients, 1, ignore_eos=True))
+    overheads = {
+        "overhead_us_per_token": run.row["loop_us_per_token"] - own.row["loop_us_per_token"],
+        "long_overhead_us_per_token": long.row["loop_us_per_token"] - own_long.row["loop_us_per_token"],
+    }
+    row = {"endpoint": name, "clients": clients, **run.row, **long.long_row}
+    row |= {key: round(overhead, 1) for key, overhead in overheads.items()}
+    faults = [*_wrong(own, run), *left, *_wrong(own_long, long)]
+    return row, [f"{name}, {clients} clients: {fault}" for fault in faults]
 
 
 def said(client: int, turn: int) -> str:
@@ -129,7 +146,7 @@ def said(client: int, turn: int) -> str:
 # ---- without HTTP
 
 
-async def in_process(clients: int, turns: int) -> Run:
+async def in_process(clients: int, turns: int, params: SamplingParams = GREEDY) -> Run:
     """Run the same conversations as sessions of an engine in this process."""
     run = Run()
 
@@ -138,7 +155,7 @@ async def in_process(clients: int, turns: int) -> Run:
         async with engine.chat(SYSTEM) as chat:
             for turn in range(turns):
                 began, first = time.perf_counter(), None
-                stream = await chat.stream(said(client, turn), GREEDY)
+                stream = await chat.stream(said(client, turn), params)
                 async for chunk in stream:
                     first = first or (time.perf_counter() if chunk.text else None)
                 reply = await stream.wait()
@@ -158,8 +175,8 @@ async def in_process(clients: int, turns: int) -> Run:
 # ---- with HTTP
 
 
-async def over_http(endpoint: Endpoint, pid: int, url: str, clients: int, turns: int) -> Run:
-    """Run all clients at once, each on a connection of its own."""
+async def over_http(endpoint: Endpoint, pid: int, url: str, clients: int, turns: int, **fields: Any) -> Run:
+    """Run all clients at once, each on a connection of its own. `fields` are more options of the requests."""
     run = Run()
 
     async def one(client: int) -> list[tuple[str, int]]:
@@ -169,7 +186,7 @@ async def over_http(endpoint: Endpoint, pid: int, url: str, clients: int, turns:
             for turn in range(turns):
                 messages.append({"role": "user", "content": said(client, turn)})
                 began = time.perf_counter()
-                text, tokens, first = await reply(endpoint, connection, messages)
+                text, tokens, first = await reply(endpoint, connection, messages, fields)
                 run.ttfts.append(first - began)
                 run.tokens += tokens.output
                 answers.append((text, tokens.prompt))
@@ -185,10 +202,12 @@ async def over_http(endpoint: Endpoint, pid: int, url: str, clients: int, turns:
     return run
 
 
-async def reply(endpoint: Endpoint, connection: Connection, messages: list[Message]) -> tuple[str, Tokens, float]:
+async def reply(
+    endpoint: Endpoint, connection: Connection, messages: list[Message], fields: dict[str, Any]
+) -> tuple[str, Tokens, float]:
     """Return the text of one streamed reply, its tokens, and when its first text arrived."""
     text, tokens, first = "", Tokens(0, 0, 0), None
-    async for event in connection.events(endpoint, endpoint.body(SYSTEM, messages, MOST, temperature=0)):
+    async for event in connection.events(endpoint, endpoint.body(SYSTEM, messages, MOST, temperature=0, **fields)):
         tokens = endpoint.tokens(event) or tokens
         text += endpoint.text(event)
         first = first or (time.perf_counter() if text else None)
@@ -244,6 +263,9 @@ def _line(row: dict[str, Any]) -> str:
     loop = f"loop {row['loop_us_per_token']:.0f} us/token"
     overhead = row.get("overhead_us_per_token")
     cost = "" if overhead is None else f", HTTP {overhead:.0f} us/token"
+    long = row.get("long_overhead_us_per_token")
+    cost += f"; long replies: loop {row['long_loop_us_per_token']:.0f}"
+    cost += "" if long is None else f", HTTP {long:.0f}"
     return f"{row['clients']:4} x {row['endpoint']:12}{row['tokens_per_s']:8.0f} tokens/s  {times}  {loop}{cost}"
 
 
