@@ -31,14 +31,14 @@ _KEYS = {HERMES: "arguments", MISTRAL: "arguments", LLAMA: "parameters"}
 class CallRule:
     """The calls that a reply must or may make.
 
-    `required`: the reply consists of calls. `name`: of one call of this tool. `parallel`: there may be several calls,
-    except in formats without tags, whose templates take one.
-    `strict` has the names of the tools to whose schemas voluntary calls are constrained; required ones always are.
+    `required`: the reply consists of calls. `parallel`: there may be several calls, except in formats without tags,
+    whose templates take one. `only` has the names of the tools that may be called, None for all of them. `strict` has
+    the names of the tools to whose schemas voluntary calls are constrained; required ones always are.
     """
 
     required: bool = False
     parallel: bool = True
-    name: str | None = None
+    only: frozenset[str] | None = None
     strict: frozenset[str] = frozenset()
 
     def constrains(self, params: SamplingParams) -> bool:
@@ -48,7 +48,10 @@ class CallRule:
     @property
     def limits_voluntary_calls(self) -> bool:
         """Whether calls are constrained that a reply need not make."""
-        return bool(self.strict) or not self.parallel
+        return bool(self.strict) or not self.parallel or self.only is not None
+
+
+FREE_CALLS = CallRule()
 
 
 def strict_tools(tools: Sequence[Any] | None) -> frozenset[str]:
@@ -128,7 +131,7 @@ class _Calls:
         self._tools = [
             (name, function)
             for name, function in functions_of(template.tools)
-            if rule.name is None or name == rule.name
+            if rule.only is None or name in rule.only
         ]
         self._named = form is MISTRAL and _NAMED in template.rendering.template
 
@@ -150,7 +153,7 @@ class _Calls:
 
     def _rest(self) -> str:
         """Return the expression for all calls, after the tag of the first one."""
-        several = self._rule.parallel and self._rule.name is None and not self._form.bare
+        several = self._rule.parallel and not self._form.bare
         if self._form is MISTRAL and not self._named:
             return '" "? "[" call (", " call)* "]"' if several else '" "? "[" call "]"'
         between = f'"\\n" {self._form_start()}' if self._form is HERMES else self._form_start()

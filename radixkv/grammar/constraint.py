@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from radixkv.errors import InvalidConstraint
@@ -20,6 +21,11 @@ MISSING = "constrained replies need llguidance: pip install 'radixkv[grammar]'"
 SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _EMBEDDED = re.compile(r"%json\s*(?=[{])")
+
+
+def installed() -> bool:
+    """Whether llguidance is installed. It is not imported."""
+    return find_spec("llguidance") is not None
 
 
 def grammar_of(constraint: Constraint) -> str:

@@ -43,7 +43,7 @@ async def create(service: Service, request: Request) -> Response:
         lease.resize(options.params.n * len(body.prompts))
         prompts = [await service.cancellable(request, _encoded(service, prompt)) for prompt in body.prompts]
         session = service.conversations.session(caller.namespace, options.session_key)
-        with errors_about("prompt"):
+        with errors_about("prompt", options.constraint_field):
             handles = [
                 await submit.start(
                     service, caller, options, ids, cleanup, timeout=service.time_left(request), session=session

@@ -17,6 +17,7 @@ from itertools import count
 from json import dumps, loads
 from typing import Any, Literal
 
+from radixkv.chat.constrained import CallRule, constrained
 from radixkv.chat.history_mode import history_mode
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.rendering import pieces
@@ -25,6 +26,7 @@ from radixkv.chat.template_arguments import Arguments, TemplateOption, arguments
 from radixkv.chat.thinking import THINK_END, THINK_START
 from radixkv.engine.input_processor import ControlTokens, today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
+from radixkv.sampling.params import SamplingParams
 from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
 
 Mode = Literal["auto", "append", "template"]
@@ -187,6 +189,17 @@ class Conversations:
                 date=prompt.date,
                 session=prompt.session,
             )
+
+    def constrained(self, params: SamplingParams, prompt: ChatPrompt, rule: CallRule, *, calls: bool) -> SamplingParams:
+        """Return the parameters of a reply to `prompt` whose answer is constrained, or whose calls follow `rule`.
+
+        `calls` says that the reply may make calls. Raises InvalidConstraint.
+        """
+        template = self._template_of(prompt.tools, prompt.date, prompt.arguments)
+        thinking = template.thinking_at(prompt.ids)
+        if prompt.begun is not None:
+            thinking = "begun" if prompt.in_thinking else "over"
+        return constrained(params, template, rule, thinking, reads_calls=calls)
 
     def session(self, namespace: Hashable, key: str | None) -> int | None:
         """Return the number of a session that a client names, None without a key.

@@ -14,10 +14,12 @@ from starlette.responses import Response
 from radixkv.errors import (
     ChatError,
     EngineClosed,
+    InvalidConstraint,
     InvalidInput,
     PromptTooLong,
     RadixKVError,
     RequestCancelled,
+    RequestFailed,
     RequestTimedOut,
 )
 
@@ -62,17 +64,27 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 @contextmanager
-def errors_about(param: str) -> Iterator[None]:
+def errors_about(param: str, constraint: str | None = None) -> Iterator[None]:
     """Convert errors of the engine or the template to ApiError 400 with a field's name.
 
-    The field is `param`, unless the message begins with the name of another field.
+    The field is `param`, unless the message begins with the name of another field. `constraint` is the field of the
+    reply's constraint; without one, tools constrain it.
     """
     try:
         yield
+    except InvalidConstraint as error:
+        field = constraint if constraint is not None and not _of_tool(error) else "tools"
+        reason = str(error).removeprefix(error.parameter or "")
+        message = f"{field}{reason}" if reason != str(error) and not _of_tool(error) else str(error)
+        raise bad_request(message, field, "invalid_value") from error
     except (InvalidInput, ChatError) as error:
         converted, named = as_api_error(error), _PARAMETER.match(str(error))
         converted.param, converted.code = named[0] if named else param, converted.code or "invalid_value"
         raise converted from error
+
+
+def _of_tool(error: InvalidConstraint) -> bool:
+    return (error.parameter or "").startswith("tools.")
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -84,6 +96,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return bad_request(str(error), code=TOO_LONG)
         case InvalidInput() | ChatError():
             return bad_request(str(error))
+        case RequestFailed() if isinstance(error.__cause__, InvalidConstraint):
+            return bad_request(str(error.__cause__), code="invalid_value")
         case RequestTimedOut():
             return ApiError(504, str(error), code="timeout", kind="timeout_error")
         case EngineClosed() | RequestCancelled():

@@ -31,6 +31,7 @@ from radixkv.serve.json_schemas import (
     sampling,
 )
 from radixkv.serve.openai_responses import openapi as openai_responses
+from radixkv.serve.openapi_constraints import guided, response_format, tool_choice
 from radixkv.serve.openapi_operations import DONE, IN_PATH, PROMETHEUS, event_stream, get, json_of, post, without_key
 from radixkv.serve.settings import Settings
 
@@ -99,13 +100,12 @@ def _chat_body(model: JsonObject, strict: bool) -> JsonObject:
         **_options(model, strict),
         "messages": array(_message(), least=1),
         "tools": maybe(array(_tool())),
-        "tool_choice": {"enum": ["auto", "none", None]},
+        "tool_choice": tool_choice(nested=True),
         "parallel_tool_calls": BOOLEAN,
         "logprobs": BOOLEAN,
         "top_logprobs": integer(*schemas.wire_range("logprobs")),
         "max_tokens": integer(*schemas.wire_range("max_tokens")),
         "max_completion_tokens": integer(*schemas.wire_range("max_tokens")),
-        "response_format": {"enum": [{"type": "text"}, None]},
         "modalities": {"enum": [["text"], None]},
         **_thinking(),
         **_PREFILL,
@@ -178,6 +178,8 @@ def _options(model: JsonObject, strict: bool) -> JsonObject:
         "stream": BOOLEAN,
         "stream_options": maybe(options),
         **sampling(),
+        "response_format": response_format(),
+        **guided(),
         "prompt_cache_key": SESSION_KEY,
         **(values if strict else dict.fromkeys(values, IGNORED)),
         **dict.fromkeys(schemas.WITHOUT_EFFECT, ANYTHING),

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from radixkv.chat.constrained import FREE_CALLS, CallRule, strict_tools
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, effort_option, thinking_option
+from radixkv.chat.tool_call_formats import tool_names
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import (
     INT64,
@@ -26,6 +28,7 @@ from radixkv.sampling.params import (
     TokenIds,
     parameters,
 )
+from radixkv.serve.constraints import ReplyConstraint, read_call_rule, read_constraint, read_response_format
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
 from radixkv.serve.message_schemas import read_messages, read_tools
@@ -60,7 +63,8 @@ class RequestOptions:
 
     `include_usage` adds an event with the usage at the end of a stream, `running_usage` the usage so far to each event.
     `params.max_tokens` applies only if `bounded`; else a reply may fill the context. Requests with the same
-    `session_key` are one session for the monitor. It never isolates cached prefixes.
+    `session_key` are one session for the monitor. It never isolates cached prefixes. `constraint_field` is the field of
+    the constraint in `params`.
     """
 
     model: str
@@ -70,14 +74,16 @@ class RequestOptions:
     include_usage: bool
     session_key: str | None
     running_usage: bool = False
+    constraint_field: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """The body of POST /v1/chat/completions.
 
-    `reads_calls`: tool calls are taken out of the reply's text. `template_options` set variables of the chat template.
-    `hides_thinking`: the response has no thinking. `prefill`: the last message is a reply's beginning, to be continued.
+    `reads_calls`: tool calls are taken out of the reply's text, and follow `call_rule`. `template_options` set
+    variables of the chat template. `hides_thinking`: the response has no thinking. `prefill`: the last message is a
+    reply's beginning, to be continued.
     """
 
     options: RequestOptions
@@ -87,6 +93,7 @@ class ChatRequest:
     template_options: tuple[TemplateOption, ...] = ()
     hides_thinking: bool = False
     prefill: bool = False
+    call_rule: CallRule = FREE_CALLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +125,14 @@ def read_chat(body: JsonObject, ignored: IgnoredFields | None = None) -> ChatReq
     fields = Fields(body, ignored=ignored)
     messages = read_messages(fields.need("messages"), ignored)
     tools = read_tools(fields.list("tools"), ignored)
-    reads_calls = _reads_calls(fields, tools)
+    rule, reads_calls = read_call_rule(fields, tool_names(tools), strict_tools(tools), nested=True)
     wanted = _chat_logprobs(fields)
     bound = _chat_bound(fields)
     _refuse_what_chat_lacks(fields)
     thinking, hides_thinking = read_template_options(fields)
     prefill = _prefill(fields, messages)
     options = _options(fields, bound, wanted)
-    return ChatRequest(options, messages, tools, reads_calls, thinking, hides_thinking, prefill)
+    return ChatRequest(options, messages, tools, reads_calls, thinking, hides_thinking, prefill, rule)
 
 
 def read_completion(body: JsonObject, ignored: IgnoredFields | None = None) -> CompletionRequest:
@@ -170,13 +177,17 @@ def _options(fields: Fields, bound: int | None, logprobs: int | None) -> Request
     model = fields.needed_text("model")
     stream = fields.flag("stream")
     include_usage, running_usage = _stream_options(fields, stream)
-    params = sampling_params(fields, bound, logprobs)
+    constraint = read_constraint(fields, read_response_format(fields, "response_format"))
+    params = sampling_params(fields, bound, logprobs, constraint=constraint)
     session_key = fields.text("prompt_cache_key")
     for name, (allowed, why) in IGNORED_VALUES.items():
         fields.prefer(name, allowed, why)
     fields.ignore(*WITHOUT_EFFECT)
     fields.close()
-    return RequestOptions(model, params, bound is not None, stream, include_usage, session_key, running_usage)
+    constraint_field = None if constraint is None else constraint.field
+    return RequestOptions(
+        model, params, bound is not None, stream, include_usage, session_key, running_usage, constraint_field
+    )
 
 
 def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
@@ -205,9 +216,17 @@ def wire_range(name: str) -> tuple[int, int]:
 
 
 def sampling_params(
-    fields: Fields, bound: int | None, logprobs: int | None, *, renamed: Mapping[str, str] = MappingProxyType({})
+    fields: Fields,
+    bound: int | None,
+    logprobs: int | None,
+    *,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    constraint: ReplyConstraint | None = None,
 ) -> SamplingParams:
-    """Read the sampling parameters, each from the field of its name or of its name in `renamed`; raise ApiError."""
+    """Read the sampling parameters, each from the field of its name or of its name in `renamed`; raise ApiError.
+
+    `constraint` was read before.
+    """
     declarations = parameters(SamplingParams)
     fields_of = {name: renamed.get(name, name) for name, declared in declarations.items() if declared.on_wire}
     given = {name: _read(fields, field, declarations[name]) for name, field in fields_of.items()}
@@ -217,6 +236,8 @@ def sampling_params(
             declarations[name].checked(name, value)
         except InvalidInput as error:
             raise bad_request(str(error), fields.path(fields_of[name]), "invalid_value") from error
+    if constraint is not None:
+        given[constraint.parameter] = constraint.value
     try:
         return SamplingParams(max_tokens=INT64[1] if bound is None else bound, logprobs=logprobs, **given)
     except InvalidInput as error:
@@ -278,16 +299,6 @@ def _token_ids(fields: Fields, name: str) -> list[int] | None:
 # ---- chat completions only
 
 
-def _reads_calls(fields: Fields, tools: list[JsonObject] | None) -> bool:
-    choice = fields.take("tool_choice")
-    if choice not in (None, "auto", "none"):
-        fields.refuse("tool_choice", 'can be "auto" or "none": a reply cannot be forced to be a call')
-    parallel = fields.flag("parallel_tool_calls", True)
-    if not parallel and tools:
-        fields.refuse("parallel_tool_calls", "can only be true: the model decides how many calls it makes")
-    return bool(tools) and choice != "none"
-
-
 def _chat_logprobs(fields: Fields) -> int | None:
     wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", *wire_range("logprobs"))
     if top is not None and not wanted:
@@ -303,7 +314,6 @@ def _chat_bound(fields: Fields) -> int | None:
 
 
 def _refuse_what_chat_lacks(fields: Fields) -> None:
-    fields.only("response_format", ({"type": "text"},), "constrained output is not supported")
     fields.only("modalities", (["text"],), "this server reads and writes text")
     for name, why in NOT_OF_CHAT.items():
         fields.only(name, (), why)

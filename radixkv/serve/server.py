@@ -13,6 +13,8 @@ from types import FrameType
 import uvicorn
 
 from radixkv.chat import AsyncEngine
+from radixkv.errors import InvalidConstraint
+from radixkv.grammar.constraint import installed
 from radixkv.serve.app import create_app
 from radixkv.serve.http_parser import http_protocol
 from radixkv.serve.service import Service
@@ -57,8 +59,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start accepting connections."""
+        """Start accepting connections, once the tokenizer's table for constraints is built."""
         self._loop = asyncio.get_running_loop()
+        if installed():  # later, the event loop would stand still meanwhile
+            with contextlib.suppress(InvalidConstraint):  # each constrained request is refused with the reason
+                await asyncio.to_thread(self._engine.client.inputs.grammars.prepare)
         await super().startup(sockets)
         if self.started and self._on_ready is not None:
             self._on_ready()

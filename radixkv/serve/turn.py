@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
@@ -24,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixkv.chat.messages import Message, ToolCall
-from radixkv.chat.tool_call_formats import tool_names
+from radixkv.chat.tool_call_formats import HERMES, tool_names
 from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.serve import submit
 from radixkv.serve.conversations import ChatPrompt
@@ -32,7 +33,7 @@ from radixkv.serve.errors import ApiError, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.reply import Piece, ReplyReader, TaggedText
 from radixkv.serve.responses import EventStream, all_replies, unless_disconnected
-from radixkv.serve.schemas import ChatRequest
+from radixkv.serve.schemas import ChatRequest, RequestOptions
 from radixkv.serve.service import Service
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -154,12 +155,21 @@ async def open_turn(
         ignored=request.state.ignored,
     )
     prompt = await service.cancellable(request, encoding)
-    with errors_about("messages"):
+    with errors_about("messages", options.constraint_field):
+        if body.call_rule.constrains(options.params):
+            options = await _constrained(service, body, prompt)
         timeout = service.time_left(request)
         handle = await submit.start(
             service, caller, options, prompt.ids, cleanup, timeout=timeout, session=prompt.session
         )
     return Turn(service, body, prompt, handle, request.state.log_fields)
+
+
+async def _constrained(service: Service, body: ChatRequest, prompt: ChatPrompt) -> RequestOptions:
+    """Return the options whose parameters constrain the whole reply. Raises InvalidConstraint."""
+    params, rule, calls = body.options.params, body.call_rule, body.reads_calls
+    constrain = partial(service.conversations.constrained, params, prompt, rule, calls=calls)
+    return replace(body.options, params=await service.in_background(constrain))
 
 
 class Turn:
@@ -188,7 +198,7 @@ class Turn:
                 thinking=thinking,
                 thinking_tags=service.thinking_tags,
                 channels=service.has_channels,
-                form=service.call_format,
+                form=service.call_format or (HERMES if request.call_rule.required else None),
                 names=tool_names(request.tools),
                 seed=f"{prompt_hash}_{index}",  # equal requests get equal ids of tool calls, whole and as events
             )

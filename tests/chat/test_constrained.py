@@ -74,12 +74,15 @@ def test_required_calls_follow_the_schemas_of_their_tools(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", mostly_long(DIALECTS, "Llama"))
-@pytest.mark.parametrize("rule", [CallRule(required=True, parallel=False), CallRule(required=True, name="weather")])
+@pytest.mark.parametrize(
+    "rule",
+    [CallRule(required=True, parallel=False), CallRule(required=True, parallel=False, only=frozenset({"weather"}))],
+)
 def test_one_call_is_required(name: str, rule: CallRule) -> None:
     template = of_dialect(DIALECTS[name])
     for text in replies(template, rule, SamplingParams()):
         rest, [(called, arguments)] = calls_of(text, template)
-        assert rest == "" and called in (rule.name or called)
+        assert rest == "" and called in (rule.only or {"weather", "now"})
         jsonschema.validate(arguments, SCHEMAS[called])
 
 
@@ -185,5 +188,5 @@ def test_a_schema_of_a_tool_that_cannot_be_enforced_is_refused(parameters: Any, 
     with pytest.raises(InvalidConstraint, match=f"the parameters of 'odd', {re.escape(words)}") as caught:
         constrained(SamplingParams(), template, CallRule(required=True), "over")
     assert (caught.value.parameter, caught.value.place) == ("tools.odd", place)
-    assert constrained(SamplingParams(), template, CallRule(required=True, name="now"), "over").constraint
+    assert constrained(SamplingParams(), template, CallRule(required=True, only=frozenset({"now"})), "over").constraint
     assert constrained(SamplingParams(), template, CallRule(parallel=False), "over").constraint  # any object

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from radixkv.serve.anthropic.schemas import BLOCK_HINTS, REFERENCE, TOOL_NAME, WITHOUT_EFFECT
+from radixkv.serve.anthropic.schemas import BLOCK_HINTS, FORMATS, REFERENCE, TOOL_CHOICES, TOOL_NAME, WITHOUT_EFFECT
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.json_schemas import (
     ANYTHING,
@@ -18,6 +18,7 @@ from radixkv.serve.json_schemas import (
     ref,
     sampling,
 )
+from radixkv.serve.openapi_constraints import guided, text_format
 from radixkv.serve.schemas import EFFORT, wire_range
 
 _MODEL: JsonObject = {"type": "string", "description": "Any name: there is one model. The response repeats it."}
@@ -35,6 +36,7 @@ def message_body() -> JsonObject:
         "max_tokens": integer(*wire_range("max_tokens")),
         "stream": BOOLEAN,
         **parameters,
+        **guided(),
         "n": {"enum": [1, None]},
         "metadata": maybe(obj({"user_id": {**STRING, "description": "Names the session for the monitor."}})),
         **dict.fromkeys(WITHOUT_EFFECT, ANYTHING),
@@ -71,16 +73,18 @@ def answers() -> JsonObject:
 def _prompt() -> JsonObject:
     """The fields that both endpoints share."""
     kinds = {"enum": ["enabled", "adaptive", "disabled"]}
-    choice = {"type": {"enum": ["auto", "none"]}, "disable_parallel_tool_use": ANYTHING}
+    several = {"disable_parallel_tool_use": BOOLEAN}
+    choices = [obj({"type": {"enum": [kind for kind in TOOL_CHOICES if kind != "tool"]}, **several}, "type")]
+    choices.append(obj({"type": {"const": "tool"}, "name": TEXT, **several}, "type", "name"))
     return {
         "model": _MODEL,
         "system": maybe(_texts()),
         "messages": array({"anyOf": _messages()}, least=1),
         "tools": maybe(array({"anyOf": [_tool(), obj({"type": {"not": {"enum": ["custom", None]}}}, "type")]})),
-        "tool_choice": maybe(obj(choice, "type")),
+        "tool_choice": maybe({"anyOf": choices}),
         "thinking": maybe(obj({"type": kinds, "budget_tokens": ANYTHING, "display": ANYTHING}, "type")),
-        "output_config": maybe(obj({"format": {"type": "null"}, "effort": {**STRING, "pattern": f"^{EFFORT}$"}})),
-        "output_format": {"type": "null"},
+        "output_config": maybe(obj({"format": text_format(FORMATS), "effort": {**STRING, "pattern": f"^{EFFORT}$"}})),
+        "output_format": text_format(FORMATS),
         "cache_control": ANYTHING,
     }
 

@@ -8,12 +8,15 @@ sentence that names the field.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from radixkv.chat.constrained import CallRule
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, thinking_option
+from radixkv.chat.tool_call_formats import tool_names
+from radixkv.serve.constraints import ReplyConstraint, checked_rule, read_constraint, read_text_format
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
 from radixkv.serve.message_schemas import ANY_ORDER, RoleOrder, in_order
@@ -33,6 +36,8 @@ WITHOUT_EFFECT = (
 )
 BLOCK_HINTS = ("cache_control", "citations", "caller")  # of a block
 REFERENCE = "tool_reference"  # in the result of a search for tools
+FORMATS = ("json_schema",)
+TOOL_CHOICES = ("auto", "any", "tool", "none")
 _NOT_TEXT = ("image", "document", "search_result", "container_upload")
 _ERROR = "Error: "
 _EFFORTS = {"xhigh": "high", "max": "high"}  # chat templates have low, medium and high
@@ -79,20 +84,24 @@ def read_message(body: JsonObject, ignored: IgnoredFields | None, dialect: Diale
     Fields without effect are added to `ignored`; without it, unknown fields are refused.
     """
     fields = Fields(body, ignored=ignored)
-    messages, tools = _conversation(fields, dialect), _tools(fields)
-    reads_calls = _reads_calls(fields, tools)
-    effort = _output(fields)
+    messages, (tools, strict) = _conversation(fields, dialect), _tools(fields)
+    rule, reads_calls = _call_rule(fields, tools, strict)
+    effort, constraint = _output(fields)
+    constraint = read_constraint(fields, constraint)
     thinking, omits_thinking = _thinking(fields)
     bound = fields.integer("max_tokens", *wire_range("max_tokens"))
     fields.only("n", (1,), "a message is one reply")
-    params = sampling_params(fields, bound, None, renamed={"stop": "stop_sequences"})
+    params = sampling_params(fields, bound, None, renamed={"stop": "stop_sequences"}, constraint=constraint)
     stream = fields.flag("stream")
     model = fields.needed_text("model")
     marks_cache = _marked(body)
     session_key = _session_key(fields)
     fields.ignore("cache_control", *WITHOUT_EFFECT)
     fields.close()
-    options = RequestOptions(model, params, bound is not None, stream, True, session_key)
+    constraint_field = None if constraint is None else constraint.field
+    options = RequestOptions(
+        model, params, bound is not None, stream, True, session_key, constraint_field=constraint_field
+    )
     return MessageRequest(
         options,
         messages,
@@ -100,6 +109,7 @@ def read_message(body: JsonObject, ignored: IgnoredFields | None, dialect: Diale
         reads_calls,
         (*effort, *thinking),
         prefill=_is_begun(messages),
+        call_rule=rule,
         marks_cache=marks_cache,
         omits_thinking=omits_thinking,
     )
@@ -108,9 +118,9 @@ def read_message(body: JsonObject, ignored: IgnoredFields | None, dialect: Diale
 def read_count(body: JsonObject, ignored: IgnoredFields | None, dialect: Dialect) -> CountRequest:
     """Check the body of a count of tokens, as `read_message` does."""
     fields = Fields(body, ignored=ignored)
-    messages, tools = _conversation(fields, dialect), _tools(fields)
-    _reads_calls(fields, tools)
-    effort = _output(fields)
+    messages, (tools, strict) = _conversation(fields, dialect), _tools(fields)
+    _call_rule(fields, tools, strict)
+    effort, _ = _output(fields)
     thinking, _ = _thinking(fields)
     model = fields.needed_text("model")
     fields.ignore("cache_control", *WITHOUT_EFFECT)
@@ -132,18 +142,22 @@ def _session_key(fields: Fields) -> str | None:
     return key
 
 
-def _reads_calls(fields: Fields, tools: list[JsonObject] | None) -> bool:
-    """Return whether calls are taken out of the reply."""
+def _call_rule(fields: Fields, tools: list[JsonObject] | None, strict: Set[str]) -> tuple[CallRule, bool]:
+    """Read `tool_choice`: the rule for calls, and whether they are taken out of the reply."""
     given = fields.take("tool_choice")
-    if given is None:
-        return bool(tools)
-    choice = fields.nested(given, "tool_choice")
-    kind = choice.need("type")
-    if kind not in ("auto", "none"):
-        choice.refuse("type", 'can be "auto" or "none": a reply cannot be forced to be a call')
-    choice.prefer("disable_parallel_tool_use", (False,), "the model decides how many calls it makes")
-    choice.close()
-    return bool(tools) and kind != "none"
+    kind, only, several = "auto", None, True
+    if given is not None:
+        choice = fields.nested(given, "tool_choice")
+        kind = choice.need("type")
+        if kind not in TOOL_CHOICES:
+            choice.refuse("type", f"must be {', '.join(TOOL_CHOICES)}, not {shown(kind)}")
+        if kind == "tool":
+            only = frozenset({choice.needed_text("name")})
+        several = not choice.flag("disable_parallel_tool_use") and only is None
+        choice.close()
+    rule = CallRule(kind in ("any", "tool"), several, only, frozenset(strict))
+    rule = checked_rule(rule, fields, tool_names(tools), parallel="tool_choice.disable_parallel_tool_use")
+    return rule, bool(tools) and kind != "none"
 
 
 def _thinking(fields: Fields) -> tuple[list[TemplateOption], bool]:
@@ -162,20 +176,20 @@ def _thinking(fields: Fields) -> tuple[list[TemplateOption], bool]:
     return [option], given.get("display") == "omitted"
 
 
-def _output(fields: Fields) -> list[TemplateOption]:
-    """Check `output_config` and the older field for its format; return the option for the effort."""
-    fields.only("output_format", (), "constrained output is not supported")
+def _output(fields: Fields) -> tuple[list[TemplateOption], ReplyConstraint | None]:
+    """Read `output_config` and the older field for its format: the option for the effort, and the constraint."""
+    constraint = read_text_format(fields, "output_format", FORMATS)
     given = fields.take("output_config")
     if given is None:
-        return []
+        return [], constraint
     output = fields.nested(given, "output_config")
-    output.only("format", (), "constrained output is not supported")
+    constraint = read_text_format(output, "format", FORMATS) or constraint
     effort = read_effort(output, "effort")
     output.close()
     if effort is None:
-        return []
+        return [], constraint
     values = (("reasoning_effort", _EFFORTS.get(effort, effort)),)
-    return [TemplateOption("output_config.effort", values, hint=True)]
+    return [TemplateOption("output_config.effort", values, hint=True)], constraint
 
 
 def _marked(body: JsonObject) -> bool:
@@ -194,15 +208,20 @@ def _objects(given: object) -> list[JsonObject]:
 # ---- tools
 
 
-def _tools(fields: Fields) -> list[JsonObject] | None:
-    """Return the tools with a schema as OpenAI's functions; tools that a server would have to run are ignored."""
-    tools = []
+def _tools(fields: Fields) -> tuple[list[JsonObject] | None, set[str]]:
+    """Return the tools with a schema as OpenAI's functions, and the names of the strict ones.
+
+    Tools that a server would have to run are ignored.
+    """
+    tools, strict = [], set()
     for at, each in enumerate(fields.list("tools") or ()):
         tool = fields.nested(each, f"tools[{at}]")
         tool.prefer("type", ("custom",), "this server runs no tools")
         if each.get("type") in (None, "custom"):
             tools.append({"type": "function", "function": _function(tool)})
-    return tools or None
+            if each.get("strict"):
+                strict.add(each["name"])
+    return tools or None, strict
 
 
 def _function(fields: Fields) -> JsonObject:
@@ -213,7 +232,7 @@ def _function(fields: Fields) -> JsonObject:
     if not isinstance(schema, dict):
         fields.wrong("input_schema", "a JSON schema (an object)", schema)
     for hint in ("strict", "defer_loading", "eager_input_streaming"):
-        fields.flag(hint)  # without effect: every tool is in the prompt, and a call is one event
+        fields.flag(hint)  # the others have no effect: every tool is in the prompt, and a call is one event
     fields.ignore("cache_control", "allowed_callers", "input_examples")
     fields.close()
     described = {} if description is None else {"description": description}

@@ -23,6 +23,7 @@ from radixkv.serve.json_schemas import (
 )
 from radixkv.serve.message_schemas import TOOL_NAME
 from radixkv.serve.openai_responses import items, schemas
+from radixkv.serve.openapi_constraints import guided, text_format, tool_choice
 from radixkv.serve.openapi_operations import NAMESPACE, REQUEST_ID, event_stream, header, json_of, post, responses_of
 from radixkv.serve.schemas import EFFORT, wire_range
 
@@ -76,7 +77,7 @@ def answers() -> JsonObject:
         "previous_response_id": STRING,
         "instructions": STRING,
         "tools": array(answer({"type": {"enum": ["function", "namespace"]}, "name": TEXT})),
-        "tool_choice": {"enum": ["auto", "none"]},
+        "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, answer({"type": TEXT})]},
         "parallel_tool_calls": {"type": "boolean"},
     }
     page = {"object": {"const": "list"}, "data": array(item), "has_more": {"type": "boolean"}}
@@ -101,11 +102,12 @@ def _body(model: JsonObject, strict: bool) -> JsonObject:
     preferred = {name: {"enum": [*allowed, None]} for name, (allowed, _) in schemas.IGNORED_VALUES.items()}
     effort = maybe({"type": "string", "pattern": f"^{EFFORT}$"})
     reasoning = obj({"effort": effort, "summary": STRING, "generate_summary": STRING})
-    text = obj({"format": maybe(obj({"type": {"enum": ["text", None]}})), "verbosity": IGNORED})
+    text = obj({"format": text_format(), "verbosity": IGNORED})
     if strict:
         del text["properties"]["verbosity"]
     fields = {
         **sampling(),
+        **guided(),
         "n": {"enum": [1, None]},
         "model": model,
         "input": {"anyOf": [TEXT, array(_item(strict))]},
@@ -116,7 +118,8 @@ def _body(model: JsonObject, strict: bool) -> JsonObject:
         "stream_options": ANYTHING,
         "store": BOOLEAN,
         "tools": maybe(array(_tool(strict))),
-        "tool_choice": {"enum": ["auto", "none", None]},
+        "tool_choice": tool_choice(nested=False),
+        "parallel_tool_calls": BOOLEAN,
         "reasoning": maybe(reasoning),
         "text": maybe(text),
         "include": maybe(array({"enum": [schemas.ENCRYPTED]} if strict else {})),

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixkv.chat.template_arguments import effort_option
+from radixkv.serve.constraints import ReplyConstraint, read_call_rule, read_constraint, read_text_format
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject
 from radixkv.serve.message_schemas import RoleOrder
 from radixkv.serve.openai_responses.items import read_input, read_messages
 from radixkv.serve.openai_responses.store import Items, StoredResponse
-from radixkv.serve.openai_responses.tools import Tools, read_tools
+from radixkv.serve.openai_responses.tools import read_tools
 from radixkv.serve.schemas import ChatRequest, RequestOptions, read_effort, sampling_params, wire_range
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -28,7 +29,6 @@ REFUSED = {
 # Fields whose other values are ignored with a warning: the values with an effect, and why others are refused.
 IGNORED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "background": ((False,), "the response is returned when it is complete"),
-    "parallel_tool_calls": ((True,), "the model decides how many calls it makes"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "truncation": (("disabled",), "a prompt is never shortened"),
 }
@@ -72,10 +72,12 @@ def read_response(
     before = [item for part in previous for item in part.items]
     messages = read_messages(instructions, before, items, ignored, order)
     tools = read_tools(fields)
-    choice, reads_calls = _choice(fields, tools)
+    choice = body.get("tool_choice")
+    rule, reads_calls = read_call_rule(fields, tools.taken, tools.strict, nested=False)
     reasoning = _reasoning(fields)
     effort = reasoning["effort"]
-    _text_format(fields)
+    form, constraint = _text_format(fields)
+    constraint = read_constraint(fields, constraint)
     for name, why in REFUSED.items():
         fields.only(name, (), why)
     fields.only("n", (1,), "a response has one reply")
@@ -84,7 +86,7 @@ def read_response(
     encrypted = _encrypted(fields)
     store = fields.flag("store", True)
     metadata = fields.take("metadata")
-    options = _options(fields)
+    options = _options(fields, constraint)
     fields.ignore(*WITHOUT_EFFECT)
     fields.close()
     echo = {
@@ -92,14 +94,14 @@ def read_response(
         "instructions": instructions,
         "max_output_tokens": options.params.max_tokens if options.bounded else None,
         "metadata": metadata if isinstance(metadata, dict) else {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": rule.parallel,
         "previous_response_id": body.get("previous_response_id"),
         "prompt_cache_key": options.session_key,
         "reasoning": reasoning,
         "service_tier": "default",
         "temperature": options.params.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": choice,
+        "text": {"format": form},
+        "tool_choice": choice or "auto",
         "tools": tools.shown,
         "top_p": options.params.top_p,
         "truncation": "disabled",
@@ -116,6 +118,7 @@ def read_response(
         store=store,
         encrypted=encrypted,
         summary=reasoning["summary"] is not None,
+        call_rule=rule,
         template_options=() if effort is None else (effort_option("reasoning.effort", effort),),
     )
 
@@ -136,14 +139,6 @@ def _with_id(item: Any) -> Any:
     if not isinstance(item, dict) or item.get("id"):
         return item
     return {**item, "id": f"item_{uuid.uuid4().hex}"}
-
-
-def _choice(fields: Fields, tools: Tools) -> tuple[str, bool]:
-    """Return `tool_choice`, and whether calls are taken out of the reply."""
-    choice = fields.take("tool_choice")
-    if choice not in (None, "auto", "none"):
-        fields.refuse("tool_choice", 'can be "auto" or "none": a reply cannot be forced to be a call')
-    return choice or "auto", bool(tools.functions) and choice != "none"
 
 
 def _reasoning(fields: Fields) -> JsonObject:
@@ -167,21 +162,29 @@ def _encrypted(fields: Fields) -> bool:
     return ENCRYPTED in include
 
 
-def _text_format(fields: Fields) -> None:
+def _text_format(fields: Fields) -> tuple[JsonObject, ReplyConstraint | None]:
+    """Return the format of the text as the response repeats it, and its constraint."""
     given = fields.take("text")
-    if given is not None:
-        text = fields.nested(given, "text")
-        kind = text.take("format")
-        if kind is not None:
-            text.nested(kind, "text.format").only("type", ("text",), "constrained output is not supported")
-        text.close()
+    if given is None:
+        return {"type": "text"}, None
+    text = fields.nested(given, "text")
+    constraint = read_text_format(text, "format")
+    text.close()
+    return given.get("format") or {"type": "text"}, constraint
 
 
-def _options(fields: Fields) -> RequestOptions:
+def _options(fields: Fields, constraint: ReplyConstraint | None) -> RequestOptions:
     model = fields.needed_text("model")
     bound = fields.integer("max_output_tokens", *wire_range("max_tokens"))
     stream = fields.flag("stream")
     fields.ignore("stream_options")  # only for padding of events, which are not padded
+    params = sampling_params(fields, bound, None, constraint=constraint)
     return RequestOptions(
-        model, sampling_params(fields, bound, None), bound is not None, stream, False, fields.text("prompt_cache_key")
+        model,
+        params,
+        bound is not None,
+        stream,
+        include_usage=False,
+        session_key=fields.text("prompt_cache_key"),
+        constraint_field=None if constraint is None else constraint.field,
     )

@@ -20,19 +20,28 @@ class Tools:
     """The tools of one request.
 
     `functions` are in the form of chat completions, for the template. `names` maps a qualified name to a namespace and
-    a name. `shown` has the accepted tools in the form of the Responses API.
+    a name. `strict` has the qualified names of strict functions. `shown` has the accepted tools in the form of the
+    Responses API.
     """
 
     functions: list[JsonObject] = field(default_factory=list)
     names: dict[str, tuple[str, str]] = field(default_factory=dict)
     shown: list[JsonObject] = field(default_factory=list)
+    strict: set[str] = field(default_factory=set)
     _taken: set[str] = field(default_factory=set)
 
-    def add(self, function: JsonObject, fields: Fields) -> None:
+    @property
+    def taken(self) -> set[str]:
+        """The qualified names of all functions."""
+        return self._taken
+
+    def add(self, function: JsonObject, fields: Fields, *, strict: bool) -> None:
         """Add a function; raise ApiError if its name is taken."""
         if function["name"] in self._taken:
             fields.refuse("name", f"is the name of two tools: {shown(function['name'])}")
         self._taken.add(function["name"])
+        if strict:
+            self.strict.add(function["name"])
         self.functions.append({"type": "function", "function": function})
 
 
@@ -48,7 +57,7 @@ def read_tools(fields: Fields) -> Tools:
             _read_namespace(tool, tools)
         elif _is_function(tool, each):
             function = _read_function(tool)
-            tools.add(function, tool)
+            tools.add(function, tool, strict=each.get("strict") is True)
             tools.shown.append(_shown(function, each))
     return tools
 
@@ -77,7 +86,7 @@ def _read_namespace(fields: Fields, tools: Tools) -> None:
             kept.append(_shown(function, each))
             function = {**function, "name": qualified(namespace, name)}
             check_function(Fields(function, fields.path(f"tools[{at}]")))
-            tools.add(function, tool)
+            tools.add(function, tool, strict=each.get("strict") is True)
             tools.names[function["name"]] = namespace, name
     fields.close()
     tools.shown.append({"type": "namespace", "name": namespace, "description": description, "tools": kept})

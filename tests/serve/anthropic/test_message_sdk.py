@@ -131,7 +131,7 @@ def test_errors_are_those_of_the_sdk(served: Served):
             create(client, [{"role": "user", "content": "word " * 9000}])
         assert long.value.type == "invalid_request_error" and long.value.request_id
         with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
-            create(client, HELLO, tools=[LOOK], tool_choice={"type": "any"})
+            create(client, HELLO, tools=[LOOK], tool_choice={"type": "tool", "name": "none"})
     stranger = anthropic.Anthropic(base_url=served.url, api_key="wrong-key", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError, match="not known"):
         create(stranger, HELLO)

@@ -41,7 +41,7 @@ def session(thread: str, *asked: str) -> dict[str, Any]:
         "include": ["reasoning.encrypted_content"],
         "reasoning": {"summary": "auto"},
         "prompt_cache_key": thread,
-        "parallel_tool_calls": False,
+        "parallel_tool_calls": True,
         "client_metadata": {"thread": thread},
     }
 
