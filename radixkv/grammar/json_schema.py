@@ -175,6 +175,8 @@ class _Check:
             _CHECKS[key](self, key, value, place)
             yield key, value
         elif key == "format":
+            if not isinstance(value, str):
+                raise refusal(place, f"format is a text, not {_kind(value)}")
             if value in _OTHER_FORMATS:
                 raise refusal(
                     place, f"the format {value!r} cannot be enforced; these can: {_listed(_ENFORCED_FORMATS)}"
@@ -187,12 +189,13 @@ class _Check:
     def _alternatives(self, key: str, value: Any, place: str, depth: int) -> tuple[str, Any]:
         if not isinstance(value, list):
             raise refusal(place, f"{key} is a list of schemas, not {_kind(value)}")
+        checked = [self.schema(each, f"{place}/{at}", depth + 1) for at, each in enumerate(value)]
         if key == "oneOf":
             if not self._all_disjoint(value):
                 reason = "oneOf cannot be enforced, since two of its schemas may allow the same value: use anyOf"
                 raise refusal(place, reason)
             key = "anyOf"
-        return key, [self.schema(each, f"{place}/{at}", depth + 1) for at, each in enumerate(value)]
+        return key, checked
 
     # ---- keywords with a value of their own
 
@@ -316,7 +319,8 @@ class _Check:
             return values[0].isdisjoint(values[1])
         if types[0] | types[1] != {"object"}:
             return False
-        names = {name for each in (first, second) for name in each.get("required", ()) if isinstance(name, str)}
+        required = [each["required"] for each in (first, second) if isinstance(each.get("required"), list)]
+        names = {name for each in required for name in each if isinstance(name, str)}
         return any(self._disjoint(_property(first, name), _property(second, name), depth + 1) for name in names)
 
 
@@ -342,7 +346,7 @@ def _is_void(key: str, value: Any) -> bool:
 def _types_of(schema: Mapping[str, Any]) -> set[str]:
     """Return the types of the values that a schema may allow."""
     given = schema.get("type", list(_TYPES))
-    types = set(given if isinstance(given, list) else [given])
+    types = {name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)}
     values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
     if isinstance(values, list):
         types &= {_type_of(value) for value in values} | ({"integer"} if "integer" in types else set())

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from radixkv import SamplingParams
 from radixkv.errors import InvalidConstraint, InvalidInput
+from radixkv.grammar.compiler import GrammarCompiler
 from radixkv.grammar.json_schema import MOST_DEPTH, MOST_PROPERTIES, MOST_VALUES, checked_schema
+from tests.grammar.engines import STOP, tokenizer
 
 INTEGER = {"type": "integer"}
+KEYWORDS = [
+    *(
+        "a",
+        "type",
+        "enum",
+        "const",
+        "$ref",
+        "$defs",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "not",
+        "items",
+        "prefixItems",
+        "format",
+    ),
+    *("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxItems", "minLength"),
+    *("pattern", "minimum", "exclusiveMaximum", "multipleOf", "uniqueItems", "$schema", "x-guidance", "title"),
+]
 
 
 @pytest.mark.parametrize(
@@ -23,6 +49,7 @@ INTEGER = {"type": "integer"}
         ({"$defs": {"x": {"dependentRequired": {"a": ["b"]}}}}, "/$defs/x/dependentRequired", "cannot be enforced"),
         ({"prefixItems": [{"unevaluatedItems": False}]}, "/prefixItems/0/unevaluatedItems", "cannot be enforced"),
         ({"format": "json-pointer"}, "/format", "'json-pointer' cannot be enforced; these can: date, date-time"),
+        ({"format": ["uuid"]}, "/format", "format is a text, not a list"),
         ({"type": "text"}, "/type", "type is one of array, boolean"),
         ({"type": []}, "/type", "type is one of"),
         ({"enum": 3}, "/enum", "a list of values, not a number"),
@@ -145,6 +172,27 @@ def test_one_of_schemas_that_exclude_each_other_is_any_of_them(branches: list[An
 def test_one_of_schemas_that_may_overlap_is_refused(branches: list[Any]) -> None:
     with pytest.raises(InvalidConstraint, match="use anyOf"):
         checked_schema({"oneOf": branches})
+
+
+@lru_cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(tokenizer(), len(tokenizer()), {STOP})
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(KEYWORDS), VALUES | st.sampled_from(["#", "#/$defs/a", "object", "uuid"])))
+def test_nothing_but_a_refusal_is_raised(schema: dict[str, Any]) -> None:
+    with suppress(InvalidConstraint):
+        checked = checked_schema(schema)
+        assert checked_schema(checked) == checked and "oneOf" not in checked
+    with suppress(InvalidInput):
+        assert compiler().matcher(SamplingParams(json_schema=schema)) is not None
 
 
 def test_true_is_any_value_and_false_none() -> None:

@@ -160,6 +160,14 @@ def test_true_and_an_empty_schema_allow_any_value(engine: Engine) -> None:
         assert [json.loads(each.text) for each in streams(done) if each.finish_reason == "stop"]
 
 
+def test_a_schema_may_set_its_separators(engine: Engine) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}, "b": {"const": 1}}}
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    compact = {**schema, "x-guidance": {"item_separator": ",", "key_separator": ":"}}
+    for given, form in ((schema, r'\{"a": \d, "b": 1\}'), (compact, r'\{"a":\d,"b":1\}')):
+        assert re.fullmatch(form, engine.generate([[5, 6]], SamplingParams(json_schema=given))[0].text)
+
+
 def test_a_seed_repeats_a_reply_in_any_batch(engine: Engine) -> None:
     names = random.Random(0).sample(sorted(SCHEMAS), 12)
     params = [SamplingParams(json_schema=SCHEMAS[name], seed=9, max_tokens=60) for name in names]
