@@ -76,13 +76,13 @@ def traffic(host: Host, request: pytest.FixtureRequest) -> Iterator[Traffic]:
 def run_program(tmp_path: Path, host: Host) -> Run:
     """A function that runs a program of `programs/` in an environment of SDKs and returns its output."""
 
-    def run(name: str, environment: str) -> str:
+    def run(name: str, environment: str, *arguments: str) -> str:
         python = python_of(environment)
         if not python.exists():
             pytest.skip("the SDKs are not installed; `make clients` installs them")
         program = Path(__file__).parent / "programs" / name
         variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
-        return _run([str(python), str(program), host.url, MODEL], tmp_path, tmp_path, variables)
+        return _run([str(python), str(program), host.url, MODEL, *arguments], tmp_path, tmp_path, variables)
 
     return run
 

@@ -76,6 +76,6 @@ def scripted_engine(replies: Mapping[str, str], positions: int = POSITIONS) -> t
     return Engine(loaded, runner, cache, EngineConfig(monitor=False)), runner
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     """Return a tool call in the format of the bundled model's chat template."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

@@ -17,7 +17,7 @@ REPLIES = {
     "What is my name?": "Your name is Nora.",
     "weather in Paris?": call("get_weather", city="Paris"),
     "It is sunny": "Take a hat.",
-    "Nora is 30": '```json\n{"name": "Nora", "age": 30}\n```',
+    "Nora is 30": call("Person", name="Nora", age=30),
 }
 # Program, environment, and number of conversations.
 RUNS = [

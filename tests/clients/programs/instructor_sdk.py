@@ -1,4 +1,4 @@
-"""instructor: an object read from JSON in a reply, whose schema stands in the prompt.
+"""instructor: an object from a call that its default mode requires.
 
     python instructor_sdk.py URL MODEL
 
@@ -23,7 +23,7 @@ class Person(BaseModel):
 
 
 raw = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-client = instructor.from_openai(raw, mode=instructor.Mode.MD_JSON)
+client = instructor.from_openai(raw)
 person, completion = client.chat.completions.create_with_completion(
     model=model,
     response_model=Person,
