@@ -25,7 +25,8 @@ from radixkv.models.attention_interface import IMPLEMENTATION, OWN, select
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.probe import probe
 from radixkv.models.quantized.kernels import kernels
-from radixkv.models.quantized.layers import check_weights, quantize, replaceable
+from radixkv.models.quantized.layers import check_weights, quantize, quantized_weights, replaceable
+from radixkv.models.quantized.norms import fuse_norms
 from radixkv.models.selftest import self_test
 
 __all__ = ["LayerSpec", "LoadedModel", "load"]
@@ -83,6 +84,8 @@ def load(
         )
         name = model_path.shown_name(name)
     own = _quantized(module.eval(), small, name, keep=built)
+    if quantized_weights(own):  # a model of our own, whose decodes are short
+        fuse_norms(own)
     loaded = _take_over(own, tokenizer, name, keep=built and own is module, attention=attention)
     _taken[module] = weakref.ref(loaded)
     return loaded

@@ -21,8 +21,10 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <immintrin.h>
+#include <initializer_list>
 
 namespace {
 
@@ -30,6 +32,7 @@ constexpr long GROUP = 32, PANEL = 64;
 constexpr long SEGMENT = 8;     // groups
 constexpr long CHUNK = 96;      // rows that one unit of work multiplies by one panel
 constexpr long MOST_ROWS = 12;  // of one register block
+constexpr long KEPT = 1 << 20;  // numbers of packed rows whose memory a thread keeps
 constexpr long WORTH_THREADS = 1 << 18;  // products of two numbers
 
 enum Format { INT8, INT4, INT4_MIN, FLOAT };
@@ -50,12 +53,30 @@ const uint8_t* record_of(const Weights& weights, long output, long group) {
     return weights.data + (output / PANEL * weights.groups + group) * record_bytes((int)weights.format);
 }
 
+// `x` is packed: rows in blocks that are multiplied together, and in a block the rows of each input side by side.
 struct Job {
     const Weights* weights;
     const float *bias, *x;
     float* y;
     long rows;
 };
+
+// The rows of the smallest register block for `count` rows, at most `most`.
+long block_rows(long count, long most) {
+    for (const long rows : {1, 2, 4, 6, 8})
+        if (count <= rows && rows < most) return rows;
+    return most;
+}
+
+// Pack `count` rows of `inputs` numbers in blocks of `most` rows; the last one may be smaller. Absent rows are zeros.
+void pack(const float* x, long count, long inputs, long most, float* packed) {
+    for (long from = 0; from < count; from += most) {
+        const long here = count - from < most ? count - from : most, rows = block_rows(here, most);
+        for (long r = 0; r < rows; r++)
+            for (long k = 0; k < inputs; k++) packed[k * rows + r] = r < here ? x[(from + r) * inputs + k] : 0.0f;
+        packed += rows * inputs;
+    }
+}
 
 }  // namespace
 
@@ -75,6 +96,28 @@ struct Job {
 
 namespace {
 
+// Memory for packed rows, which a thread keeps for its next product unless it is large.
+struct Memory {
+    float* at = nullptr;
+    long size = 0;
+
+    float* numbers(long count) {
+        if (count > size) {
+            std::free(at);
+            at = (float*)std::malloc(count * sizeof(float));
+            size = at ? count : 0;
+        }
+        return at;
+    }
+    void release() {
+        if (size <= KEPT) return;
+        std::free(at);
+        at = nullptr;
+        size = 0;
+    }
+    ~Memory() { std::free(at); }
+};
+
 struct Shared {
     Job job;
     void (*unit)(const Job&, long panel, long first_row);
@@ -89,6 +132,7 @@ void work(void* argument) {
 }
 
 using Unit = void (*)(const Job&, long, long);
+const long DIRECT[2] = {avx2::DIRECT, avx512::DIRECT};
 const Unit UNITS[2][3] = {
     {avx2::unit<INT8>, avx2::unit<INT4>, avx2::unit<INT4_MIN>},
     {avx512::unit<INT8>, avx512::unit<INT4>, avx512::unit<INT4_MIN>},
@@ -108,20 +152,30 @@ int radixkv_instructions() {
 }
 
 // y[rows, outputs] = x[rows, inputs] * weights^T + bias; `bias` may be null. `parallel` is libgomp's GOMP_parallel, or
-// null: then one thread does all.
-void radixkv_multiply(const Weights* weights, const float* bias, const float* x, float* y, int64_t rows,
+// null: then one thread does all. Returns 0, or 1 if there is no memory.
+int radixkv_multiply(const Weights* weights, const float* bias, const float* x, float* y, int64_t rows,
                       int64_t instructions, int64_t threads, void (*parallel)(void (*)(void*), void*, unsigned, unsigned)) {
+    thread_local Memory memory;
+    const long inputs = weights->groups * GROUP, most = DIRECT[instructions - 1];
+    if (rows > 1) {
+        float* packed = memory.numbers((rows + most) * inputs);
+        if (!packed) return 1;
+        pack(x, rows, inputs, most, packed);
+        x = packed;
+    }
     Shared shared;
     shared.job = {weights, bias, x, y, rows};
     shared.unit = UNITS[instructions - 1][weights->format];
     shared.panels = (weights->outputs + PANEL - 1) / PANEL;
     shared.units = shared.panels * ((rows + CHUNK - 1) / CHUNK);
     shared.next = 0;
-    const bool worth = rows * weights->outputs * weights->groups * GROUP >= WORTH_THREADS;
+    const bool worth = rows * weights->outputs * inputs >= WORTH_THREADS;
     if (parallel && threads > 1 && worth)
         parallel(work, &shared, (unsigned)threads, 0);
     else
         work(&shared);
+    memory.release();
+    return 0;
 }
 
 // Expand the rows `ids` of the weights into found[count, inputs].
@@ -145,6 +199,22 @@ __attribute__((target("f16c"))) void radixkv_expand_rows(const Weights* weights,
                 *found = (float)((double)scale * (format == INT4 ? number - 8 : number) + (double)minimum);
             }
         }
+}
+
+// y[rows, width] = weight * (x / sqrt(mean of the squares of a row + epsilon)). Sums have one order.
+__attribute__((target("avx2"))) void radixkv_rms_norm(const float* x, const float* weight, float* y, int64_t rows,
+                                                      int64_t width, float epsilon) {
+    for (long row = 0; row < rows; row++, x += width, y += width) {
+        constexpr long PARTS = 32;
+        float parts[PARTS] = {}, sum = 0.0f;
+        long k = 0;
+        for (; k + PARTS <= width; k += PARTS)
+            for (long p = 0; p < PARTS; p++) parts[p] += x[k + p] * x[k + p];
+        for (; k < width; k++) parts[k % PARTS] += x[k] * x[k];
+        for (long p = 0; p < PARTS; p++) sum += parts[p];
+        const float factor = 1.0f / std::sqrt(sum / (float)width + epsilon);
+        for (k = 0; k < width; k++) y[k] = weight[k] * (x[k] * factor);
+    }
 }
 
 // ---- storing weights
@@ -279,15 +349,12 @@ INLINE Floats numbers(Words words) {
 
 #endif
 
-// The sums of R rows and C vectors of outputs, from `column` of a panel on, over `groups` records.
+// The sums of R packed rows and C vectors of outputs, from `column` of a panel on, over `groups` records.
 template <int FORMAT, int R, int C>
-__attribute__((noinline)) TARGET void block(const uint8_t* record, long groups, long column, const float* const* x, float* sums, bool first) {
-    const float* rows[R];
+__attribute__((noinline)) TARGET void block(const uint8_t* record, long groups, long column, const float* x, float* sums, bool first) {
     Floats sum[R][C];
-    for (int r = 0; r < R; r++) {
-        rows[r] = x[r];
+    for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) sum[r][c] = zeros();
-    }
     for (long group = 0; group < groups; group++, record += record_bytes(FORMAT)) {
         Floats scale[C], minimum[C];
         for (int c = 0; c < C; c++) {
@@ -305,7 +372,7 @@ __attribute__((noinline)) TARGET void block(const uint8_t* record, long groups, 
                     weight[c] = FORMAT == FLOAT ? load((const float*)record + at) : times(bytes(codes + at), scale[c]);
                 }
                 for (int r = 0; r < R; r++) {
-                    const Floats number = all(rows[r][k]);
+                    const Floats number = all(x[k * R + r]);
                     for (int c = 0; c < C; c++) sum[r][c] = fused(weight[c], number, sum[r][c]);
                 }
             }
@@ -322,13 +389,13 @@ __attribute__((noinline)) TARGET void block(const uint8_t* record, long groups, 
                         word[c] = next(word[c]);
                     }
                     for (int r = 0; r < R; r++) {
-                        const Floats number = all(rows[r][eighth + k]);
+                        const Floats number = all(x[(eighth + k) * R + r]);
                         for (int c = 0; c < C; c++) sum[r][c] = fused(weight[c], number, sum[r][c]);
                     }
                 }
             }
         }
-        for (int r = 0; r < R; r++) rows[r] += GROUP;
+        x += GROUP * R;
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) {
@@ -338,27 +405,24 @@ __attribute__((noinline)) TARGET void block(const uint8_t* record, long groups, 
 }
 
 template <int FORMAT, int R, int C>
-TARGET void columns(const uint8_t* record, long groups, const float* const* x, float* sums, bool first) {
+TARGET void columns(const uint8_t* record, long groups, const float* x, float* sums, bool first) {
     for (long column = 0; column < PANEL; column += C * LANES)
         block<FORMAT, R, C>(record, groups, column, x, sums, first);
 }
 
-// The sums of `count` rows, at most DIRECT, and all outputs of a panel. Sums of up to MOST_ROWS rows are written.
+// The sums of a block of rows and all outputs of a panel.
 template <int FORMAT>
-TARGET void few_rows(const uint8_t* record, long groups, const float* x, long stride, long count, float* sums,
-                     bool first) {
-    const float* rows[MOST_ROWS];
-    for (long r = 0; r < MOST_ROWS; r++) rows[r] = x + (r < count ? r : count - 1) * stride;
-    if (count == 1) return columns<FORMAT, 1, 4>(record, groups, rows, sums, first);
-    if (count == 2) return columns<FORMAT, 2, 4>(record, groups, rows, sums, first);
+TARGET void few_rows(const uint8_t* record, long groups, const float* x, long rows, float* sums, bool first) {
+    if (rows == 1) return columns<FORMAT, 1, 4>(record, groups, x, sums, first);
+    if (rows == 2) return columns<FORMAT, 2, 4>(record, groups, x, sums, first);
 #if INSTRUCTIONS == 512
-    if (count <= 4) return columns<FORMAT, 4, 4>(record, groups, rows, sums, first);
-    if (count <= 6) return columns<FORMAT, 6, 4>(record, groups, rows, sums, first);
-    if (count <= 8) return columns<FORMAT, 8, 2>(record, groups, rows, sums, first);
-    columns<FORMAT, 12, 2>(record, groups, rows, sums, first);
+    if (rows == 4) return columns<FORMAT, 4, 4>(record, groups, x, sums, first);
+    if (rows == 6) return columns<FORMAT, 6, 4>(record, groups, x, sums, first);
+    if (rows == 8) return columns<FORMAT, 8, 2>(record, groups, x, sums, first);
+    columns<FORMAT, 12, 2>(record, groups, x, sums, first);
 #else
-    if (count <= 4) return columns<FORMAT, 4, 2>(record, groups, rows, sums, first);
-    columns<FORMAT, 6, 2>(record, groups, rows, sums, first);
+    if (rows == 4) return columns<FORMAT, 4, 2>(record, groups, x, sums, first);
+    columns<FORMAT, 6, 2>(record, groups, x, sums, first);
 #endif
 }
 
@@ -392,19 +456,19 @@ TARGET void unit(const Job& job, long panel, long from) {
     alignas(64) float sums[(CHUNK + MOST_ROWS) * PANEL];
     alignas(64) float expanded[SEGMENT * GROUP * PANEL];
     const Weights& weights = *job.weights;
-    const long rows = job.rows - from < CHUNK ? job.rows - from : CHUNK, stride = weights.groups * GROUP;
+    const long rows = job.rows - from < CHUNK ? job.rows - from : CHUNK, inputs = weights.groups * GROUP;
     for (long group = 0; group < weights.groups; group += SEGMENT) {
         const long groups = weights.groups - group < SEGMENT ? weights.groups - group : SEGMENT;
         const uint8_t* record = record_of(weights, panel * PANEL, group);
-        const float* x = job.x + from * stride + group * GROUP;
-        if (rows <= DIRECT) {
-            few_rows<FORMAT>(record, groups, x, stride, rows, sums, group == 0);
-            continue;
+        if (rows > DIRECT) expand<FORMAT>(record, groups, expanded);
+        for (long row = 0; row < rows; row += DIRECT) {
+            const long here = block_rows(rows - row, DIRECT);
+            const float* x = job.x + (from + row) * inputs + group * GROUP * here;
+            if (rows > DIRECT)
+                few_rows<FLOAT>((const uint8_t*)expanded, groups, x, here, sums + row * PANEL, group == 0);
+            else
+                few_rows<FORMAT>(record, groups, x, here, sums, group == 0);
         }
-        expand<FORMAT>(record, groups, expanded);
-        for (long row = 0; row < rows; row += DIRECT)
-            few_rows<FLOAT>((const uint8_t*)expanded, groups, x + row * stride, stride,
-                            rows - row < DIRECT ? rows - row : DIRECT, sums + row * PANEL, group == 0);
     }
     const long first = panel * PANEL, count = weights.outputs - first < PANEL ? weights.outputs - first : PANEL;
     for (long row = 0; row < rows; row++) {

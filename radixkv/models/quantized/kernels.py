@@ -69,12 +69,14 @@ class Kernels:
         """Load the library; raises OSError if it cannot be loaded, BuildError for another CPU."""
         number, pointer, library = ctypes.c_int64, ctypes.c_void_p, ctypes.CDLL(path)
         self.multiply = library.radixkv_multiply
-        self.multiply.restype, self.multiply.argtypes = None, (*[pointer] * 4, number, number, number, pointer)
+        self.multiply.restype, self.multiply.argtypes = ctypes.c_int, (*[pointer] * 4, number, number, number, pointer)
         self.expand_rows = library.radixkv_expand_rows
         self.expand_rows.restype, self.expand_rows.argtypes = None, (pointer, pointer, number, pointer)
         self.store_blocks, self.quantise = library.radixkv_store_blocks, library.radixkv_quantise
         for store in (self.store_blocks, self.quantise):
             store.restype, store.argtypes = None, (pointer, pointer, number, number)
+        self.rms_norm = library.radixkv_rms_norm
+        self.rms_norm.restype, self.rms_norm.argtypes = None, (*[pointer] * 3, number, number, ctypes.c_float)
         self.instructions = int(library.radixkv_instructions())
         if not self.instructions:
             raise build.BuildError("this CPU has no AVX2")
@@ -143,15 +145,18 @@ class QuantizedWeights:
 
     def quantise(self, rows: Tensor, first: int) -> None:
         """Round rows [rows, inputs] to the nearest numbers of INT8 or INT4_MIN, and store them from row `first` on."""
-        given = rows.to(torch.float32).contiguous()
+        given = as_float32(rows)
         assert first + len(given) <= self.outputs and self.format != Format.INT4
         self._library.quantise(self._address, given.data_ptr(), first, len(given))
 
     def multiply(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply [..., inputs] to [..., outputs] in float32, and add `bias` [outputs]."""
-        given = rows.to(torch.float32).contiguous()
+        """Multiply [..., inputs] to [..., outputs] in float32, and add `bias` [outputs].
+
+        Rows are packed first: that takes their memory again. Raises MemoryError without it.
+        """
+        given = as_float32(rows)
         product = torch.empty((*rows.shape[:-1], self.outputs), dtype=torch.float32)
-        self._multiply(
+        failed = self._multiply(
             self._address,
             None if bias is None else bias.data_ptr(),
             given.data_ptr(),
@@ -161,6 +166,8 @@ class QuantizedWeights:
             torch.get_num_threads(),
             self._parallel,
         )
+        if failed:
+            raise MemoryError(f"{given.numel() * 4:,} bytes of packed rows do not fit into memory")
         return product
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -175,6 +182,13 @@ class QuantizedWeights:
     def dense(self) -> Tensor:
         """Return all weights in float32, [outputs, inputs]."""
         return self.rows(torch.arange(self.outputs))
+
+
+def as_float32(rows: Tensor) -> Tensor:
+    """Return contiguous float32 rows: the same tensor if it is that already."""
+    if rows.dtype is torch.float32 and rows.is_contiguous():  # three times faster than two calls that change nothing
+        return rows
+    return rows.to(torch.float32).contiguous()
 
 
 def _are_right(library: Kernels) -> bool:
