@@ -30,7 +30,7 @@ RadixKVError
 
 from __future__ import annotations
 
-from typing import Any
+import typing
 
 
 class RadixKVError(Exception):
@@ -140,7 +140,7 @@ class UnparsedReply(ChatError):
     `reply` is the `radixkv.chat.Reply` so far; its turn is not recorded. `__cause__` is the error of the class.
     """
 
-    def __init__(self, message: str, reply: Any) -> None:
+    def __init__(self, message: str, reply: typing.Any) -> None:
         """Store the reply."""
         super().__init__(message)
         self.reply = reply

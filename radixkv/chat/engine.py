@@ -39,13 +39,13 @@ class Engine(RequestEngine):
         """Begin a conversation; nothing is computed before its first message.
 
         `system` is the system prompt, `messages` follow it (for example few-shot examples), and `tools` are JSON
-        schemas in the form that chat templates take. `history` selects how the ids of a new turn are made: "append"
-        adds them after the present ids; "template" renders the whole history again around the sampled ids; "auto"
-        appends unless the template drops the thinking of earlier turns, or appending would lose text that it writes.
+        schemas in the form that chat templates take. If the template does not write tools, the system prompt does.
+        `history` selects how the ids of a new turn are made: "append" adds them after the present ids; "template"
+        renders the whole history again around the sampled ids; "auto" appends unless the template drops the thinking of
+        earlier turns, or appending would lose text that it writes.
         `overflow` selects the behaviour when the context is full: "error", or "drop_oldest", which drops the oldest
         turns until half of the context is left.
-        Raises ChatError for a model without a chat template, and for "append" if text would be lost; InvalidInput for
-        tools that the template does not write.
+        Raises ChatError for a model without a chat template, and for "append" if text would be lost.
         """
         if system is not None and not isinstance(system, str):
             raise InvalidInput(

@@ -17,12 +17,13 @@ from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.rendering import Key
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_cases import DIALOGUES, TOOLS, Dialogue, sampled_text
 from radixkv.errors import ChatError
 
 HistoryMode: TypeAlias = Literal["auto", "append", "template"]
-_TRIED: WeakKeyDictionary[Any, dict[tuple[tuple[str, str], frozenset[int]], Appending]] = WeakKeyDictionary()
+_TRIED: WeakKeyDictionary[Any, dict[tuple[Key, frozenset[int]], Appending]] = WeakKeyDictionary()
 _TRIALS = 64  # memoized trials of a tokenizer; their number is bounded because callers choose the arguments
 _SHOWN = 5  # lost words that an error shows
 _WORDS = re.compile(r"\w+|[^\w\s]")
@@ -143,7 +144,6 @@ def _calls(message: Message) -> list[ToolCall]:
 
 
 _SYSTEM = "Answer in one short sentence, politely."
-_TOOL = TOOLS[0]["function"]["name"]  # type: ignore[index] # a JSON schema
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def histories(tokenizer: Any, stop_ids: frozenset[int]) -> Histories:
         appends_with_tools=history_mode(with_tools, "auto") == "append",
         strips_thinking=template.strips_thinking,
         shows_system=_shows(template, _SYSTEM, [{"role": "system", "content": _SYSTEM}]),
-        shows_tools=_shows(with_tools, str(_TOOL), []),
+        shows_tools=with_tools.rendering.writes_tools,
     )
 
 

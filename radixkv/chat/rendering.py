@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+from radixkv.chat.generic_tools import with_tools_in_text
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import Arguments, arguments_key
 from radixkv.engine.input_processor import ControlTokens, check_date, rendered, template_source, today
@@ -117,6 +118,11 @@ def _is_sign(letter: str) -> bool:
 _ANY_SCHEMA = {"type": "object", "properties": {}}
 ANY_TOOL = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": _ANY_SCHEMA}}]
 _ANY_DATE = "01 Jan 2025"
+_USER: Message = {"role": "user", "content": "radixkv.user."}
+_SYSTEM: Message = {"role": "system", "content": "Be brief."}
+Key: TypeAlias = tuple[str, str, bool]
+_TEMPLATES = 64  # memoized templates of a tokenizer; their number is bounded because callers choose the arguments
+_WRITES_TOOLS: WeakKeyDictionary[Any, dict[tuple[str, str], bool]] = WeakKeyDictionary()
 
 
 class Rendering:
@@ -149,17 +155,37 @@ class Rendering:
         return template_source(self.tokenizer, self.tools)
 
     @cached_property
-    def key(self) -> tuple[str, str]:
-        """The source of the template and its arguments, for findings that depend on nothing else."""
-        return self.template, arguments_key(self.arguments)
+    def key(self) -> Key:
+        """The source of the template, its arguments, and whether tools are text, for findings that depend on these."""
+        return self.template, arguments_key(self.arguments), self.tools_as_text
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether tools change the prompt; a template that refuses one of both prompts counts as well."""
+        known = _WRITES_TOOLS.setdefault(self.tokenizer, {})
+        key = self.template, arguments_key(self.arguments)
+        if key not in known:
+            asked = ([_USER], [_SYSTEM, _USER])
+            if len(known) >= _TEMPLATES:
+                known.clear()
+            known[key] = any(self._plain(each, None) != self._plain(each, ANY_TOOL) for each in asked)
+        return known[key]
+
+    @cached_property
+    def tools_as_text(self) -> bool:
+        """Whether the tools are text of the prompt, because the template does not write them."""
+        return bool(self.tools) and not self.writes_tools
 
     def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
         """Render a conversation; with `reply` up to the start of the next reply.
 
         Raises ChatError if the template refuses the messages.
         """
-        guarded = [self._guard.message(message) for message in messages]
-        return rendered(self.tokenizer, guarded, self.date, self.tools, reply=reply, arguments=self.arguments)
+        guarded: list[Message] = [dict(self._guard.message(message)) for message in messages]
+        tools = self.tools
+        if tools and self.tools_as_text:
+            guarded, tools = with_tools_in_text(guarded, tools, takes_system=self._takes_system), None
+        return rendered(self.tokenizer, guarded, self.date, tools, reply=reply, arguments=self.arguments)
 
     def escaped(self, message: Message) -> Message:
         """Escape the control tokens in the text and calls of an assistant message."""
@@ -177,11 +203,21 @@ class Rendering:
     def without_content(self) -> Rendering:
         """The same template without content of this conversation, for findings that are shared between sessions."""
         named = self.tools and not isinstance(self.tokenizer.chat_template, str)  # one of several may be for tools
-        return self.with_tools_only(ANY_TOOL if named else None)
-
-    def with_tools_only(self, tools: Sequence[Any] | None) -> Rendering:
-        """Return a rendering of the same tokenizer with these tools and without content of this conversation."""
+        tools = ANY_TOOL if named or self.tools_as_text else None
         return Rendering(self.tokenizer, tools, _ANY_DATE, self._guard, self.arguments)
+
+    # ---- inside
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        return _SYSTEM["content"] in (self._plain([_SYSTEM, _USER], None) or "")
+
+    def _plain(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str | None:
+        """Render messages as the template itself does; None if it refuses them."""
+        try:
+            return rendered(self.tokenizer, messages, _ANY_DATE, tools, reply=True, arguments=self.arguments)
+        except ChatError:
+            return None
 
 
 def _json_copy(tools: Sequence[Any]) -> list[Any]:

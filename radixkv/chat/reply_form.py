@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from radixkv.chat.messages import Message
-from radixkv.chat.rendering import ANY_TOOL, Rendering
+from radixkv.chat.rendering import Key, Rendering
 from radixkv.chat.thinking import CHANNEL, THINK_END, THINK_START, only_thinks
 from radixkv.chat.tool_call_formats import with_object, with_text
 from radixkv.errors import ChatError
@@ -51,7 +51,7 @@ class ReplyForm:
 
     `begins` is the text between the words of a user and the start of the reply. `begins_after_results` is the same
     after a tool result, empty if the template takes no tool results. `thinking_in` is the field from which the template
-    takes thinking, None if it has no concept of it. `writes_tools`: the rendered text depends on the tools.
+    takes thinking, None if it has no concept of it.
     """
 
     begins: str
@@ -62,7 +62,6 @@ class ReplyForm:
     thinking_tags: tuple[str, str] = (THINK_START, THINK_END)
     words_after_results: bool = False  # the words of a turn follow the results of its calls
     after_calls: str | None = None  # text between the last argument of a call and its result, if results are taken
-    writes_tools: bool = True
     leads: dict[tuple[tuple[str, ...], bool, bool], tuple[Lead, ...]] = field(default_factory=dict)
     thinking: dict[bytes, int] = field(default_factory=dict)  # memo of splicing: number of thinking ids of a reply
 
@@ -155,13 +154,12 @@ class ReplyForm:
         return [_USER, called, *_results(_ONE_CALL, _RESULT)], _RESULT
 
 
-_KNOWN: WeakKeyDictionary[Any, dict[tuple[str, str], ReplyForm]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, dict[Key, ReplyForm]] = WeakKeyDictionary()
 _FORMS = 64  # memoized forms of a tokenizer; their number is bounded because callers choose the arguments
 _MARKS = Marks("radixkv.answer.", "radixkv.thinking.", "radixkv.call.")
 _EARLIER = Marks("radixkv.before.", "radixkv.before.", "radixkv.before.")
 _SAID, _RESULT = "radixkv.user.", "radixkv.result."
 _USER: Message = {"role": "user", "content": _SAID}
-_SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _ID = "radixkv00"  # nine letters and digits: some templates take no other ids
 _ONE_CALL: CallNames = ((_ID, "look"),)
 _TAG_BEGUN = re.compile(r"(?:<|\[)[^<>\[\]\s]*\Z")
@@ -194,18 +192,8 @@ def _find(rendering: Rendering) -> ReplyForm:
         form,
         thinking_tags=_thinking_tags(rendering, form) or form.thinking_tags,
         words_after_results=_words_behind_results(rendering, form),
-        writes_tools=_writes_tools(rendering),
     )
     return _with_results(rendering, form)
-
-
-def _writes_tools(rendering: Rendering) -> bool:
-    """Whether tools change the prompt; a template that refuses one of both prompts counts as well."""
-    for asked in ([_USER], [_SYSTEM, _USER]):
-        plain, with_tools = (_attempt(rendering.with_tools_only(tools), asked) for tools in (None, ANY_TOOL))
-        if plain != with_tools:
-            return True
-    return False
 
 
 def _words_behind_results(rendering: Rendering, form: ReplyForm) -> bool:

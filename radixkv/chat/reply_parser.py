@@ -20,7 +20,6 @@ from radixkv.chat.tool_call_formats import (
     NotACall,
     end_of,
     entries,
-    format_of,
     name_and_arguments,
     parsed,
     tool_names,
@@ -248,7 +247,7 @@ class ReplyParser:
     def __init__(self, template: ChatTemplate) -> None:
         """Parse tool calls only if the session has tools and the call format of the model is known."""
         self._template = template
-        self._form = format_of(template.rendering.tokenizer) if template.tools else None
+        self._form = template.call_format if template.tools else None
         self._names = tool_names(template.tools)
 
     def reply(

@@ -136,12 +136,10 @@ class ChatSession:
     ) -> None:
         """Begin after `opening` (a system message, examples) and `turns`; see `Engine.chat` for the rest.
 
-        Raises ChatError for history="append" if appending would lose text of the template, and InvalidInput for tools
-        that the template does not write.
+        Raises ChatError for history="append" if appending would lose text of the template.
         """
         _check_choice("history", history, ("auto", "append", "template"))
         _check_choice("overflow", overflow, ("error", "drop_oldest"))
-        template.check_tools()
         self._engine = engine
         self._template = template
         self._parser = ReplyParser(template)

@@ -18,8 +18,8 @@ from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form, sha
 from radixkv.chat.splicing import Splicing, from_stop_text, unused_word, without_closing
 from radixkv.chat.template_arguments import Arguments
 from radixkv.chat.thinking import CHANNEL, THINK_START
-from radixkv.chat.tool_call_formats import CallFormat, format_of
-from radixkv.errors import ChatError, InvalidInput, PromptTooLong
+from radixkv.chat.tool_call_formats import HERMES, CallFormat, format_of
+from radixkv.errors import ChatError, PromptTooLong
 
 Thinking: TypeAlias = Literal["begun", "possible", "over"]
 
@@ -69,14 +69,6 @@ class ChatTemplate:
     def strips_thinking(self) -> bool:
         """Whether the template leaves out the thinking of earlier replies."""
         return self.form.strips_thinking
-
-    def check_tools(self) -> None:
-        """Raise InvalidInput for tools that the template does not write, because the model would never see them."""
-        if self.tools and not self.form.writes_tools:
-            raise InvalidInput(
-                "tools are nothing that this model's chat template writes, so the model would never see them: leave "
-                "them out, describe them in the system prompt, or give the tokenizer a template that writes them"
-            )
 
     # ---- the ways to make a prompt; each raises ChatError, and PromptTooLong above the limit
 
@@ -161,7 +153,7 @@ class ChatTemplate:
     @cached_property
     def call_format(self) -> CallFormat | None:
         """The format of the model's tool calls, None if it is unknown."""
-        return format_of(self.rendering.tokenizer)
+        return HERMES if self.rendering.tools_as_text else format_of(self.rendering.tokenizer)
 
     @cached_property
     def has_channels(self) -> bool:

@@ -186,10 +186,10 @@ def _growing(found: Histories) -> Finding:
 
 def _untaken(found: Histories) -> Iterator[Finding]:
     """List messages that the template drops or refuses."""
-    shown = {"system prompts": found.shows_system, "tools": found.shows_tools}
-    missing = [what for what, is_shown in shown.items() if not is_shown]
-    if missing:
-        yield note("chat template", f"{' and '.join(missing)} do not reach the model: it has no place for them")
+    if not found.shows_system:
+        yield note("chat template", "system prompts do not reach the model: it has no place for them")
+    if not found.shows_tools:
+        yield note("chat template", "it does not write tools: prompts list them, and calls are text")
     known = ([] if found.shows_system else ["system"]) + ([] if found.shows_tools else ["tools", "parallel calls"])
     refused = {said: dialogue for dialogue, said in reversed(found.tried.refused) if dialogue not in known}
     for said, dialogue in reversed(refused.items()):

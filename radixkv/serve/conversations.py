@@ -20,10 +20,11 @@ from typing import Any, Literal
 from radixkv.chat.constrained import CallRule, constrained
 from radixkv.chat.history_mode import history_mode
 from radixkv.chat.messages import Message, ToolCall
-from radixkv.chat.rendering import pieces
+from radixkv.chat.rendering import ANY_TOOL, pieces
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_arguments import Arguments, TemplateOption, arguments_key, template_arguments
 from radixkv.chat.thinking import THINK_END, THINK_START
+from radixkv.chat.tool_call_formats import CallFormat
 from radixkv.engine.input_processor import ControlTokens, today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.sampling.params import SamplingParams
@@ -113,8 +114,7 @@ class Conversations:
 
         `arguments` are additional variables of the template; replies are remembered for each set of them.
         Its session is that of `session_key`, or without a key that of the remembered conversation.
-        Raises ChatError if the template refuses the messages, InvalidInput for tools that it does not write, and
-        PromptTooLong.
+        Raises ChatError if the template refuses the messages, and PromptTooLong.
         """
         known = self._index.ids_for(namespace, messages, tools, arguments)
         return self._prompt(known, namespace, messages, tools, session_key, arguments)
@@ -242,6 +242,14 @@ class Conversations:
             return THINK_START, THINK_END
 
     @property
+    def call_format(self) -> CallFormat | None:
+        """The format of the model's tool calls, None if it is unknown."""
+        try:
+            return self._template(dumps(ANY_TOOL), "").call_format
+        except ChatError:
+            return None
+
+    @property
     def late_system(self) -> bool:
         """Whether the template writes a system message that follows a reply in its place, and does not refuse it."""
         messages = [{"role": role, "content": f"{role} said"} for role in ("user", "assistant", "system")]
@@ -283,7 +291,6 @@ class Conversations:
         """Return the prompt of a conversation whose remembered beginning is `known`."""
         date = known.date or today()
         template = self._template_of(tools, date, arguments)
-        template.check_tools()
         ids, covered = self._from_known(template, known, messages), known.messages
         if ids is None or (self._limit is not None and len(ids) > self._limit):
             whole = template.opening(messages)

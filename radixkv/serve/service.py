@@ -18,7 +18,6 @@ from radixkv.chat.messages import Message
 from radixkv.chat.rendering import at_least
 from radixkv.chat.template_arguments import TemplateOption
 from radixkv.chat.thinking import CHANNEL, THINK_START
-from radixkv.chat.tool_call_formats import format_of
 from radixkv.engine import Completion
 from radixkv.engine.input_processor import encode, template_text
 from radixkv.engine.request import TokenIds
@@ -82,7 +81,7 @@ class Service:
             vllm=settings.vllm_metrics,
         )
         self.token_texts = TokenTexts(tokenizer)
-        self.call_format = format_of(tokenizer)
+        self.call_format = self.conversations.call_format
         self.thinking_tags = self.conversations.thinking_tags
         self.role_order = RoleOrder(self.conversations.late_system, self.conversations.user_after_results)
         shown = tags(self.call_format, self.thinking_tags)

@@ -7,7 +7,7 @@ import json
 import random
 from array import array
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import strftime
 from typing import Any
@@ -20,9 +20,9 @@ from radixkv.chat.messages import ToolCall
 from radixkv.chat.splicing import from_stop_text
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.tool_call_formats import DEEPEST
-from radixkv.errors import ChatError, InvalidInput
+from radixkv.errors import ChatError
 from tests.chat.styles import DATE, NEED, STYLES, Style, sampled_call, written_call
-from tests.chat.worlds import THINKING, byte_tokenizer, chat_engine
+from tests.chat.worlds import THINKING, byte_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"at": {"type": "string"}}}}]
 TOOLS_TEXT = '[{"type": "function", "function": {"name": "look", "parameters": {"at": {"type": "string"}}}}]'
@@ -415,20 +415,12 @@ def test_calls_are_given_to_a_template_in_the_form_that_it_writes_as_json(writte
         ("{% if tools %}{{ raise_exception('these are no tools of mine') }}{% endif %}", True),  # says so itself
     ],
 )
-def test_tools_that_a_template_does_not_write_are_refused(where: str, writes: bool) -> None:
+def test_tools_that_a_template_does_not_write_are_text(where: str, writes: bool) -> None:
     tokenizer = byte_tokenizer(where + THINKING)
     for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
-        chat = ChatTemplate(tokenizer, STYLES["ChatML"].stop_ids, tools)
-        with nullcontext() if writes or not tools else pytest.raises(InvalidInput, match="tools are nothing that"):
-            chat.check_tools()
-
-
-def test_a_session_has_no_tools_that_its_template_does_not_write() -> None:
-    with chat_engine(template=THINKING) as engine:
-        for history in ("auto", "template"):
-            with pytest.raises(InvalidInput, match="chat template writes, so the model would never see them"):
-                engine.chat(tools=[{"name": "f"}], history=history)  # type: ignore[arg-type]
-        assert engine.chat(tools=[]).send("Hi").text == "You said Hi!"
+        rendering = ChatTemplate(tokenizer, STYLES["ChatML"].stop_ids, tools).rendering
+        assert rendering.writes_tools == writes
+        assert rendering.tools_as_text == (bool(tools) and not writes)
 
 
 def test_arguments_that_are_nested_too_deep_to_write_stay_text() -> None:

@@ -28,7 +28,7 @@ CLOSED = """{%- for m in messages %}<|im_start|>{{ m.role }}
 
 # Each prompt opens the thinking, one after results, too; that of replies before the last user's message is left out,
 # and an EMPTY one may be written in its place.
-OPENED = """{%- set last = namespace(at=0) %}
+OPENED = """{{- tools if tools }}{%- set last = namespace(at=0) %}
 {%- for m in messages if m.role == 'user' %}{% set last.at = messages.index(m) %}{% endfor %}
 {%- for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' %}
@@ -44,7 +44,7 @@ OPENED = """{%- set last = namespace(at=0) %}
 <think>
 {% endif %}"""
 # Thinking in tags of its own, which goes once a user speaks; a turn with calls has the results in it, then its words.
-OWN_TAGS = """{%- set state = namespace(last=0, open=false) %}
+OWN_TAGS = """{{- tools if tools }}{%- set state = namespace(last=0, open=false) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set state.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
 {%- set at = loop.index %}

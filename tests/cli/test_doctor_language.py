@@ -96,7 +96,13 @@ def conversations(tiny: LoadedModel, template: str | None) -> list[str]:
     [
         (CHATML, ["ok: appended histories read exactly as the template renders them"]),
         (None, ["note: none: generate() and submit() work"]),
-        (THINKING, ["note: it drops the thinking of earlier turns, so chat() renders", "note: tools do not reach"]),
+        (
+            THINKING,
+            [
+                "note: it drops the thinking of earlier turns, so chat() renders",
+                "note: it does not write tools: prompts list them",
+            ],
+        ),
         (
             MISTRAL,
             ["note: an appended history differs from the rendered one, but loses no text: system: token 7 is 'A'"],
@@ -107,8 +113,8 @@ def conversations(tiny: LoadedModel, template: str | None) -> list[str]:
         ),
         (OPENS, ["note: an appended history differs from the rendered one, but loses no text: plain: "]),
         (COUNTS_WITH_TOOLS, ["ok: ", "note: with tools, chat() renders histories again: appending would lose"]),
-        (PLAIN, ["ok: ", "note: tools do not reach the model: it has no place for them"]),
-        (NO_SYSTEM, ["ok: ", "note: system prompts and tools do not reach the model: it has no place for them"]),
+        (PLAIN, ["ok: ", "note: it does not write tools: prompts list them, and calls are text"]),
+        (NO_SYSTEM, ["ok: ", "note: system prompts do not reach the model", "note: it does not write tools"]),
         (NO_CALLS, ["ok: ", "note: it takes no tools: the chat template does not show tool calls"]),
         (DROPS, ["problem: the chat template drops an assistant's message"]),
         ("{% for", ["problem: the model's chat template "]),

@@ -10,8 +10,7 @@ import pytest
 from radixkv.chat.tool_call_formats import DEEPEST
 from radixkv.serve import Settings
 from radixkv.serve.message_schemas import read_messages
-from tests.chat.worlds import THINKING, byte_tokenizer
-from tests.serve.served import ASKED, CHAT, fake_model, served
+from tests.serve.served import ASKED, CHAT, served
 
 WRONG = [
     ({"messages": None}, "messages"),
@@ -276,18 +275,6 @@ def test_what_only_the_engine_or_the_template_can_tell():
             assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
             assert answer.json()["error"]["param"] == param, answer.text
             assert answer.json()["error"]["code"] in ("invalid_value", "context_length_exceeded"), answer.text
-
-
-def test_tools_that_the_template_does_not_write_are_refused() -> None:
-    model = fake_model(tokenizer=byte_tokenizer(THINKING))
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    with served(model=model) as server:
-        for path in ("/v1/chat/completions", "/tokenize"):
-            answer = server.post(path, {"model": "fake", "messages": ASKED, "tools": tools})
-            assert answer.status_code == 400, answer.text
-            assert answer.json()["error"]["param"] == "tools" and "never see them" in answer.json()["error"]["message"]
-            with_none = {"model": "fake", "messages": ASKED, "tools": []}
-            assert server.post(path, with_none | ({"max_tokens": 2} if "chat" in path else {})).status_code == 200
 
 
 def test_what_frameworks_send_along_is_taken():
