@@ -16,6 +16,7 @@ from radixkv.chat.tool_call_formats import HERMES
 from tests.chat.matched import drawn
 from tests.chat.worlds import THINKING, byte_tokenizer, chat_engine
 from tests.engine.fakes import FakeModel
+from tests.selection import mostly_long
 from tests.serve.served import served
 
 # Refuses system prompts, and turns that do not alternate, as Gemma's.
@@ -55,7 +56,7 @@ def _total(usage: Usage) -> int:
 
 
 @pytest.mark.parametrize("history", ["auto", "template"])
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", mostly_long(TEMPLATES, "Gemma"))
 def test_a_session_calls_tools(template: str, history: Any) -> None:
     with chat_engine(reply, template=TEMPLATES[template]) as engine:
         system = None if template == "Gemma" else "Be brief."
@@ -102,7 +103,7 @@ def test_required_calls_are_constrained(template: str) -> None:
         jsonschema.validate(call.arguments, CITY)
 
 
-@pytest.mark.parametrize("template", ["Gemma", "plain"])
+@pytest.mark.parametrize("template", mostly_long(["Gemma", "plain"], "Gemma"))
 def test_http_requests_call_tools(template: str) -> None:
     tokenizer = byte_tokenizer(TEMPLATES[template])
     model = FakeModel(tokenizer, len(tokenizer), 4000, frozenset({tokenizer.eos_token_id}))

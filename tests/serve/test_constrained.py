@@ -121,7 +121,7 @@ def test_replies_follow_a_schema(server: Served, path: str, fields: dict[str, An
     jsonschema.validate(json.loads(text_of(post(server, path, **fields, temperature=temperature))), SCHEMA)
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("path", mostly_long([CHAT, TEXT, RESPONSES, MESSAGES], CHAT, TEXT))
 def test_replies_follow_other_constraints(server: Served, path: str) -> None:
     for fields in ({"guided_regex": "[a-c]{3}"}, {"structured_outputs": {"regex": "[a-c]{3}"}}):
         reply = text_of(post(server, path, **fields))
@@ -149,7 +149,7 @@ FORCED = {
 
 
 @pytest.mark.parametrize("path", FORCED)
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("temperature", mostly_long([0, 1], 1))
 def test_calls_are_forced(server: Served, path: str, temperature: float) -> None:
     required, named = FORCED[path]
     schemas = {"look": SCHEMA, "wait": WAIT["parameters"]}
