@@ -155,7 +155,7 @@ class QuantizedWeights:
         Rows are packed first: that takes their memory again. Raises MemoryError without it.
         """
         given = as_float32(rows)
-        product = torch.empty((*rows.shape[:-1], self.outputs), dtype=torch.float32)
+        product = given.new_empty((*rows.shape[:-1], self.outputs))
         failed = self._multiply(
             self._address,
             None if bias is None else bias.data_ptr(),
