@@ -176,7 +176,7 @@ class SelectedMask:
         # NumPy takes one thread. Two threads of torch wait for each other for milliseconds on a busy machine.
         values, most = logits.numpy(), limits.numpy()
         if rows == places == list(range(len(values))):
-            np.minimum(values[:, :width], most[:, :width], out=values[:, :width])
+            np.minimum(values[:, :width], most[: len(values), :width], out=values[:, :width])
         else:
             for row, place in zip(rows, places, strict=True):
                 np.minimum(values[row, :width], most[place, :width], out=values[row, :width])

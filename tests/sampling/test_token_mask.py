@@ -71,6 +71,8 @@ def test_rows_come_in_any_order_beside_unconstrained_ones() -> None:
     rows = {"a": row(1), "b": row(2, accepts=True), "c": row()}
     assert allowed(rows, ["b", None, "a", "c", "b"]) == [[2, STOP], None, [1], [], [2, STOP]]
     assert allowed(rows, [None, None]) == [None, None]
+    assert allowed(rows, ["a"]) == [[1]]  # the first rows of a step alone, whose batch failed and is drawn in parts
+    assert allowed(rows, ["a", "b"]) == [[1], [2, STOP]]
 
 
 @pytest.mark.parametrize("width", [VOCAB - 30, VOCAB, VOCAB + 1, VOCAB + 70])
