@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from radixkv.grammar.json_schema import refusal, subschemas
 from radixkv.grammar.matcher import GrammarMatcher, TokenTable, reason_of
 from radixkv.sampling.params import Constraint, SamplingParams
 
+Result = TypeVar("Result")
+_STACK = 2**28  # bytes of the compiler's stack: it recurses over references and rules, and an overflow ends the process
 _MOST_GRAMMARS = 32
 _PROBED_TOKENS = 4
 _MOST_TRIES = 50  # parts of a refused schema that are compiled alone
@@ -54,6 +56,7 @@ class Refusal:
 
 
 Compiled = GrammarMatcher | Refusal
+_STARTING = threading.Lock()
 
 
 class GrammarCompiler:
@@ -81,7 +84,7 @@ class GrammarCompiler:
         with self._lock:
             found = self._grammars.get(constraint)
             if found is None or (found.done() and found.result().worn):
-                found = self._grammars[constraint] = self._thread.submit(self._compiled, constraint)
+                found = self._grammars[constraint] = self._start(lambda: self._compiled(constraint))
                 if len(self._grammars) > _MOST_GRAMMARS:
                     self._grammars.popitem(last=False)
             self._grammars.move_to_end(constraint)
@@ -106,7 +109,16 @@ class GrammarCompiler:
         Costs a second of a CPU for 49,152 tokens, during which no other thread of Python runs. Raises InvalidConstraint
         without llguidance, or if the model has no tokenizer that it can read.
         """
-        self._thread.submit(self._built_table).result()
+        self._start(self._built_table).result()
+
+    def _start(self, work: Callable[[], Result]) -> Future[Result]:
+        """Run `work` on the compiler's thread, which starts with the first one."""
+        with _STARTING:  # the size is that of all threads that start meanwhile; untouched pages cost no memory
+            usual = threading.stack_size(_STACK)
+            try:
+                return self._thread.submit(work)
+            finally:
+                threading.stack_size(usual)
 
     # ---- on the compiler's thread
 

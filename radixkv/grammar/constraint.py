@@ -19,6 +19,7 @@ from radixkv.sampling.params import Constraint
 
 MISSING = "constrained replies need llguidance: pip install 'radixkv[grammar]'"
 SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+MOST_GBNF_RULES = 1_000  # the converter takes O(n * n)
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _EMBEDDED = re.compile(r"%json\s*(?=[{])")
 
@@ -86,6 +87,9 @@ def _as_lark(grammar: str) -> str:
     """Return a grammar in Lark's notation, which may be in GBNF, the notation of llama.cpp."""
     if _GBNF.search(grammar) is None:
         return grammar
+    if (rules := len(_GBNF.findall(grammar))) > MOST_GBNF_RULES:
+        message = f"grammar has {rules} rules: at most {MOST_GBNF_RULES} are allowed in GBNF, more in Lark's notation"
+        raise InvalidConstraint(message, parameter="grammar")
     try:
         from llguidance.gbnf_to_lark import gbnf_to_lark
     except ImportError as error:
@@ -110,7 +114,7 @@ _WRITERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
 
 def _quoted(text: str) -> str:
     """Return a text as a string of a grammar."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # Lark refuses this character
 
 
 def _checked_lark(grammar: str) -> str:

@@ -25,6 +25,8 @@ MOST_DEPTH = 64
 MOST_SCHEMAS = 10_000
 MOST_PROPERTIES = 1_000  # of one object: the compiler takes O(n * n) for optional ones
 MOST_VALUES = 10_000  # of all enums together
+MOST_WORK = 5 * 10**7  # values x characters of the arrays and objects in enums: the compiler takes 10 ns for each
+MOST_PATTERNS = 10  # that apply to one text: the compiler takes O(2 ** n)
 MOST_MULTIPLE = 10_000  # of the digits of `multipleOf`: the compiler makes a state for each remainder
 MOST_COMPARISONS = 20_000  # of two schemas of a `oneOf`
 _MOST_STEPS = 16
@@ -107,6 +109,7 @@ def checked_schema(schema: Schema) -> Mapping[str, Any]:
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     checked: Mapping[str, Any] = _Check(schema).schema(schema, "", 0)
+    _Patterns(checked).check()
     return checked
 
 
@@ -132,6 +135,7 @@ class _Check:
     schemas: int = 0
     values: int = 0
     comparisons: int = 0
+    work: int = 0
 
     def schema(self, schema: Any, place: str, depth: int) -> Any:
         """Return a copy with the keywords that the compiler enforces."""
@@ -203,16 +207,21 @@ class _Check:
         """Refuse a reference that leads outside the schema, or nowhere."""
         if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
             raise refusal(place, "a reference leads into the same schema: #, or # and a JSON pointer")
-        if self._target(value) is None:
+        if _target(self.root, value) is None:
             raise refusal(place, f"the reference {value!r:.100} leads nowhere")
 
     def values_of(self, key: str, value: Any, place: str) -> None:
         """Check the values of `enum` and `const`."""
         if key == "enum" and not isinstance(value, list):
             raise refusal(place, f"enum is a list of values, not {_kind(value)}")
-        self.values += len(value) if key == "enum" else 1
+        self.values += sum(1 for _ in _leaves(value))
         if self.values > MOST_VALUES:
             raise refusal(place, f"the schema has more than {MOST_VALUES} values of enum and const")
+        for each in value if key == "enum" else [value]:
+            if isinstance(each, Mapping | list):
+                self.work += sum(1 for _ in _leaves(each)) * len(json.dumps(each))
+        if self.work > MOST_WORK:
+            raise refusal(place, "the arrays and objects of enum and const are too long")
         if any(isinstance(number, int) and abs(number) > _EXACT for number in _leaves(value)):
             raise refusal(place, "an integer beyond 2**53 cannot be enforced exactly")
 
@@ -247,6 +256,8 @@ class _Check:
         """Check the names of required properties."""
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise refusal(place, f"required is a list of names, not {value!r:.100}")
+        if len(value) > MOST_PROPERTIES:
+            raise refusal(place, f"{len(value)} properties: at most {MOST_PROPERTIES} are allowed")
 
     def draft(self, key: str, value: Any, place: str) -> None:
         """Check the draft of JSON Schema, which decides how arrays are described."""
@@ -262,26 +273,13 @@ class _Check:
 
     # ---- schemas that exclude each other
 
-    def _target(self, reference: str) -> Any:
-        """Return the part of the schema that a reference names, None if there is none."""
-        found: Any = self.root
-        for part in reference.split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and name in found:
-                found = found[name]
-            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
-            else:
-                return None
-        return found
-
     def _resolved(self, schema: Any) -> Any:
         """Follow a schema that is only a reference."""
         for _ in range(_MOST_STEPS):
             reference = schema.get("$ref") if isinstance(schema, Mapping) else None
             if not isinstance(reference, str) or not reference.startswith("#"):
                 return schema
-            target = self._target(reference)
+            target = _target(self.root, reference)
             if not isinstance(target, Mapping):
                 return schema
             rest = {key: value for key, value in schema.items() if key != "$ref"}
@@ -322,6 +320,80 @@ class _Check:
         required = [each["required"] for each in (first, second) if isinstance(each.get("required"), list)]
         names = {name for each in required for name in each if isinstance(name, str)}
         return any(self._disjoint(_property(first, name), _property(second, name), depth + 1) for name in names)
+
+
+_Counts: TypeAlias = dict[str, int]
+_ANY_NAME = "*"
+
+
+class _Patterns:
+    """Count the patterns that `allOf`, `anyOf` and references apply to one text."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._targets: dict[str, _Counts] = {}
+
+    def check(self) -> None:
+        """Raise InvalidConstraint if there are too many."""
+        try:
+            self._at(self._root, "")
+        except RecursionError as error:
+            raise refusal("", "too many references lead to each other in a row") from error
+
+    def _at(self, schema: Any, place: str) -> _Counts:
+        """Return a bound for the value itself, with the key "", and for each of its parts."""
+        counts: _Counts = {}
+        if not isinstance(schema, Mapping):
+            return counts
+        counts[""] = int("pattern" in schema) + int("format" in schema)
+        branches: _Counts = {}
+        for pointer, each in subschemas(schema):
+            key, _, name = pointer[1:].partition("/")
+            found = self._at(each, place + pointer)
+            if key == "allOf":
+                _add(counts, found)
+            elif key in ("anyOf", "oneOf"):
+                branches = {part: max(branches.get(part, 0), found.get(part, 0)) for part in branches | found}
+            elif key not in ("$defs", "definitions"):
+                part = f"/{name}" if key == "properties" else _ANY_NAME
+                counts[part] = max(counts.get(part, 0), _most(found))
+        _add(counts, branches)
+        _add(counts, self._referenced(schema.get("$ref")))
+        if _most(counts) > MOST_PATTERNS:
+            raise refusal(place, f"more than {MOST_PATTERNS} patterns or formats apply to one text")
+        return counts
+
+    def _referenced(self, reference: Any) -> _Counts:
+        if not isinstance(reference, str):
+            return {}
+        if reference not in self._targets:
+            self._targets[reference] = {}  # meanwhile, for a schema that contains itself
+            self._targets[reference] = self._at(_target(self._root, reference), unquote(reference[1:]))
+        return self._targets[reference]
+
+
+def _add(counts: _Counts, more: _Counts) -> None:
+    for part, count in more.items():
+        counts[part] = counts.get(part, 0) + count
+
+
+def _most(counts: _Counts) -> int:
+    named = [count for part, count in counts.items() if part != _ANY_NAME]
+    return max(named, default=0) + counts.get(_ANY_NAME, 0)
+
+
+def _target(root: Any, reference: str) -> Any:
+    """Return the part of a schema that a reference names, None if there is none."""
+    found = root
+    for part in reference.split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
 
 
 _CHECKS: Mapping[str, Callable[[_Check, str, Any, str], None]] = {
@@ -381,7 +453,7 @@ def _property(schema: Mapping[str, Any], name: str) -> Any:
 
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield the values inside a JSON value that contain no other."""
-    if isinstance(value, Mapping | list):
+    if isinstance(value, Mapping | list) and value:
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _leaves(each)
     else:

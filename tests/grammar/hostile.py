@@ -22,6 +22,21 @@ def references(count: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": defs}
 
 
+def patterns(count: int) -> dict[str, Any]:
+    """Return objects that extend each other, each with a pattern for the same property."""
+    own = [{"properties": {"a": {"type": "string", "pattern": f"x{at}"}}} for at in range(count)]
+    defs = {f"d{at}": {"allOf": [{"$ref": f"#/$defs/d{at + 1}"}, each]} for at, each in enumerate(own)}
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{count}": True}}
+
+
+def chained(count: int, *, nested: bool) -> dict[str, Any]:
+    """Return a schema of references that lead to each other in a row."""
+    references = [{"$ref": f"#/$defs/d{at + 1}"} for at in range(count)]
+    links = [{"properties": {"a": each}, "required": ["a"]} if nested else each for each in references]
+    names = [f"d{at}" for at in range(count + 1)]
+    return {"$ref": "#/$defs/d0", "$defs": dict(zip(names, [*links, {"type": "integer"}], strict=True))}
+
+
 HOSTILE: dict[str, dict[str, Any]] = {
     "10^6 choices": {"choice": [str(number) for number in range(10**6)]},
     "a long choice": {"choice": ["x" * 10**6]},
@@ -42,6 +57,14 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a large divisor": {"json_schema": {"type": "integer", "multipleOf": 999_983}},
     "a large divisor in a grammar": {"grammar": 'start: %json {"type": "integer", "multipleOf": 999983}'},
     "repeated repetition": {"regex": "((a{100}){100}){100}"},
+    "many required names": {"json_schema": {"type": "object", "required": [f"r{at}" for at in range(20_000)]}},
+    "a long constant": {"json_schema": {"const": list(range(30_000))}},
+    "a constant of long texts": {"json_schema": {"const": ["x" * 25] * 9000}},
+    "many patterns of one text": {"json_schema": {"allOf": [{"pattern": f"x{at}"} for at in range(40)]}},
+    "many patterns by references": {"json_schema": patterns(40)},
+    "references in a row": {"json_schema": chained(5000, nested=False)},
+    "objects in a row": {"json_schema": chained(2500, nested=True)},
+    "many rules in GBNF": {"grammar": "root ::= r0\n" + "\n".join(f"r{at} ::= r{at + 1}" for at in range(9000))},
     "long repetition": {"regex": "a{1000000}"},
     "exponential rules": {
         "grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(40)) + '\nr40: "a"'

@@ -198,3 +198,11 @@ def test_nothing_but_a_refusal_is_raised(schema: dict[str, Any]) -> None:
 def test_true_is_any_value_and_false_none() -> None:
     assert checked_schema(True) == {}
     assert checked_schema(False) == {"enum": []}
+
+
+def test_many_patterns_may_apply_to_different_texts() -> None:
+    names = [{"type": "object", "properties": {f"p{at}": {"pattern": f"x{at}"}}} for at in range(40)]
+    checked_schema({"allOf": names})
+    checked_schema({"anyOf": [{"pattern": f"x{at}"} for at in range(40)]})
+    with pytest.raises(InvalidConstraint, match="patterns or formats apply to one text"):
+        checked_schema({"allOf": [{"additionalProperties": {"pattern": f"x{at}"}} for at in range(40)]})

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +91,30 @@ def test_a_refusal_of_the_compiler_has_the_place_too(engine: Engine, schema: Any
 def test_a_hostile_constraint_is_refused(engine: Engine, name: str) -> None:
     with pytest.raises(InvalidInput):
         engine.submit([5, 6], SamplingParams(**HOSTILE[name]))
+
+
+DEEP: dict[str, dict[str, Any]] = {
+    "rules": {"grammar": "".join(f'r{at}: r{at + 1} "b"\n' for at in range(11_000)) + 'start: r0\nr11000: "a"'},
+    "terminals": {"grammar": "".join(f"T{at}: T{at + 1}\n" for at in range(12_000)) + 'start: T0\nT12000: "a"'},
+}
+"""Constraints within all limits, over which the compiler recurses further than a usual stack allows."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", DEEP)
+def test_a_deep_constraint_never_overflows_the_stack(name: str) -> None:
+    program = """
+import json, sys
+from radixkv import SamplingParams
+from radixkv.grammar.compiler import GrammarCompiler
+from tests.grammar.engines import STOP, tokenizer
+
+params = SamplingParams(**json.load(sys.stdin))
+print(GrammarCompiler(tokenizer(), len(tokenizer()), {STOP}).matcher(params).accepts)
+"""
+    deep = json.dumps(DEEP[name])
+    done = subprocess.run([sys.executable, "-c", program], input=deep, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 def test_asyncio_callers_get_the_refusal() -> None:

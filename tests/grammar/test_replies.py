@@ -118,7 +118,7 @@ def test_a_reply_matches_a_regex(engine: Engine, regex: str) -> None:
         assert each.finish_reason == "stop" and re.fullmatch(regex, each.text), each.text
 
 
-CHOICES = ["yes", "no", "yes and no", 'a "quote"', "back\\slash", "a\nb", "日本", "{}", "/", " "]
+CHOICES = ["yes", "no", "yes and no", 'a "quote"', "back\\slash", "a\nb", "日本", "{}", "/", " ", "\x7f"]
 
 
 def test_a_reply_is_one_of_the_choices(engine: Engine) -> None:
