@@ -21,6 +21,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.models.adapter import load
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.packed import PackedLinear
+from radixkv.models.quantized.kernels import kernels
 from tests.chat.worlds import CHATML, byte_tokenizer
 from tests.models.conftest import GROUPED, make
 
@@ -81,6 +82,16 @@ def test_the_bundled_model_is_well(examine: Any, tiny: LoadedModel) -> None:
     (status, said), *_ = found["self-test"]
     assert status == "ok"
     assert 0 < float(said.partition("within ")[2].partition(" ")[0]) < 1e-4
+
+
+@pytest.mark.skipif(kernels() is None, reason="no compiler, or a CPU without AVX2")
+def test_weights_of_8_and_4_bits_are_counted(examine: Any) -> None:
+    _, found = examine("--weights", "int4", "--device", "cpu")
+    numbers, outer = 1_771_200, 1536 * 192  # the embedding, which is the head
+    inner = numbers - outer - 9 * 192  # without the norms
+    stored = inner // 32 * 20 + outer // 32 * 34 + 9 * 192 * 4
+    bits = f"{outer:,} of them in 8 bits, {inner:,} of them in 4 bits"
+    assert found["weights"] == [("ok", f"{numbers:,} numbers in memory, {size(stored)}, {bits}")]
 
 
 def test_a_line_for_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
