@@ -229,6 +229,17 @@ def test_a_folder_of_another_user_or_a_link_is_refused(fresh: Path, monkeypatch:
         build.library()
 
 
+def test_without_a_home_or_its_folder_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(build.BuildError, match="cannot be used"):
+        build.library()
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(build.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("there is no home")))
+    with pytest.raises(build.BuildError, match="there is no home"):
+        build.library()
+
+
 def test_a_compiler_that_fails_leaves_nothing(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("int f() { return missing; }\n")

@@ -65,13 +65,13 @@ def private_folder() -> Path:
     A library in a folder that other users may write would run their code.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "radixkv" / "kernels"
     try:
+        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "radixkv" / "kernels"
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()  # not stat: another user may have placed a link
-    except (OSError, RuntimeError) as error:
-        raise BuildError(f"the folder {folder} cannot be used: {error}") from error
+    except (OSError, RuntimeError) as error:  # the second: there is no home
+        raise BuildError(f"the folder for compiled libraries cannot be used: {error}") from error
     if not stat.S_ISDIR(found.st_mode):
         raise BuildError(f"{folder} is no folder: remove it")
     if found.st_uid != os.geteuid():
