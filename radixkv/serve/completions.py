@@ -43,6 +43,7 @@ async def create(service: Service, request: Request) -> Response:
         lease.resize(options.params.n * len(body.prompts))
         prompts = [await service.cancellable(request, _encoded(service, prompt)) for prompt in body.prompts]
         session = service.conversations.session(caller.namespace, options.session_key)
+        await service.compiled(request, options.params)
         with errors_about("prompt", options.constraint_field):
             handles = [
                 await submit.start(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from radixkv.engine import Completion
 from radixkv.engine.input_processor import encode, template_text
 from radixkv.engine.request import TokenIds
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
+from radixkv.sampling.params import SamplingParams
 from radixkv.serve.access import Auth, StreamLease, StreamLimiter, namespace, read_body
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError, bad_request, errors_about
@@ -130,6 +131,15 @@ class Service:
             raise self._timed_out() from error
         finally:
             self._preparing.discard(block)
+
+    async def compiled(self, request: Request, params: SamplingParams) -> None:
+        """Wait until the constraint of `params` is compiled, which later raises no other error than its refusal.
+
+        Raises as `cancellable`. Others may wait for the same constraint, so that it is compiled in any case.
+        """
+        compiling = self.engine.client.inputs.grammars.begin(params)
+        if compiling is not None and not compiling.done():
+            await self.cancellable(request, _finished(compiling))
 
     def time_left(self, request: Request) -> float | None:
         """Return the seconds until a request's deadline, None without one; raise RequestTimedOut."""
@@ -257,6 +267,10 @@ class Service:
 
     def _timed_out(self) -> RequestTimedOut:
         return RequestTimedOut(f"the request did not finish in time: {self.settings.timeout:g} s have passed")
+
+
+async def _finished(future: Future[Any]) -> None:
+    await asyncio.shield(asyncio.wrap_future(future))
 
 
 def _ending() -> EngineClosed:

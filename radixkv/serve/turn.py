@@ -158,6 +158,7 @@ async def open_turn(
     with errors_about("messages", options.constraint_field):
         if body.call_rule.constrains(options.params):
             options = await _constrained(service, body, prompt)
+        await service.compiled(request, options.params)
         timeout = service.time_left(request)
         handle = await submit.start(
             service, caller, options, prompt.ids, cleanup, timeout=timeout, session=prompt.session

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import jsonschema
 import openai
 import pydantic
 import pytest
 
-from radixkv.grammar import constraint
+from radixkv.grammar import compiler, constraint
 from radixkv.serve import Settings
 from tests.chat.styles import STYLES
 from tests.grammar.engines import RandomRunner
@@ -264,6 +267,33 @@ def test_without_the_extra_constraints_are_refused_and_other_rules_ignored(monke
 
 
 # ---- the openai package
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, MESSAGES])
+def test_a_request_times_out_while_its_constraint_is_compiled(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles, other = threading.Event(), compiler.grammar_of
+    monkeypatch.setattr(compiler, "grammar_of", lambda constraint: compiles.wait(10) and other(constraint))
+    with served(Settings(timeout=0.2)) as server:
+        answer = server.post(path, body(path, guided_json=SCHEMA))
+        assert answer.status_code == 504 and not compiles.is_set()
+        compiles.set()
+
+
+def test_a_server_ends_while_a_constraint_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling, compiles, other = threading.Event(), threading.Event(), compiler.grammar_of
+
+    def slowly(constraint: Any) -> str:
+        compiling.set()
+        compiles.wait(10)
+        return other(constraint)
+
+    monkeypatch.setattr(compiler, "grammar_of", slowly)
+    with hosted() as host, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, host.url + CHAT, json=body(CHAT, guided_json=SCHEMA), timeout=30)
+        assert compiling.wait(20)
+        host.stop()
+        assert asked.result(20).status_code == 503 and not compiles.is_set()
+        compiles.set()
 
 
 def client(host: Hosted) -> openai.OpenAI:
