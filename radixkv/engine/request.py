@@ -13,6 +13,7 @@ from collections import abc
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -221,7 +222,8 @@ class Stream:
     def accept_constrained(self, token: int, logprobs: TokenLogprobs | None) -> Iterator[Chunk]:
         """Append a sampled token, then the tokens that the constraint forces after it; yields the chunk of each.
 
-        With log probabilities no token is forced, since each needs logits. Raises InvalidConstraint if the constraint
+        With log probabilities no token is forced, since each needs logits. A stop token of the request is never forced
+        either: it would end an incomplete text. Raises InvalidConstraint if the constraint
         has become too expensive to follow.
         """
         matcher, request = self.matcher, self.request
@@ -231,7 +233,7 @@ class Stream:
         if token not in request.stop_ids:
             matcher.consume([token])
             if request.params.logprobs is None:
-                forced = matcher.forced()
+                forced = list(takewhile(lambda each: each not in request.stop_ids, matcher.forced()))
                 matcher.consume(forced)
             finished = matcher.finished
         tokens = [token, *forced]

@@ -205,6 +205,13 @@ def test_a_stop_token_of_the_request_ends_only_a_complete_reply(engine: Engine) 
     assert {each.token_ids[-1] for each in (done, *done.alternatives) if whole(each)} == {comma}
 
 
+def test_a_stop_token_of_the_request_is_not_forced(engine: Engine) -> None:
+    text = "the one and only answer"
+    inside = tokenizer().encode(text, add_special_tokens=False)[3]
+    with pytest.raises(RequestFailed, match="leave nothing to draw"):  # and never a part of the text as complete
+        engine.generate([[5, 6]], SamplingParams(choice=[text], stop_token_ids=[inside]))
+
+
 def test_min_tokens_delays_the_end_of_a_complete_reply(engine: Engine) -> None:
     params = SamplingParams(regex="[0-9]+", min_tokens=12, n=8, max_tokens=60, seed=2)
     done = engine.generate([[5, 6]], params)[0]
