@@ -154,7 +154,7 @@ def quantize(model: nn.Module, weights: str) -> int:
     """Quantise the layers of a float32 model in place to "int8" or "int4"; return the number of weights stored.
 
     Each weight is freed when its layer is replaced. The embedding and the head get 8 bits. Nothing is changed where
-    there are no compiled products. Costs about 5 ns per weight.
+    there are no compiled products. Costs about 10 ns per weight.
     """
     if kernels() is None:
         return 0
