@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, TypeAlias
 from urllib.parse import unquote
@@ -108,7 +108,7 @@ def checked_schema(schema: Schema) -> Mapping[str, Any]:
     """
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
-    checked: Mapping[str, Any] = _Check(schema).schema(schema, "", 0)
+    checked = _Check(schema).whole()
     _Patterns(checked).check()
     return checked
 
@@ -136,6 +136,27 @@ class _Check:
     values: int = 0
     comparisons: int = 0
     work: int = 0
+    outside: set[str] = field(default_factory=set)  # references into keywords of the whole schema that are unknown
+
+    def whole(self) -> Mapping[str, Any]:
+        """Return the whole schema as `schema` does, with the targets of all references."""
+        checked: dict[str, Any] = self.schema(self.root, "", 0)
+        done: set[str] = set()
+        while left := sorted(self.outside - done):
+            for reference in left:
+                *path, name = _parts(reference)
+                target = self.schema(_target(self.root, reference), reference[1:], 1)
+                if not done:  # the caller's own object is not changed
+                    checked = json.loads(json.dumps(checked))
+                done.add(reference)
+                holder = _target(checked, "/".join(reference.split("/")[:-1])) if len(path) else checked
+                if isinstance(holder, dict):
+                    holder[name] = target
+                elif isinstance(holder, list):
+                    holder[int(name)] = target
+                else:  # inside the target of another reference, which has a copy without it
+                    raise refusal(reference[1:], "a reference leads into an unknown keyword of another one's target")
+        return checked
 
     def schema(self, schema: Any, place: str, depth: int) -> Any:
         """Return a copy with the keywords that the compiler enforces."""
@@ -209,6 +230,11 @@ class _Check:
             raise refusal(place, "a reference leads into the same schema: #, or # and a JSON pointer")
         if _target(self.root, value) is None:
             raise refusal(place, f"the reference {value!r:.100} leads nowhere")
+        parts = _parts(value)
+        if parts and parts[0] not in _KEYWORDS:
+            self.outside.add(value)
+        elif not _is_schema_place(parts):
+            raise refusal(place, f"the reference {value!r:.100} leads to no schema")
 
     def values_of(self, key: str, value: Any, place: str) -> None:
         """Check the values of `enum` and `const`."""
@@ -382,11 +408,26 @@ def _most(counts: _Counts) -> int:
     return max(named, default=0) + counts.get(_ANY_NAME, 0)
 
 
+def _parts(reference: str) -> list[str]:
+    """Return the names in a reference, # or # and a JSON pointer."""
+    return [unquote(part).replace("~1", "/").replace("~0", "~") for part in reference.split("/")[1:]]
+
+
+def _is_schema_place(parts: list[str]) -> bool:
+    """Whether a pointer leads from schema to schema, and not into a constant or a default."""
+    at = 0
+    while at < len(parts):
+        key, name = parts[at], parts[at + 1] if at + 1 < len(parts) else None
+        if key not in _MAPS | _LISTS | _ONE or (name is None and key not in _ONE):
+            return False
+        at += 1 if key in _ONE and not (name or "").isdecimal() else 2
+    return True
+
+
 def _target(root: Any, reference: str) -> Any:
     """Return the part of a schema that a reference names, None if there is none."""
     found = root
-    for part in reference.split("/")[1:]:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
+    for name in _parts(reference):
         if isinstance(found, Mapping) and name in found:
             found = found[name]
         elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
@@ -408,6 +449,9 @@ _CHECKS: Mapping[str, Callable[[_Check, str, Any, str], None]] = {
     **dict.fromkeys(_COUNTS, _Check.count_of),
     **dict.fromkeys(_NUMBERS, _Check.number_of),
 }
+
+
+_KEYWORDS = frozenset(_CHECKS) | _ONE | _LISTS | _MAPS | _UNSUPPORTED | _ANNOTATIONS | {"format"}
 
 
 def _is_void(key: str, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -206,3 +207,20 @@ def test_many_patterns_may_apply_to_different_texts() -> None:
     checked_schema({"anyOf": [{"pattern": f"x{at}"} for at in range(40)]})
     with pytest.raises(InvalidConstraint, match="patterns or formats apply to one text"):
         checked_schema({"allOf": [{"additionalProperties": {"pattern": f"x{at}"}} for at in range(40)]})
+
+
+def test_the_target_of_each_reference_is_checked() -> None:
+    limited = {"type": "array", "uniqueItems": True}
+    with pytest.raises(InvalidConstraint, match="#/components/schemas/x/uniqueItems"):
+        checked_schema({"$ref": "#/components/schemas/x", "components": {"schemas": {"x": limited}}})
+    for place in ("#/properties/a/const", "#/default", "#/properties"):
+        with pytest.raises(InvalidConstraint, match="leads to no schema"):
+            checked_schema({"properties": {"a": {"const": limited}, "b": {"$ref": place}}, "default": limited})
+    parts = {"x": {"items": {"$ref": "#/parts/y/0"}}, "y": [{"oneOf": [{"const": 1}, {"const": 2}]}, 5]}
+    schema = {"$ref": "#/parts/x", "parts": parts}
+    before = json.dumps(schema)
+    assert checked_schema(schema)["parts"]["y"] == [{"anyOf": [{"const": 1}, {"const": 2}]}, 5]
+    assert json.dumps(schema) == before
+    with pytest.raises(InvalidConstraint, match="unknown keyword of another"):
+        checked_schema({"anyOf": [{"$ref": "#/x"}, {"$ref": "#/x/y/z"}], "x": {"y": {"z": INTEGER}}})
+    checked_schema({"items": {"$ref": "#"}, "prefixItems": [{"$ref": "#/items"}, {"$ref": "#/prefixItems/0"}]})
