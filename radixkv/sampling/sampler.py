@@ -48,7 +48,7 @@ class Sampled:
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow], mask: TokenMask | None = None) -> Sampled:
-    """Sample one token from each row of logits [len(rows), vocab], which only a mask changes, in place.
+    """Sample one token from each row of logits [len(rows), vocab], which a mask may change.
 
     A row that cannot be sampled is listed in `broken` and does not affect the others. Raises InvalidInput if the
     numbers of rows differ. A batch of greedy rows costs one argmax, top-k one partial sort, penalties the length of the
@@ -60,8 +60,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], mask: TokenMask | None = N
         return Sampled([], None)
     unmasked = logits
     if mask is not None:
-        if any(row.params.logprobs is not None for row in rows):
-            unmasked = logits.clone()
+        if any(row.params.logprobs is not None for row in rows):  # a batch that raises is drawn again, in parts
+            logits = logits.clone()
         mask.limit(logits)
     processed = adjusted(logits, rows)
     best, tokens = processed.max(dim=-1)

@@ -129,6 +129,7 @@ def test_log_probabilities_are_those_before_the_mask() -> None:
     for at, found in enumerate(sampled.logprobs):
         assert found is not None and found.chosen == pytest.approx(float(table[at, sampled.tokens[at]]))
         assert found.top[0][0] == int(before[at].argmax())
+    assert torch.equal(logits, before)  # a batch that raises is drawn again, in parts, from the same logits
 
 
 def test_inference_tensors_can_be_masked() -> None:
