@@ -140,12 +140,16 @@ def _is_ours(model: Any) -> bool:
 
 def select(model: Any, implementation: str) -> None:
     """Let `model` compute attention by `implementation`; a model without a choice keeps its own, without a warning."""
-    level = _transformers_log.level
-    _transformers_log.setLevel(logging.ERROR)
+    own = threading.get_ident()
+
+    def no_warning(record: logging.LogRecord) -> bool:  # a filter, not the level: other threads may log and select
+        return record.thread != own or record.levelno >= logging.ERROR
+
+    _transformers_log.addFilter(no_warning)
     try:
         model.set_attn_implementation(implementation)
     finally:
-        _transformers_log.setLevel(level)
+        _transformers_log.removeFilter(no_warning)
 
 
 _log = logging.getLogger(__name__)
