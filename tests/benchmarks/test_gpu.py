@@ -525,6 +525,7 @@ def test_a_page_has_every_part_and_its_reasons() -> None:
     assert widths == {5}
 
 
+@pytest.mark.long
 def test_without_a_gpu_everything_is_skipped_with_a_reason_and_nothing_is_written(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")

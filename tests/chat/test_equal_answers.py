@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from radixkv import Engine, SamplingParams, ToolResult
 from tests.chat.worlds import byte_tokenizer
 from tests.engine.fakes import check
+from tests.selection import mostly_long
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0)
 
@@ -62,7 +63,7 @@ def converse(engine: Engine) -> list[tuple[int, ...]]:
     return replies
 
 
-@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("block_size", mostly_long([1, 16], 16))
 def test_cached_and_uncached_answers_are_equal(folder, block_size):
     torch.set_num_threads(1)
     with (

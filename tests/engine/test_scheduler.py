@@ -322,7 +322,7 @@ def test_unknown_orders_and_victims_are_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("victim", ["cheapest", "last"])
 @pytest.mark.parametrize("reuse", mostly_long([True, False], True))
-@pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
+@pytest.mark.parametrize("order", mostly_long(["fcfs", "longest-prefix"], "fcfs"))
 def test_answers_are_unchanged_by_preemption_in_pools_too_small(victim: str, reuse: bool, order: str) -> None:
     preemptions = 0
     for seed in range(6):

@@ -32,6 +32,7 @@ def run(names: list[str]) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_some_tests_of_each_file_without_models_in_the_interpreter() -> None:
     assert {name.split("::")[0] for name in QUICK} == set(FILES) - set(WITH_MODELS)
     run(list(QUICK))

@@ -412,7 +412,8 @@ def test_hasty_hands(keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     played(steps)
 
 
-@pytest.mark.parametrize("theme", mostly_long(["radixkv-light", "radixkv-dark"], "radixkv-light"))
+@pytest.mark.long
+@pytest.mark.parametrize("theme", ["radixkv-light", "radixkv-dark"])
 def test_both_themes(theme: str) -> None:
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
         app.theme = theme

@@ -86,14 +86,14 @@ def live(seeds: list[int]) -> Counter[str]:
     return seen
 
 
-def test_every_request_of_sixty_lives_ends_as_it_must() -> None:
-    seen = live([*range(60), *KEPT])
+def test_every_request_of_forty_lives_ends_as_it_must() -> None:
+    seen = live([*range(40), *KEPT])
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
 @pytest.mark.long
 def test_every_request_of_every_life_ends_as_it_must() -> None:
-    seen = live([*range(60, LIVES), *(range(FRESH, FRESH + 100) if FRESH else ())])
+    seen = live([*range(40, LIVES), *(range(FRESH, FRESH + 100) if FRESH else ())])
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
