@@ -144,7 +144,7 @@ def test_a_large_vocabulary_is_drawn_as_by_hand() -> None:
         assert token == expected
 
 
-@pytest.mark.parametrize("options", mostly_long([{}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 1e-3}], {}), ids=str)
+@pytest.mark.parametrize("options", mostly_long([{}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 1e-3}]), ids=str)
 def test_rounding_of_the_logits_changes_no_token(options: dict[str, Any]) -> None:
     """Logits of a hit and of a miss differ by about 1e-5. Vocabularies are large, and most tokens are very unlikely."""
     generator, draws = torch.Generator().manual_seed(8), 200 if options else 2000

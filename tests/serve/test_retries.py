@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.selection import mostly_long
 from tests.serve.served import CHAT, Hosted, ask, fake_model, hosted, until
 
 RETRIES = 30
@@ -21,7 +22,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {**CHAT, "system": RULES, "messages": SAID, "max_tokens": 4},
     "/v1/responses": {"model": "fake", "temperature": 0, "instructions": RULES, "input": SAID, "max_output_tokens": 4},
 }
-each_endpoint = pytest.mark.parametrize("path", BODIES)
+each_endpoint = pytest.mark.parametrize("path", mostly_long(BODIES, "/v1/messages"))
 
 
 def token(_: list[int]) -> int:
