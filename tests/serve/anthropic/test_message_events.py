@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -183,6 +184,10 @@ def test_an_error_in_the_middle_is_an_event():
 
 
 def test_clients_that_leave_in_the_middle_leave_nothing():
+    def slow(_: list[int]) -> int:
+        time.sleep(0.001)  # 1,500 tokens take longer than the longest time-out
+        return 5
+
     async def leave(url: str, stream: bool, after: int) -> None:
         body = {**BODY, "stream": stream, "ignore_eos": True, "max_tokens": 1500}
         async with httpx.AsyncClient(timeout=20) as client:
@@ -198,7 +203,7 @@ def test_clients_that_leave_in_the_middle_leave_nothing():
     async def all_leave(url: str) -> None:
         await asyncio.gather(*(leave(url, stream, after) for stream in (True, False) for after in (1, 5, 9)))
 
-    with hosted(brain=lambda tokens: 5, max_sequences=2, model=fake_model()) as host:
+    with hosted(brain=slow, max_sequences=2, model=fake_model()) as host:
         asyncio.run(all_leave(host.url))
         until(lambda: host.service.limiter.streams == 0 and not host.engine.core.scheduler.running)
         check(host.engine)
