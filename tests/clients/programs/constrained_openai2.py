@@ -10,23 +10,9 @@ import sys
 
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel, ConfigDict, Field
+from person import Person, check, done
 
 url, model, temperature = sys.argv[1], sys.argv[2], float(sys.argv[3])
-done = []
-
-
-class Person(BaseModel):
-    """A person."""
-
-    model_config = ConfigDict(extra="forbid")
-    name: str = Field(max_length=8)
-    age: int = Field(ge=0, le=99)
-
-
-def check(way, person):
-    assert isinstance(person, Person), (way, person)
-    done.append(way)
 
 
 asked = [{"role": "user", "content": "Nora is 30 years old."}]

@@ -12,24 +12,10 @@ from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIRespo
 from anthropic import Anthropic
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, OpenAI, pydantic_function_tool
-from pydantic import BaseModel, ConfigDict, Field
+from person import Person, check, done
 
 url, model, temperature = sys.argv[1], sys.argv[2], float(sys.argv[3])
 options = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0, "timeout": 120}
-done = []
-
-
-class Person(BaseModel):
-    """A person."""
-
-    model_config = ConfigDict(extra="forbid")
-    name: str = Field(max_length=8)
-    age: int = Field(ge=0, le=99)
-
-
-def check(way, person):
-    assert isinstance(person, Person), (way, person)
-    done.append(way)
 
 
 asked = [{"role": "user", "content": "Nora is 30 years old."}]
