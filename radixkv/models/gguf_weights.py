@@ -65,12 +65,17 @@ def bytes_of(header: GGUFHeader, formats: Formats, itemsize: int) -> int:
 
 
 def read_model(
-    header: GGUFHeader, config: Mapping[str, Any], dtype: torch.dtype, formats: Formats | None = None
+    header: GGUFHeader,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    formats: Formats | None = None,
+    check_memory: Callable[[int], None] = lambda _: None,
 ) -> Any:
     """Return the model of a file on the CPU, with parameters in `dtype` and eager attention; `config` is `config_of`.
 
     Tensors in `formats` that belong to plain linear layers or embeddings are stored in their format, in modules of
     `quantized.layers`. Blocks of the same format are copied, other types are dequantised and rounded again.
+    `check_memory` gets the bytes of all weights before the first is read, and may raise.
     A progress bar is shown on a terminal if the file is large. Raises UnsupportedModel for an architecture, a tensor or
     a tensor type that radixkv does not read. Raises InvalidInput for tensors that do not fit the metadata, and for a
     file that changed after its header was read. Costs one reading of the file and the dequantisation of its weights by
@@ -80,10 +85,15 @@ def read_model(
     empty = _empty_model(header, config, dtype)
     _check_fit(header, places, dict(empty.named_parameters()))
     modules = replaceable(empty) if formats else {}
-    small = {
-        place.parameter: QuantizedWeights(header.tensors[name].shape[0], header.tensors[name].shape[1], formats[name])
+    kept = {
+        name: formats[name]
         for name, place in places.items()
         if formats and name in formats and place.parameter in modules and place.keeps_blocks
+    }
+    check_memory(bytes_of(header, kept, dtype.itemsize))
+    small = {
+        places[name].parameter: QuantizedWeights(header.tensors[name].shape[0], header.tensors[name].shape[1], format)
+        for name, format in kept.items()
     }
     dequantise = _dequantisers(header, [name for name in places if not _is_copied(header, places[name], name, small)])
     weights = {

@@ -163,13 +163,17 @@ def _read_gguf(
         config = config_of(header)
         wanted: torch.dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, config["dtype"])
         formats = gguf_weights.formats(header, weights)
-        needed = gguf_weights.bytes_of(header, formats, wanted.itemsize)
-        _check_memory(name, needed, header.bytes_in(2), wanted, device)
+
+        def check_memory(needed: int) -> None:
+            _check_memory(name, needed, header.bytes_in(2), wanted, device)
+
+        # At least these bytes. Which layers keep their format is certain when the model exists.
+        check_memory(gguf_weights.bytes_of(header, formats, wanted.itemsize))
         if tokenizer is None:
             tokenizer, stops = tokenizer_of(header), stop_token_ids(header)
         else:
             stops = _stops_without_tokenizer(header, config)
-        model = gguf_weights.read_model(header, config, wanted, formats).to(device)
+        model = gguf_weights.read_model(header, config, wanted, formats, check_memory).to(device)
     model.generation_config.eos_token_id = stops or None
     check_tokens(model, tokenizer, name)
     return model, tokenizer

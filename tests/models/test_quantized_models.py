@@ -151,6 +151,20 @@ def test_the_file_needs_the_memory_of_its_blocks_only(tmp_path: Path, monkeypatc
         adapter.load(path, weights="float32")
 
 
+def test_layers_that_stay_float32_count_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's embedding scales its rows, so that it and the head, which shares its weight, are not replaced."""
+    path = write(made(CONFIGS["gemma3"]()), tmp_path / "model.gguf", "Q8_0")
+    header = read_header(path)
+    assert kinds(small(path))["model.embed_tokens"] is None
+    least = gguf_weights.bytes_of(header, formats(header, "auto"), 4)
+    rest = {name: format for name, format in formats(header, "auto").items() if name != "token_embd.weight"}
+    needed = gguf_weights.bytes_of(header, rest, 4)
+    monkeypatch.setattr(loader, "free_memory", lambda: (least + needed) // 2)
+    monkeypatch.setattr(gguf_weights, "_fill", lambda *_: pytest.fail("read"))
+    with pytest.raises(InvalidInput, match=f"take {needed:,} bytes"):
+        adapter.load(path)
+
+
 def test_files_of_kept_blocks_need_no_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
