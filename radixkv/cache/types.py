@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache.tokens import WIDTH, check_int
+from radixkv.recurrent_state import StateStep
 
 # A request; a request that comes back after it was preempted; a reader of cached KV that must leave no trace.
 Purpose = Literal["request", "resume", "audit"]
@@ -34,6 +35,7 @@ class WritePlan(NamedTuple):
 
     slots: npt.NDArray[np.int64]  # [new tokens], block * block_size + offset
     copies: list[tuple[int, int]]  # at most one; a step's copies may run together, in any order, before its writes
+    state: StateStep | None = None  # of models with recurrent state
 
 
 class CachedRun(NamedTuple):

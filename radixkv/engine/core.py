@@ -189,6 +189,7 @@ class Core:
                 each.plan.slots,
                 each.stream.sequence.block_table,
                 each.isolated,
+                each.plan.state,
             )
             for each in work
         ]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from radixkv.attention.kv_store import LayerShape
+from radixkv.recurrent_state import StateStep
 
 
 class AttentionWindow(NamedTuple):
@@ -76,7 +77,8 @@ class SequenceInput:
     """Tokens [start, start + n) of one sequence, which a step computes and stores; a decode has one token.
 
     The KV of the n tokens goes to `slots`; `block_table` covers tokens [0, start + n). An `isolated` input gets a
-    forward of its own: a matrix product of another height may round its rows differently.
+    forward of its own: a matrix product of another height may round its rows differently. `state` is for models with
+    recurrent state.
     """
 
     tokens: NDArray[np.int32]
@@ -84,3 +86,4 @@ class SequenceInput:
     slots: NDArray[np.int64]
     block_table: NDArray[np.int32]
     isolated: bool = False
+    state: StateStep | None = None
