@@ -18,6 +18,8 @@ from torch._dynamo.utils import counters
 from radixkv.attention import triton_backend
 from radixkv.errors import InvalidInput
 from radixkv.models.loaded import SequenceInput
+from radixkv.models.packed import PackedLinear
+from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear
 from radixkv.models.rounding import agree
 from radixkv.models.runner import PoolForward, Runner
 
@@ -29,11 +31,14 @@ def fuse(runner: Runner, backend: str = "inductor") -> None:
 
     `backend` is one of torch.compile's. Compiles at once, for several tokens and for one: about ten seconds each,
     independent of the number of layers. A model that fails to compile, would be compiled in each step, or computes
-    something else runs uncompiled, with one warning.
+    something else runs uncompiled, with one warning. So does one with an `obstacle`, which is not tried.
     """
     forward = runner.forward
     if not isinstance(forward, PoolForward):
         _log.warning("the model runs uncompiled: its attention is not radixkv's to compile around")
+        return
+    if (reason := obstacle(runner.loaded.model)) is not None:
+        _log.warning("the model runs uncompiled: %s", reason)
         return
     dtype, expected = runner.loaded.dtype, _probe(runner)
     forward.model = fused = Fused(runner.loaded.model, backend)
@@ -50,6 +55,21 @@ def fuse(runner: Runner, backend: str = "inductor") -> None:
     except Exception as error:  # compilers raise exceptions of any type
         warn(error)
     forward.model, forward.uncompiled = runner.loaded.model, True
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """Return the reason why the layers of a model for the CPU cannot be compiled; None if they may be."""
+    modules = list(model.modules())
+    if any(isinstance(each, QuantizedLinear | QuantizedEmbedding) for each in modules):
+        layers = "linear layers with weights of 8 or 4 bits are compiled already, by radixkv"
+    elif any(isinstance(each, PackedLinear) for each in modules):
+        layers = "linear layers are packed for oneDNN"
+    else:
+        return None
+    return (
+        f"on a CPU its {layers}, and torch.compile cannot read them. Most of a step is the reading of their weights, "
+        "which it would not shorten: leave compile at 'auto'"
+    )
 
 
 def _probe(runner: Runner) -> Tensor:

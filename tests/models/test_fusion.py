@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import LlamaConfig
 
 from radixkv.attention import triton_backend
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter, fusion
 from radixkv.models.loaded import SequenceInput
+from radixkv.models.quantized.kernels import kernels
 from radixkv.models.runner import Runner
-from tests.models.conftest import FAMILIES, make
+from tests.models.conftest import FAMILIES, GROUPED, make
 from tests.selection import mostly_long
 
 CPU, CUDA = "cpu", "cuda:1"
@@ -151,6 +153,19 @@ def test_what_computes_something_else_runs_as_it_is_with_one_warning(
     fusion.fuse(fused, "eager")
     assert torch.equal(fused.run(STEPS[0]), plain.run(STEPS[0]))
     assert caplog.messages == ["the model runs uncompiled: compiled, it does not compute the same"]
+
+
+def test_layers_for_the_cpu_are_not_tried_and_the_reason_is_said(
+    build: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("tried"))
+    model = build(LlamaConfig(**{**GROUPED, "hidden_size": 512}))
+    fusion.fuse(Runner(adapter.load(model), 12, 4))
+    [packed] = caplog.messages
+    assert packed.startswith("the model runs uncompiled: on a CPU its linear layers are packed for oneDNN, and")
+    if kernels() is not None:
+        fusion.fuse(Runner(adapter.load(build(LlamaConfig(**GROUPED)), weights="int8"), 12, 4))
+        assert "on a CPU its linear layers with weights of 8 or 4 bits are compiled already" in caplog.messages[1]
 
 
 def test_a_model_is_compiled_on_cuda_unless_bits_matter_or_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
