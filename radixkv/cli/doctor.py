@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from radixkv.cli import model_check
+from radixkv.cli import doctor_weights, model_check
 from radixkv.cli.doctor_checks import Finding, language, note, ok, problem, versions
 from radixkv.cli.plan import size
 from radixkv.errors import InvalidInput, RadixKVError, UnsafeFolder
@@ -77,9 +77,12 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from _model(loaded, [each.removeprefix(f"{arguments.model}: ") for each in said])
     if header is not None:
         yield _file(header)
+    yield doctor_weights.formats(loaded, arguments.weights, header)
     yield _pool(loaded, arguments)
     yield _self_test(loaded)
     yield from language(loaded)
+    yield doctor_weights.speed(loaded, arguments.block_size)
+    yield from doctor_weights.accuracy(loaded, arguments.weights, header, lambda: _in_float32(arguments))
     yield from _faster(loaded)
 
 
@@ -89,6 +92,12 @@ def _refused(error: Exception, arguments: argparse.Namespace) -> Finding:
         raise error
     text = str(error) if isinstance(error, RadixKVError) else f"{type(error).__name__}: {error}"
     return problem("model", text if arguments.model in text else f"{arguments.model}: {text}")
+
+
+def _in_float32(arguments: argparse.Namespace) -> LoadedModel:
+    """Load the model again, with weights of float32. Its warnings were collected before."""
+    with _listening([]):
+        return _load(argparse.Namespace(**{**vars(arguments), "weights": "float32"}))
 
 
 def _load(arguments: argparse.Namespace) -> LoadedModel:
@@ -167,7 +176,7 @@ def _model(loaded: LoadedModel, said: list[str]) -> Iterator[Finding]:
     yield ok("model", f"{loaded.name}: {kind}, {dtype} on {loaded.device}, {limits}")
     for warning in dict.fromkeys(said):
         yield note("model", warning.removeprefix(f"{loaded.name}: "))
-    yield _weights(loaded)
+    yield doctor_weights.counted(loaded)
     for spec, count in Counter(loaded.layers).items():
         yield ok("layers", f"{count} x {_spec(spec)}")
     yield _attention(loaded)
@@ -181,24 +190,6 @@ def _file(header: GGUFHeader) -> Finding:
         kinds[tensor.type_name] += 1
     types = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return ok("file", f"GGUF of architecture {header.architecture}, {size(stored)} of weights; tensors: {types}")
-
-
-def _weights(loaded: LoadedModel) -> Finding:
-    """Count the weights in memory; a tied head counts twice if it was repacked."""
-    from radixkv.models.packed import PackedLinear
-    from radixkv.models.quantized.layers import quantized_weights
-
-    weights = list(loaded.model.parameters())
-    packed = (each for each in loaded.model.modules() if isinstance(each, PackedLinear))
-    apart = sum(each.in_features * each.out_features for each in packed)  # repacked weights are not parameters
-    total = sum(each.numel() * each.element_size() for each in weights) + apart * loaded.dtype.itemsize
-    numbers, found = sum(each.numel() for each in weights) + apart, quantized_weights(loaded.model)
-    kinds = Counter[str]()
-    for each in found:
-        kinds[f"{each.format.bits} bits"] += each.inputs * each.outputs
-    few = "".join(f", {count:,} of them in {bits}" for bits, count in sorted(kinds.items(), reverse=True))
-    numbers, total = numbers + kinds.total(), total + sum(each.nbytes for each in found)
-    return ok("weights", f"{numbers:,} numbers in memory, {size(total)}{few}")
 
 
 def _attention(loaded: LoadedModel) -> Finding:

@@ -27,7 +27,8 @@ from radixkv.models.quantized.layers import replace_layers, replaceable
 
 _CHUNK = 1 << 18  # numbers dequantised at once: a megabyte in float32, which stays in the cache of a core
 _LARGE = 64 << 20  # bytes of a file that takes more than a second to load
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The types of tensors that are not quantised."""
 
 Raw = np.ndarray[Any, np.dtype[np.uint8]]
 Dequantise = Callable[[Raw], Tensor]  # [rows, bytes] to [rows, numbers]
@@ -49,7 +50,7 @@ def formats(header: GGUFHeader, weights: str) -> dict[str, Format]:
             continue
         if tensor.type_name in BLOCKS:
             found[name] = BLOCKS[tensor.type_name]
-        elif tensor.type_name not in _FLOATS or weights == "int8" or (weights == "int4" and name in _OUTER):
+        elif tensor.type_name not in FLOATS or weights == "int8" or (weights == "int4" and name in _OUTER):
             found[name] = Format.INT8
         elif weights == "int4":
             found[name] = Format.INT4_MIN
@@ -200,8 +201,8 @@ def _dequantisers(header: GGUFHeader, names: Collection[str]) -> dict[str, Dequa
 
 
 def _dequantiser(header: GGUFHeader, tensor: GGUFTensor) -> Dequantise:
-    if tensor.type_name in _FLOATS:
-        dtype = _FLOATS[tensor.type_name]
+    if tensor.type_name in FLOATS:
+        dtype = FLOATS[tensor.type_name]
         return lambda raw: torch.from_numpy(raw).view(dtype)
     try:
         from gguf import GGMLQuantizationType

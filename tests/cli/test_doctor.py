@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from radixkv.cli import doctor, doctor_checks, main
+from radixkv.cli import doctor, doctor_checks, doctor_weights, main
 from radixkv.cli.doctor_checks import Finding
 from radixkv.cli.plan import size
 from radixkv.errors import UnsupportedModel
@@ -171,7 +171,7 @@ def test_packed_weights_are_counted_too() -> None:
     numbers = sum(each.numel() for each in model.parameters())
     packed = load(model)
     assert any(isinstance(each, PackedLinear) for each in packed.model.modules())
-    assert doctor._weights(packed).seen == weights(numbers)
+    assert doctor_weights.counted(packed).seen == weights(numbers)
 
 
 def test_what_a_real_checkpoint_has_besides_weights_is_said(examine: Any, tmp_path: Path) -> None:

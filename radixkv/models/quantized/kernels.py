@@ -41,6 +41,11 @@ class Format(IntEnum):
         """Bits of a weight, without its group's scale and minimum."""
         return 8 if self is Format.INT8 else 4
 
+    @property
+    def description(self) -> str:
+        """The format in words."""
+        return f"{self.bits} bits" + " with a minimum" * (self is Format.INT4_MIN)
+
 
 BLOCKS = {"Q8_0": Format.INT8, "Q4_0": Format.INT4, "Q4_1": Format.INT4_MIN}
 """The types of ggml whose blocks hold the same numbers."""
@@ -100,15 +105,27 @@ def kernels() -> Kernels | None:
 
     Costs a hash of the source, or three seconds if nothing is compiled yet.
     """
+    found = _loaded()
+    if not isinstance(found, str):
+        return found
+    _log.warning("weights are computed with in float32, not in 8 or 4 bits: %s", found)
+    return None
+
+
+def obstacle() -> str | None:
+    """Return the reason why there are no products on this machine; None if there are. Costs as `kernels`."""
+    found = _loaded()
+    return found if isinstance(found, str) else None
+
+
+@cache
+def _loaded() -> Kernels | str:
+    """Return the products, or the reason why there are none."""
     try:
         found = Kernels(str(build.library()))
-        if _are_right(found):
-            return found
-        reason = "the compiled products give wrong numbers here"
     except (OSError, AttributeError, build.BuildError) as error:
-        reason = str(error)
-    _log.warning("weights are computed with in float32, not in 8 or 4 bits: %s", reason)
-    return None
+        return str(error)
+    return found if _are_right(found) else "the compiled products give wrong numbers here"
 
 
 class QuantizedWeights:

@@ -1,0 +1,183 @@
+"""`doctor` names the formats of the weights with the reason, and measures speed and KL divergence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from radixkv.cli import doctor_weights
+from radixkv.errors import InvalidInput
+from radixkv.gguf.header import read_header
+from radixkv.models.adapter import load
+from radixkv.models.loaded import LoadedModel
+from radixkv.models.quantized import build, kernels
+from tests.models.gguf_files import CONFIGS, SIZES, made, write
+
+compiled = pytest.mark.skipif(kernels.kernels() is None, reason="no compiler, or a CPU without AVX2")
+TOKENIZER = SimpleNamespace(encode=lambda text: [5 + ord(letter) % 80 for letter in text])
+
+UNQUANTISED = "'auto' keeps the bits of quantised GGUF files only; weights='int8' takes about a quarter of the memory"
+
+
+def unexpected() -> LoadedModel:
+    pytest.fail("loaded again")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load("tiny")
+
+
+def one(
+    loaded: LoadedModel, path: Path | None, weights: str, again: Callable[[], LoadedModel] = unexpected
+) -> tuple[str, str]:
+    [found] = doctor_weights.accuracy(loaded, weights, path and read_header(path), again)
+    assert found.about == "accuracy"
+    return found.status, found.seen
+
+
+def divergence(said: str) -> float:
+    found = re.search(r"mean KL divergence (\S+) nats", said)
+    assert found
+    return float(found[1])
+
+
+# ---- formats
+
+
+def test_formats_of_floats_have_their_reason(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(weights: str = "auto", **changes: Any) -> tuple[str, str]:
+        found = doctor_weights.formats(replace(tiny, **changes), weights, None)
+        return found.status, found.seen
+
+    monkeypatch.setattr(kernels, "_loaded", lambda: SimpleNamespace())
+    assert said() == (
+        "ok",
+        f"float32: {UNQUANTISED}",
+    )
+    assert said("float32") == ("ok", "float32: weights='float32' was asked for")
+    assert said(dtype=torch.bfloat16) == ("ok", "bfloat16: weights of 8 and 4 bits are for float32 on a CPU")
+    assert said("int8")[0] == "note" and "no layer is a plain one" in said("int8")[1]
+    monkeypatch.setattr(kernels, "_loaded", lambda: "there is no C++ compiler")
+    assert said() == ("ok", "float32: no setting changes that, because for 8 and 4 bits there is no C++ compiler")
+    assert said("int8") == ("note", "float32: there is no C++ compiler")
+
+
+def test_a_quantised_file_without_products_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "library", lambda: (_ for _ in ()).throw(build.BuildError("there is no C++ compiler")))
+    monkeypatch.setattr(kernels, "_loaded", kernels._loaded.__wrapped__)
+    kernels.kernels.cache_clear()
+    try:
+        path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q8_0")
+        found = doctor_weights.formats(load(path), "auto", read_header(path))
+        assert (found.status, found.seen) == ("note", "float32: there is no C++ compiler")
+    finally:
+        kernels.kernels.cache_clear()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("kind", "weights", "expected"),
+    [
+        ("Q4_1", "auto", "embedding and head 4 bits with a minimum, linear layers 4 bits with a minimum, "
+         "all else float32: blocks of Q4_1 are as in the file"),
+        ("Q5_0", "int4", "embedding and head 8 bits, linear layers 8 bits, all else float32: "
+         "weights of Q5_0 are rounded (weights='int4')"),
+        ("F16", "int4", "embedding and head 8 bits, linear layers 4 bits with a minimum, all else float32: "
+         "weights of F16 are rounded (weights='int4')"),
+        ("F32", "auto", f"float32: {UNQUANTISED}"),
+    ],
+)  # fmt: skip
+def test_formats_of_files(tmp_path: Path, kind: str, weights: str, expected: str) -> None:
+    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", kind)
+    found = doctor_weights.formats(load(path, weights=weights), weights, read_header(path))
+    assert (found.status, found.seen) == ("ok", expected)
+
+
+# ---- speed
+
+
+def test_speed_is_that_of_a_prefill_and_of_decodes(tiny: LoadedModel) -> None:
+    found = doctor_weights.speed(tiny, 16)
+    rates = r"[\d,.]+ tokens/s in one stream, prefill [\d,.]+ tokens/s \(\d+ tokens\): steps of the model without "
+    assert found.status == "ok" and re.match(rates, found.seen)
+    prefilled, prefill_s, decode_s = doctor_weights._times(tiny, 16)
+    assert 16 <= prefilled <= 512
+    assert prefill_s > 0 and decode_s > 0
+
+
+def test_a_short_context_and_no_tokenizer_are_measured_too() -> None:
+    model = made(transformers.LlamaConfig(**{**SIZES, "max_position_embeddings": 24}))
+    assert doctor_weights._times(load(model), 16)[0] == 22
+
+
+def test_speed_that_cannot_be_measured_is_a_note(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.memory.free_memory", lambda: 1000)
+    found = doctor_weights.speed(tiny, 16)
+    assert (found.status, found.seen.partition(" of")[0]) == ("note", "not measured: a KV pool")
+
+
+# ---- accuracy
+
+
+def test_divergence_is_that_of_the_distributions() -> None:
+    ours, theirs = torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([[2.0, 0.0], [1.0, 0.0]])
+    p = torch.tensor([2.0, 0.0]).softmax(-1)
+    first = float((p * (p / 0.5).log()).sum())
+    found, same = doctor_weights._divergence(ours.repeat(20, 1), theirs.repeat(20, 1))
+    assert found == pytest.approx(first / 2) and same == 1
+    assert doctor_weights._divergence(-theirs, theirs)[1] == 0
+    assert doctor_weights._divergence(theirs, theirs) == (0.0, 1.0)
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_kept_blocks_equal_their_own_weights_in_float32(tmp_path: Path, kind: str) -> None:
+    path = write(made(CONFIGS["llama, tied"]()), tmp_path / "model.gguf", kind)
+    status, said = one(replace(load(path), tokenizer=TOKENIZER), path, "auto")
+    assert status == "ok" and 0 <= divergence(said) <= 1e-9
+    assert said.endswith("from its own weights in float32, and the same most probable token in 100.0%")
+
+
+@compiled
+def test_rounded_weights_are_compared_with_those_of_the_files() -> None:
+    again = [load("tiny", weights="float32")]
+    found = {
+        weights: one(load("tiny", weights=weights), None, weights, lambda: again[0]) for weights in ("int8", "int4")
+    }
+    assert [status for status, _ in found.values()] == ["ok", "note"]
+    assert 0 < divergence(found["int8"][1]) <= 1e-2 < divergence(found["int4"][1])
+    assert "from the float32 weights of the files" in found["int8"][1]
+
+
+@compiled
+def test_rounded_blocks_of_a_file_are_compared_with_its_dequantised_weights(tmp_path: Path) -> None:
+    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q5_1")
+    status, said = one(replace(load(path), tokenizer=TOKENIZER), path, "auto", lambda: load(path, weights="float32"))
+    assert status == "ok" and 1e-9 < divergence(said) <= 1e-2
+
+
+@compiled
+def test_accuracy_that_cannot_be_measured_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load("tiny", weights="int8")
+    before = "the KL divergence from float32 was not measured: "
+    assert one(replace(loaded, tokenizer=None), None, "int8") == ("note", f"{before}there is no tokenizer for the text")
+
+    def refuse() -> LoadedModel:
+        raise InvalidInput("the weights do not fit")
+
+    assert one(loaded, None, "int8", refuse) == ("note", f"{before}the weights do not fit")
+    monkeypatch.setattr("radixkv.memory.free_memory", lambda: 1000)
+    assert one(loaded, None, "int8") == ("note", f"{before}in float32 the weights take 6.75 MiB, and 1000 B are free")
+
+
+def test_weights_in_float32_are_compared_with_nothing(tiny: LoadedModel) -> None:
+    assert not [*doctor_weights.accuracy(tiny, "auto", None, unexpected)]
