@@ -8,6 +8,7 @@ RadixKVError
 │   └── UnknownPolicy              there is no eviction policy of that name
 ├── CacheError
 │   ├── OutOfBlocks                free + evictable blocks do not suffice; nothing has changed
+│   │   └── OutOfStates            all rows of recurrent state are in use; nothing has changed
 │   ├── PlanPending                the sequence's last plan was neither committed nor voided
 │   ├── SequenceClosed             the sequence (or pin) was closed before
 │   ├── PinBudgetExceeded          pinning this would hold more of the pool than the budget allows
@@ -80,6 +81,10 @@ class CacheError(RadixKVError):
 
 class OutOfBlocks(CacheError):
     """Free and evictable blocks together do not suffice. Nothing has changed."""
+
+
+class OutOfStates(OutOfBlocks):
+    """All rows of recurrent state are in use. Nothing has changed."""
 
 
 class PlanPending(CacheError):

@@ -8,6 +8,7 @@ model drains it before each forward. A snapshot inside a chunk is written by the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -29,10 +30,13 @@ class StateSnapshot(NamedTuple):
 
 
 class StateStep(NamedTuple):
-    """The state of one chunk: the row to start from and to update, and snapshots in ascending order of tokens."""
+    """The state of one chunk: the row to start from and to update, and snapshots in ascending order of tokens.
+
+    The cache may add snapshots until the copies before the chunk's forward are drained.
+    """
 
     row: StateRow
-    snapshots: tuple[StateSnapshot, ...] = ()
+    snapshots: Sequence[StateSnapshot] = ()
 
 
 class StateCopies(Protocol):

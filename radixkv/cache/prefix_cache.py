@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import asdict
 from random import Random
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 
@@ -44,6 +44,9 @@ class PrefixCache:
     [(1, 2)]
     """
 
+    state_class: ClassVar[type[CacheState]] = CacheState
+    sequence_class: ClassVar[type[Sequence]] = Sequence
+
     def __init__(
         self,
         num_blocks: int,
@@ -54,8 +57,8 @@ class PrefixCache:
         *,
         pin_budget: float = 0.5,
     ) -> None:
-        _check_positive("num_blocks", num_blocks)
-        _check_positive("block_size", block_size)
+        check_positive("num_blocks", num_blocks)
+        check_positive("block_size", block_size)
         if not _is_number(pin_budget) or not 0 <= pin_budget <= 1:
             raise InvalidInput(f"pin_budget={pin_budget!r}: allowed is a part of the pool, 0.0 to 1.0")
         self.num_blocks, self.block_size = int(num_blocks), int(block_size)
@@ -63,7 +66,8 @@ class PrefixCache:
         self.eviction = eviction  # the name of the policy
         self.clock = clock
         pool = BlockPool(self.num_blocks, self.block_size)
-        self.state = CacheState(pool, index, clock, int(pin_budget * num_blocks))  # for the cache's own modules, checks
+        # For the cache's own modules, and for checks.
+        self.state = self.state_class(pool, index, clock, int(pin_budget * num_blocks))
         if observer is not None:
             self.state.observe(observer)
 
@@ -91,12 +95,12 @@ class PrefixCache:
         path = tree.path(node)
         blocks = tree.joined(path)
         del blocks[-(-length // self.block_size) :]
-        return Match(length, np.frombuffer(blocks, np.int32), tree.idle_blocks(path, length))
+        return Match(length, np.frombuffer(blocks, np.int32), tree.idle_blocks(path, length), length)
 
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
         """The prefix that `open` would find now, and why the match ends there. Costs a match and a look at ghosts."""
         raw = as_bytes(tokens)
-        _check_limit(limit)
+        check_limit(limit)
         node, matched = self._find(raw, namespace)
         asked, found = len(raw) // WIDTH, matched // WIDTH
         length = found if limit is None else min(found, limit)
@@ -183,7 +187,7 @@ class PrefixCache:
         """
         raw = as_bytes(tokens)
         if limit is not None:
-            _check_limit(limit)
+            check_limit(limit)
         if type(priority) is not int:
             check_int("priority", priority)
         if purpose not in PURPOSES:
@@ -202,7 +206,7 @@ class PrefixCache:
                 self._count_regret(ghost_owner, length, rest)
         if length < node.end:
             node = tree.split(node, length - node.start)
-        sequence = Sequence(state, node, length, tree.table(node))
+        sequence = self.sequence_class(state, node, length, tree.table(node))
         sequence.namespace, sequence.priority, sequence.purpose, sequence.asked = namespace, priority, purpose, asked
         tree.hold(node)
         if purpose != "audit":
@@ -333,13 +337,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
-def _check_positive(name: str, value: int) -> None:
+def check_positive(name: str, value: int) -> None:
+    """Raise InvalidInput unless `value` is an int of at least 1."""
     check_int(name, value)
     if value < 1:
         raise InvalidInput(f"{name}={value}: allowed is an int of at least 1")
 
 
-def _check_limit(limit: int | None) -> None:
+def check_limit(limit: int | None) -> None:
+    """Raise InvalidInput unless `limit` is None or an int of at least 0."""
     if limit is not None:
         check_int("limit", limit)
         if limit < 0:

@@ -135,6 +135,9 @@ class Sequence:
         copies = [(source, table[start // pool.block_size])] if source >= 0 else []
         return WritePlan(_slots(table, start, end, pool), copies)
 
+    def snapshot_at(self, position: int, *, shared: bool = False) -> None:
+        """Take a snapshot of recurrent state at `position`; a sequence without recurrent state does nothing."""
+
     def commit(self, publish: bool = True) -> None:
         """Count the tokens of the executed plan and, with `publish`, let others match them. O(new tokens).
 
@@ -158,7 +161,7 @@ class Sequence:
         """Return another sequence with the same tokens and `cached_length`, sharing every block. O(blocks)."""
         self._refuse_pending()
         state = self._state
-        twin = Sequence(state, self.node, self.length, self._table[:])
+        twin = self.__class__(state, self.node, self.length, self._table[:])
         state.tree.hold(self.node)
         twin._own, twin._tail = self._own, self._tail[:]
         twin.cached_length, twin.namespace = self.cached_length, self.namespace

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.events import Observer, guarded
@@ -39,13 +40,15 @@ class CacheState:
 
     __slots__ = ("clock", "counters", "ghosts", "index", "open", "pins", "pool", "tree")
 
+    tree_class: ClassVar[type[RadixTree]] = RadixTree
+
     def __init__(self, pool: BlockPool, index: EvictionIndex, clock: Callable[[], float], pin_budget: int) -> None:
         self.clock = clock
         self.pool = pool
         self.index = index
         forget = index.forget if index.remembers_faded else None
         self.ghosts = Ghosts(pool.num_blocks * pool.block_size, pool.num_blocks, forget)
-        self.tree = RadixTree(pool, index, self.ghosts)
+        self.tree = self.tree_class(pool, index, self.ghosts)
         self.pins = Pins(self.tree, clock, pin_budget)
         self.counters = Counters()
         self.open: dict[int, OpenSequence] = {}

@@ -19,7 +19,8 @@ from radixkv.recurrent_state import StateStep
 # A request; a request that comes back after it was preempted; a reader of cached KV that must leave no trace.
 Purpose = Literal["request", "resume", "audit"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-Reason = Literal["full", "never_seen", "diverged", "evicted", "limit"]
+KVReason = Literal["full", "never_seen", "diverged", "evicted", "limit"]
+Reason = Literal[KVReason, "no_state"]
 
 
 class Match(NamedTuple):
@@ -28,6 +29,7 @@ class Match(NamedTuple):
     length: int  # tokens
     blocks: npt.NDArray[np.int32]  # [ceil(length / block_size)]; safe to read only while a sequence or pin holds them
     idle_blocks: int  # blocks of the path that are evictable now: opening it takes no more from free + evictable
+    matched: int = 0  # tokens with cached KV: more than `length` if a model's recurrent state is kept up to there only
 
 
 class WritePlan(NamedTuple):
@@ -67,12 +69,13 @@ class Explanation:
 
     tokens: int  # asked for
     matched: int  # longest cached prefix
-    length: int  # tokens that `open` would hold: `matched`, but at most `limit`
+    length: int  # tokens that `open` would hold: `matched`, but at most `limit`, and up to a recurrent state
     reason: Reason
     diverged_at: int | None = None  # the first token that differs from the cached text
     evicted_tokens: int = 0  # how many more would have matched before the eviction
     evicted_ago: float | None = None  # seconds since the first of them was evicted
     pressure: str | None = None  # the request for blocks that caused the eviction
+    kv_reason: KVReason | None = None  # with "no_state", why the cached KV ends at `matched`
 
     def __str__(self) -> str:
         head = f"{self.length} of {self.tokens} tokens are cached"
@@ -81,6 +84,8 @@ class Explanation:
                 return f"{head}: the whole prompt."
             case "limit":
                 return f"{head}: {self.matched} match, held back by limit={self.length}."
+            case "no_state":
+                return f"{head}: {self.matched} match, but recurrent state is kept up to token {self.length} only."
             case "evicted":
                 return (
                     f"{head}: the next {self.evicted_tokens} were evicted {self.evicted_ago:.1f} s ago {self.pressure}."
@@ -114,6 +119,11 @@ class CacheStats:
     leaves: int  # evictable ones
     namespaces: int
     ghosts: int  # evicted runs that are remembered
+    state_rows: int = 0  # rows of recurrent state, one for each sequence that can be open; 0 for other models
+    state_rows_used: int = 0
+    state_slots: int = 0  # slots for snapshots of recurrent state
+    state_slots_used: int = 0
+    evicted_states: int = 0  # snapshots evicted to make room for others; those that left with their KV do not count
 
     @property
     def sequences(self) -> int:

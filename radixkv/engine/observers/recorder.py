@@ -14,12 +14,12 @@ from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
-from radixkv.cache import Sequence
+from radixkv.cache import Explanation, Sequence
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, TokenIds
 from radixkv.errors import RequestCancelled
 from radixkv.telemetry.mirror import SESSIONS
-from radixkv.telemetry.records import Changes, Phase, RequestRecord, SessionRecord, namespace_label
+from radixkv.telemetry.records import Changes, MissReason, Phase, RequestRecord, SessionRecord, namespace_label
 
 if TYPE_CHECKING:
     from radixkv.engine.core import Core
@@ -162,7 +162,7 @@ class RequestRecorder(EngineObserver):
             first_token=self._dated(min(first_tokens, default=None)),
             ended=self._dated(ended),
             finish=finish,
-            miss_reason=miss.reason if miss is not None else "full" if streams and self._reuses else None,
+            miss_reason=_miss_reason(miss) if miss is not None else "full" if streams and self._reuses else None,
             miss_at=None if miss is None else miss.length,
             miss_evicted_tokens=0 if miss is None else miss.evicted_tokens,
             miss_evicted_ago=None if miss is None else miss.evicted_ago,
@@ -171,6 +171,11 @@ class RequestRecorder(EngineObserver):
 
     def _dated(self, at: float | None) -> float | None:
         return None if at is None else at + self._offset
+
+
+def _miss_reason(miss: Explanation) -> MissReason | None:
+    """Return why the cached KV ends; monitors read a closed list without the reason "no_state"."""
+    return miss.kv_reason if miss.reason == "no_state" else miss.reason
 
 
 def _phase(request: Request, running: list[Request]) -> Phase:

@@ -1,0 +1,70 @@
+"""check() of rows, slots and snapshots. It reads private attributes on purpose; tests call it after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import cast
+
+from radixkv.cache.recurrent.sequence import StatefulSequence
+from radixkv.cache.recurrent.slots import StateSlots
+from radixkv.cache.recurrent.snapshots import Snapshots
+from radixkv.cache.state import CacheState
+from radixkv.recurrent_state import EMPTY
+
+
+def check(state: CacheState, slots: StateSlots, snapshots: Snapshots) -> None:
+    """Recount rows, slots, snapshots and their order of eviction, and compare. O(nodes + snapshots + sequences)."""
+    sequences = cast(list[StatefulSequence], list(state.open.values()))
+    _check_rows(slots, sequences)
+    _check_slots(slots, snapshots, sequences)
+    _check_places(state, snapshots)
+    _check_order(snapshots)
+
+
+def _check_rows(slots: StateSlots, sequences: list[StatefulSequence]) -> None:
+    held = [sequence.row for sequence in sequences if sequence.row is not None]
+    for sequence in sequences:
+        assert (sequence.row is None) == (sequence.purpose == "audit"), f"{sequence!r}: has it a row?"
+    assert {id(row) for row in held} == {id(row) for row in slots.rows()}, "rows in use that no sequence holds"
+    assert len({row.number for row in held}) == len(held), "two sequences have the same row"
+    assert len(held) == slots.rows_in_use <= slots.num_rows, f"{slots.rows_in_use} rows in use, recounted {len(held)}"
+    for number, row in enumerate(slots._rows):
+        assert row is None or row.number == number, f"row {number} has another number"
+    gaps = [number for number, row in enumerate(slots._rows) if row is None]
+    assert sorted(slots._gaps) == gaps, f"gaps {sorted(slots._gaps)}, recounted {gaps}"
+    used = set(range(slots.num_rows + slots.num_snapshots))
+    for source, target in slots.queued():
+        assert source in used or source == EMPTY, f"a copy from slot {source}"
+        assert target in used, f"a copy to slot {target}"
+
+
+def _check_slots(slots: StateSlots, snapshots: Snapshots, sequences: list[StatefulSequence]) -> None:
+    owners = Counter(slots.free)
+    owners.update(each.slot for each in snapshots)
+    for sequence in sequences:
+        owners.update(sequence.reserved_slots())
+    whole = Counter(range(slots.num_rows, slots.num_rows + slots.num_snapshots))
+    assert owners == whole, f"slots lost or owned twice: {sorted((owners - whole) + (whole - owners))}"
+
+
+def _check_places(state: CacheState, snapshots: Snapshots) -> None:
+    nodes = set(state.tree.walk())
+    for node, found in snapshots.by_node.items():
+        assert node in nodes, f"node {node.id} left the tree, its snapshots did not"
+        assert found, f"node {node.id} has an empty list of snapshots"
+        positions = [each.position for each in found]
+        assert positions == sorted(set(positions)), f"node {node.id}: snapshots at {positions}"
+        assert node.start < positions[0] and positions[-1] <= node.end, f"node {node.id}: snapshots at {positions}"
+        assert all(each.node is node for each in found), f"node {node.id}: a snapshot of another node"
+
+
+def _check_order(snapshots: Snapshots) -> None:
+    placed = [each for found in snapshots.by_node.values() for each in found]
+    assert {id(each) for each in placed} == {id(each) for each in snapshots}, "the order of eviction is incomplete"
+    assert len(placed) == len(snapshots), "the order of eviction lists a snapshot twice"
+    for key, snapshot in snapshots._order.items():
+        assert key == snapshot.key, f"the snapshot at {snapshot.position} is listed at an old place"
+        assert snapshot.slot >= 0, "a freed snapshot is listed"
+        assert snapshot.kind != "branch" or snapshot.superseded_by is None, (
+            "a snapshot where texts branch is superseded"
+        )

@@ -1,0 +1,102 @@
+"""The slots of a state arena: rows of running sequences, free snapshot slots, and the queue of copies between them.
+
+A copy counts as done once it is queued: the model drains the queue before each forward, and nothing else reads slots.
+Rows are packed at each drain, so a row that is freed and taken between two forwards costs no copy.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from radixkv.errors import OutOfStates
+from radixkv.recurrent_state import StateRow
+
+
+class StateSlots:
+    """Slots [0, rows) run sequences, and slots [rows, rows + snapshots) hold snapshots.
+
+    >>> from radixkv.recurrent_state import EMPTY
+    >>> slots = StateSlots(rows=2, snapshots=1)
+    >>> first, second = slots.take_row(), slots.take_row()
+    >>> slots.copy_to_row(EMPTY, second)
+    >>> slots.release_row(first)
+    >>> slots.drain(), second.number
+    ([(-1, 1), (1, 0)], 0)
+    """
+
+    __slots__ = ("_copies", "_gaps", "_rows", "drains", "free", "num_rows", "num_snapshots")
+
+    def __init__(self, rows: int, snapshots: int) -> None:
+        self.num_rows, self.num_snapshots = rows, snapshots
+        self.free = list(range(rows + snapshots - 1, rows - 1, -1))  # snapshot slots
+        self.drains = 0  # forwards that have begun: a plan that is older than the last one may have been executed
+        self._rows: list[StateRow | None] = []
+        self._gaps: list[int] = []  # a heap of the numbers of free rows among `_rows`
+        self._copies: list[tuple[int, int]] = []
+
+    @property
+    def rows_in_use(self) -> int:
+        """Rows of running sequences."""
+        return len(self._rows) - len(self._gaps)
+
+    def rows(self) -> list[StateRow]:
+        """Return the rows in use, by their numbers."""
+        return [row for row in self._rows if row is not None]
+
+    def refuse_full(self) -> None:
+        """Raise OutOfStates if all rows are in use."""
+        if self.rows_in_use == self.num_rows:
+            raise OutOfStates(
+                f"all {self.num_rows} rows of recurrent state are in use: close sequences, or give the cache more rows"
+            )
+
+    def take_row(self) -> StateRow:
+        """Take the first free row; the caller has checked that there is one, and sets its state by a copy."""
+        if self._gaps:
+            row = StateRow(heappop(self._gaps))
+            self._rows[row.number] = row
+        else:
+            row = StateRow(len(self._rows))
+            self._rows.append(row)
+        return row
+
+    def release_row(self, row: StateRow) -> None:
+        """Free a row, and drop the queued copies into it that nothing reads. O(queued copies)."""
+        self._rows[row.number] = None
+        heappush(self._gaps, row.number)
+        for at in range(len(self._copies) - 1, -1, -1):
+            source, target = self._copies[at]
+            if source == row.number:
+                break
+            if target == row.number:
+                del self._copies[at]
+
+    def copy_to_row(self, source: int, row: StateRow) -> None:
+        """Queue the copy of a slot, or of the EMPTY state, into a row."""
+        self._copies.append((source, row.number))
+
+    def copy_from_row(self, row: StateRow, slot: int) -> None:
+        """Queue the copy of a row into a snapshot slot."""
+        self._copies.append((row.number, slot))
+
+    def drain(self) -> list[tuple[int, int]]:
+        """Pack the rows, and return the copies (source, target) since the last call, to be run in this order."""
+        self.drains += 1
+        rows = self._rows
+        while self._gaps and rows:
+            last = rows.pop()
+            if last is None:
+                continue
+            gap = heappop(self._gaps)
+            if gap >= len(rows):  # this gap, and all later ones, were at the end
+                rows.append(last)
+                break
+            self._copies.append((last.number, gap))
+            rows[gap], last.number = last, gap
+        self._gaps.clear()
+        copies, self._copies = self._copies, []
+        return copies
+
+    def queued(self) -> list[tuple[int, int]]:
+        """Return the copies that wait for the next drain."""
+        return list(self._copies)

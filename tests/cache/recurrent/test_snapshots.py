@@ -1,0 +1,274 @@
+"""Where snapshots of recurrent state are taken, and which prefixes they make usable: fixed examples."""
+
+import pytest
+
+from radixkv.cache import Hint
+from radixkv.cache.recurrent import StatefulPrefixCache, StatefulSequence
+from radixkv.cache.recurrent.sequence import Spacing
+from radixkv.errors import InvalidInput, OutOfBlocks, OutOfStates, PlanPending
+from radixkv.recurrent_state import EMPTY
+
+
+def new(rows: int = 4, snapshots: int = 8, spacing: Spacing | None = None, blocks: int = 1000) -> StatefulPrefixCache:
+    return StatefulPrefixCache(blocks, 16, rows=rows, snapshots=snapshots, spacing=spacing)
+
+
+def serve(
+    cache: StatefulPrefixCache, prompt: list[int], reply: list[int] | None = None, message: int | None = None
+) -> int:
+    """Serve one request, token by token after its prompt; returns how many tokens it hit."""
+    seq = cache.open(prompt, limit=len(prompt) - 1)
+    if message is not None:
+        seq.snapshot_at(message)
+    for tokens in (prompt[seq.length :], *([token] for token in reply or [])):
+        seq.extend(tokens)
+        cache.copies.drain()
+        seq.commit()
+        cache.check()
+    seq.close()
+    cache.check()
+    return seq.cached_length
+
+
+def text(name: int, length: int) -> list[int]:
+    return [name * 10_000 + at for at in range(length)]
+
+
+def test_the_second_user_of_a_prefix_pays_and_the_third_hits() -> None:
+    cache, shared = new(), text(0, 150)
+    assert serve(cache, shared + text(1, 100)) == 0
+    assert serve(cache, shared + text(2, 100)) == 0  # the first prompt's own snapshot lies after the branch
+    assert serve(cache, shared + text(3, 100)) == 150
+
+
+def test_the_same_prompt_hits_up_to_the_last_grid_position() -> None:
+    cache, prompt = new(), text(0, 300)
+    assert [serve(cache, prompt), serve(cache, prompt), serve(cache, prompt)] == [0, 256, 299]
+    assert (cache.match(prompt[:298]).length, cache.match(prompt[:298]).matched) == (256, 298)
+
+
+def test_a_chat_whose_template_strips_the_reasoning_resumes_from_the_last_message() -> None:
+    cache, history, opening = new(), text(0, 200), [7, 8, 9]
+    for turn in range(1, 6):
+        thinking = [7777 + turn, *text(1, 80)]
+        assert serve(cache, history + opening, thinking, message=len(history)) == (len(history) - 130) * (turn > 1)
+        history = history + opening + text(turn + 1, 127)  # the reply without its reasoning, and the next message
+
+
+def test_a_chat_without_reasoning_resumes_from_the_end_of_the_turn() -> None:
+    cache, history, opening = new(), text(0, 200), [7, 8, 9]
+    for turn in range(1, 6):
+        reply = text(turn, 80)
+        hit = serve(cache, history + opening, reply, message=len(history))
+        assert hit == (len(history) - 20 - 1 if turn > 1 else 0)  # the last sampled token is never computed
+        history = history + opening + reply + text(20 + turn, 21)
+
+
+def test_snapshots_of_dead_ends_are_evicted_first_once_chats_have_shown_them() -> None:
+    cache, histories = new(snapshots=6), {chat: text(chat, 200) for chat in range(4)}
+    hits = []
+    for turn in range(8):
+        for chat, history in histories.items():
+            hits.append(serve(cache, [*history, 7, 8], [chat, turn, *text(50 + turn, 40)], message=len(history)))
+            histories[chat] = [*history, 7, 8, *text(60 + turn, 60)]
+    assert all(hits[-8:])
+    assert cache.stats().evicted_states > 20
+
+
+def test_a_long_prompt_leaves_snapshots_on_its_way() -> None:
+    cache, prompt = new(blocks=2000), text(0, 9000)
+    serve(cache, prompt)
+    assert serve(cache, [*prompt[:5000], *text(1, 70)]) == 4096
+    assert serve(cache, [*prompt[:5000], *text(2, 70)]) == 5000
+
+
+def test_explain_says_where_the_state_ends() -> None:
+    cache, prompt = new(), text(0, 300)
+    serve(cache, prompt)
+    found = cache.explain([*prompt[:270], 1])
+    assert (found.matched, found.length, found.reason, found.kv_reason) == (270, 256, "no_state", "diverged")
+    assert str(found) == "256 of 271 tokens are cached: 270 match, but recurrent state is kept up to token 256 only."
+    assert cache.explain(prompt[:256]).reason == "full"
+    assert cache.explain(prompt, limit=256).reason == "limit"
+    assert cache.explain([5]).reason == "never_seen"
+
+
+def test_a_cut_goes_back_to_the_last_snapshot() -> None:
+    cache = new()
+    seq = cache.open(text(0, 300))
+    for position in (100, 200):
+        seq.snapshot_at(position)
+    seq.extend(text(0, 300))
+    seq.commit()
+    seq.truncate(250)
+    assert seq.length == 200
+    seq.truncate(199)
+    assert seq.length == 100
+    seq.truncate(99)
+    assert seq.length == 0
+    assert cache.copies.drain()[-1] == (EMPTY, 0)
+    cache.check()
+
+
+def test_a_cut_inside_unpublished_tokens_uses_their_snapshots() -> None:
+    cache = new()
+    seq = cache.open(text(0, 300))
+    seq.snapshot_at(100)
+    seq.extend(text(0, 300))
+    seq.commit(publish=False)
+    seq.truncate(150)
+    assert seq.length == 100
+    seq.commit()
+    assert cache.match(text(0, 300)).length == 100
+    cache.check()
+
+
+def test_a_snapshot_may_be_named_until_its_forward_begins() -> None:
+    cache = new()
+    seq = cache.open(text(0, 100))
+    plan = seq.extend(text(0, 100))
+    assert plan.state is not None
+    seq.snapshot_at(70, shared=True)
+    seq.snapshot_at(30, shared=True)
+    assert [each.tokens for each in plan.state.snapshots] == [30, 64, 70]
+    cache.copies.drain()
+    seq.snapshot_at(80, shared=True)
+    assert [each.tokens for each in plan.state.snapshots] == [30, 64, 70]
+    seq.commit()
+    assert cache.match(text(0, 75)).length == 70
+    cache.check()
+
+
+def test_a_void_plan_gives_its_slots_back() -> None:
+    cache = new(snapshots=1)
+    for _ in range(3):
+        seq = cache.open(text(0, 100))
+        assert len(seq.extend(text(0, 100)).state.snapshots) == 1
+        seq.close()
+        cache.check()
+    assert cache.match(text(0, 100)).length == cache.stats().state_slots_used == 0
+
+
+def test_the_row_of_a_plan_that_was_not_executed_is_handed_over() -> None:
+    cache = new()
+    seq = filled(cache, 100)
+    seq.extend([1])
+    seq.close()
+    assert cache.match(text(0, 100)).length == 100
+
+
+def test_the_row_of_a_plan_that_may_have_been_executed_is_not_handed_over() -> None:
+    cache = new()
+    seq = filled(cache, 100)
+    seq.extend([1])
+    cache.copies.drain()
+    seq.close()
+    assert cache.match(text(0, 100)).length == 64
+
+
+def test_a_finished_conversation_leaves_no_state_of_its_end() -> None:
+    cache = new()
+    filled(cache, 100).close(Hint(done=True))
+    assert cache.match(text(0, 100)).length == 64
+
+
+def filled(cache: StatefulPrefixCache, length: int) -> StatefulSequence:
+    seq = cache.open(text(0, length))
+    seq.extend(text(0, length)[seq.length :])
+    cache.copies.drain()
+    seq.commit()
+    return seq
+
+
+def test_rows_run_out_without_a_change() -> None:
+    cache = new(rows=2)
+    first, _ = filled(cache, 100), cache.open([1])
+    before = cache.stats()
+    with pytest.raises(OutOfStates, match="all 2 rows"):
+        cache.open([2])
+    with pytest.raises(OutOfBlocks):
+        first.fork()
+    assert cache.stats() == before
+    audit = cache.open(text(0, 100), purpose="audit")
+    assert (audit.length, audit.row, audit.fork().row) == (100, None, None)
+    cache.check()
+
+
+def test_a_fork_copies_the_row_and_both_go_on() -> None:
+    cache = new()
+    first = filled(cache, 100)
+    cache.copies.drain()
+    twin = first.fork()
+    assert cache.copies.drain() == [(first.row.number, twin.row.number)]
+    assert twin.row is not first.row
+    first.extend([1])
+    with pytest.raises(PlanPending):
+        first.fork()
+    cache.check()
+
+
+def test_rows_are_packed_when_copies_are_drained() -> None:
+    cache = new()
+    first, second, third = (cache.open([number]) for number in range(3))
+    cache.copies.drain()
+    first.close()
+    assert cache.copies.drain() == [(2, 0)]
+    assert (second.row.number, third.row.number) == (1, 0)
+    second.close()
+    cache.open([5])
+    assert cache.copies.drain() == [(EMPTY, 1)]  # the gap was taken: nothing else moves
+    cache.check()
+
+
+def test_pins_protect_the_last_snapshot_of_their_prefix() -> None:
+    cache = new(snapshots=2)
+    serve(cache, text(0, 300))
+    with cache.pin(text(0, 300)):
+        for name in range(1, 6):
+            serve(cache, text(name, 300))
+        assert cache.match(text(0, 300)).length == 300
+    for name in range(6, 9):
+        serve(cache, text(name, 300))
+    assert cache.match(text(0, 300)).length == 0
+    assert cache.match(text(0, 300)).matched == 300
+
+
+def test_snapshots_leave_with_their_kv() -> None:
+    cache = new(blocks=20)
+    serve(cache, text(0, 300))
+    assert cache.stats().state_slots_used == 2
+    serve(cache, text(1, 300))
+    assert cache.match(text(0, 300)).length == 0
+    assert cache.stats().evicted_states == 0
+    cache.clear()
+    assert cache.stats().state_slots_used == 0
+
+
+def test_snapshots_of_a_deterministic_engine_lie_on_its_grid() -> None:
+    cache = new(spacing=Spacing(grid=50))
+    serve(cache, text(0, 230), reply=[1, 2, 3], message=229)
+    assert cache.match([*text(0, 230), 1, 2]).length == 200
+    cache.check()
+
+
+@pytest.mark.parametrize("argument", ["rows", "snapshots"])
+def test_a_cache_without_rows_or_slots_is_refused(argument: str) -> None:
+    with pytest.raises(InvalidInput, match=argument):
+        new(**{argument: 0})
+
+
+def test_wrong_arguments_change_nothing() -> None:
+    cache = new()
+    seq = filled(cache, 100)
+    for verb in (
+        lambda: seq.truncate("5"),  # type: ignore[arg-type]
+        lambda: seq.truncate(101),
+        lambda: seq.close(hint="done"),  # type: ignore[arg-type]
+        lambda: cache.open([1], limit=-1),
+        lambda: cache.open([1], limit=None, priority="high"),  # type: ignore[arg-type]
+        lambda: seq.snapshot_at("5"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidInput):
+            verb()
+    cache.check()
+    assert seq.length == 100 and cache.stats().state_rows_used == 1
