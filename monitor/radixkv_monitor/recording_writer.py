@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+from radixkv import private_files
 from radixkv.telemetry.protocol import Frame, Hello
 from radixkv.telemetry.recording import RecordingWriter
 from radixkv.telemetry.records import EngineFacts
@@ -23,7 +25,9 @@ class LiveRecording:
             for frame in frames:
                 self.bytes += self._writer.write(frame)
         except OSError:
-            self._writer.close()
+            with suppress(OSError):
+                self._writer.close()
+            path.unlink(missing_ok=True)
             raise
 
     @property
@@ -53,18 +57,15 @@ class LiveRecording:
 
 
 def save(path: Path, frames: Iterable[Frame]) -> int:
-    """Write frames that begin with a hello to a file; return their number. Raises OSError."""
+    """Write frames that begin with a hello to a file, as a whole; return their number. Raises OSError."""
     count = 0
     writer: RecordingWriter | None = None
-    try:
+    with private_files.replacing(path) as file:
         for frame in frames:
             if writer is None:
                 assert isinstance(frame, Hello)
-                writer = RecordingWriter(path, frame.facts, frame.ts)
+                writer = RecordingWriter(file, frame.facts, frame.ts)
             else:
                 writer.write(frame)
             count += 1
-    finally:
-        if writer is not None:
-            writer.close()
     return count

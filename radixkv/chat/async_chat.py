@@ -211,6 +211,6 @@ class AsyncEngine(AsyncRequestEngine):
         )
         return AsyncChatSession(session, self._preparing)
 
-    async def resume(self, path: str | os.PathLike[str]) -> AsyncChatSession:
-        """Return the conversation that was saved to `path`. Raises the errors of `Engine.resume`."""
-        return AsyncChatSession(await self._prepared(self._engine.resume, path), self._preparing)
+    async def resume(self, path: str | os.PathLike[str], *, namespace: Hashable = None) -> AsyncChatSession:
+        """Return the conversation that was saved to `path`; see `Engine.resume`."""
+        return AsyncChatSession(await self._prepared(self._engine.resume, path, namespace=namespace), self._preparing)

@@ -16,7 +16,7 @@ from radixkv.chat.saved import Overflow
 from radixkv.chat.session import ChatSession
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import RequestEngine
-from radixkv.engine.input_processor import is_chat
+from radixkv.engine.input_processor import check_namespace, is_chat
 from radixkv.errors import InvalidInput
 
 
@@ -60,14 +60,16 @@ class Engine(RequestEngine):
             self, template, [*opening, *(messages or [])], namespace=namespace, history=history, overflow=overflow
         )
 
-    def resume(self, path: str | os.PathLike[str]) -> ChatSession:
-        """Return the conversation that `ChatSession.save` wrote to `path`.
+    def resume(self, path: str | os.PathLike[str], *, namespace: Hashable = None) -> ChatSession:
+        """Return the conversation that `ChatSession.save` wrote to `path`; it continues in `namespace`.
 
-        Its prefix is computed again unless it is still cached. Raises InvalidInput for another format, version or
-        model, OSError for a file that cannot be read.
+        Its prefix is computed again unless it is still cached. Raises InvalidInput, with the reason, for a file that is
+        damaged or belongs to another model or chat template, and for a conversation of a namespace if none is given;
+        OSError for a file that cannot be read.
         """
         model = self.model
-        state = saved.read(path, model.name, model.vocab_size)
+        check_namespace(namespace)
+        state = saved.read(path, model.name, model.vocab_size, namespace)
         with saved.damaged(path):
             limit = self.context_limit
             template = ChatTemplate(model.tokenizer, model.stop_token_ids, state.tools, state.date, limit=limit)

@@ -258,7 +258,11 @@ class ChatSession:
         return self._closed
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the conversation to a JSON file, which `engine.resume` reads. Raises InvalidInput, OSError."""
+        """Write the conversation to a JSON file that only its owner may read; `engine.resume` reads it.
+
+        The file replaces one of that name, as a whole or not at all. It does not contain the namespace.
+        Raises InvalidInput, OSError.
+        """
         self._settle()
         write(self._state(), self._engine.model.name, path)
 
@@ -365,7 +369,8 @@ class ChatSession:
         if reply.tool_calls:
             message["tool_calls"] = [call.as_message() for call in reply.tool_calls]
         before, self._ids = self._ids, stream.prompt + array("i", completion.token_ids)
-        turn = Turn(tuple(stream.new), completion.token_ids, message, reply.tool_calls, len(self._ids))
+        end = len(self._ids) if self._append else None
+        turn = Turn(tuple(stream.new), completion.token_ids, message, reply.tool_calls, end)
         self._turns = [*stream.turns, turn]
         self._open_stream = None
         if stream.edits:
@@ -384,7 +389,7 @@ class ChatSession:
         if not turns:
             return array("i")
         *before, last = turns
-        if self._append and last.end is not None:
+        if last.end is not None:
             return self._ids[: last.end]
         return self._whole(before, last.messages) + array("i", last.reply_ids)
 

@@ -7,8 +7,6 @@ frames in memory and writes no file until it is asked to.
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from threading import Lock
 from types import TracebackType
 from typing import IO, Self
 
+from radixkv import private_files
 from radixkv.errors import ProtocolError
 from radixkv.telemetry.protocol import Bye, Decoder, Frame, Hello, encode
 from radixkv.telemetry.records import EngineFacts
@@ -38,11 +37,14 @@ class RecordingWriter:
     """
 
     def __init__(self, target: str | PathLike[str] | IO[bytes], facts: EngineFacts, ts: float = 0.0) -> None:
-        """Write the header to a path, or to a file that is open for bytes. Raises OSError."""
+        """Write the header to a new private file at a path, or to a file that is open for bytes. Raises OSError."""
+        head = MAGIC + encode(Hello(facts, ts=ts))
         self._owns = isinstance(target, (str, PathLike))
-        self._file = _opened(target) if isinstance(target, (str, PathLike)) else target
-        self._file.write(MAGIC)
-        self.write(Hello(facts, ts=ts))
+        if isinstance(target, (str, PathLike)):
+            self._file = private_files.begin(target, head)
+        else:
+            self._file = target
+            self._file.write(head)
 
     def write(self, frame: Frame) -> int:
         """Append a frame; returns its bytes. O(bytes). Raises OSError, for example for a full disk."""
@@ -52,9 +54,9 @@ class RecordingWriter:
         return len(data)
 
     def close(self) -> None:
-        """Close the file. May be called twice."""
+        """Close the file. May be called twice. Raises OSError."""
         if self._owns:
-            self._file.close()
+            private_files.close(self._file)
 
     def __enter__(self) -> Self:
         return self
@@ -128,35 +130,12 @@ class FlightRecorder:
         """
         with self._lock:
             frames = [frame for segment in self._segments for frame in segment.frames]
-        target = Path(path)
-        fresh = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
-        try:
-            with open(fresh, "wb", opener=_fresh) as file:
-                writer = RecordingWriter(file, self._facts, ts)
-                file.writelines(frames)
-                for frame in more:
-                    writer.write(frame)
-                file.flush()
-                os.fsync(file.fileno())
-                size = file.tell()
-            fresh.replace(target)
-        finally:
-            fresh.unlink(missing_ok=True)
-        return size
-
-
-def _opened(path: str | PathLike[str]) -> IO[bytes]:
-    return open(path, "wb", opener=_private)
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file; a new one is readable by its owner only, because recordings hold beginnings of prompts."""
-    return os.open(path, flags, 0o600)
-
-
-def _fresh(path: str, flags: int) -> int:
-    """Create a private file; a link that another user placed in a shared folder is not followed."""
-    return _private(path, flags | os.O_EXCL | os.O_NOFOLLOW)
+        with private_files.replacing(path) as file:
+            writer = RecordingWriter(file, self._facts, ts)
+            file.writelines(frames)
+            for frame in more:
+                writer.write(frame)
+            return file.tell()
 
 
 def _check_head(path: str | PathLike[str], head: bytes) -> None:

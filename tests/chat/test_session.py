@@ -270,43 +270,6 @@ def test_dead_branches_are_the_first_to_be_evicted(how):
             assert engine.probe(kept).matched >= len(kept) - 1
 
 
-def test_saving_and_resuming(tmp_path):
-    path = str(tmp_path / "chat.json")
-    with chat_engine() as engine:
-        chat = engine.chat("Be kind.", tools=TOOLS, namespace="me", overflow="drop_oldest")
-        chat.send("one")
-        chat.send("two")
-        chat.save(path)
-        again = engine.resume(path)
-        assert (again.history, again.token_ids, again.turns) == (chat.history, chat.token_ids, 2)
-        assert again.send("three").usage.cached_tokens == len(chat.token_ids) - 1
-        chat.send("three")
-        assert again.token_ids == chat.token_ids
-        again.rewind(3)
-        assert again.token_ids == []
-        unsaveable = engine.chat(namespace=("a", 1))
-        with pytest.raises(InvalidInput, match="namespace"):
-            unsaveable.save(path)
-    saved = json.loads((tmp_path / "chat.json").read_text())
-    with chat_engine() as fresh:  # another process, say: nothing is cached
-        resumed = fresh.resume(path)
-        assert resumed.send("three").usage.cached_tokens == 0
-        assert resumed.token_ids == chat.token_ids
-        for change, message in (
-            ({"version": 2}, "version 2"),
-            ({"format": "x"}, "format"),
-            ({"model": "other"}, "'other'"),
-            ({"token_ids": [10_000]}, "vocabulary"),
-            ({"turns": [{}]}, "damaged"),
-        ):
-            (tmp_path / "bad.json").write_text(json.dumps({**saved, **change}))
-            with pytest.raises(InvalidInput, match=message):
-                fresh.resume(tmp_path / "bad.json")
-        (tmp_path / "bad.json").write_text("{")
-        with pytest.raises(InvalidInput, match="no saved conversation"):
-            fresh.resume(tmp_path / "bad.json")
-
-
 def test_a_full_context_is_an_error_that_changes_nothing():
     with chat_engine(max_length=120) as engine, engine.chat() as chat:
         chat.send("hello hello")
@@ -524,47 +487,6 @@ def test_what_is_wrong_with_a_call_is_named_and_changes_nothing():
         assert chat.turns == 1
         assert engine.stats().requests == 1
         assert chat.tool_results([ToolResult("call_0_0", 1)]).tool_calls
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *({"token_ids": value} for value in ("abc", [1, "x"], None, [-5], [2**40], {"a": 1})),
-        *({"opening": value} for value in (None, "x", [1], [{}])),
-        *({"turns": value} for value in (None, [1])),
-        {"tools": 5},
-    ],
-)
-def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
-    _refused(tmp_path, lambda saved: saved.update(damage))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *({"reply_ids": value} for value in ([99999], [-1], "x")),
-        *({"end": value} for value in ("x", 10**6, -3)),
-        *({"reply": value} for value in ("x", {})),
-        *({"messages": value} for value in ([], ["x"], "x")),
-        *({"tool_calls": value} for value in ([{"a": 1}], None)),
-    ],
-)
-def test_a_damaged_turn_is_refused_by_name(tmp_path, damage):
-    _refused(tmp_path, lambda saved: saved["turns"][0].update(damage))
-
-
-def _refused(tmp_path, change) -> None:
-    path = tmp_path / "chat.json"
-    with chat_engine() as engine:
-        chat = engine.chat("Be kind.")
-        chat.send("one")
-        chat.save(path)
-        assert engine.resume(path).history == chat.history
-        saved = json.loads(path.read_text())
-        change(saved)
-        path.write_text(json.dumps(saved))
-        with pytest.raises(InvalidInput, match=r"chat\.json"):
-            engine.resume(path)
 
 
 def test_prompts_of_messages_are_encoded_as_a_session_encodes_them():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 
 import pytest
 
@@ -110,16 +109,6 @@ def test_messages_that_the_template_refuses_are_refused_with_its_words() -> None
         for ask in (engine.submit, engine.warm, engine.probe, lambda messages: engine.generate([messages])):
             with pytest.raises(ChatError, match="refuses this conversation: Never on Mondays"):
                 ask(HI)
-
-
-def test_a_saved_date_that_is_none_is_damage(tmp_path) -> None:
-    path = tmp_path / "chat.json"
-    with chat_engine() as engine:
-        engine.chat().save(path)
-        for wrong in ("tomorrow", 3, ["31 Dec 2025"]):
-            path.write_text(json.dumps({**json.loads(path.read_text()), "date": wrong}))
-            with pytest.raises(InvalidInput, match="date is written as"):
-                engine.resume(path)
 
 
 def test_tools_and_messages_that_change_outside_change_nothing() -> None:

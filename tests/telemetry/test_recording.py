@@ -194,7 +194,7 @@ def test_nobody_elses_link_is_followed(tmp_path, monkeypatch):
     monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    (tmp_path / ".a.rec.guessed.new").symlink_to(victim)
+    (tmp_path / ".radixkv-guessed.new").symlink_to(victim)
     with pytest.raises(FileExistsError):
         recorded(3).save(tmp_path / "a.rec", 0.0)
     assert victim.read_text() == "precious"

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from radixkv import private_files
 from radixkv.engine.observers import EngineObserver
 from radixkv.errors import InvalidInput, RequestCancelled
 
@@ -169,7 +170,7 @@ class _LineFile:
     """A new file of whole lines: a line that a full disk took in part is truncated."""
 
     def __init__(self, path: Path) -> None:
-        self._raw = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
+        self._raw = private_files.create(path, buffering=0)
         self._size = 0
 
     def write(self, data: bytes) -> None:
@@ -187,7 +188,7 @@ class _LineFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._raw.close()
+        private_files.close(self._raw)
 
 
 def block_ids(tokens: TokenIds, block_size: int, key: bytes) -> list[int]:

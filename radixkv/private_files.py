@@ -1,0 +1,121 @@
+"""Write files that only their owner may read, and that a reader finds whole or not at all.
+
+Saved conversations, recordings and traces hold texts or facts about texts. So a new file has mode 0600 and is created
+under a random name, where no other user can place a link. It then replaces the target in one step; a link of that name
+is replaced, not followed. File and folder are synchronized with the disk. After an error, nothing of the new file is
+left. A process that is killed may leave a file `.radixkv-RANDOM.new` in the folder, never a damaged target.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Yield a new file, which replaces `path` when the block ends; if the block raises, `path` stays as it was.
+
+    Two writers at once do not disturb each other: the file of the last one remains. Raises OSError.
+    """
+    target = Path(path)
+    fresh, file = _fresh(target)
+    try:
+        with file:
+            yield file
+            _sync(file)
+        fresh.replace(target)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    _sync_folder(target)
+
+
+def write(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a whole file in place of `path`. Raises OSError."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+def begin(path: str | os.PathLike[str], head: bytes) -> IO[bytes]:
+    """Return a new open file in place of `path`, which begins with `head`. Raises OSError.
+
+    The caller appends to it, and calls `close`.
+    """
+    target = Path(path)
+    fresh, file = _fresh(target)
+    try:
+        file.write(head)
+        _sync(file)
+        fresh.replace(target)
+    except BaseException:
+        _discard(file)
+        fresh.unlink(missing_ok=True)
+        raise
+    _sync_folder(target)
+    return file
+
+
+def create(path: str | os.PathLike[str], buffering: int = -1) -> IO[bytes]:
+    """Return a new open file at `path`, for a caller as that of `begin`.
+
+    Raises FileExistsError, also for a link, and OSError.
+    """
+    file: IO[bytes] = open(path, "xb", buffering, opener=_private)  # noqa: SIM115 - the caller closes it
+    _sync_folder(Path(path))
+    return file
+
+
+def close(file: IO[bytes]) -> None:
+    """Synchronize a file with the disk, and close it also if that fails. May be called twice. Raises OSError."""
+    if file.closed:
+        return
+    try:
+        _sync(file)
+    except OSError:
+        _discard(file)
+        raise
+    file.close()
+
+
+# ---- inside
+
+
+def _fresh(target: Path) -> tuple[Path, IO[bytes]]:
+    """Create a file next to `target`. Raises FileExistsError for a target that must not be replaced, such as a pipe."""
+    with suppress(FileNotFoundError):
+        mode = target.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise FileExistsError(f"{target} exists and is no regular file: name another one")
+    fresh = target.with_name(f".radixkv-{secrets.token_hex(8)}.new")
+    return fresh, open(fresh, "xb", opener=_private)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(target: Path) -> None:
+    """Make the name of a file durable, on file systems that can."""
+    with suppress(OSError):
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _discard(file: IO[bytes]) -> None:
+    """Close a file that cannot be written."""
+    with suppress(OSError):
+        file.close()

@@ -1,0 +1,129 @@
+"""Private files: whole or absent, for their owner only, with nothing left after an error."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from radixkv import private_files
+from tests.telemetry.served import room
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_a_file_is_whole_private_and_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("before")
+    path.chmod(0o644)
+    with private_files.replacing(path) as file:
+        file.write(b"new")
+        assert path.read_text() == "before"
+    assert (path.read_bytes(), mode(path), names(tmp_path)) == (b"new", 0o600, ["a"])
+
+
+def test_two_writers_of_one_path_do_not_tear_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with private_files.replacing(path) as one:
+        one.write(b"1" * 50_000)
+        with private_files.replacing(path) as two:
+            two.write(b"2" * 70_000)
+        assert path.read_bytes() == b"2" * 70_000
+        one.write(b"1" * 50_000)
+    assert path.read_bytes() == b"1" * 100_000
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_the_file_as_it_was(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "a"
+    path.write_text("before")
+
+    def half() -> None:
+        with private_files.replacing(path) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(error):
+        half()
+    assert (path.read_text(), names(tmp_path)) == ("before", ["a"])
+
+
+@pytest.mark.parametrize("verb", [private_files.write, private_files.begin])
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, verb: object) -> None:
+    path = tmp_path / "a"
+    path.write_text("before")
+    with room(1000), pytest.raises(OSError, match="File too large"):
+        verb(path, b"x" * 2000)  # type: ignore[operator]
+    assert (path.read_text(), names(tmp_path)) == ("before", ["a"])
+
+
+def test_links_are_replaced_and_never_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "a"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        private_files.create(link)
+    private_files.write(link, b"new")
+    assert not link.is_symlink() and link.read_bytes() == b"new"
+    link.unlink()
+    link.symlink_to(victim)
+    private_files.close(private_files.begin(link, b"head"))
+    assert not link.is_symlink() and link.read_bytes() == b"head"
+    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
+    (tmp_path / ".radixkv-guessed.new").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        private_files.write(link, b"newer")
+    assert (victim.read_text(), link.read_bytes()) == ("precious", b"head")
+
+
+def test_a_pipe_or_a_folder_is_not_replaced(tmp_path: Path) -> None:
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path in (pipe, folder):
+        with pytest.raises(FileExistsError, match="no regular file"):
+            private_files.write(path, b"x")
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and names(tmp_path) == ["folder", "pipe"]
+
+
+def test_a_file_that_grows_begins_with_its_head(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("a longer file than the new one")
+    file = private_files.begin(path, b"head")
+    assert path.read_bytes() == b"head"
+    file.write(b" and more")
+    private_files.close(file)
+    private_files.close(file)
+    assert (path.read_bytes(), mode(path), names(tmp_path)) == (b"head and more", 0o600, ["a"])
+
+
+def test_a_file_and_its_folder_are_synchronized_before_and_after_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", lambda *_: pytest.fail("a rename does not replace everywhere"))
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("name"), replace(*paths))[1])
+    private_files.write(tmp_path / "a", b"x")
+    assert done == ["file", "name", "folder"]
+
+
+def test_a_long_name_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 255)
+    private_files.write(path, b"x")
+    assert names(tmp_path) == ["n" * 255]
