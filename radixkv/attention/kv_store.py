@@ -47,15 +47,14 @@ class KVStore:
         always_gather: bool = False,
         blocks_first: bool | None = None,
     ) -> None:
-        """Allocate; raises InvalidInput for no layers, no blocks, no slots, or a dtype that is not floating point.
+        """Allocate; raises InvalidInput for no blocks, no slots, or a dtype that is not floating point.
 
+        A model without attention has no layers, and its blocks take no bytes.
         With `always_gather`, keys are never read in place, so that block ids do not change the bits of a result.
         `blocks_first` sets the order in memory, by default that of the device.
         """
-        if not layers or num_blocks < 1 or block_size < 1:
-            raise InvalidInput(
-                f"a store needs a layer, a block and a slot, not {len(layers)}, {num_blocks}, {block_size}"
-            )
+        if num_blocks < 1 or block_size < 1:
+            raise InvalidInput(f"a store needs a block and a slot, not {num_blocks}, {block_size}")
         if not dtype.is_floating_point:
             raise InvalidInput(f"KV is stored in a floating point dtype, not in {dtype}")
         self.layers = tuple(layers)
@@ -64,7 +63,9 @@ class KVStore:
         self.device = torch.device(device)
         self.dtype = dtype
         self.compute_dtype = torch.float32 if dtype.itemsize < 4 else dtype  # attention computes in this
-        self.num_rows = max(layer.kv_heads for layer in layers) * num_blocks * block_size  # of the largest `table`
+        self.num_rows = (
+            max((layer.kv_heads for layer in layers), default=1) * num_blocks * block_size
+        )  # of the largest `table`
         self.runs_are_views = self.device.type == "cpu" if blocks_first is None else not blocks_first
         self.reads_in_place = self.runs_are_views and not always_gather
         with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode

@@ -28,7 +28,7 @@ from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Warmed
 from radixkv.engine.stats import AuditReport, EngineStats
-from radixkv.errors import InvalidInput
+from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.memory import blocks_for, check_free
 from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.records import EngineFacts
@@ -120,6 +120,8 @@ class RequestEngine:
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
         )
+        if loaded.state:
+            raise UnsupportedModel(f"{loaded.name} has recurrent state, which engines cannot keep yet")
         block_size, num_blocks = config.block_size, config.num_blocks
         bytes_per_block = _bytes_per_block(loaded, block_size)
         if num_blocks is None:

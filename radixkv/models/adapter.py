@@ -23,10 +23,11 @@ from radixkv.models import architecture, attention_interface, fallback, loader, 
 from radixkv.models.architecture import max_length
 from radixkv.models.attention_interface import IMPLEMENTATION, OWN, select
 from radixkv.models.loaded import LayerSpec, LoadedModel
-from radixkv.models.probe import probe
+from radixkv.models.probe import Probed, probe
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.quantized.layers import check_weights, quantize, quantized_weights, replaceable
 from radixkv.models.quantized.norms import fuse_norms
+from radixkv.models.recurrent.mixers import has_mixers, install
 from radixkv.models.selftest import self_test
 
 __all__ = ["LayerSpec", "LoadedModel", "load"]
@@ -113,6 +114,7 @@ def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool, att
     architecture.check_supported(module)
     try:
         _freeze(module, name)
+        install(module)
         loaded, error = _paged_or_own(module, tokenizer, name, keep=keep, attention=attention)
     except BaseException:
         select(module, own)
@@ -129,7 +131,7 @@ def _paged_or_own(
         select(module, IMPLEMENTATION)
         return _proven(_inspect(module, tokenizer, name, probe), attention, keep=keep)
     except UnsupportedModel as reason:
-        if attention != "auto":
+        if attention != "auto" or has_mixers(module):  # the fallback has no states
             raise
         select(module, OWN)
         try:
@@ -164,12 +166,10 @@ def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedM
         return _packed(replace(loaded, attention="torch"), keep=keep)
 
 
-def _inspect(
-    module: Any, tokenizer: Any | None, name: str, look: Callable[[Any], tuple[tuple[LayerSpec, ...], int]]
-) -> LoadedModel:
+def _inspect(module: Any, tokenizer: Any | None, name: str, look: Callable[[Any], Probed]) -> LoadedModel:
     """Collect the properties of the model that running it needs, found by a probe."""
     length = max_length(module)
-    layers, width = look(module)
+    layers, width, state = look(module)
     vocab_size = min(width, module.get_input_embeddings().num_embeddings)
     return LoadedModel(
         model=module,
@@ -182,6 +182,7 @@ def _inspect(
         name=name,
         dtype=module.dtype,
         device=module.device,
+        state=state,
     )
 
 

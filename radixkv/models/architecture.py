@@ -1,8 +1,9 @@
 """Read from a transformers model's class and configuration how to call it, and its limits.
 
 `ForwardSignature` calls a forward on one row of tokens with the arguments that the architecture takes. `max_length`,
-`window_limit` and `num_experts` read the configuration. `check_supported` refuses models that keep state other than
-keys and values. Nothing here runs a model to find out whether it keeps to its configuration: `probe` and `selftest` do.
+`window_limit` and `num_experts` read the configuration. `check_supported` refuses models that keep other things than
+keys, values and recurrent states. Nothing here runs a model to find out whether it keeps to its configuration: `probe`
+and `selftest` do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from radixkv.errors import UnsupportedModel
+from radixkv.models.recurrent.mixers import has_mixers
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class ForwardSignature:
         takes = [signature(part.forward).parameters for part in (model, model.base_model)]
         positions = any("position_ids" in parameters for parameters in takes)
         counts = not positions or bool(getattr(model.config.get_text_config(), "attn_temperature_tuning", False))
+        counts = counts and (not has_mixers(model) or any("past_key_values" in each for each in takes))
         return cls(positions, counts, "logits_to_keep" in takes[0], _first_position(model) if positions else 0)
 
     def logits(self, model: Any, tokens: Tensor, rows: Tensor, *, positions: Tensor | None = None, **more: Any) -> Any:
@@ -134,15 +137,29 @@ def num_experts(config: Any) -> int:
     return max(getattr(part, name, None) or 0 for part in parts for name in _EXPERTS)
 
 
-# Layers of any other type keep state or select keys in a way that a pool of keys and values does not reproduce.
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+# The attention of each layer type; None for layers without. Other types select keys by an index, or compress them.
+_ATTENTION = {
+    **{kind: kind for kind in ("full_attention", "sliding_attention", "chunked_attention")},
+    **dict.fromkeys(("linear_attention", "conv", "mamba", "moe", "mlp"), None),
+    "attention": "full_attention",
+    "hybrid": "full_attention",  # and a recurrent state
+    "hybrid_sliding": "sliding_attention",
+}
+_STATEFUL = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
+
+
+def attention_kinds(config: Any) -> list[str]:
+    """Return the layer types of the layers with attention, in order; empty if the configuration lists no types."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return [kind for kind in (_ATTENTION.get(each, each) for each in kinds) if kind is not None]
 
 
 def check_supported(model: Any) -> None:
-    """Raise UnsupportedModel, with the reason, for a model that keeps more than keys and values of its own tokens."""
+    """Raise UnsupportedModel, with the reason, for a model that stores anything that radixkv cannot keep.
+
+    It keeps keys and values of each token, and recurrent states that go through transformers' cache of states.
+    """
     kind, config = type(model).__name__, model.config
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModel(f"{kind} has recurrent state, which cannot be shared by prefix")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{kind} is an encoder-decoder; radixkv runs decoders")
     config = config.get_text_config()
@@ -150,9 +167,12 @@ def check_supported(model: Any) -> None:
         raise UnsupportedModel(f"{kind} attends to something else than its text, too; radixkv runs decoders")
     if getattr(config, "index_topk", None):
         raise UnsupportedModel(f"{kind} picks the keys that it attends to by an index, which the pool does not keep")
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
-    if unknown:
+    types = set(getattr(config, "layer_types", None) or ())
+    if unknown := sorted(types - _ATTENTION.keys()):
         raise UnsupportedModel(f"{kind} has layers of type {', '.join(unknown)}")
+    stateful = getattr(model, "_is_stateful", False) or types & {*_STATEFUL}
+    if stateful and not has_mixers(model):
+        raise UnsupportedModel(f"{kind} has recurrent state that does not go through transformers' cache of states")
 
 
 def short_error(error: Exception) -> str:

@@ -51,7 +51,9 @@ def record_decodes(runner: Runner, most: int, recorder: Recorder | None = None) 
     be recorded runs as before, with one warning. The graphs take up to `SHARE` of the device's memory.
     """
     loaded, store, forward = runner.loaded, runner.store, runner.forward
-    if any(layer.chunk for layer in loaded.layers):
+    if loaded.state:
+        _log.info("decode steps run without CUDA graphs: its layers keep recurrent state")
+    elif any(layer.chunk for layer in loaded.layers):
         _log.info("decode steps run without CUDA graphs: chunks of attention have block tables of their own")
     elif loaded.attention == "triton" and (recorder is not None or store.device.type == "cuda"):
         assert isinstance(forward, PoolForward)

@@ -23,6 +23,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.models.architecture import ForwardSignature, short_error, window_limit
 from radixkv.models.attention_interface import OWN, own_attention
 from radixkv.models.loaded import LayerSpec, LoadedModel, SequenceInput
+from radixkv.models.probe import Probed
 from radixkv.models.rounding import agree
 
 
@@ -86,7 +87,7 @@ class PoolLayer(DynamicLayer):  # type: ignore[misc]  # transformers shows no ty
         return self._sequence.start + (len(self._slots) if self.written else 0)
 
 
-def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
+def probe(model: Any) -> Probed:
     """Return the contents of each layer of the model's cache, in order, and the width of its logits.
 
     Raises UnsupportedModel with the reason if one token leaves anything except its keys and values there, or sees later
@@ -104,7 +105,7 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
         raise UnsupportedModel("it does not use the cache that it is given")
     if not causal:
         raise UnsupportedModel("a token changes the logits of earlier tokens")
-    return tuple(_specs(model.config.get_text_config(), cache)), int(logits.shape[-1])
+    return Probed(tuple(_specs(model.config.get_text_config(), cache)), int(logits.shape[-1]))
 
 
 def _is_causal(model: Any) -> bool:

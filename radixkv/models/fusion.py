@@ -34,6 +34,9 @@ def fuse(runner: Runner, backend: str = "inductor") -> None:
     something else runs uncompiled, with one warning. So does one with an `obstacle`, which is not tried.
     """
     forward = runner.forward
+    if runner.loaded.state:
+        _log.info("the model runs uncompiled: its layers keep recurrent state")
+        return
     if not isinstance(forward, PoolForward):
         _log.warning("the model runs uncompiled: its attention is not radixkv's to compile around")
         return

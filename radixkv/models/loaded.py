@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,6 +51,28 @@ class LayerSpec:
         return LayerShape(self.kv_heads, self.key_dim, self.value_dim)
 
 
+class StateKey(NamedTuple):
+    """The name of one state: its layer, "conv" (columns of a convolution) or "recurrent", and its number there."""
+
+    layer: int
+    kind: str
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One recurrent state of a sequence: its shape, independent of the number of tokens, and its dtype."""
+
+    key: StateKey
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the state of one sequence."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A decoder whose attention goes through the paged pool; `layers` are in the order of a forward pass.
@@ -57,6 +80,7 @@ class LoadedModel:
     `max_length` is the longest sequence in tokens, `vocab_size` the number of token ids that can go in and come out.
     The tokens `stop_token_ids` end a reply. `tokenizer` is None for a model that came without one. `attention` is the
     backend that it was tested with: "torch", "triton", or "fallback", the model's own attention for each sequence.
+    `state` are the recurrent states of a hybrid model, empty for others; `layers` then has its attention layers only.
     """
 
     model: nn.Module
@@ -70,6 +94,12 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     attention: str = "torch"
+    state: tuple[StateSpec, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of all recurrent states of one sequence; 0 for a model without."""
+        return sum(spec.num_bytes for spec in self.state)
 
 
 @dataclass(frozen=True)

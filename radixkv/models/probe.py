@@ -1,4 +1,4 @@
-"""Probe a model with one token: record every attention call, and refuse calls that radixkv's attention cannot express.
+"""Probe a model with one token: record attention calls and states, and refuse calls that radixkv cannot express.
 
 The self-test checks the numbers afterwards.
 """
@@ -6,15 +6,17 @@ The self-test checks the numbers afterwards.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from radixkv.errors import UnsupportedModel
-from radixkv.models.architecture import ForwardSignature, short_error
+from radixkv.models.architecture import ForwardSignature, attention_kinds, short_error
 from radixkv.models.attention_interface import AttentionCall, handled_by
-from radixkv.models.loaded import LayerSpec
+from radixkv.models.loaded import LayerSpec, StateSpec
+from radixkv.models.recurrent.mixers import mixed_by
+from radixkv.models.recurrent.state_probe import StateProbe
 
 # Tensors that many architectures pass although plain attention does not need them.
 _HARMLESS = frozenset(
@@ -22,16 +24,24 @@ _HARMLESS = frozenset(
 )
 
 
-def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
-    """Return the layers of one forward pass, in order, and the width of its logits.
+class Probed(NamedTuple):
+    """The layers of one forward pass, in order, the width of its logits, and the recurrent states that it leaves."""
+
+    layers: tuple[LayerSpec, ...]
+    width: int
+    state: tuple[StateSpec, ...] = ()
+
+
+def probe(model: Any) -> Probed:
+    """Return the layers and states of one forward pass.
 
     Raises UnsupportedModel with the reason if the model cannot run over a paged pool. Costs one forward of one token.
     """
     forward = ForwardSignature.of(model)
-    recorder = _Recorder()
+    recorder, states = _Recorder(), StateProbe()
     first = torch.zeros(1, dtype=torch.long, device=model.device)  # the token, its position, and its row
     try:
-        with torch.inference_mode(), handled_by(recorder):
+        with torch.inference_mode(), handled_by(recorder), mixed_by(states):
             logits = forward.logits(model, first, first, positions=first, use_cache=False)
     except UnsupportedModel:
         raise
@@ -39,7 +49,7 @@ def probe(model: Any) -> tuple[tuple[LayerSpec, ...], int]:
         raise UnsupportedModel(f"{_kind(model)} failed on its first token: {short_error(error)}") from error
     layers = tuple(recorder.layers)
     _check_layers(model, layers)
-    return _with_chunks(model, layers), int(logits.shape[-1])
+    return Probed(_with_chunks(model, layers), int(logits.shape[-1]), states.specs)
 
 
 class _Recorder:
@@ -97,6 +107,8 @@ def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:
     config = model.config.get_text_config()
     named = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")  # the decoder's number comes first
     expected = next(count for name in named if (count := getattr(config, name, None)))
+    if getattr(config, "layer_types", None):
+        expected = min(expected, len(attention_kinds(config)))
     if len(layers) < expected:
         raise UnsupportedModel(
             f"{_kind(model)} shows {len(layers)} attention calls for {expected} layers: it does not go through the "
@@ -110,7 +122,7 @@ def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:
 def _check_windows(model: Any, layers: tuple[LayerSpec, ...]) -> None:
     """Refuse windows that differ from the configuration."""
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
+    kinds = attention_kinds(config)
     if kinds and getattr(config, "sliding_window", None) and len(kinds) == len(layers):
         for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
             if (kind == "sliding_attention") != (layer.window is not None):
@@ -120,7 +132,7 @@ def _check_windows(model: Any, layers: tuple[LayerSpec, ...]) -> None:
 def _with_chunks(model: Any, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     """Return the same layers with the chunks in which they attend, which only the configuration has."""
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ()
+    kinds = attention_kinds(config)
     if "chunked_attention" not in kinds:
         return layers
     size = getattr(config, "attention_chunk_size", None)

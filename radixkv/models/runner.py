@@ -24,6 +24,9 @@ from radixkv.models.attention_interface import AttentionBackend, AttentionCall, 
 from radixkv.models.fallback import OwnAttention
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import AttentionWindow, LayerSpec, LoadedModel, SequenceInput
+from radixkv.models.recurrent.arena import StateArena
+from radixkv.models.recurrent.forward import RecurrentForward
+from radixkv.recurrent_state import StateCopies
 from radixkv_kernels.work_list import WorkList
 
 WorkLists = dict[AttentionWindow, WorkList]
@@ -48,8 +51,11 @@ class Runner:
         *,
         deterministic: bool = False,
         recheck_tokens: int = 0,
+        state_slots: int = 0,
     ) -> None:
         """Allocate num_blocks * store.bytes_per_block bytes, and spare blocks for `recheck_tokens`.
+
+        A model with recurrent state also takes `state_slots` slots of `loaded.state_bytes`; then set `state_copies`.
 
         If `deterministic`, the bits of a forward depend only on the tokens, starts and lengths of its inputs: not on
         the blocks' ids, nor on whether inputs share blocks. This costs a gather of all keys that are read.
@@ -72,6 +78,20 @@ class Runner:
             min_saving = plan.NEVER_SHARE if deterministic else plan.MIN_SAVING
             planner = AttentionPlanner(loaded.layers, block_size, min_saving)
             self.forward = PoolForward(loaded, self.backend, planner)
+        self.states: StateArena | None = None
+        if loaded.state:
+            self.states = StateArena(loaded.state, state_slots, loaded.device)
+            self.forward = RecurrentForward(self.forward.run, self.states)
+
+    @property
+    def state_copies(self) -> StateCopies | None:
+        """The queue of copies between slots that each forward runs first; the cache owns it."""
+        return None if self.states is None else self.states.queue
+
+    @state_copies.setter
+    def state_copies(self, queue: StateCopies) -> None:
+        assert self.states is not None, "the model has no recurrent state"
+        self.states.queue = queue
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[SequenceInput], copies: Sequence[tuple[int, int]] = ()) -> Tensor:

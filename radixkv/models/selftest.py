@@ -18,6 +18,7 @@ from torch import Tensor
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models.architecture import num_experts, short_error, unlisted_window
 from radixkv.models.loaded import LoadedModel
+from radixkv.models.recurrent.selftest_cases import RecurrentSelfTestCases
 from radixkv.models.rounding import TOLERANCE, relative_error
 from radixkv.models.selftest_cases import SHORTEST, SelfTestCases
 
@@ -31,6 +32,10 @@ _PLACES = {  # how the model was run, and the probable reason for a difference
     "pool": (
         "a paged pool",
         "attention, or changes it in a way that transformers' attention interface does not show",
+    ),
+    "recurrent": (
+        "a paged pool and recurrent states",
+        "cache, or starts the scan of a second chunk from zero, as Mamba-1 in torch does",
     ),
     "fallback": ("a cache filled from a pool", "keys and values, or attends to later tokens"),
 }
@@ -63,7 +68,8 @@ def _compare(loaded: LoadedModel, length: int, *, proven: bool = False) -> float
     routed = loaded.dtype.itemsize < 4 and num_experts(loaded.config.get_text_config()) > 1
     allowed = _ROUTED if routed and proven else TOLERANCE.get(loaded.dtype, 1e-1)
     try:
-        results = SelfTestCases(loaded, length).results()
+        cases = RecurrentSelfTestCases if loaded.state else SelfTestCases
+        results = cases(loaded, length).results()
     except Exception as error:
         raise UnsupportedModel(f"{_kind(loaded)} failed in its self-test: {short_error(error)}") from error
     if not all(own.isfinite().all() for _, _, own in results):
@@ -73,7 +79,7 @@ def _compare(loaded: LoadedModel, length: int, *, proven: bool = False) -> float
         )
     found, name = _judged(results, middle=routed)
     if not found <= allowed:  # "not <=" also catches NaN
-        where, why = _PLACES["fallback" if loaded.attention == "fallback" else "pool"]
+        where, why = _PLACES["fallback" if loaded.attention == "fallback" else "recurrent" if loaded.state else "pool"]
         raise UnsupportedModel(
             f"{_kind(loaded)} does not compute the same over {where}: {name} differs from the model's own forward "
             f"by {found:.1e} of the logits' spread ({loaded.dtype}). It keeps state outside of its {why}"
@@ -105,7 +111,10 @@ def _widened(loaded: LoadedModel) -> Iterator[LoadedModel]:
     try:
         for parameter in narrow:
             parameter.data = parameter.data.float()
-        yield replace(loaded, dtype=torch.float32)
+        state = tuple(
+            replace(each, dtype=torch.float32) if each.dtype == loaded.dtype else each for each in loaded.state
+        )
+        yield replace(loaded, dtype=torch.float32, state=state)
     finally:
         for parameter in narrow:
             parameter.data = parameter.data.to(loaded.dtype)

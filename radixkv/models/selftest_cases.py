@@ -20,17 +20,12 @@ SHORTEST = 8
 
 
 @dataclass
-class _Prompt:
+class Prompt:
     """One sequence: its tokens, its blocks, and the name and logits of the step that computed each token."""
 
     tokens: NDArray[np.int32]
     table: NDArray[np.int32]
     computed: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
-
-    def chunk(self, start: int, end: int) -> SequenceInput:
-        positions = np.arange(start, end)
-        slots = self.table[positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
-        return SequenceInput(self.tokens[start:end], start, slots, self.table[: -(-end // BLOCK)])
 
 
 class SelfTestCases:
@@ -39,6 +34,8 @@ class SelfTestCases:
     The prompts take turns, each is cut at different positions, and one starts after tokens that another has computed.
     State that an architecture keeps outside of its keys and values therefore changes some of their logits.
     """
+
+    state_slots = 0
 
     def __init__(self, loaded: LoadedModel, length: int) -> None:
         self._loaded = loaded
@@ -49,10 +46,10 @@ class SelfTestCases:
         tables = random.permutation(3 * blocks).astype(np.int32).reshape(3, blocks)
         shared = self._branch // BLOCK
         tokens[1, : self._branch], tables[1, :shared] = tokens[0, : self._branch], tables[0, :shared]
-        self._whole, self._other = _Prompt(tokens[0], tables[0]), _Prompt(tokens[1], tables[1])
-        self._late = _Prompt(tokens[2, :SHORTEST], tables[2])
+        late = Prompt(tokens[2, :SHORTEST], tables[2])
+        self._prompts = (Prompt(tokens[0], tables[0]), Prompt(tokens[1], tables[1]), late)
         self._copy = (int(tables[0, shared]), int(tables[1, shared]))
-        self._runner = Runner(loaded, 3 * blocks, BLOCK)
+        self._runner = Runner(loaded, 3 * blocks, BLOCK, state_slots=self.state_slots)
 
     def _tokens(self, random: np.random.Generator, length: int) -> NDArray[np.int32]:
         """Draw three prompts, with a padding token in each if the model counts positions by itself.
@@ -70,30 +67,40 @@ class SelfTestCases:
 
     def results(self) -> list[tuple[str, Tensor, Tensor]]:
         """Run all cases; return (name of the step, our logits, the model's own logits) of every input."""
-        end, branch = len(self._whole.tokens), self._branch
-        self._step("a first chunk", [(self._whole, 0, branch)])
-        self._step("a second chunk", [(self._whole, branch, end - 2)])
+        whole, other, late = self._prompts
+        end, branch = len(whole.tokens), self._branch
+        self._step("a first chunk", [(whole, 0, branch)])
+        self._step("a second chunk", [(whole, branch, end - 2)])
         self._step(
             "a prefill after a shared prefix and a copied block, with a decode",
-            [(self._whole, end - 2, end - 1), (self._other, branch, end - 1), (self._late, 0, 1)],
+            [(whole, end - 2, end - 1), (other, branch, end - 1), (late, 0, 1)],
             [self._copy],
         )
         self._step(
             "two decodes with a chunk after a single token",
-            [(self._other, end - 1, end), (self._late, 1, len(self._late.tokens)), (self._whole, end - 1, end)],
+            [(other, end - 1, end), (late, 1, len(late.tokens)), (whole, end - 1, end)],
         )
-        prompts = (self._whole, self._other, self._late)
-        return [result for prompt in prompts for result in self._compared(prompt)]
+        return self._all_compared()
+
+    def _all_compared(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Pair the logits of all steps with the model's own."""
+        return [result for prompt in self._prompts for result in self._compared(prompt)]
 
     def _step(
-        self, name: str, parts: Sequence[tuple[_Prompt, int, int]], copies: Sequence[tuple[int, int]] = ()
+        self, name: str, parts: Sequence[tuple[Prompt, int, int]], copies: Sequence[tuple[int, int]] = ()
     ) -> None:
-        logits = self._runner.run([prompt.chunk(start, end) for prompt, start, end in parts], copies)
+        logits = self._runner.run([self._input(*part) for part in parts], copies)
         for (prompt, _, end), row in zip(parts, logits, strict=True):
             prompt.computed[end - 1] = (name, row)
 
+    def _input(self, prompt: Prompt, start: int, end: int) -> SequenceInput:
+        """Return the tokens [start, end) of a prompt as an input of a step."""
+        positions = np.arange(start, end)
+        slots = prompt.table[positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+        return SequenceInput(prompt.tokens[start:end], start, slots, prompt.table[: -(-end // BLOCK)])
+
     @torch.inference_mode()
-    def _compared(self, prompt: _Prompt) -> list[tuple[str, Tensor, Tensor]]:
+    def _compared(self, prompt: Prompt) -> list[tuple[str, Tensor, Tensor]]:
         """Pair each of our logits with those of one forward of the whole prompt by the model alone."""
         rows = torch.tensor(sorted(prompt.computed), device=self._loaded.device)
         tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(self._loaded.device)

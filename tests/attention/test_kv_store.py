@@ -83,7 +83,7 @@ def test_a_gather_is_not_overwritten_by_the_next() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: KVStore([], 1),
+        lambda: KVStore([], 0),
         lambda: KVStore(SHAPES, 0),
         lambda: KVStore(SHAPES, 1, 0),
         lambda: KVStore(SHAPES, 1, dtype=torch.int8),

@@ -51,7 +51,7 @@ REFUSED = {
     "MambaForCausalLM": "recurrent",
     "JambaForCausalLM": "recurrent",
     "Qwen3NextForCausalLM": "recurrent",
-    "Lfm2ForCausalLM": "conv",
+    "Lfm2ForCausalLM": "recurrent",
     "DeepseekV32ForCausalLM": "index",
 }
 SAMPLE = [*PAGED, *FALLBACK, *REFUSED]

@@ -27,22 +27,12 @@ SIZES: dict[str, Any] = {
 GATED = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "mamba": (lambda: transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2), "recurrent"),
-    "qwen3_next": (
-        lambda: transformers.Qwen3NextConfig(
-            **GATED,
-            head_dim=16,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            layer_types=["linear_attention", "full_attention"],
+    "mamba": (lambda: transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2), "Mamba-1"),
+    "minimax": (
+        lambda: transformers.MiniMaxConfig(
+            **GATED, head_dim=16, num_local_experts=2, layer_types=["linear_attention", "full_attention"]
         ),
-        "recurrent|linear_attention",
+        "does not go through transformers' cache of states",
     ),
     "bert": (
         lambda: transformers.BertConfig(**SIZES, intermediate_size=48, is_decoder=False),
@@ -62,10 +52,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             first_k_dense_replace=2,
         ),
         "by an index",
-    ),
-    "lfm2": (
-        lambda: transformers.Lfm2Config(**GATED, layer_types=["conv", "full_attention"]),
-        "conv",
     ),
 }
 

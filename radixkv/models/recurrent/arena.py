@@ -1,0 +1,82 @@
+"""The slots of recurrent states on a device: one tensor for each state of each layer, with all slots side by side.
+
+A slot holds all states of one sequence after some tokens. The running sequences have the first slots, so that a decode
+of many sequences updates a slice of each tensor in place. A slot of zeros is the state before the first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from radixkv.errors import InvalidInput
+from radixkv.models.loaded import StateKey, StateSpec
+from radixkv.recurrent_state import EMPTY, StateCopies
+
+Slots = slice | Tensor
+"""Several slots: neighbours as a slice, others as an index [count]."""
+
+
+class StateArena:
+    """The states of `num_slots` slots; `copied` and `copied_bytes` count the copies of whole slots so far.
+
+    The cache owns the slots. It queues copies between them in `queue`, and `drain` runs them in their order. Not safe
+    for two threads at once.
+    """
+
+    def __init__(self, specs: Sequence[StateSpec], num_slots: int, device: torch.device) -> None:
+        """Allocate num_slots * bytes_per_slot bytes of zeros. Raises InvalidInput for less than one slot."""
+        if num_slots < 1:
+            raise InvalidInput(f"a model with recurrent state needs at least one slot for it, not {num_slots}")
+        self.num_slots, self.device = num_slots, device
+        self.bytes_per_slot = sum(spec.num_bytes for spec in specs)
+        self.queue: StateCopies = _NoCopies()
+        self.copied = self.copied_bytes = 0
+        self._tensors = {
+            spec.key: torch.zeros(num_slots, *spec.shape, dtype=spec.dtype, device=device) for spec in specs
+        }
+
+    def read(self, key: StateKey, slots: Slots) -> Tensor:
+        """Return one state of `slots`, [count, *shape]: a view for a slice, a copy for an index."""
+        return self._tensors[key][slots] if isinstance(slots, slice) else self._tensors[key].index_select(0, slots)
+
+    def write(self, key: StateKey, slots: Tensor, states: Tensor) -> None:
+        """Store `states` [count, *shape] in the slots of an index [count]."""
+        self._tensors[key].index_copy_(0, slots, states)
+
+    def copy_part(self, key: StateKey, source: int, target: int) -> None:
+        """Copy one state of a slot; after the copies of all states, call `count`."""
+        tensor = self._tensors[key]
+        tensor[target].copy_(tensor[source])
+
+    def count(self, copies: int) -> None:
+        """Count copies of whole slots that were made part by part."""
+        self.copied += copies
+        self.copied_bytes += copies * self.bytes_per_slot
+
+    def drain(self) -> None:
+        """Run the copies that the cache has queued since the last call, in their order."""
+        self.run(self.queue.drain())
+
+    def run(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy slots (source, target) one after the other; a source EMPTY sets the target to zeros.
+
+        A copy takes bytes_per_slot at the speed of memory: some 11 ms for the 52 MB of Qwen3.5-4B on a CPU.
+        """
+        for source, target in copies:
+            for tensor in self._tensors.values():
+                if source == EMPTY:
+                    tensor[target].zero_()
+                else:
+                    tensor[target].copy_(tensor[source])
+            self.count(int(source != EMPTY))
+
+
+class _NoCopies:
+    """An empty queue, for a runner without a cache."""
+
+    def drain(self) -> list[tuple[int, int]]:
+        """Return no copies."""
+        return []

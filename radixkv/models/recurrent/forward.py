@@ -1,0 +1,173 @@
+"""Compute a step of a model with recurrent state: the packed row is cut into calls of each mixer.
+
+All decodes of a step share one call; each longer chunk has calls of its own, cut where a snapshot is taken. Attention
+and all other layers see the whole row. Copies that the cache has queued are made before the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from radixkv.models.loaded import SequenceInput, StateKey
+from radixkv.models.recurrent.arena import Slots, StateArena
+from radixkv.models.recurrent.mixers import Mixer, mixed_by
+
+
+class RecurrentForward:
+    """Computes the steps of a model with recurrent state: `forward` computes them, with its mixers over `arena`."""
+
+    def __init__(self, forward: Callable[[Sequence[SequenceInput]], Tensor], arena: StateArena) -> None:
+        """`forward` returns the logits [len(inputs), vocab] of a step."""
+        self._forward, self._arena = forward, arena
+
+    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+        """Return logits [len(inputs), vocab] of each input's last token; every input has a state.
+
+        A forward that raises leaves the rows of its inputs in an unknown state.
+        """
+        self._arena.drain()
+        step = MixerStep(self._arena, mixer_calls(inputs, self._arena.device))
+        with mixed_by(step):
+            logits = self._forward(inputs)
+        self._arena.count(sum(len(each.state.snapshots) for each in inputs if each.state is not None))
+        return logits
+
+
+class MixerCall(NamedTuple):
+    """One call of a mixer: the tokens of the packed row, as [B, 1] if `joint`, else [1, n], and their slots.
+
+    `snapshots` are copies of slots (source, target) to make after the call.
+    """
+
+    tokens: Slots
+    joint: bool
+    slots: Slots
+    snapshots: tuple[tuple[int, int], ...] = ()
+
+
+def mixer_calls(inputs: Sequence[SequenceInput], device: torch.device) -> list[MixerCall]:
+    """Return the calls that serve all inputs of a step: one for all single tokens, the others by input and snapshot."""
+    single: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []  # row, token, snapshots
+    calls: list[MixerCall] = []
+    first = 0
+    for each in inputs:
+        assert each.state is not None, "an input of a model with recurrent state has no row"
+        row = each.state.row.number
+        copies = [(snapshot.tokens, (row, snapshot.slot)) for snapshot in each.state.snapshots]
+        if len(each.tokens) == 1:
+            single.append((row, first, tuple(copy for _, copy in copies)))
+        else:
+            calls += _cut(first, len(each.tokens), row, copies)
+        first += len(each.tokens)
+    if single:
+        single.sort()
+        rows, tokens, taken = zip(*single, strict=True)
+        assert len(set(rows)) == len(rows), "two inputs have the same row"
+        joint = MixerCall(_slots(tokens, device), True, _slots(rows, device), tuple(c for each in taken for c in each))
+        calls.insert(0, joint)
+    return calls
+
+
+def _cut(first: int, count: int, row: int, copies: list[tuple[int, tuple[int, int]]]) -> Iterator[MixerCall]:
+    """Yield the calls of one chunk of `count` tokens, which ends at each snapshot."""
+    start = 0
+    for end in sorted({tokens for tokens, _ in copies} | {count}):
+        taken = tuple(copy for tokens, copy in copies if tokens == end)
+        yield MixerCall(slice(first + start, first + end), False, slice(row, row + 1), taken)
+        start = end
+
+
+def _slots(numbers: Sequence[int], device: torch.device) -> Slots:
+    """Return ascending neighbours as a slice, other numbers as an index."""
+    if list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
+        return slice(numbers[0], numbers[0] + len(numbers))
+    return torch.tensor(numbers, dtype=torch.long, device=device)
+
+
+class MixerStep:
+    """Answers the mixers of one forward: cuts the row, runs each call on its slots, and puts the outputs together."""
+
+    def __init__(self, arena: StateArena, calls: Sequence[MixerCall]) -> None:
+        self._arena, self._calls = arena, calls
+
+    def mix(self, mixer: Mixer, arguments: dict[str, Any]) -> Any:
+        """Return the output of `mixer`: a tensor [1, T, ...], or a tuple of such."""
+        hidden = arguments[mixer.hidden]
+        outputs = [self._run(mixer, arguments, hidden, call) for call in self._calls]
+        if isinstance(outputs[0], tuple):
+            return tuple(self._joined(parts, hidden.shape[1]) for parts in zip(*outputs, strict=True))
+        return self._joined(outputs, hidden.shape[1])
+
+    def _run(self, mixer: Mixer, arguments: dict[str, Any], hidden: Tensor, call: MixerCall) -> Any:
+        part = hidden[0, call.tokens]
+        view = StateView(self._arena, call.slots)
+        more = {mixer.hidden: part[:, None] if call.joint else part[None], mixer.cache: view}
+        output = mixer.compute(arguments | more)
+        view.finish(call.snapshots)
+        return output
+
+    def _joined(self, parts: Sequence[Tensor], count: int) -> Tensor:
+        """Return the outputs [B, 1, ...] or [1, n, ...] of all calls as one row [1, count, ...]."""
+        if len(parts) == 1 and isinstance(self._calls[0].tokens, slice):
+            return parts[0].flatten(0, 1)[None]
+        whole = parts[0].new_empty(count, *parts[0].shape[2:])
+        for call, part in zip(self._calls, parts, strict=True):
+            whole[call.tokens] = part.flatten(0, 1)
+        return whole[None]
+
+
+class StateView:
+    """The cache that one call of a mixer sees: the states of its slots, of which none is fresh.
+
+    The states of neighbouring slots are views, which the mixer may also change in place. Others are gathered when
+    they are read, and `finish` stores them. Slots of zeros stand for fresh sequences.
+    """
+
+    def __init__(self, arena: StateArena, slots: Slots) -> None:
+        self._arena, self._slots = arena, slots
+        self._states: dict[StateKey, Tensor] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Return the last columns [B, channels, width] before these tokens."""
+        return self._state(StateKey(layer_idx, "conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Return the states [B, ...] after the last tokens."""
+        return self._state(StateKey(layer_idx, "recurrent", state_idx))
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Append columns [B, channels, T] and keep the last ones; return all [B, channels, width + T]."""
+        state = self._state(StateKey(layer_idx, "conv", state_idx))
+        columns = torch.cat([state.to(conv_states.dtype), conv_states], dim=-1)
+        state.copy_(columns[..., -state.shape[-1] :])
+        return columns
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Store and return states [B, ...]."""
+        state = self._state(StateKey(layer_idx, "recurrent", state_idx))
+        return state.copy_(recurrent_states)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: no state is rolled back."""
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return True: zeros stand for the state of a fresh sequence."""
+        return True
+
+    def finish(self, snapshots: Sequence[tuple[int, int]]) -> None:
+        """Store gathered states, and copy those of this mixer from slot to slot for each snapshot."""
+        for key, state in self._states.items():
+            if not isinstance(self._slots, slice):
+                self._arena.write(key, self._slots, state)
+            for source, target in snapshots:
+                self._arena.copy_part(key, source, target)
+
+    def _state(self, key: StateKey) -> Tensor:
+        if key not in self._states:
+            self._states[key] = self._arena.read(key, self._slots)
+        return self._states[key]
