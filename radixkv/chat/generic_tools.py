@@ -33,7 +33,7 @@ def with_tools_in_text(messages: Sequence[Message], tools: Sequence[Any], *, tak
     """
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return _with_opening(
-        _as_texts(messages), _ABOUT.format(tools=listed, start=HERMES.start, end=HERMES.end), takes_system
+        calls_as_text(messages), _ABOUT.format(tools=listed, start=HERMES.start, end=HERMES.end), takes_system
     )
 
 
@@ -49,7 +49,8 @@ def _with_opening(messages: list[Message], about: str, takes_system: bool) -> li
     return messages
 
 
-def _as_texts(messages: Sequence[Message]) -> list[Message]:
+def calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with tool calls as text of the assistant, and results as text of the user. O(bytes)."""
     texts: list[Message] = []
     after_result = False
     for message in messages:

@@ -33,7 +33,7 @@ def test_every_unit_comes_out_in_blocks(text: str, blocks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "%", "-1%", "1.5", "0", "63tok", "65535B", "10 apples", "1e3", "inf", "2%%", "9" * 20]
+    "text", ["", "%", "-1%", "0%", "0.0%", "1.5", "0", "63tok", "65535B", "10 apples", "1e3", "inf", "2%%", "9" * 20]
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="capacity"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -177,6 +178,35 @@ def test_ctrl_c_prints_what_is_known_by_then(say: Say, monkeypatch: pytest.Monke
     assert status == 130 and "of 99 requests" in out and "Interrupted" in out
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_prints_what_is_known_by_then(
+    say: Say, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
+) -> None:
+    serve, calls = simulate._CachePool.serve, []
+
+    def signalled(pool: Any, index: int) -> int:
+        calls.append(index)
+        if len(calls) == 100:
+            signal.raise_signal(number)
+        return serve(pool, index)
+
+    monkeypatch.setattr(simulate._CachePool, "serve", signalled)
+    said = say("simulate", "sample:conversation", "--policy", "lru", "--capacity", "10%", "--json")
+    assert said[0] == status
+    (row,) = json.loads(said[1])["rows"]
+    assert (row["requests"], row["finished"]) == (99, False)
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_times_that_look_wrong_are_warned_about(say: Say, tmp_path: Path) -> None:
+    line = '{"timestamp": %f, "input_length": 700, "output_length": 90, "hash_ids": [1, 2], "session": "s"}\n'
+    (tmp_path / "t").write_text("".join(line % (30.0 * turn) for turn in range(20)))
+    for command in ("simulate", "fragmentation"):
+        status, out, err = say(command, str(tmp_path / "t"))
+        assert status == 0 and out
+        assert err.startswith("radixkv-replay: warning: in 19 of 19 turns") and "may be seconds" in err
+
+
 def test_ctrl_c_before_a_replay_has_begun_keeps_what_others_found(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(workload: object, capacity: int) -> None:
         raise KeyboardInterrupt
@@ -198,6 +228,7 @@ def test_ctrl_c_before_a_replay_has_begun_keeps_what_others_found(say: Say, monk
         (("simulate", "sample:chat", "--policy", "unheard-of"), "clairvoyant"),
         (("simulate", "sample:chat", "--capacity", "much"), "capacity 'much'"),
         (("simulate", "sample:chat", "--capacity", "1GB"), "--model"),
+        (("simulate", "sample:chat", "--capacity", "0%"), "not even one block"),
         (("simulate", "sample:chat", "--start", "1000"), "no request"),
         (("simulate", "sample:conversation", "--tokenizer", "tiny"), "block ids"),
         (("simulate", "sample:chat", "--format", "mooncake"), "input_length: missing"),
@@ -301,3 +332,14 @@ def test_progress_is_drawn_on_a_terminal_only_and_wiped() -> None:
             assert list(progress.counted("abc")) == ["a", "b", "c"]
         assert stream.getvalue().startswith("\rlru: 0 requests") == drawn
         assert not stream.getvalue().split("\r")[-1]
+
+
+def test_progress_in_a_file_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(cli.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    with Progress("lru", stream) as progress:
+        for second in range(26):
+            now[0] = float(second)
+            progress(second, 25)
+    assert stream.getvalue() == "lru: 10 of 25 (40%) requests\nlru: 20 of 25 (80%) requests\n"

@@ -4,20 +4,21 @@
 
 Each assistant turn is a request, and so are messages at the end that have no reply. `session` (or `session_id`, or
 `id`) is optional, and so are `timestamp` (ms) of the conversation and of each message, `namespace` (or `tenant`) and
-`tools`.
+`tools`. In a log, each line repeats the conversation so far; only its new turns are requests. A line with
+`output_length`, as in sessions of AIPerf and Dynamo, is one request.
 
 A file of tau-bench (Yao et al., 2024; github.com/sierra-research/tau-bench) is one JSON array of sessions with
-`task_id`, `trial` and `traj`. The array is read element by element, so a file may be larger than memory.
+`task_id`, `trial` and `traj`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
-from radixkv_traces.records import Line, TraceError, short_repr
+from radixkv_traces.records import Delays, Line, Named, TraceError, short_repr
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -39,11 +40,83 @@ class ChatRequest:
     tools: tuple[dict[str, Any], ...] = ()
 
 
-def conversation(line: Line, name: str) -> Iterator[ChatRequest]:
-    """Return the requests of one conversation of a chat trace; `name` is its session if the line has none."""
-    session = line.name("session", "session_id", "id") or name
-    start = line.time() if line.fields.get("timestamp") is not None else 0.0
-    return turns(line, "messages", session, start, open_end=True)
+def conversations(objects: Iterator[Named]) -> Iterator[ChatRequest]:
+    """Return the requests of the lines of a chat trace. O(messages) a line.
+
+    A line that repeats a conversation of an earlier line yields only its new turns: see `RequestLog`.
+    """
+    log, delays = RequestLog(), Delays()
+    for name, line in objects:
+        session = line.name("session", "session_id", "id")
+        timed = line.fields.get("timestamp") is not None or line.fields.get("delay") is not None
+        start = delays.time(line, session) if timed else 0.0
+        found = list(turns(line, "messages", session or name, start, open_end=True))
+        if line.fields.get("output_length") is None:
+            yield from log.new_turns(session, found)
+        elif found:
+            yield replace(log.shared(found)[-1], output_length=line.count("output_length"))
+
+
+def trajectories(objects: Iterator[Named]) -> Iterator[ChatRequest]:
+    """Return the requests of trajectories. The last message of each, the user's goodbye, was never sent to a model."""
+    for _, line in objects:
+        task = line.required("task_id")
+        if isinstance(task, bool) or not isinstance(task, int | str):
+            raise line.wrong("task_id", f"a JSON {type(task).__name__} is no int and no string")
+        trial = line.count("trial") if line.fields.get("trial") is not None else 0
+        yield from turns(line, "traj", f"{task}.{trial}", 0.0)
+
+
+class RequestLog:
+    """The conversations of earlier lines, by hashes of their messages, to find the turns that a line adds.
+
+    In a line with a session's name, turns that an earlier line of the session had are skipped. In a line without a
+    name, so are the turns of the longest earlier line that it extends; two conversations that merely begin alike stay
+    apart. A line that adds nothing is a retry of its last turn. Holds one hash for each turn.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[tuple[str | None, int], str] = {}
+        self._last: tuple[Message, ...] = ()  # messages of the preceding line
+        self._last_ends: list[int] = []
+
+    def new_turns(self, session: str | None, turns: list[ChatRequest]) -> Iterator[ChatRequest]:
+        """Return the turns that no earlier line had; `session` is the line's own name. O(messages)."""
+        if not turns:
+            return
+        turns = self.shared(turns)
+        ends, known, name = self._last_ends, self._sessions, turns[0].session
+        if session is not None:
+            new = [each for each in turns if (session, ends[len(each.messages) - 1]) not in known]
+            known.update({(session, ends[len(each.messages) - 1]): session for each in turns})
+        else:
+            longest = len(ends) if turns[-1].reply is None else len(ends) - 1  # equal whole conversations are separate
+            at = next((at for at in range(longest, 0, -1) if (None, ends[at - 1]) in known), 0)
+            name = known[None, ends[at - 1]] if at else name
+            known[None, ends[-1]] = name
+            new = [each for each in turns if len(each.messages) > at]
+        for each in new or turns[-1:]:
+            yield replace(each, session=name)
+
+    def shared(self, turns: list[ChatRequest]) -> list[ChatRequest]:
+        """Return the turns with the message objects of the preceding line, as far as they are equal.
+
+        So `text_blocks` encodes only new messages.
+        """
+        last = turns[-1]
+        whole = last.messages if last.reply is None else (*last.messages, last.reply)
+        ends = [0]
+        for message in whole:
+            said = [message["role"], message.get("content") or "", message.get("tool_calls") or []]
+            ends.append(hash((ends[-1], json.dumps(said, sort_keys=True))))
+        del ends[0]
+        equal = next(
+            (at for at, (one, two) in enumerate(zip(ends, self._last_ends, strict=False)) if one != two),
+            min(len(ends), len(self._last_ends)),
+        )
+        whole = (*self._last[:equal], *whole[equal:])
+        self._last, self._last_ends = whole, ends
+        return [replace(each, messages=whole[: len(each.messages)]) for each in turns]
 
 
 def turns(line: Line, field: str, session: str, start: float, *, open_end: bool = False) -> Iterator[ChatRequest]:
@@ -102,104 +175,3 @@ def _problem(line: Line, message: Message, where: str) -> TraceError | None:
     elif "timestamp" in message:
         return line.wrong(f"{where}.timestamp", "null: leave it out")
     return None
-
-
-MAX_ELEMENT = 1 << 28  # characters of one session; a longer one is a bracket that never closes
-_CHUNK = 1 << 16
-_SPACE = " \t\r\n"
-
-
-class Text(Protocol):
-    """A source of text that can be read piece by piece."""
-
-    def read(self, size: int, /) -> str:
-        """Return the next characters, at most `size`; "" at the end."""
-
-
-def trajectory(line: Line) -> Iterator[ChatRequest]:
-    """Return the requests of one trajectory. Its last message, the user's goodbye, was never sent to a model."""
-    task = line.required("task_id")
-    if isinstance(task, bool) or not isinstance(task, int | str):
-        raise line.wrong("task_id", f"a JSON {type(task).__name__} is no int and no string")
-    trial = line.count("trial") if line.fields.get("trial") is not None else 0
-    return turns(line, "traj", f"{task}.{trial}", 0.0)
-
-
-def elements(text: Text, file: str, line: int = 1) -> Iterator[Line]:
-    """Return the objects of a JSON array, each with the line in which it begins. Holds about one object at a time."""
-    array = _Array(text, file, line)
-    array.expect("[")
-    if array.next() == "]":
-        array.expect("]")
-    else:
-        while True:
-            at, value = array.value()
-            if not isinstance(value, dict):
-                raise TraceError(file, at, None, f"a JSON {type(value).__name__}, not an object")
-            yield Line(file, at, value)
-            if array.next() != ",":
-                break
-            array.expect(",")
-        array.expect("]")
-    if array.next():
-        raise TraceError(file, array.line, None, "not JSON: something follows the array")
-
-
-class _Array:
-    """A moving window on a text."""
-
-    def __init__(self, text: Text, file: str, line: int) -> None:
-        self._text = text
-        self._file = file
-        self._buffer = ""
-        self._ended = False
-        self._decode = json.JSONDecoder().raw_decode
-        self.line = line
-
-    def next(self) -> str:
-        """Return the next character that is not a space, without consuming it; "" at the end."""
-        while True:
-            rest = self._buffer.lstrip(_SPACE)
-            self._consume(len(self._buffer) - len(rest))
-            if rest or self._ended:
-                return rest[:1]
-            self._read(_CHUNK)
-
-    def expect(self, character: str) -> None:
-        """Consume this character. Raises TraceError if another one is next."""
-        found = self.next()
-        if found != character:
-            name = f"{found!r}" if found else "the end of the file"
-            raise TraceError(self._file, self.line, None, f"not JSON: {name} where {character!r} is expected")
-        self._consume(1)
-
-    def value(self) -> tuple[int, Any]:
-        """Return the next JSON value, and the line in which it begins."""
-        self.next()
-        line = self.line
-        while True:
-            try:
-                value, end = self._decode(self._buffer)
-            except json.JSONDecodeError as error:
-                if self._ended or self._surely_wrong(error) or len(self._buffer) > MAX_ELEMENT:
-                    at = line + self._buffer.count("\n", 0, error.pos)
-                    raise TraceError(self._file, at, None, f"not JSON: {error.msg}") from error
-                self._read(max(_CHUNK, len(self._buffer)))
-            except (ValueError, RecursionError) as error:
-                raise TraceError(self._file, line, None, f"not JSON: {error}") from error
-            else:
-                self._consume(end)
-                return line, value
-
-    def _surely_wrong(self, error: json.JSONDecodeError) -> bool:
-        """Whether the error is well before the end of the window, so that more text cannot mend it."""
-        return not error.msg.startswith("Unterminated string") and error.pos < len(self._buffer) - 16
-
-    def _consume(self, count: int) -> None:
-        self.line += self._buffer.count("\n", 0, count)
-        self._buffer = self._buffer[count:]
-
-    def _read(self, size: int) -> None:
-        more = self._text.read(size)
-        self._ended = not more
-        self._buffer += more

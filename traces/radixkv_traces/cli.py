@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, Self, TextIO, TypeVar
 
 from radixkv.cli import entry_point
 from radixkv.errors import InvalidInput, UnsupportedModel
@@ -19,11 +21,13 @@ from radixkv.kv_shapes import kv_shape
 from radixkv.kv_size import UNITS
 from radixkv_traces.formats import FORMATS, SAMPLES, ChatRequest, Request, Source, TraceRequest, open_trace, sample
 from radixkv_traces.text_blocks import estimate, text_blocks, tokenizer
+from radixkv_traces.time_checks import Timed, warnings
 from radixkv_traces.workload import Workload, block_tokens_of, by_time, interleave, prepare
 
 T = TypeVar("T")
 
 _PERIOD = 0.1  # seconds between two drawings
+_LINE_PERIOD = 10.0  # seconds between two lines in a file
 
 _FORMS = "a share of the trace's unique blocks (2.5%), blocks (4096), tokens (500ktok) or bytes (16GB, with --model)"
 MAX_BLOCKS = 1 << 26
@@ -31,6 +35,9 @@ MAX_BLOCKS = 1 << 26
 
 TEXT_BLOCK_TOKENS = 16
 """The default block size of text traces."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command early, in addition to Ctrl-C."""
 
 PROGRAM = "radixkv-replay"
 COMMANDS = ("simulate_command", "fragmentation_command", "generate", "live.command", "report_command")
@@ -87,10 +94,17 @@ def load(arguments: argparse.Namespace) -> Workload:
     if not workload.requests:
         raise InvalidInput(f"{arguments.trace}: no request, or none between --start and --end")
     block_tokens = arguments.block_tokens or block_tokens_of(workload.requests)
+    warn(workload.requests)
     workload = by_time(replace(workload, block_tokens=block_tokens))
     return (
         prepare(interleave(workload.requests, arguments.interleave), block_tokens) if arguments.interleave else workload
     )
+
+
+def warn(requests: Iterable[Timed]) -> None:
+    """Print a warning to stderr for each property of a trace's times that is not plausible. O(n log n)."""
+    for text in warnings(requests):
+        print(f"{PROGRAM}: warning: {text}", file=sys.stderr)
 
 
 def source(name: str) -> Source:
@@ -173,7 +187,7 @@ def parse_capacity(text: str, unique_blocks: int, block_tokens: int, kv_bytes: i
         blocks = int(float(number) * UNITS[unit[:-1]]) // (kv_bytes * block_tokens)
     if blocks > MAX_BLOCKS:
         raise InvalidInput(f"capacity {text!r}: {blocks:,} blocks; at most {MAX_BLOCKS:,} can be simulated")
-    if blocks < 1 and unit != "%":
+    if blocks < 1 and (unit != "%" or not float(number)):
         raise InvalidInput(f"capacity {text!r}: not even one block of {block_tokens} tokens")
     return Capacity(text.strip(), max(1, blocks))
 
@@ -193,26 +207,57 @@ def kv_bytes_per_token(model: str) -> int:
         raise InvalidInput(f"{error}; or give --kv-bytes") from error
 
 
+class StopSignals:
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt while results can still be printed; a second one ends the process.
+
+    `status` is the exit status after an interrupt: 130, or 128 plus the number of the signal.
+    """
+
+    def __init__(self) -> None:
+        self.status = entry_point.INTERRUPTED
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for each in STOP_SIGNALS:
+                if signal.getsignal(each) is not signal.SIG_IGN:
+                    self._before[each] = signal.signal(each, self._stop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, _: object) -> None:
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+        self.status = 128 + number
+        raise KeyboardInterrupt
+
+
 class Progress:
-    """A line on a terminal that is drawn over; leaving it clears the line."""
+    """A line on a terminal that is drawn over, and cleared at the end; in a file, a new line every ten seconds."""
 
     def __init__(self, name: str, stream: TextIO | None = None) -> None:
         self._name = name
         self._stream = sys.stderr if stream is None else stream
-        self._on = self._stream.isatty()
-        self._drawn = 0.0
+        self._drawn_over = self._stream.isatty()
+        self._drawn = 0.0 if self._drawn_over else time.monotonic()
         self._width = 0
 
     def __call__(self, done: int, total: int | None = None) -> None:
         """Report that `done` of `total` are done. O(1); drawn at most ten times a second."""
-        if not self._on or (now := time.monotonic()) - self._drawn < _PERIOD:
+        if (now := time.monotonic()) - self._drawn < (_PERIOD if self._drawn_over else _LINE_PERIOD):
             return
         self._drawn = now
         share = f"{done:,}" if not total else f"{done:,} of {total:,} ({done / total:.0%})"
         line = f"{self._name}: {share} requests"
-        self._stream.write("\r" + line.ljust(self._width))
+        if self._drawn_over:
+            self._stream.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        else:
+            self._stream.write(line + "\n")
         self._stream.flush()
-        self._width = len(line)
 
     def counted(self, each: Iterable[T]) -> Iterator[T]:
         """Return the same items, counted as they pass."""

@@ -8,18 +8,23 @@ a block is a property of the file; `block_size` states it where present.
 
 The format is Mooncake's (Qin et al., FAST 2025). `hash_ranges` ([first, count], ...) is a shorter form of the ids.
 `session` (or AIPerf's `session_id`), `turn` and `stop` are extra fields of agent traces; `namespace` (or `tenant`) and
-`block_size` are extra fields of radixkv's own recordings.
+`block_size` are extra fields of radixkv's own recordings. Bailian's traces (github.com/alibaba-edu/
+qwen-bailian-usagetraces-anon) differ: times in seconds, blocks of 16 tokens, and a chain of `parent_chat_id` for a
+session.
 """
 
 from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from radixkv_traces.records import Line, TraceError, TraceRequest, is_count, short_repr
+from radixkv_traces.records import Delays, Line, Named, TraceError, TraceRequest, is_count, short_repr
 
 MAX_BLOCKS = 1 << 24  # of one prompt: a range with more is a typing error
+_BAILIAN_TOKENS = 16  # of a block in Bailian's traces
 
 
 def parse(text: str, file: str = "<line>", line: int = 1) -> TraceRequest:
@@ -34,23 +39,49 @@ def parse(text: str, file: str = "<line>", line: int = 1) -> TraceRequest:
 def decoded(text: str, file: str, line: int) -> Line:
     """Decode a line to a JSON object, without reading its fields."""
     try:
-        fields = json.loads(text)
+        fields = json.loads(text.rstrip("\r\n"))
     except (ValueError, RecursionError) as error:
-        raise TraceError(file, line, None, f"not JSON: {error}") from error
+        problem = f"{error.msg}, at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise TraceError(file, line, None, f"not JSON: {problem}") from error
     if not isinstance(fields, dict):
         raise TraceError(file, line, None, f"a JSON {type(fields).__name__}, not an object")
     return Line(file, line, fields)
 
 
-def request(line: Line) -> TraceRequest:
-    """Return the request that a line's fields describe."""
+def requests(objects: Iterator[Named]) -> Iterator[TraceRequest]:
+    """Return the requests of the lines of a file.
+
+    AIPerf's `delay` is counted from the preceding request of the session, because the time of its answer is not in the
+    file.
+    """
+    delays = Delays()
+    for _, line in objects:
+        session = line.name("session", "session_id")
+        yield request(line, delays.time(line, session) if session is not None else None)
+
+
+def bailian(objects: Iterator[Named]) -> Iterator[TraceRequest]:
+    """Return the requests of a Bailian trace; the session is the chat at the root of the chain of parents."""
+    roots: dict[str, str] = {}
+    for _, line in objects:
+        chat, parent = line.name("chat_id"), line.name("parent_chat_id")
+        if chat is None:
+            raise line.wrong("chat_id", "missing")
+        root = chat if parent is None or parent == "-1" else roots.get(parent, parent)
+        roots[chat] = root
+        found = request(line, line.time() * 1000)
+        yield replace(found, session=root, block_tokens=found.block_tokens or _BAILIAN_TOKENS)
+
+
+def request(line: Line, time: float | None = None) -> TraceRequest:
+    """Return the request that a line's fields describe; `time` (ms) replaces its `timestamp`."""
     block_tokens = line.count("block_size") if line.fields.get("block_size") is not None else None
     if block_tokens == 0:
         raise line.wrong("block_size", "0 is not an int >= 1")
-    if "timestamp" not in line.fields and line.fields.get("delay") is not None:
+    if time is None and "timestamp" not in line.fields and line.fields.get("delay") is not None:
         raise line.wrong("timestamp", "missing: a delay is counted from the answer before, which has no time")
     return TraceRequest(
-        timestamp=line.time(),
+        timestamp=line.time() if time is None else time,
         input_length=line.count("input_length"),
         output_length=line.count("output_length"),
         blocks=_ids(line) if "hash_ids" in line.fields else _ranges(line),

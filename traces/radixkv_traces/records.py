@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from radixkv.errors import InvalidInput
 
@@ -91,6 +91,36 @@ class Line:
         if None not in names and names[0] != names[1]:
             raise self.wrong("tenant", f"{short_repr(names[1])} differs from the field namespace")
         return names[0] if names[0] is not None else names[1]
+
+
+Named: TypeAlias = tuple[str, Line]
+"""An object of a file, after the name of a session that has no other."""
+
+
+class Delays:
+    """The times of requests that state a `timestamp`, or AIPerf's `delay` after the preceding one of their session."""
+
+    def __init__(self) -> None:
+        self._last: dict[str | None, float] = {}
+
+    def time(self, line: Line, session: str | None) -> float:
+        """Return the time of a session's next request in milliseconds.
+
+        A delay begins at the preceding request, as if its answer took no time. The first request of a session of AIPerf
+        may have neither field; it begins at 0. Raises TraceError for a delay without a session.
+        """
+        if line.fields.get("timestamp") is not None or session is None:
+            if "timestamp" not in line.fields and line.fields.get("delay") is not None:
+                raise line.wrong("timestamp", "missing: a delay needs a session whose preceding request it follows")
+            now = line.time()
+        elif line.fields.get("delay") is not None:
+            now = self._last.get(session, 0.0) + line.time("delay")
+        elif "session_id" in line.fields and session not in self._last:
+            now = 0.0
+        else:
+            now = line.time()  # raises: it is missing
+        self._last[session] = now
+        return now
 
 
 def is_count(value: Any) -> bool:

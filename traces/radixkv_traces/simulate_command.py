@@ -11,6 +11,7 @@ from radixkv.cache import POLICIES
 from radixkv_traces.cli import (
     Capacity,
     Progress,
+    StopSignals,
     add_trace,
     kv_bytes_per_token,
     load,
@@ -23,7 +24,6 @@ from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
 from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
 from radixkv_traces.workload import Workload
 
-INTERRUPTED = 130
 _GAP = 0.001  # of hit rate between LRU and the optimum; below it, the closed share of the gap is noise
 _GROUPS_SHOWN = 20  # rows of a table; JSON has all
 
@@ -70,18 +70,19 @@ def run(arguments: argparse.Namespace) -> int:
         parse_capacity(each, workload.unique_blocks, workload.block_tokens, kv_bytes)
         for each in arguments.capacity.split(",")
     ]
-    found = list(_replays(workload, capacities, policies))
+    with StopSignals() as signals:
+        found = list(_replays(workload, capacities, policies))
     rows = [_row(workload, capacity, result, arguments.by) for capacity, result in found]
     _compare(rows)
     summary = _summary(arguments.trace, workload, finished=len(found) == len(capacities) * len(policies))
     print(json.dumps({**summary, "rows": rows}) if arguments.json else _text(summary, rows, arguments.by))
-    return 0 if summary["finished"] and all(row["finished"] for row in rows) else INTERRUPTED
+    return 0 if summary["finished"] and all(row["finished"] for row in rows) else signals.status
 
 
 def _replays(
     workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str]
 ) -> Iterator[tuple[Capacity, ReplayResult]]:
-    """Replay every policy at every capacity, until Ctrl-C."""
+    """Replay every policy at every capacity, until Ctrl-C or SIGTERM."""
     for capacity in capacities:
         for policy in policies:
             try:

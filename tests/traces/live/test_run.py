@@ -2,14 +2,19 @@
 
 import csv
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from importlib import resources
 
 import pytest
 
 from radixkv_traces.cli import main
+from radixkv_traces.formats import open_trace, sample
+from radixkv_traces.live import display
+from radixkv_traces.text_blocks import tokenizer as load_tokenizer
 from tests.traces.live.targets import http_server
 
 # Two users with a common beginning, two turns each; blocks of 16 tokens.
@@ -160,7 +165,8 @@ def test_a_bad_line_is_said_before_anything_is_sent(tmp_path, capsys):
     assert server.bodies == []
 
 
-def test_ctrl_c_prints_and_writes_what_was_measured(tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_prints_and_writes_what_was_measured(tmp_path, number, status):
     lines = [LINES[0], {**LINES[1], "timestamp": 3_600_000}]
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -179,12 +185,37 @@ def test_ctrl_c_prints_and_writes_what_was_measured(tmp_path):
         while not server.bodies and child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.5)  # its answer arrives; if it were late, the assertion on `finished` would fail
-        child.send_signal(signal.SIGINT)
+        child.send_signal(number)
         said, complaint = child.communicate(timeout=60)
-    assert child.returncode == 130, complaint
+    assert child.returncode == status, complaint
     assert "Stopped early" in said
     assert complaint == ""
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     (figures,) = found["runs"].values()
     assert (figures["whole"], figures["finished"], figures["requests"]) == (False, 1, 1)
     assert len(rows(tmp_path / "out" / "requests.csv")) == 1
+
+
+def test_progress_in_a_file_is_a_line_now_and_then(trace, capsys, monkeypatch):
+    monkeypatch.setattr(display, "_LINE_INTERVAL", 0.0)
+    with http_server() as server:
+        status, _, said = replayed(capsys, trace, "--target", server.url, "--asap", "--concurrency", "1")
+    assert status == 0
+    assert [line.partition(" · ")[0] for line in said.splitlines()] == [f"{n} of 4 requests" for n in range(1, 5)]
+    assert "50.0% hit" in said
+
+
+def test_calls_without_words_are_text_for_a_template_without_tools(tmp_path, capsys):
+    """`sample:chat` has null contents in messages with tool calls."""
+    model = shutil.copytree(resources.files("radixkv") / "assets" / "tiny", tmp_path / "model")
+    plain = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(plain)
+    status, found, _ = replayed(capsys, "sample:chat", "--asap", "--max-output", "1", "--model", str(model))
+    figures = found["runs"]["radixkv"]
+    assert (status, figures["failed"], figures["finished"]) == (0, 0, 9)
+    encode = load_tokenizer("tiny")
+    words = sum(
+        len(encode("".join(f"{each['role']}: {each.get('content') or ''}\n" for each in request.messages)))
+        for request in open_trace(sample("chat"))
+    )
+    assert figures["prompt_tokens"] > words + 4 * len(encode('{"name": "find_book"}'))  # four prompts have a call

@@ -1,6 +1,7 @@
 """`radixkv-replay run`: replay a trace against a live engine or a server, and measure its latencies and hits.
 
-Ctrl-C prints the measurements so far. An engine, and torch with it, is loaded only where the options request for one.
+Ctrl-C and SIGTERM print the measurements so far. An engine, and torch with it, is loaded only where the options request
+for one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import argparse
 import asyncio
 import json
 import os
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from radixkv.cli.entry_point import INTERRUPTED
 from radixkv.config import settings_in
 from radixkv.errors import InvalidInput
-from radixkv_traces.cli import add_trace, name_of, positive, source, window
+from radixkv_traces.cli import STOP_SIGNALS, add_trace, name_of, positive, source, warn, window
 from radixkv_traces.formats import Request, TraceRequest, open_trace
 from radixkv_traces.live import results
 from radixkv_traces.live.display import Progress, show
@@ -43,7 +46,10 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay, print, and write the requested files. Returns 0, or 1 if a request failed, or 130 after Ctrl-C."""
+    """Replay, print, and write the requested files.
+
+    Returns 0, or 1 if a request failed, or 130 after Ctrl-C, or 128 plus the number of a signal.
+    """
     replay = Replay(
         arguments,
         _requests(arguments),
@@ -53,9 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     status = 0
     try:
-        asyncio.run(replay.play())
+        asyncio.run(replay.play_until_signal())
     except KeyboardInterrupt:
         status = INTERRUPTED
+    except asyncio.CancelledError:
+        status = 128 + replay.signal
     finally:
         found = replay.written()
     if not replay.runs:
@@ -75,6 +83,30 @@ class Replay:
     out: Path | None
     runs: list[ReplayRun] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    signal: int = 0  # that ended the replay
+
+    async def play_until_signal(self) -> None:
+        """Do as `play`; SIGTERM and SIGHUP cancel it, and a second one ends the process."""
+        if threading.current_thread() is not threading.main_thread():
+            await self.play()
+            return
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        caught = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+
+        def stop(number: int) -> None:
+            for each in caught:
+                loop.remove_signal_handler(each)
+            self.signal = number
+            assert task is not None
+            task.cancel()
+
+        for each in caught:
+            loop.add_signal_handler(each, stop, each)
+        try:
+            await self.play()
+        finally:
+            for each in caught:
+                loop.remove_signal_handler(each)
 
     async def play(self) -> None:
         """Replay the trace against each target in turn."""
@@ -146,6 +178,7 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
     if arguments.compare is not None and arguments.target is not None:
         raise InvalidInput("--compare off needs an engine of this process: leave out --target")
     requests = list(window(open_trace(source(arguments.trace), arguments.format), arguments))
+    warn(requests)
     if arguments.interleave is not None:
         requests = list(interleave(requests, arguments.interleave))
     if len(requests) <= arguments.warmup:

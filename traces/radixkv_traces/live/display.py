@@ -15,6 +15,7 @@ from radixkv_traces.live.requests import TOO_LONG, Outcome
 from radixkv_traces.live.results import Figures
 
 _REDRAW_INTERVAL = 0.2  # seconds between two drawings
+_LINE_INTERVAL = 10.0  # seconds between two lines in a file
 _ROWS = {
     "requests": "requests",
     "finished": "answered",
@@ -40,7 +41,7 @@ _TIMES = {
 
 
 class Progress:
-    """A line on stderr with the progress of a replay; nothing if stderr is not a terminal."""
+    """A line on stderr with the progress of a replay; a new line every ten seconds if stderr is not a terminal."""
 
     def __init__(self, name: str, total: int) -> None:
         """`name` is the target, `total` the number of requests."""
@@ -54,9 +55,11 @@ class Progress:
             transient=True,
             disable=not console.is_terminal,
         )
+        self._console = console
         self._name = name
+        self._total = total
         self._task = self._bar.add_task(f"{name}: the first request", total=total)
-        self._drawn = 0.0
+        self._drawn = 0.0 if console.is_terminal else time.monotonic()
         self._done = self._failed = self._prompt = self._cached = 0
         self._ttfts: list[float] = []
 
@@ -70,9 +73,13 @@ class Progress:
         if outcome.ttft is not None:
             self._ttfts = [*self._ttfts[-99:], outcome.ttft]
         now = time.monotonic()
-        if now - self._drawn >= _REDRAW_INTERVAL:
-            self._drawn = now
+        if now - self._drawn < (_REDRAW_INTERVAL if self._console.is_terminal else _LINE_INTERVAL):
+            return
+        self._drawn = now
+        if self._console.is_terminal:
             self._bar.update(self._task, completed=self._done, description=self._line())
+        else:
+            self._console.print(f"{self._done:,} of {self._total:,} requests · {self._line()}", highlight=False)
 
     def __enter__(self) -> Self:
         """Begin to draw."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixkv.chat import AsyncEngine
+from radixkv.chat.generic_tools import calls_as_text
+from radixkv.chat.rendering import Rendering
 from radixkv.sampling.params import SamplingParams
 from radixkv_traces.live.requests import Answer, Messages, Moment, OnPiece, PlannedRequest, TokenIds
 
@@ -17,6 +19,7 @@ class EngineTarget:
     def __init__(self, engine: AsyncEngine, name: str) -> None:
         """The caller keeps the engine, and closes it."""
         self._engine = engine
+        self._calls_as_text: bool | None = None
         self._sessions: dict[str, int] = {}
         self.name = name
 
@@ -36,7 +39,7 @@ class EngineTarget:
     async def send(self, request: PlannedRequest, prompt: TokenIds | Messages, on_piece: OnPiece) -> Answer:
         """Send one request and stream its answer."""
         params = SamplingParams(max_tokens=request.output_tokens, temperature=0, ignore_eos=True)
-        handle = await self._engine.submit(prompt, params, session=self._session(request.session))
+        handle = await self._engine.submit(self._taken(prompt), params, session=self._session(request.session))
         async for _ in handle:
             on_piece()
         usage = (await handle.result()).usage
@@ -73,6 +76,15 @@ class EngineTarget:
     async def close(self) -> None:
         """Close the engine."""
         await self._engine.close()
+
+    def _taken(self, prompt: TokenIds | Messages) -> TokenIds | Messages:
+        """Return a prompt that the template takes: one without tools gets calls and results as text."""
+        if not isinstance(prompt, list) or not any(message.get("tool_calls") for message in prompt):
+            return prompt
+        if self._calls_as_text is None:
+            self._calls_as_text = not Rendering(self._engine.model.tokenizer).writes_tools
+        messages = [{**message, "content": message.get("content") or ""} for message in prompt]
+        return [*calls_as_text(messages)] if self._calls_as_text else [*messages]
 
     def _session(self, name: str | None) -> int | None:
         return None if name is None else self._sessions.setdefault(name, len(self._sessions) + 1)
