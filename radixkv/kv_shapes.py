@@ -19,6 +19,7 @@ from radixkv.errors import InvalidInput
 from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import GGUFHeader, find, read_header
 from radixkv.kv_size import WIDTHS, KVShape, LayerKV
+from radixkv.state_shapes import LAYER_KINDS, is_hybrid, layer_kinds, layer_state
 
 _NAMED = {  # layers, KV heads, head dim, context: as their config.json says; weights of 16 bits
     "llama-3.1-8b": (32, 8, 128, 131_072),
@@ -50,6 +51,8 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma4_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512},
     "gpt_oss": {"head_dim": 64},
     "qwen3": {"head_dim": 128},
+    **{kind: {"head_dim": 256} for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
+    "nemotron_h": {"head_dim": 128},
 }
 _WINDOWED = {
     "sliding_attention": ("a window", "sliding_window"),
@@ -149,7 +152,8 @@ def _of_config(whole: dict[str, Any], name: str) -> KVShape:
     if config.get("model_type") == "longcat_flash":  # each of its layers attends twice
         kept = tuple(layer for layer in kept for _ in range(2))
     context = next((config[field] for field in _CONTEXT if type(config.get(field)) is int), None)
-    return KVShape(name, kept, _dtype(config, whole), context, tuple(_notes(config, kinds, kept)))
+    states = (layer_state(config),) * sum(_keeps_state(kind) for kind in kinds) if is_hybrid(config) else ()
+    return KVShape(name, kept, _dtype(config, whole), context, tuple(_notes(config, kinds, kept)), states)
 
 
 def _check_decoder(config: Mapping[str, Any]) -> None:
@@ -163,6 +167,7 @@ def _check_decoder(config: Mapping[str, Any]) -> None:
     if (encodes and not config.get("is_decoder")) or (made and not any(str(each).endswith(_DECODERS) for each in made)):
         raise ValueError(f"{', '.join(map(str, made)) or kind} is no decoder with a language model's head")
     state = [field for field in config if field.startswith(_STATE) and config[field]]
+    state = [field for field in state if field == "index_topk" or not is_hybrid(config)]
     if kind in _STATEFUL or state:
         raise ValueError(f"{state[0] if state else kind}: it keeps something else than keys and values of each token")
     if config.get("cross_attention_layers"):
@@ -170,18 +175,25 @@ def _check_decoder(config: Mapping[str, Any]) -> None:
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of each layer, a name of `_KINDS`."""
-    count = _whole(config, _LAYERS)
+    """Return the kind of each layer, a name of `_KINDS`; of a hybrid model also of `LAYER_KINDS`."""
+    kinds = config.get("layer_types") or config.get("layers_block_type") or config.get("block_types")
+    hybrid = is_hybrid(config)
+    count = _whole(config, _LAYERS, default=len(kinds) if hybrid and isinstance(kinds, list) else None)
     if count > 10_000:
         raise ValueError(f"{count} layers")
-    kinds = config.get("layer_types") or config.get("layers_block_type") or config.get("block_types")
+    if hybrid and kinds is None:
+        kinds = layer_kinds(config, count)
     if kinds is None:
         return ["sliding_attention" if _slides(config) else "full_attention"] * count
     if not isinstance(kinds, list) or len(kinds) != count:
         raise ValueError(f"its list of layer types is not one of {count} layers")
-    if other := sorted({str(kind) for kind in kinds} - _KINDS):
+    if other := sorted({str(kind) for kind in kinds} - (_KINDS | LAYER_KINDS.keys() if hybrid else _KINDS)):
         raise ValueError(f"layers of type {', '.join(other)} keep something else than keys and values of each token")
     return kinds
+
+
+def _keeps_state(kind: str) -> bool:
+    return kind in LAYER_KINDS and LAYER_KINDS[kind][1]
 
 
 def _slides(config: Mapping[str, Any]) -> bool:
@@ -192,6 +204,9 @@ def _slides(config: Mapping[str, Any]) -> bool:
 
 def _layer(config: Mapping[str, Any], at: int, kind: str) -> LayerKV | None:
     """Return the KV shape of one layer; None if it has no attention."""
+    attention, _ = LAYER_KINDS.get(kind, (kind, False))
+    if attention is None:
+        return None
     own = _own_fields(config, at, kind)
     heads = _whole(own, _HEADS)
     if own.get("no_op"):
@@ -199,6 +214,8 @@ def _layer(config: Mapping[str, Any], at: int, kind: str) -> LayerKV | None:
     if own.get("kv_lora_rank"):  # latent attention, decompressed: every head has its key and its value
         key = _whole(own, ("qk_nope_head_dim",)) + _whole(own, ("qk_rope_head_dim",))
         return LayerKV(heads, key, _whole(own, ("v_head_dim",)))
+    if own.get("model_type") == "zamba2":  # attends to its hidden states and its embeddings, side by side
+        own["head_dim"] = 2 * _whole(own, _HIDDEN) // heads
     dim = _whole(own, ("head_dim", "kv_channels"), default=0) or _whole(own, _HIDDEN) // heads
     if dim < 1:
         raise ValueError(f"{heads} heads share {_whole(own, _HIDDEN)} numbers")

@@ -36,8 +36,16 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerState:
+    """The recurrent state of a sequence in one layer: numbers of convolutions, and of states in float32."""
+
+    convolution: int
+    recurrent: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV of a model: every layer that stores some, in order.
+    """The KV of a model: every layer that stores some, in order; and of a hybrid model the layers with state.
 
     `dtype` is the dtype of the saved weights and `context` the longest sequence in tokens; each is None if the config
     does not have it. `notes` are sentences about storage that the numbers alone do not explain.
@@ -48,6 +56,12 @@ class KVShape:
     dtype: str | None = None
     context: int | None = None
     notes: tuple[str, ...] = ()
+    states: tuple[LayerState, ...] = ()
+
+    def bytes_per_state(self, dtype: str | None = None) -> int:
+        """Return the bytes of the recurrent state of a sequence of any length; 0 for a model without."""
+        width = WIDTHS[self._dtype(dtype)]
+        return sum(each.convolution * width + each.recurrent * WIDTHS["float32"] for each in self.states)
 
     def bytes_per_token(self, dtype: str | None = None, ranks: int = 1) -> int:
         """Return the bytes of a token in all layers, on one of `ranks`.
@@ -57,12 +71,17 @@ class KVShape:
         >>> KVShape("70B", (LayerKV(8, 128, 128),) * 80).bytes_per_token("float16")
         327680
         """
+        width = WIDTHS[self._dtype(dtype)]
+        if ranks < 1:
+            raise InvalidInput(f"{ranks} tensor-parallel ranks: there must be at least 1")
+        return sum(layer.of_rank(ranks).numbers for layer in self.layers) * width
+
+    def _dtype(self, dtype: str | None) -> str:
+        """Return the dtype to count with. Raises InvalidInput for an unsupported one."""
         dtype = dtype or self.dtype or ASSUMED_DTYPE
         if dtype not in WIDTHS:
             raise InvalidInput(f"dtype {dtype!r}: KV is kept in one of {', '.join(WIDTHS)}")
-        if ranks < 1:
-            raise InvalidInput(f"{ranks} tensor-parallel ranks: there must be at least 1")
-        return sum(layer.of_rank(ranks).numbers for layer in self.layers) * WIDTHS[dtype]
+        return dtype
 
 
 def bytes_of(text: str) -> int | None:
@@ -87,13 +106,13 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parse_bytes(text: str | int) -> int:
-    """Return the bytes of a `kv_memory` setting: 536870912, "512MB" or "1.5GiB"; raises InvalidInput.
+def parse_bytes(text: str | int, name: str = "kv_memory") -> int:
+    """Return the bytes of a setting such as `kv_memory`: 536870912, "512MB" or "1.5GiB"; raises InvalidInput.
 
     >>> parse_bytes("512MB"), parse_bytes("1.5 GiB")
     (512000000, 1610612736)
     """
     size = None if isinstance(text, bool) else bytes_of(str(text))
     if size is None:
-        raise InvalidInput(f'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got {text!r}')
+        raise InvalidInput(f'{name} must be "auto", bytes, or a size such as "512MB" or "2GiB"; got {text!r}')
     return size

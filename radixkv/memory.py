@@ -1,4 +1,4 @@
-"""Measure the memory that this process may still allocate, and size a KV pool by it.
+"""Measure the memory that this process may still allocate, and size a KV pool and the slots of states by it.
 
 Linux's counters and control groups are read; on other systems half of the machine's memory counts as free.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from radixkv.errors import InvalidInput
 from radixkv.kv_size import parse_bytes
@@ -16,9 +17,65 @@ _CPU_MOST = 4 * 2**30
 _GPU_SHARE = 0.9
 
 
+_FREE_BLOCKS = 1 << 16  # of a model without attention, whose blocks take no memory
+_STATE_SHARE = 3
+_STATES_PER_ROW = 16
+
+
+def pool_memory(kv_memory: str | int, device: str) -> int:
+    """Return the bytes that `kv_memory` stands for; raises InvalidInput if it is no size."""
+    return _automatic(device) if kv_memory == "auto" else parse_bytes(kv_memory)
+
+
+class StateSlots(NamedTuple):
+    """The slots of a state arena: `rows` for running sequences, and snapshots."""
+
+    rows: int
+    snapshots: int
+
+    @property
+    def total(self) -> int:
+        """The number of all slots."""
+        return self.rows + self.snapshots
+
+
+def state_slots(memory: int, bytes_per_state: int, max_sequences: int, state_memory: str | int = "auto") -> StateSlots:
+    """Divide `memory`, of KV and states together: return the slots for states of `bytes_per_state`.
+
+    "auto" takes up to a third of the memory, for at most 16 states per sequence, and at most half of them are rows. So
+    fewer than `max_sequences` sequences may run at once. A given size holds `max_sequences` rows and a snapshot, or
+    more. Raises InvalidInput with the numbers if the slots are too few, or leave no memory for KV.
+
+    >>> state_slots(4 << 30, 52 << 20, max_sequences=64), state_slots(4 << 30, 120 << 10, max_sequences=8)
+    (StateSlots(rows=13, snapshots=13), StateSlots(rows=8, snapshots=120))
+    """
+    each = f"one recurrent state of this model takes {bytes_per_state} bytes"
+    if state_memory == "auto":
+        slots = min(memory // _STATE_SHARE // bytes_per_state, _STATES_PER_ROW * max_sequences)
+        if slots < 2:
+            raise InvalidInput(
+                f"a third of the kv_memory of {memory} bytes holds {slots} states, and two are needed, a row and a "
+                f"snapshot: {each}; give at least {2 * _STATE_SHARE * bytes_per_state} bytes, or set state_memory"
+            )
+        rows = min(max_sequences, slots // 2)
+        return StateSlots(rows, slots - rows)
+    given = parse_bytes(state_memory, "state_memory")
+    slots = given // bytes_per_state
+    if slots <= max_sequences:
+        raise InvalidInput(
+            f"state_memory of {given} bytes holds {slots} states, and max_sequences={max_sequences} needs a row each "
+            f"and one snapshot: {each}; give {(max_sequences + 1) * bytes_per_state} bytes, or lower max_sequences"
+        )
+    if given >= memory:
+        raise InvalidInput(f"state_memory of {given} bytes leaves nothing of the kv_memory of {memory} bytes for KV")
+    return StateSlots(max_sequences, slots - max_sequences)
+
+
 def blocks_for(kv_memory: str | int, bytes_per_block: int, device: str) -> int:
     """Return how many blocks of `bytes_per_block` fit into `kv_memory`; raises InvalidInput for less than one."""
-    memory = _automatic(device) if kv_memory == "auto" else parse_bytes(kv_memory)
+    memory = pool_memory(kv_memory, device)
+    if not bytes_per_block:
+        return _FREE_BLOCKS
     if memory < bytes_per_block:
         raise InvalidInput(
             f"kv_memory of {memory} bytes holds no block: one block of this model takes {bytes_per_block} bytes"

@@ -16,7 +16,9 @@ from typing import Any
 from radixkv.errors import InvalidInput
 from radixkv.kv_shapes import kv_shape
 from radixkv.kv_size import ASSUMED_DTYPE, KVShape, parse_size
+from radixkv.memory import StateSlots, state_slots
 
+_MAX_SEQUENCES = 64  # the default of max_sequences
 _SHARES = (16, 4, 2, 1)  # a sequence that ends after one n-th of the context
 
 
@@ -41,11 +43,29 @@ class Plan:
         """Bytes of a block of `block_size` tokens."""
         return self.bytes_per_token * self.block_size
 
+    @cached_property
+    def bytes_per_state(self) -> int:
+        """Bytes of the recurrent state of a sequence; 0 for a model without."""
+        return self.shape.bytes_per_state(self.dtype)
+
+    @cached_property
+    def slots(self) -> StateSlots:
+        """Slots for states in the memory, which must be given: as an engine with default settings divides it."""
+        assert self.memory is not None
+        if not self.bytes_per_state:
+            return StateSlots(0, 0)
+        return state_slots(self.memory, self.bytes_per_state, _MAX_SEQUENCES)
+
+    @property
+    def kv_memory(self) -> int:
+        """Bytes of the memory, which must be given, that states leave to KV."""
+        assert self.memory is not None
+        return self.memory - self.slots.total * self.bytes_per_state
+
     @property
     def blocks(self) -> int:
         """Number of whole blocks that fit into the memory, which must be given."""
-        assert self.memory is not None
-        return self.memory // self.bytes_per_block
+        return self.kv_memory // self.bytes_per_block
 
     def blocks_of(self, tokens: int) -> int:
         """Return the number of blocks of a sequence; the last one may be partly filled."""
@@ -53,8 +73,7 @@ class Plan:
 
     def lengths(self) -> list[Length]:
         """Compare slabs of the whole context with pages, for sequences of several lengths; needs a memory."""
-        assert self.memory is not None
-        slabs = self.memory // (self.context * self.bytes_per_token)
+        slabs = self.kv_memory // (self.context * self.bytes_per_token)
         return [self._length(n, slabs) for n in sorted({max(1, self.context // share) for share in _SHARES})]
 
     def _length(self, tokens: int, slabs: int) -> Length:
@@ -111,6 +130,8 @@ def _notes(plan: Plan) -> list[str]:
     heads = [layer.kv_heads for layer in plan.shape.layers]
     if plan.ranks > 1:
         notes.append("radixkv itself runs on one device; ranks are planned for engines that split KV heads")
+    if plan.ranks > 1 and plan.bytes_per_state:
+        notes.append("the recurrent state is counted whole on each rank")
     if any(plan.ranks > each for each in heads):
         notes.append(f"more ranks than KV heads ({min(heads)}): ranks keep copies of the same head")
     elif any(each % plan.ranks for each in heads):
@@ -156,6 +177,15 @@ def _text(plan: Plan) -> str:
     ]
     if plan.ranks > 1:
         rows.insert(2, ("a token, all layers and heads", f"{plan.shape.bytes_per_token(plan.dtype):,} bytes"))
+    if plan.bytes_per_state:
+        tokens = plan.bytes_per_state // plan.bytes_per_token
+        text = (
+            f"{size(plan.bytes_per_state)} in {len(plan.shape.states)} layers, as much as the KV of {tokens:,} tokens"
+        )
+        rows.append(("a recurrent state", text))
+    if plan.memory is not None and plan.bytes_per_state:
+        taken = f"{plan.slots.rows} sequences at once, {plan.slots.snapshots} snapshots"
+        rows.append(("states, at most a third", f"{size(plan.slots.total * plan.bytes_per_state)}: {taken}"))
     if plan.memory is not None:
         full = plan.blocks // plan.blocks_of(plan.context)
         rows += [
@@ -191,6 +221,8 @@ def _plain(plan: Plan) -> Mapping[str, Any]:
     if plan.memory is not None:
         fits = {
             "memory": plan.memory,
+            "state_rows": plan.slots.rows,
+            "state_snapshots": plan.slots.snapshots,
             "blocks": plan.blocks,
             "tokens": plan.blocks * plan.block_size,
             "sequences": plan.blocks // plan.blocks_of(plan.context),
@@ -205,6 +237,7 @@ def _plain(plan: Plan) -> Mapping[str, Any]:
         "tensor_parallel": plan.ranks,
         "bytes_per_token": plan.shape.bytes_per_token(plan.dtype),
         "bytes_per_block": plan.shape.bytes_per_token(plan.dtype) * plan.block_size,
+        "bytes_per_state": plan.bytes_per_state,
         "rank": {
             "bytes_per_token": plan.bytes_per_token,
             "bytes_per_block": plan.bytes_per_block,

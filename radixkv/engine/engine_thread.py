@@ -25,7 +25,6 @@ from radixkv.engine.kv_scrub import Auditor, check_blocks
 from radixkv.engine.output import Handle, Usage, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.stats import AuditReport, EngineStats
-from radixkv.engine.weights import State, Weights, reload_weights
 from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.sampling.params import is_int
 from radixkv.telemetry.tree_view import TreeView, tree_view
@@ -197,10 +196,9 @@ class CoreClient:
         inputs: InputProcessor,
         facts: EngineFacts,
         decode: Callable[[list[int]], str] | None,
-        weights: Weights,
     ) -> None:
-        """`decode` shows the tokens of a node in tree views; None shows none. `weights` are those of the model."""
-        self.core, self.thread, self.inputs, self._weights = core, thread, inputs, weights
+        """`decode` shows the tokens of a node in tree views; None shows none."""
+        self.core, self.thread, self.inputs = core, thread, inputs
         self._auditor, self._facts, self._decode = auditor, facts, decode
         self._loaded_at = time.perf_counter()
         self._session_numbers = itertools.count(1)
@@ -270,11 +268,6 @@ class CoreClient:
     def clear_cache(self) -> Future[None]:
         """Drop every cached prefix that no request or pin holds."""
         return self.thread.call(lambda: self.core.cache.clear())
-
-    def reload_weights(self, state: State | None) -> Future[None]:
-        """Make the model's present weights, or those of a state, count from the next step on."""
-        checked = self._weights.checked(state)
-        return self.thread.call(lambda: reload_weights(self.core, self._weights, checked))
 
     # ---- views
 

@@ -22,6 +22,8 @@ from radixkv.kv_shapes import _DEFAULTS, kv_shape
 from radixkv.kv_size import KVShape, LayerKV, parse_size
 from radixkv.models.attention_interface import IMPLEMENTATION
 from radixkv.models.probe import probe
+from radixkv.models.recurrent.mixers import install
+from tests.models.recurrent.hybrids import HYBRIDS, hybrid
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -101,9 +103,67 @@ def test_the_file_says_what_the_model_writes(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.set_attn_implementation(IMPLEMENTATION)
-    layers, _ = probe(model)
+    layers = probe(model).layers
     config.save_pretrained(tmp_path)
     assert kinds(kv_shape(str(tmp_path))) == [(each.kv_heads, each.key_dim, each.value_dim) for each in layers]
+
+
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_5_text", "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "full_attention_interval": 4, "dtype": "bfloat16",
+    "max_position_embeddings": 262_144,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HYBRIDS if kind not in ("mamba2", "zaya")])
+def test_the_file_of_a_hybrid_model_says_what_its_layers_keep(kind: str, tmp_path: Path) -> None:
+    model = hybrid(kind)
+    install(model)
+    model.set_attn_implementation(IMPLEMENTATION)
+    found = probe(model)
+    model.config.save_pretrained(tmp_path)
+    shape = kv_shape(str(tmp_path))
+    assert kinds(shape) == [(each.kv_heads, each.key_dim, each.value_dim) for each in found.layers]
+    assert shape.bytes_per_state("float32") == sum(spec.num_bytes for spec in found.state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "attending"),
+    [
+        ({}, 8),
+        ({"model_type": "lfm2", "full_attn_idxs": [2, 5]}, 2),
+        ({"model_type": "bamba", "attn_layer_indices": [1], "mamba_n_heads": 16, "mamba_d_state": 64}, 1),
+        ({"model_type": "falcon_h1", "mamba_n_heads": 16, "mamba_d_state": 64, "mamba_d_head": "auto"}, 32),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*E" + "-" * 27, "mamba_num_heads": 8,
+          "mamba_head_dim": 64, "ssm_state_size": 128}, 1),
+        ({"model_type": "kimi_linear",
+          "linear_attn_config": {"kda_layers": [1, 2], "num_heads": 4, "head_dim": 64}}, 30),
+    ],
+)  # fmt: skip
+def test_hybrid_files_may_state_their_layers_in_many_ways(
+    fields: dict[str, Any], attending: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**HYBRID, **fields}))
+    shape = kv_shape(str(tmp_path))
+    assert len(shape.layers) == attending
+    assert shape.bytes_per_state() > 0
+
+
+def test_a_plan_counts_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    assert main(["plan", str(tmp_path), "--memory", "4GiB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["bytes_per_token"], plan["bytes_per_state"]) == (32_768, 51_904_512)
+    fits = plan["rank"]["fits"]
+    assert (fits["state_rows"], fits["state_snapshots"]) == (13, 14)
+    assert fits["blocks"] == (4 * 2**30 - 27 * 51_904_512) // (16 * 32_768)
+    assert main(["plan", str(tmp_path), "--memory", "4GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "49.5 MiB in 24 layers, as much as the KV of 1,584 tokens" in text
+    assert "13 sequences at once, 14 snapshots" in text
+    assert main(["plan", str(tmp_path), "--memory", "200MiB"]) == 2
+    assert "holds 1 states, and two are needed" in capsys.readouterr().err
 
 
 def test_the_bundled_model_takes_what_its_pool_takes() -> None:
@@ -256,11 +316,19 @@ FIELDS = st.sampled_from(
         "max_position_embeddings",
         "attention_k_eq_v",
         "global_head_dim",
+        "full_attention_interval",
+        "linear_attn_config",
+        "attn_layer_indices",
+        "full_attn_idxs",
+        "hybrid_override_pattern",
+        "linear_num_key_heads",
+        "mamba_d_state",
+        "mamba_n_heads",
+        "conv_L_cache",
     ]
 )
-LEAVES = (
-    st.none() | st.booleans() | st.integers(-1, 9) | st.floats() | st.sampled_from(["0", "full_attention", "gemma2"])
-)
+NAMES = ["0", "full_attention", "conv", "gemma2", "qwen3_5_text", "kimi_linear", "bamba", "lfm2", "nemotron_h"]
+LEAVES = st.none() | st.booleans() | st.integers(-1, 9) | st.floats() | st.sampled_from(NAMES)
 PARTS = st.dictionaries(FIELDS | st.sampled_from(["0", "attention"]), LEAVES, max_size=3)
 VALUES = LEAVES | PARTS | st.lists(LEAVES | PARTS, max_size=4) | st.dictionaries(st.sampled_from(["0", "01"]), PARTS)
 

@@ -164,21 +164,11 @@ def quantize(model: nn.Module, weights: str) -> int:
         dense = first.weight
         assert isinstance(dense, Tensor)
         format = Format.INT8 if weights == "int8" or place.outer else Format.INT4_MIN
-        replace_layers(model, {name: _quantised(dense, format)}, places)
+        small = QuantizedWeights(dense.shape[0], dense.shape[1], format)
+        for start in range(0, len(dense), _ROWS):
+            small.quantise(dense[start : start + _ROWS], start)
+        replace_layers(model, {name: small}, places)
     return len(places)
-
-
-def requantized(weights: QuantizedWeights, dense: Tensor) -> QuantizedWeights:
-    """Return new weights [outputs, inputs] with the bits of others; groups of 4 bits get a minimum."""
-    return _quantised(dense.detach(), Format.INT8 if weights.format is Format.INT8 else Format.INT4_MIN)
-
-
-def _quantised(dense: Tensor, format: Format) -> QuantizedWeights:
-    """Round weights [outputs, inputs] to a format, some rows at a time."""
-    small = QuantizedWeights(dense.shape[0], dense.shape[1], format)
-    for start in range(0, len(dense), _ROWS):
-        small.quantise(dense[start : start + _ROWS].to("cpu"), start)
-    return small
 
 
 @torch.no_grad()

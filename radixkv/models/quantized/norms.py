@@ -21,13 +21,8 @@ class FusedNorm(nn.Module):
         """Scale by `weight` + `offset`; `weight` stays the parameter of the module."""
         super().__init__()
         self.weight, self.variance_epsilon = weight, epsilon
-        self._offset = offset
-        self.refresh()
+        self._factors = (weight.detach() + offset).contiguous()
         self._rms_norm, self._width = library.rms_norm, weight.numel()
-
-    def refresh(self) -> None:
-        """Scale by the present values of `weight`."""
-        self._factors = (self.weight.detach() + self._offset).contiguous()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise [..., width] along the last dimension."""
