@@ -53,7 +53,7 @@ class LiveRecording:
             try:
                 writer.close()
             except OSError as error:
-                self.trouble = f"the recording may lack its end: {error.strerror or error}"
+                self.trouble = self.trouble or f"the recording may lack its end: {error.strerror or error}"
 
 
 def save(path: Path, frames: Iterable[Frame]) -> int:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from radixkv.chat.generic_tools import with_tools_in_text
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import Arguments, arguments_key
+from radixkv.engine.chat_messages import check_roles, rendered_with_text
 from radixkv.engine.input_processor import ControlTokens, check_date, rendered, template_source, today
 from radixkv.errors import ChatError, InvalidInput
 
@@ -179,13 +180,12 @@ class Rendering:
     def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
         """Render a conversation; with `reply` up to the start of the next reply.
 
-        Raises ChatError if the template refuses the messages.
+        Raises ChatError if the template refuses the messages, and InvalidInput, with the index, for a message without
+        role or text.
         """
-        guarded: list[Message] = [dict(self._guard.message(message)) for message in messages]
-        tools = self.tools
-        if tools and self.tools_as_text:
-            guarded, tools = with_tools_in_text(guarded, tools, takes_system=self._takes_system), None
-        return rendered(self.tokenizer, guarded, self.date, tools, reply=reply, arguments=self.arguments)
+        check_roles(messages)
+        guarded = [self._guard.message(message) for message in messages]
+        return rendered_with_text(guarded, lambda each: self._rendered(each, reply=reply))
 
     def escaped(self, message: Message) -> Message:
         """Escape the control tokens in the text and calls of an assistant message."""
@@ -207,6 +207,13 @@ class Rendering:
         return Rendering(self.tokenizer, tools, _ANY_DATE, self._guard, self.arguments)
 
     # ---- inside
+
+    def _rendered(self, guarded: Sequence[Mapping[str, Any]], *, reply: bool) -> str:
+        messages: list[Message] = list(map(dict, guarded))
+        tools = self.tools
+        if tools and self.tools_as_text:
+            messages, tools = with_tools_in_text(messages, tools, takes_system=self._takes_system), None
+        return rendered(self.tokenizer, messages, self.date, tools, reply=reply, arguments=self.arguments)
 
     @cached_property
     def _takes_system(self) -> bool:

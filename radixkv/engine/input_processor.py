@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.engine.chat_messages import Message, check_roles, rendered_with_text
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
 from radixkv.engine.request import Request, TokenIds, derive_seed
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
 
 
-Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer[Any]] | Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -185,15 +185,18 @@ def is_chat(prompt: object) -> bool:
 def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[int]:
     """Render messages with the tokenizer's chat template, as a session that begins today does, and encode them.
 
-    Control tokens come from the template only. Raises ChatError if the template refuses the messages.
+    Control tokens come from the template only. Raises ChatError if the template refuses the messages, and InvalidInput
+    as `check_roles` and `rendered_with_text` do.
     """
     if tokenizer is None:
         raise InvalidInput("this model has no tokenizer, so it cannot read chat messages: pass token ids")
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInput("this tokenizer has no chat template: pass text or token ids instead of chat messages")
+    check_roles(messages)
     control_tokens = ControlTokens(tokenizer)
     guarded = [control_tokens.message(message) for message in messages]
-    return control_tokens.encode(rendered(tokenizer, guarded, today(), reply=reply))
+    date = today()
+    return control_tokens.encode(rendered_with_text(guarded, lambda each: rendered(tokenizer, each, date, reply=reply)))
 
 
 def checked_ids(ids: Any, vocab_size: int) -> TokenIds:
