@@ -241,3 +241,14 @@ class PrivateAttention:
             rows, keys = query.unbind(0), store.views(pool, self.sizes)
             for key, row, part in zip(keys, self.view_rows, self.view_scores, strict=True):
                 torch.bmm(rows[row], key, out=part)
+
+
+def private_attention(
+    work: WorkList, items: Int, store: KVStore, kv_heads: int, group: int
+) -> Iterator[tuple[PrivateAttention, Int]]:
+    """Yield the operations of these items, which have one query row each, and the places of their partials."""
+    layout = PrivateLayout(work, items, store.reads_in_place)
+    for batch in layout.batches():
+        places = work.row_offset[items[batch]].astype(np.int64)
+        rows = work.row_ids[places].astype(np.int64)
+        yield PrivateAttention(layout, batch, rows, kv_heads, group, store), places

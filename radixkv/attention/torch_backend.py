@@ -5,6 +5,8 @@ A `TorchPlan` is made once per step; each layer then runs its operations, and me
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -13,11 +15,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
-from radixkv.attention.private_attention import PrivateAttention, PrivateLayout
+from radixkv.attention.private_attention import QueryRows, private_attention
 from radixkv.attention.shared_attention import SharedAttention
 from radixkv_kernels.work_list import WorkList
 
-_PLANS: WeakKeyDictionary[WorkList, dict[tuple[KVStore, int, int], TorchPlan]] = WeakKeyDictionary()
+Int = NDArray[np.int64]
+
+
+class Operation(Protocol):
+    """Attention of some of a step's query rows over some keys, in each layer of one shape."""
+
+    rows: QueryRows
+
+    def run(
+        self, store: KVStore, layer: int, query: Tensor, scale: float, softcap: float | None, *, need_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Query [T, kv_heads, group, dk] -> outputs [n, kv_heads, group, dv], log-sum-exps [n, kv_heads, group]."""
+        ...
+
+
+Tails = Callable[[WorkList, Int, KVStore, int, int], Iterator[tuple[Operation, Int]]]
+"""Makes the operations of single query rows: from a list, its items, a store, kv heads, and query heads of each.
+
+Each operation comes with the places of its partials in `WorkList.row_ids`.
+"""
+
+_PLANS: WeakKeyDictionary[WorkList, dict[tuple[KVStore, int, int, Tails], TorchPlan]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -30,46 +53,45 @@ def attend(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tails: Tails = private_attention,
 ) -> Tensor:
     """Attention of query [heads, T, dk], the rows of all sequences in turn, over one layer's KV -> [T, heads, dv].
 
-    `sinks` [heads] are logits that take weight and add no value. The first layer of a step makes the plan of `work`
-    (0.5 ms at 8 sequences), and all others of the same shape reuse it. Results have the dtype of `query` and no
-    gradient.
+    `sinks` [heads] are logits that take weight and add no value. `tails` computes single query rows. The first layer of
+    a step makes the plan of `work` (0.5 ms at 8 sequences), and all others of the same shape reuse it. Results have the
+    dtype of `query` and no gradient.
     """
     kv_heads = store.layers[layer].kv_heads
     rows = query.transpose(0, 1).to(store.compute_dtype)
     rows = rows.reshape(len(rows), kv_heads, len(query) // kv_heads, rows.shape[-1])
-    output = _plan(store, work, kv_heads, rows.shape[2]).run(store, layer, rows, scale, softcap, sinks)
+    output = _plan(store, work, kv_heads, rows.shape[2], tails).run(store, layer, rows, scale, softcap, sinks)
     return output.flatten(1, 2).to(query.dtype)
 
 
-def _plan(store: KVStore, work: WorkList, kv_heads: int, group: int) -> TorchPlan:
+def _plan(store: KVStore, work: WorkList, kv_heads: int, group: int, tails: Tails) -> TorchPlan:
     """Return the plan of `work` for layers of this shape, made at the first call; it lives as long as the list."""
     plans = _PLANS.setdefault(work, {})
-    key = (store, kv_heads, group)
+    key = (store, kv_heads, group, tails)
     if key not in plans:
-        plans[key] = TorchPlan(store, work, kv_heads, group)
+        plans[key] = TorchPlan(store, work, kv_heads, group, tails)
     return plans[key]
 
 
 class TorchPlan:
     """The operations of one step in each of its layers, which yield partials, and the merge of these."""
 
-    def __init__(self, store: KVStore, work: WorkList, kv_heads: int, group: int) -> None:
+    def __init__(
+        self, store: KVStore, work: WorkList, kv_heads: int, group: int, tails: Tails = private_attention
+    ) -> None:
         """Turn a work list into operations and index tensors."""
         single = (work.rows == 1) & work.fully_visible
-        self.operations: list[PrivateAttention | SharedAttention] = []
+        self.operations: list[Operation] = []
         order = []
         for item in np.flatnonzero(~single).tolist():
             self.operations.append(SharedAttention(work, item, store, kv_heads))
             order.append(np.arange(work.row_offset[item], work.row_offset[item] + work.rows[item]))
-        tails = np.flatnonzero(single)
-        layout = PrivateLayout(work, tails, store.reads_in_place)
-        for batch in layout.batches():
-            places = work.row_offset[tails[batch]].astype(np.int64)
-            rows = work.row_ids[places].astype(np.int64)
-            self.operations.append(PrivateAttention(layout, batch, rows, kv_heads, group, store))
+        for operation, places in tails(work, np.flatnonzero(single), store, kv_heads, group):
+            self.operations.append(operation)
             order.append(places)
         self._plan_merge(work, order, store)
 
