@@ -137,9 +137,11 @@ def test_nothing_is_written_outside_of_the_product() -> None:
     assert library is not None
     for rows in (1, 5, 13):
         around = torch.full((rows * 97 + 200,), 7.0)
+        siblings = kernels.SiblingWeights([weights], [None])
         library.multiply(
-            weights._address, None, given.data_ptr(), around[100:].data_ptr(), rows, weights._instructions, 1, None
-        )
+            siblings.addresses, siblings.bias_addresses, 1, given.data_ptr(), around[100:].data_ptr(), rows,
+            library.instructions, 1, None,
+        )  # fmt: skip
         assert torch.equal(around[100:-100], weights.multiply(given[:rows]).flatten())
         assert (around[:100] == 7).all() and (around[-100:] == 7).all()
 
@@ -243,7 +245,7 @@ def test_without_a_home_or_its_folder_nothing_is_compiled(tmp_path: Path, monkey
 def test_a_compiler_that_fails_leaves_nothing(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("int f() { return missing; }\n")
-    monkeypatch.setattr(build, "SOURCE", broken)
+    monkeypatch.setattr(build, "SOURCES", (broken,))
     with pytest.raises(build.BuildError, match=r"failed: .*missing"):
         build.library()
     assert not [*fresh.iterdir()]

@@ -17,12 +17,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+_FOLDER = Path(__file__).parent
+SOURCES = (_FOLDER / "kernels.cpp", _FOLDER / "step.cpp")
+_HEADERS = (_FOLDER / "kernels.h", _FOLDER / "instructions.h")
 _COMPILERS = ("c++", "g++", "clang++")
 # Contraction would fuse a product and a sum where the source does not, and the bits would depend on the compiler.
 _OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
 _NEEDED = frozenset({"avx2", "fma", "f16c"})
-_LONGEST_S = 120.0  # of a compilation, which takes three seconds on an idle core
+_LONGEST_S = 120.0  # of a compilation, which takes five seconds on an idle core
 
 
 class BuildError(Exception):
@@ -30,7 +32,7 @@ class BuildError(Exception):
 
 
 def library() -> Path:
-    """Return the compiled library, and compile it first if it is not in the cache: three seconds, once.
+    """Return the compiled library, and compile it first if it is not in the cache: five seconds, once.
 
     Raises BuildError for another CPU, without a compiler, and if the cache folder belongs to another user.
     """
@@ -86,7 +88,8 @@ def _key(compiler: str, features: frozenset[str]) -> str:
     real = os.path.realpath(compiler)
     version = os.stat(real)
     parts = [real, str(version.st_size), str(version.st_mtime_ns), *_OPTIONS, *sorted(features)]
-    return hashlib.sha256(SOURCE.read_bytes() + "\0".join(parts).encode()).hexdigest()[:32]
+    source = b"\0".join(file.read_bytes() for file in (*SOURCES, *_HEADERS))
+    return hashlib.sha256(source + "\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _compile(compiler: str, path: Path) -> None:
@@ -94,7 +97,7 @@ def _compile(compiler: str, path: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            command = [compiler, *_OPTIONS, "-o", str(made), str(SOURCE)]
+            command = [compiler, *_OPTIONS, "-o", str(made), *map(str, SOURCES)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_S, cwd=folder, check=False)
             if done.returncode:
                 lines = (done.stderr or done.stdout).splitlines()

@@ -14,17 +14,14 @@
 //             a weight is scale * (number - 8)
 //   INT4_MIN  scales; minima: 64 float16; then words as above; a weight is scale * number + minimum
 //
-// This file includes itself once per instruction set. The Python side is kernels.py.
+// This file includes itself once per instruction set. The Python side is kernels.py; step.cpp has the rest of a step.
 
 #ifndef INSTRUCTIONS
 
-#include <atomic>
 #include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <immintrin.h>
 #include <initializer_list>
+
+#include "kernels.h"
 
 namespace {
 
@@ -32,15 +29,7 @@ constexpr long GROUP = 32, PANEL = 64;
 constexpr long SEGMENT = 8;     // groups
 constexpr long CHUNK = 96;      // rows that one unit of work multiplies by one panel
 constexpr long MOST_ROWS = 12;  // of one register block
-constexpr long KEPT = 1 << 20;  // numbers of packed rows whose memory a thread keeps
 constexpr long WORTH_THREADS = 1 << 18;  // products of two numbers
-
-enum Format { INT8, INT4, INT4_MIN, FLOAT };
-
-struct Weights {
-    uint8_t* data;
-    int64_t outputs, groups, format;
-};
 
 constexpr long header_bytes(int format) { return 2 * PANEL * (format == INT4_MIN ? 2 : 1); }
 
@@ -58,8 +47,10 @@ struct Job {
     const Weights* weights;
     const float *bias, *x;
     float* y;
-    long rows;
+    long rows, stride;  // of y
 };
+
+long panels_of(const Weights& weights) { return (weights.outputs + PANEL - 1) / PANEL; }
 
 // The rows of the smallest register block for `count` rows, at most `most`.
 long block_rows(long count, long most) {
@@ -80,56 +71,19 @@ void pack(const float* x, long count, long inputs, long most, float* packed) {
 
 }  // namespace
 
-#define INLINE inline __attribute__((always_inline)) TARGET
-
 #define INSTRUCTIONS 512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#define TARGET AVX512
 #include "kernels.cpp"
 #undef TARGET
 #undef INSTRUCTIONS
 
 #define INSTRUCTIONS 2
-#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define TARGET AVX2
 #include "kernels.cpp"
 
 // ---- one product
 
 namespace {
-
-// Memory for packed rows, which a thread keeps for its next product unless it is large.
-struct Memory {
-    float* at = nullptr;
-    long size = 0;
-
-    float* numbers(long count) {
-        if (count > size) {
-            std::free(at);
-            at = (float*)std::malloc(count * sizeof(float));
-            size = at ? count : 0;
-        }
-        return at;
-    }
-    void release() {
-        if (size <= KEPT) return;
-        std::free(at);
-        at = nullptr;
-        size = 0;
-    }
-    ~Memory() { std::free(at); }
-};
-
-struct Shared {
-    Job job;
-    void (*unit)(const Job&, long panel, long first_row);
-    long panels, units;
-    std::atomic<long> next;
-};
-
-void work(void* argument) {
-    Shared& shared = *(Shared*)argument;
-    for (long unit; (unit = shared.next++) < shared.units;)
-        shared.unit(shared.job, unit % shared.panels, unit / shared.panels * CHUNK);
-}
 
 using Unit = void (*)(const Job&, long, long);
 const long DIRECT[2] = {avx2::DIRECT, avx512::DIRECT};
@@ -151,29 +105,33 @@ int radixkv_instructions() {
     return !avx2 ? 0 : avx512 ? 2 : 1;
 }
 
-// y[rows, outputs] = x[rows, inputs] * weights^T + bias; `bias` may be null. `parallel` is libgomp's GOMP_parallel, or
-// null: then one thread does all. Returns 0, or 1 if there is no memory.
-int radixkv_multiply(const Weights* weights, const float* bias, const float* x, float* y, int64_t rows,
-                      int64_t instructions, int64_t threads, void (*parallel)(void (*)(void*), void*, unsigned, unsigned)) {
+// For each of `count` weights with equal inputs, y[rows, its outputs] = x[rows, inputs] * weights^T + bias. Their outputs
+// lie side by side in the rows of y; a bias may be null. Returns 0, or 1 if there is no memory.
+int radixkv_multiply(const Weights* const* weights, const float* const* biases, int64_t count, const float* x, float* y,
+                     int64_t rows, int64_t instructions, int64_t threads, Parallel parallel) {
     thread_local Memory memory;
-    const long inputs = weights->groups * GROUP, most = DIRECT[instructions - 1];
+    const long inputs = weights[0]->groups * GROUP, most = DIRECT[instructions - 1];
     if (rows > 1) {
         float* packed = memory.numbers((rows + most) * inputs);
         if (!packed) return 1;
         pack(x, rows, inputs, most, packed);
         x = packed;
     }
-    Shared shared;
-    shared.job = {weights, bias, x, y, rows};
-    shared.unit = UNITS[instructions - 1][weights->format];
-    shared.panels = (weights->outputs + PANEL - 1) / PANEL;
-    shared.units = shared.panels * ((rows + CHUNK - 1) / CHUNK);
-    shared.next = 0;
-    const bool worth = rows * weights->outputs * inputs >= WORTH_THREADS;
-    if (parallel && threads > 1 && worth)
-        parallel(work, &shared, (unsigned)threads, 0);
-    else
-        work(&shared);
+    long stride = 0, panels = 0;
+    for (long i = 0; i < count; i++) {
+        stride += weights[i]->outputs;
+        panels += panels_of(*weights[i]);
+    }
+    const bool worth = rows * stride * inputs >= WORTH_THREADS;
+    spread(panels * ((rows + CHUNK - 1) / CHUNK), worth ? threads : 1, parallel, [=](long unit) {
+        long panel = unit % panels, first = 0, i = 0;
+        for (; panel >= panels_of(*weights[i]); i++) {
+            panel -= panels_of(*weights[i]);
+            first += weights[i]->outputs;
+        }
+        const Job job = {weights[i], biases[i], x, y + first, rows, stride};
+        UNITS[instructions - 1][weights[i]->format](job, panel, unit / panels * CHUNK);
+    });
     memory.release();
     return 0;
 }
@@ -199,22 +157,6 @@ __attribute__((target("f16c"))) void radixkv_expand_rows(const Weights* weights,
                 *found = (float)((double)scale * (format == INT4 ? number - 8 : number) + (double)minimum);
             }
         }
-}
-
-// y[rows, width] = weight * (x / sqrt(mean of the squares of a row + epsilon)). Sums have one order.
-__attribute__((target("avx2"))) void radixkv_rms_norm(const float* x, const float* weight, float* y, int64_t rows,
-                                                      int64_t width, float epsilon) {
-    for (long row = 0; row < rows; row++, x += width, y += width) {
-        constexpr long PARTS = 32;
-        float parts[PARTS] = {}, sum = 0.0f;
-        long k = 0;
-        for (; k + PARTS <= width; k += PARTS)
-            for (long p = 0; p < PARTS; p++) parts[p] += x[k + p] * x[k + p];
-        for (; k < width; k++) parts[k % PARTS] += x[k] * x[k];
-        for (long p = 0; p < PARTS; p++) sum += parts[p];
-        const float factor = 1.0f / std::sqrt(sum / (float)width + epsilon);
-        for (k = 0; k < width; k++) y[k] = weight[k] * (x[k] * factor);
-    }
 }
 
 // ---- storing weights
@@ -292,62 +234,7 @@ __attribute__((target("f16c"))) void radixkv_quantise(const Weights* weights, co
 
 namespace {
 
-#if INSTRUCTIONS == 512
-namespace avx512 {
-
-using Floats = __m512;
-using Words = __m512i;
-constexpr int LANES = 16;
-constexpr long DIRECT = 12;  // most rows for which weights are expanded in registers
-
-INLINE Floats zeros() { return _mm512_setzero_ps(); }
-INLINE Floats all(float number) { return _mm512_set1_ps(number); }
-INLINE Floats load(const float* at) { return _mm512_loadu_ps(at); }
-INLINE void store(float* at, Floats numbers) { _mm512_storeu_ps(at, numbers); }
-INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
-INLINE Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-INLINE Floats fused(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
-INLINE Floats halves(const uint8_t* at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
-INLINE Floats bytes(const uint8_t* at) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
-}
-INLINE Words words(const uint8_t* at) { return _mm512_loadu_si512(at); }
-INLINE Words next(Words words) { return _mm512_srli_epi32(words, 4); }
-template <int FORMAT>
-INLINE Floats numbers(Words words) {  // a permutation reads the lowest four bits of each word
-    const Floats from_0 = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const Floats from_8 = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    return _mm512_permutexvar_ps(words, FORMAT == INT4 ? from_8 : from_0);
-}
-
-#else
-namespace avx2 {
-
-using Floats = __m256;
-using Words = __m256i;
-constexpr int LANES = 8;
-constexpr long DIRECT = 6;
-
-INLINE Floats zeros() { return _mm256_setzero_ps(); }
-INLINE Floats all(float number) { return _mm256_set1_ps(number); }
-INLINE Floats load(const float* at) { return _mm256_loadu_ps(at); }
-INLINE void store(float* at, Floats numbers) { _mm256_storeu_ps(at, numbers); }
-INLINE Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
-INLINE Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
-INLINE Floats fused(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
-INLINE Floats halves(const uint8_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
-INLINE Floats bytes(const uint8_t* at) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
-}
-INLINE Words words(const uint8_t* at) { return _mm256_loadu_si256((const __m256i*)at); }
-INLINE Words next(Words words) { return _mm256_srli_epi32(words, 4); }
-template <int FORMAT>
-INLINE Floats numbers(Words words) {
-    const Words found = _mm256_and_si256(words, _mm256_set1_epi32(15));
-    return _mm256_cvtepi32_ps(FORMAT == INT4 ? _mm256_sub_epi32(found, _mm256_set1_epi32(8)) : found);
-}
-
-#endif
+#include "instructions.h"
 
 // The sums of R packed rows and C vectors of outputs, from `column` of a panel on, over `groups` records.
 template <int FORMAT, int R, int C>
@@ -472,7 +359,7 @@ TARGET void unit(const Job& job, long panel, long from) {
     }
     const long first = panel * PANEL, count = weights.outputs - first < PANEL ? weights.outputs - first : PANEL;
     for (long row = 0; row < rows; row++) {
-        float* y = job.y + (from + row) * weights.outputs + first;
+        float* y = job.y + (from + row) * job.stride + first;
         memcpy(y, sums + row * PANEL, count * sizeof(float));
         if (job.bias)
             for (long c = 0; c < count; c++) y[c] += job.bias[first + c];

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -74,7 +75,9 @@ class Kernels:
         """Load the library; raises OSError if it cannot be loaded, BuildError for another CPU."""
         number, pointer, library = ctypes.c_int64, ctypes.c_void_p, ctypes.CDLL(path)
         self.multiply = library.radixkv_multiply
-        self.multiply.restype, self.multiply.argtypes = ctypes.c_int, (*[pointer] * 4, number, number, number, pointer)
+        spread = number, number, pointer  # instructions, threads, and the function that runs these
+        self.multiply.restype = ctypes.c_int
+        self.multiply.argtypes = pointer, pointer, number, pointer, pointer, number, *spread
         self.expand_rows = library.radixkv_expand_rows
         self.expand_rows.restype, self.expand_rows.argtypes = None, (pointer, pointer, number, pointer)
         self.store_blocks, self.quantise = library.radixkv_store_blocks, library.radixkv_quantise
@@ -82,10 +85,27 @@ class Kernels:
             store.restype, store.argtypes = None, (pointer, pointer, number, number)
         self.rms_norm = library.radixkv_rms_norm
         self.rms_norm.restype, self.rms_norm.argtypes = None, (*[pointer] * 3, number, number, ctypes.c_float)
+        self.mlp = library.radixkv_mlp
+        self.mlp.restype, self.mlp.argtypes = ctypes.c_int, (*[pointer] * 4, number, number, *spread)
+        self.rotate = library.radixkv_rotate
+        self.rotate.restype = None
+        self.rotate.argtypes = (
+            pointer, *[number] * 4, pointer, ctypes.c_float, pointer, pointer, number, number, pointer
+        )  # fmt: skip
+        self.store, self.attend = library.radixkv_store, library.radixkv_attend
+        self.store.restype = self.attend.restype = None
+        self.store.argtypes = pointer, pointer, number, pointer, number, number, pointer, number, number
+        self.attend.argtypes = (
+            *[pointer] * 3, *[number] * 3, ctypes.c_float, ctypes.c_float, pointer, pointer, *spread
+        )  # fmt: skip
         self.instructions = int(library.radixkv_instructions())
         if not self.instructions:
             raise build.BuildError("this CPU has no AVX2")
         self.parallel = _parallel()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kernels:
+        """Return the same functions."""
+        return self
 
 
 def _parallel() -> int | None:
@@ -103,7 +123,7 @@ def _parallel() -> int | None:
 def kernels() -> Kernels | None:
     """Return the products for this machine; None, with one warning, where there are none. Compiles at the first call.
 
-    Costs a hash of the source, or three seconds if nothing is compiled yet.
+    Costs a hash of the source, or five seconds if nothing is compiled yet.
     """
     found = _loaded()
     if not isinstance(found, str):
@@ -143,7 +163,8 @@ class QuantizedWeights:
         self._parallel, self._instructions = library.parallel, library.instructions
         self._data = torch.zeros(stored_bytes(outputs, inputs, format), dtype=torch.uint8)
         self._layout = _Weights(self._data.data_ptr(), outputs, inputs // GROUP, format)
-        self._address = ctypes.addressof(self._layout)
+        self.address = ctypes.addressof(self._layout)
+        self._addresses = (ctypes.c_void_p * 1)(self.address)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeights:
         """Return the same weights."""
@@ -158,13 +179,13 @@ class QuantizedWeights:
         """Store rows of blocks [rows, bytes] of the type in `BLOCKS` that has this format, from row `first` on."""
         stored = np.ascontiguousarray(blocks)
         assert first + len(stored) <= self.outputs
-        self._library.store_blocks(self._address, stored.ctypes.data, first, len(stored))
+        self._library.store_blocks(self.address, stored.ctypes.data, first, len(stored))
 
     def quantise(self, rows: Tensor, first: int) -> None:
         """Round rows [rows, inputs] to the nearest numbers of INT8 or INT4_MIN, and store them from row `first` on."""
         given = as_float32(rows)
         assert first + len(given) <= self.outputs and self.format != Format.INT4
-        self._library.quantise(self._address, given.data_ptr(), first, len(given))
+        self._library.quantise(self.address, given.data_ptr(), first, len(given))
 
     def multiply(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply [..., inputs] to [..., outputs] in float32, and add `bias` [outputs].
@@ -174,8 +195,9 @@ class QuantizedWeights:
         given = as_float32(rows)
         product = given.new_empty((*rows.shape[:-1], self.outputs))
         failed = self._multiply(
-            self._address,
-            None if bias is None else bias.data_ptr(),
+            self._addresses,
+            (ctypes.c_void_p * 1)(None if bias is None else bias.data_ptr()),
+            1,
             given.data_ptr(),
             product.data_ptr(),
             given.numel() // self.inputs,
@@ -193,12 +215,31 @@ class QuantizedWeights:
         if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < self.outputs:
             raise IndexError(f"row ids must be within [0, {self.outputs})")
         found = torch.empty((*ids.shape, self.inputs), dtype=torch.float32)
-        self._library.expand_rows(self._address, wanted.data_ptr(), wanted.numel(), found.data_ptr())
+        self._library.expand_rows(self.address, wanted.data_ptr(), wanted.numel(), found.data_ptr())
         return found
 
     def dense(self) -> Tensor:
         """Return all weights in float32, [outputs, inputs]."""
         return self.rows(torch.arange(self.outputs))
+
+
+class SiblingWeights:
+    """Weights with equal inputs, which one call multiplies; their outputs lie side by side. Shares all weights."""
+
+    def __init__(self, weights: Sequence[QuantizedWeights], biases: Sequence[Tensor | None]) -> None:
+        """Hold the weights and their biases; a bias is [outputs] of float32."""
+        self.weights = tuple(weights)
+        self.biases = tuple(None if bias is None else bias.detach() for bias in biases)
+        self.outputs = sum(each.outputs for each in self.weights)
+        count = len(self.weights)
+        self.addresses = (ctypes.c_void_p * count)(*(each.address for each in self.weights))
+        self.bias_addresses = (ctypes.c_void_p * count)(
+            *(None if bias is None else bias.data_ptr() for bias in self.biases)
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SiblingWeights:
+        """Return the same weights."""
+        return self
 
 
 def as_float32(rows: Tensor) -> Tensor:

@@ -21,16 +21,16 @@ class FusedNorm(nn.Module):
         """Scale by `weight` + `offset`; `weight` stays the parameter of the module."""
         super().__init__()
         self.weight, self.variance_epsilon = weight, epsilon
-        self._factors = (weight.detach() + offset).contiguous()
-        self._rms_norm, self._width = library.rms_norm, weight.numel()
+        self.factors = (weight.detach() + offset).contiguous()
+        self._library, self._width = library, weight.numel()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise [..., width] along the last dimension."""
         given = as_float32(hidden_states)
         found = torch.empty_like(given)
-        self._rms_norm(
+        self._library.rms_norm(
             given.data_ptr(),
-            self._factors.data_ptr(),
+            self.factors.data_ptr(),
             found.data_ptr(),
             given.numel() // self._width,
             self._width,
