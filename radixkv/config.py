@@ -16,7 +16,7 @@ from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv.kv_size import parse_bytes
 from radixkv.sampling.params import is_int
 
-ATTENTION = ("auto", "torch", "triton")
+ATTENTION = ("auto", "torch", "triton", "compiled")
 WEIGHTS = ("auto", "float32", "int8", "int4")
 ORDERS = ("fcfs", "longest-prefix")
 VICTIMS = ("cheapest", "last")
@@ -109,8 +109,9 @@ class EngineConfig:
     )
     attention: str = _setting(
         "auto",
-        "attention backend: torch, triton, or auto (triton on CUDA if it supports the model, else torch; the "
-        "model's own attention if neither is correct)",
+        "attention backend: torch, triton, compiled (decodes in float32 on a CPU), or auto (triton on CUDA if it "
+        "supports the model, compiled with int8 or int4 weights, else torch; the model's own attention if none is "
+        "correct)",
         choices=ATTENTION,
     )
     weights: str = _setting(

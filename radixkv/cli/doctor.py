@@ -216,6 +216,8 @@ def _why(loaded: LoadedModel) -> str:
     """Explain the choice of the attention backend."""
     if loaded.attention == "triton":
         return ": the kernels serve every layer"
+    if loaded.attention == "compiled":
+        return ": single query rows by compiled functions, rows that share keys by torch"
     reason = _obstacle(loaded)
     return f": {reason}" if reason else ", although the Triton kernels could serve every layer"
 

@@ -26,6 +26,7 @@ from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.probe import Probed, probe
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.quantized.layers import check_weights, quantize, quantized_weights, replaceable
+from radixkv.models.quantized.modules import fuse_modules
 from radixkv.models.quantized.norms import fuse_norms
 from radixkv.models.recurrent.mixers import has_mixers, install
 from radixkv.models.selftest import self_test
@@ -154,15 +155,20 @@ def _freeze(module: Any, name: str) -> None:
 
 def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedModel, float]:
     """Return the model with the requested attention, and the error of its self-test, which it has passed."""
-    loaded = replace(
-        loaded, attention=attention_interface.choose_backend(attention, loaded.layers, loaded.dtype, loaded.device)
+    small = bool(quantized_weights(loaded.model))
+    backend = attention_interface.choose_backend(
+        attention, loaded.layers, loaded.dtype, loaded.device, small_weights=small
     )
+    loaded = replace(loaded, attention=backend)
+    if small:
+        fuse_modules(loaded.model, loaded.max_length)
     try:
         return _packed(loaded, keep=keep)
     except UnsupportedModel as reason:
         if attention != "auto" or loaded.attention == "torch":
             raise
-        _log.warning("%s: attention runs in torch: with Triton, %s", loaded.name, reason)
+        other = "Triton" if loaded.attention == "triton" else "compiled functions"
+        _log.warning("%s: attention runs in torch: with %s, %s", loaded.name, other, reason)
         return _packed(replace(loaded, attention="torch"), keep=keep)
 
 

@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from radixkv.attention import torch_backend, triton_backend
 from radixkv.attention.kv_store import KVStore
 from radixkv.errors import InvalidInput
+from radixkv.models import compiled_attention
 from radixkv.models.loaded import LayerSpec, LoadedModel
 
 # transformers treats names with "flash", "sdpa", "flex_attention", "paged|" or a slash specially. It builds no mask for
@@ -89,11 +90,11 @@ def _attention(
     if torch.compiler.is_compiling():
         return _attend(query, key, value, s_aux, scale).unsqueeze(0), None
     call = AttentionCall(module, query, key, value, attention_mask, scale, sliding_window, softcap, s_aux, extra)
-    return _handler().attend(call).unsqueeze(0), None
+    return current_handler().attend(call).unsqueeze(0), None
 
 
-def _handler() -> Handler:
-    """Return the handler of calls on this thread."""
+def current_handler() -> Handler:
+    """Return the handler of calls on this thread. Raises RuntimeError without one."""
     handler: Handler | None = getattr(_current, "handler", None)
     if handler is None:
         raise RuntimeError(
@@ -109,7 +110,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, sca
     The handler takes a layer's window and softcap from the probe.
     """
     call = AttentionCall(None, query, key, value, None, scale, None, None, sinks, {})
-    return _handler().attend(call)
+    return current_handler().attend(call)
 
 
 @_attend.register_fake
@@ -153,7 +154,7 @@ def select(model: Any, implementation: str) -> None:
 
 
 _log = logging.getLogger(__name__)
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", "compiled")
 
 SPLIT = 512
 """Keys per tile, about, if bits must not depend on the rest of a step; a long context then has several tiles."""
@@ -176,6 +177,9 @@ def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = Fal
     if loaded.attention == "triton":
         attend = partial(triton_backend.attend, store, split=keys_per_tile(deterministic))
         return AttentionBackend(partial(triton_backend.copy, store), partial(triton_backend.write, store), attend)
+    if loaded.attention == "compiled":
+        compiled = compiled_attention.CompiledAttention(store)
+        return AttentionBackend(store.copy, compiled.write, compiled.attend)
     return AttentionBackend(store.copy, store.write, partial(torch_backend.attend, store))
 
 
@@ -195,26 +199,37 @@ def check_backend(asked: str, device: torch.device) -> None:
     if asked not in BACKENDS:
         raise InvalidInput(f"attention={asked!r}: allowed are {', '.join(map(repr, BACKENDS))}")
     if asked == "triton":
-        _refuse(triton_backend.device_obstacle(device))
+        _refuse(asked, triton_backend.device_obstacle(device))
 
 
-def choose_backend(asked: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> str:
-    """Return "torch" or "triton", for all layers of a model; "auto" is Triton on CUDA, or torch with a warning.
+def choose_backend(
+    asked: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, *, small_weights: bool
+) -> str:
+    """Return "torch", "triton" or "compiled", for all layers of a model.
 
-    Raises InvalidInput with the reason if "triton" was asked for and cannot serve a layer.
+    "auto" is Triton on CUDA, or torch with a warning. On a CPU it is the compiled functions for a model with
+    `small_weights`, whose products are compiled too, and torch for others. Raises InvalidInput with the reason if the
+    backend that was asked for cannot serve a layer.
     """
-    if asked == "torch" or (asked == "auto" and device.type != "cuda"):
+    shapes = [layer.shape for layer in layers]
+    if asked == "auto" and device.type != "cuda":
+        served = small_weights and compiled_attention.obstacle(shapes, dtype, device) is None
+        return "compiled" if served else "torch"
+    if asked == "torch":
         return "torch"
+    if asked == "compiled":
+        _refuse(asked, compiled_attention.obstacle(shapes, dtype, device))
+        return "compiled"
     reasons = [triton_backend.shape_obstacle(layer.shape, layer.heads, dtype, device) for layer in layers]
     reason = next((reason for reason in reasons if reason is not None), None)
     if asked == "triton":
-        _refuse(reason)
+        _refuse(asked, reason)
     if reason is not None:
         _log.warning("attention runs in torch, not in Triton: %s", reason)
     return "triton" if reason is None else "torch"
 
 
-def _refuse(reason: str | None) -> None:
+def _refuse(asked: str, reason: str | None) -> None:
     """Raise InvalidInput if there is a reason."""
     if reason is not None:
-        raise InvalidInput(f"attention='triton' cannot run here: {reason}; 'auto' and 'torch' can")
+        raise InvalidInput(f"attention={asked!r} cannot run here: {reason}; 'auto' and 'torch' can")

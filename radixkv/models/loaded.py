@@ -79,8 +79,9 @@ class LoadedModel:
 
     `max_length` is the longest sequence in tokens, `vocab_size` the number of token ids that can go in and come out.
     The tokens `stop_token_ids` end a reply. `tokenizer` is None for a model that came without one. `attention` is the
-    backend that it was tested with: "torch", "triton", or "fallback", the model's own attention for each sequence.
-    `state` are the recurrent states of a hybrid model, empty for others; `layers` then has its attention layers only.
+    backend that it was tested with: "torch", "triton", "compiled", or "fallback", the model's own attention for each
+    sequence. `state` are the recurrent states of a hybrid model, empty for others; `layers` then has its attention
+    layers only.
     """
 
     model: nn.Module

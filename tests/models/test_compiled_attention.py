@@ -1,0 +1,173 @@
+"""Compiled attention of single query rows equals the reference, with the same bits alone and in a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.attention import plan
+from radixkv.attention.kv_store import KVStore, LayerShape
+from radixkv.errors import InvalidInput
+from radixkv.models import adapter, compiled_attention
+from radixkv.models.compiled_attention import CompiledAttention
+from radixkv.models.quantized import build, kernels
+from tests.attention.batches import Batch, random_batch
+
+pytestmark = pytest.mark.skipif(kernels.kernels() is None, reason="no compiler, or a CPU without AVX2")
+SHAPES = [LayerShape(1, 16, 16), LayerShape(2, 64, 64), LayerShape(3, 32, 80), LayerShape(2, 96, 48)]
+
+
+def narrow(batch: Batch) -> Batch:
+    """The same batch in float32; slots without numbers hold NaN."""
+    store = batch.store
+    same = KVStore(store.layers, store.num_blocks, store.block_size)
+    same.keys[0].copy_(store.keys[0])
+    same.values[0].copy_(store.values[0])
+    return dataclasses.replace(batch, store=same, query=batch.query.float())
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    return random_batch(
+        draw(st.integers(0, 10**9)),
+        block_size=draw(st.sampled_from([1, 3, 16])),
+        shape=draw(st.sampled_from(SHAPES)),
+        group=draw(st.sampled_from([1, 2, 3, 4, 7])),
+        sequences=draw(st.integers(0, 7)),
+        decode=draw(st.booleans()),
+        adjacent=draw(st.booleans()),
+    )
+
+
+def attend(batch: Batch, window: int | None = None, min_saving: int = 1, **options: Any) -> torch.Tensor:
+    size = batch.store.block_size
+    work = plan.build(
+        batch.tables, batch.kv_lengths, batch.query_lengths, window, block_size=size, min_saving=min_saving
+    )
+    return CompiledAttention(batch.store).attend(0, batch.query, work, **options)
+
+
+@given(
+    batches(),
+    st.sampled_from([None, None, 1, 7, 100]),
+    st.sampled_from([None, None, 1.5]),
+    st.booleans(),
+    st.sampled_from([1, 16, plan.NEVER_SHARE]),
+)
+@settings(max_examples=150, deadline=None)
+def test_equals_the_reference(
+    batch: Batch, window: int | None, softcap: float | None, with_sinks: bool, min_saving: int
+) -> None:
+    sinks = torch.randn(len(batch.query)) if with_sinks else None
+    found = attend(narrow(batch), window, min_saving, scale=0.3, softcap=softcap, sinks=sinks)
+    wide = None if sinks is None else sinks.double()
+    expected = batch.expected_output(window=window, scale=0.3, softcap=softcap, sinks=wide)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
+
+
+def long_batch(lengths: list[int], shape: LayerShape = SHAPES[1], group: int = 3) -> Batch:
+    """Decodes of sequences with these lengths, in scattered blocks of 16."""
+    blocks = [-(-length // 16) for length in lengths]
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.randperm(sum(blocks), generator=draw).split(blocks)
+    store = KVStore([shape], sum(blocks), 16)
+    store.keys[0].normal_(generator=draw)
+    store.values[0].normal_(generator=draw)
+    query = torch.randn(shape.kv_heads * group, len(lengths), shape.key_dim, generator=draw)
+    return Batch(store, [each.tolist() for each in ids], lengths, [1] * len(lengths), query)
+
+
+LENGTHS = [1, 511, 512, 513, 1500, 16]  # weights of 512 keys are computed at a time
+
+
+def test_long_contexts_equal_the_reference() -> None:
+    batch = long_batch(LENGTHS)
+    store = KVStore(batch.store.layers, batch.store.num_blocks, 16, dtype=torch.float64)
+    store.keys[0].copy_(batch.store.keys[0])
+    store.values[0].copy_(batch.store.values[0])
+    wide = dataclasses.replace(batch, store=store, query=batch.query.double())
+    found = attend(batch, scale=1.0)
+    torch.testing.assert_close(found.double(), wide.expected_output(scale=1.0), rtol=0, atol=5e-6)
+
+
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = long_batch(LENGTHS)
+    whole = attend(batch, scale=0.2)
+    for row, (table, length) in enumerate(zip(batch.tables, batch.kv_lengths, strict=True)):
+        alone = Batch(batch.store, [table], [length], [1], batch.query[:, row : row + 1])
+        assert torch.equal(attend(alone, scale=0.2)[0], whole[row])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert all(torch.equal(attend(batch, scale=0.2), whole) for _ in range(5))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_both_instruction_sets_give_the_same_bits(
+    shape: LayerShape, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "avx512bw" not in build.cpu_features():
+        pytest.skip("no AVX-512")
+    library, found = kernels.kernels(), []
+    for instructions in (1, 2):
+        monkeypatch.setattr(library, "instructions", instructions)
+        found.append(attend(long_batch(LENGTHS, shape, 7), scale=0.2, softcap=softcap))
+    assert torch.equal(*found)
+
+
+def test_scores_far_apart_and_damaged_keys() -> None:
+    batch = long_batch([600, 600])
+    assert attend(batch, scale=1e4).isfinite().all()
+    batch.store.keys[0][:, batch.tables[0][36]] = torch.nan  # in the second piece of the first sequence
+    damaged = attend(batch, scale=0.2)
+    assert damaged[0].isnan().all() and damaged[1].isfinite().all()
+
+
+def test_writes_are_those_of_the_store() -> None:
+    shape = LayerShape(3, 32, 48)
+    ours, own = KVStore([shape, shape], 6, 4), KVStore([shape, shape], 6, 4)
+    slots = torch.tensor([17, 0, 9, 23])
+    key, value = torch.randn(4, 3, 32).transpose(0, 1), torch.randn(3, 4, 96)[..., ::2]
+    CompiledAttention(ours).write(1, slots, key, value)
+    own.write(1, slots, key, value)
+    assert all(torch.equal(a, b) for a, b in zip(ours.keys + ours.values, own.keys + own.values, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        (LayerShape(1, 16, 16), torch.bfloat16, "not for bfloat16"),
+        (LayerShape(1, 16, 24), torch.float32, "24 numbers"),
+        (LayerShape(1, 528, 16), torch.float32, "528 numbers"),
+    ],
+)
+def test_what_the_functions_cannot_serve(shape: LayerShape, dtype: torch.dtype, reason: str) -> None:
+    assert reason in str(compiled_attention.obstacle([shape], dtype, torch.device("cpu")))
+
+
+def test_the_backend_can_be_chosen_for_float32() -> None:
+    loaded = adapter.load("tiny", attention="compiled")
+    assert loaded.attention == "compiled" and adapter.load("tiny").attention == "torch"
+    with pytest.raises(InvalidInput, match=r"attention='compiled' cannot run here: .* not for bfloat16 on cpu"):
+        adapter.load("tiny", attention="compiled", dtype="bfloat16")
+
+
+def test_without_a_compiler_attention_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_attention, "kernels", lambda: None)
+    assert adapter.load("tiny", weights="int8").attention == "torch"
+    with pytest.raises(InvalidInput, match="nothing is compiled on this machine"):
+        adapter.load("tiny", attention="compiled")
+
+
+def test_items_stay_alive_while_their_list_does() -> None:
+    batch = long_batch([40, 700])
+    work = plan.build(batch.tables, batch.kv_lengths, batch.query_lengths, block_size=16)
+    backend = CompiledAttention(batch.store)
+    first = backend.attend(0, batch.query, work, scale=0.2)
+    _ = [np.full(4096, 7, np.int32) for _ in range(100)]  # would overwrite freed arrays
+    assert torch.equal(backend.attend(0, batch.query, work, scale=0.2), first)
