@@ -21,6 +21,7 @@ RadixKVError
 │   └── RequestFailed              an exception inside a step; `__cause__` holds it
 ├── ChatError
 │   ├── SessionClosed              the chat session was closed before
+│   ├── SessionInUse               another thread or task is in a call of the chat session
 │   ├── ContextOverflow            the conversation no longer fits the model's context
 │   └── UnparsedReply              a reply with a schema was cut, or refused by the caller's class
 └── TelemetryError
@@ -133,6 +134,10 @@ class ChatError(RadixKVError):
 
 class SessionClosed(ChatError):
     """The chat session was closed before."""
+
+
+class SessionInUse(ChatError):
+    """Another thread or task is in a call of the chat session, or reads its stream."""
 
 
 class ContextOverflow(ChatError):

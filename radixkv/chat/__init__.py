@@ -3,6 +3,7 @@
 Read in this order:
 messages.py           tool calls, tool results, replies
 session.py            ChatSession: turns, fork, rewind, edit; saved.py, its state as a JSON file
+reply_stream.py       the reply to one message; session_use.py, the check for calls of two threads at once
 engine.py             Engine: RequestEngine with chat() and resume(); async_chat.py, the same for asyncio
 template.py           messages to token ids without encoding sampled text again; rendering.py, messages to text
 reply_form.py         the way a template writes replies, found by rendering marks
@@ -15,7 +16,8 @@ reply_parser.py       replies to text, thinking and calls; thinking.py and tool_
 from radixkv.chat.async_chat import AsyncChatSession, AsyncEngine, AsyncReplyStream
 from radixkv.chat.engine import Engine
 from radixkv.chat.messages import Reply, ToolCall, ToolResult
-from radixkv.chat.session import ChatSession, ReplyStream
+from radixkv.chat.reply_stream import ReplyStream
+from radixkv.chat.session import ChatSession
 
 __all__ = [
     "AsyncChatSession",

@@ -17,8 +17,10 @@ from radixkv.chat.engine import Engine
 from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message, Reply, ToolResult
 from radixkv.chat.reply_schema import Schema
+from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.saved import Overflow
-from radixkv.chat.session import ChatSession, ReplyStream
+from radixkv.chat.session import ChatSession
+from radixkv.chat.session_use import SessionUse
 from radixkv.engine import AsyncRequestEngine, Chunk
 from radixkv.engine.async_engine import AsyncChunks, AsyncHandle
 from radixkv.sampling.params import SamplingParams
@@ -33,22 +35,23 @@ class AsyncReplyStream:
     Leaving the loop, or cancelling the task that iterates or waits, cancels the reply and undoes its turn.
     """
 
-    def __init__(self, stream: ReplyStream, preparing: Executor) -> None:
-        """Follow `stream`; `preparing` runs the session's calls in order."""
+    def __init__(self, stream: ReplyStream, preparing: Executor, use: SessionUse) -> None:
+        """Follow `stream`; `preparing` runs the session's calls in order. `use` is that of the session."""
         self._stream = stream
-        self._preparing = preparing
+        self._preparing, self._use = preparing, use
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         """Yield chunks as they are computed; raises as `AsyncHandle` does. The session has the turn when this ends."""
-        return AsyncChunks(self._stream.handle, self._seen)
+        return AsyncChunks(self._stream.handle, self._seen, self._use.reading)
 
     async def wait(self) -> Reply:
         """Wait for the whole reply.
 
         Raises as `AsyncHandle.result`, and RequestCancelled if the stream was closed.
         """
-        await AsyncHandle(self._stream.handle).result()
-        return await wrap_future(self._preparing.submit(self._stream.wait))  # the result is there: parses the reply
+        with self._use.reading():
+            await AsyncHandle(self._stream.handle).result()
+            return await wrap_future(self._preparing.submit(self._stream.wait))  # the result is there: parses the reply
 
     async def _seen(self) -> None:
         if self._stream.is_open:
@@ -62,19 +65,22 @@ class AsyncReplyStream:
 class AsyncChatSession:
     """A conversation with the model. One task at a time may use it; several sessions may run at once.
 
-    Make one with `engine.chat()`. A call that raises, or whose task is cancelled, leaves the history unchanged.
+    Make one with `engine.chat()`. A call that raises, or whose task is cancelled, leaves the history unchanged. A call
+    while another task is in one, or reads a stream of the session, raises SessionInUse.
     """
 
     def __init__(self, session: ChatSession, preparing: Executor) -> None:
         """Wrap `session`; `preparing` runs its calls in order on one thread."""
         self._session = session
         self._preparing = preparing
+        self._use = SessionUse()
 
     # ---- talking
 
     async def send(self, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None) -> Reply:
         """Send a user message and wait for the reply. Raises the errors of `ChatSession.send`."""
-        return await (await self.stream(text, params, schema=schema)).wait()
+        with self._use.call():
+            return await (await self.stream(text, params, schema=schema)).wait()
 
     async def stream(
         self, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
@@ -86,7 +92,8 @@ class AsyncChatSession:
         self, results: Sequence[ToolResult], params: SamplingParams | None = None, *, schema: Schema | None = None
     ) -> Reply:
         """Answer each tool call of the last reply and wait for the next reply. Raises InvalidInput, or as `send`."""
-        return await (await self.stream_tool_results(results, params, schema=schema)).wait()
+        with self._use.call():
+            return await (await self.stream_tool_results(results, params, schema=schema)).wait()
 
     async def stream_tool_results(
         self, results: Sequence[ToolResult], params: SamplingParams | None = None, *, schema: Schema | None = None
@@ -109,7 +116,8 @@ class AsyncChatSession:
         self, turn: int, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
     ) -> Reply:
         """Replace the message of turn `turn`, and wait for the new reply. See `ChatSession.edit`."""
-        return await (await self.stream_edit(turn, text, params, schema=schema)).wait()
+        with self._use.call():
+            return await (await self.stream_edit(turn, text, params, schema=schema)).wait()
 
     async def stream_edit(
         self, turn: int, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
@@ -118,8 +126,11 @@ class AsyncChatSession:
         return await self._start(self._session.stream_edit, turn, text, params, schema=schema)
 
     async def close(self) -> None:
-        """End the conversation; cached tokens that only it uses are evicted first. May be called twice."""
-        await self._run(self._session.close)
+        """End the conversation; cached tokens that only it uses are evicted first. May be called twice.
+
+        Any task may call it: a call of another task, which waits for a reply, raises RequestCancelled.
+        """
+        await wrap_future(self._preparing.submit(self._session.close))
 
     # ---- reading
 
@@ -162,18 +173,20 @@ class AsyncChatSession:
     async def _run(
         self, verb: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
     ) -> Result:
-        return await wrap_future(self._preparing.submit(verb, *args, **options))
+        with self._use.call():
+            return await wrap_future(self._preparing.submit(verb, *args, **options))
 
     async def _start(
         self, verb: Callable[Arguments, ReplyStream], *args: Arguments.args, **options: Arguments.kwargs
     ) -> AsyncReplyStream:
-        beginning = self._preparing.submit(verb, *args, **options)
-        try:
-            return AsyncReplyStream(await wrap_future(beginning), self._preparing)
-        except CancelledError:
-            # A stream that starts all the same is closed before the thread runs the next call of the session.
-            beginning.add_done_callback(_close)
-            raise
+        with self._use.call():
+            beginning = self._preparing.submit(verb, *args, **options)
+            try:
+                return AsyncReplyStream(await wrap_future(beginning), self._preparing, self._use)
+            except CancelledError:
+                # A stream that starts all the same is closed before the thread runs the next call of the session.
+                beginning.add_done_callback(_close)
+                raise
 
 
 def _close(beginning: Future[ReplyStream]) -> None:

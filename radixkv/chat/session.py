@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from types import TracebackType
@@ -20,94 +20,22 @@ from radixkv.chat.history_mode import HistoryMode, history_mode
 from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, tool_messages
 from radixkv.chat.reply_parser import ReplyParser
 from radixkv.chat.reply_schema import ReplySchema, Schema
+from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.saved import Overflow, SessionState, Turn, write
+from radixkv.chat.session_use import SessionUse
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine import Chunk, Completion, Handle
+from radixkv.engine import Completion
 from radixkv.errors import (
     ContextOverflow,
     EngineClosed,
     InvalidInput,
     PromptTooLong,
-    RequestCancelled,
     SessionClosed,
-    UnparsedReply,
 )
 from radixkv.sampling.params import SamplingParams, checked_params, is_int
 
 if TYPE_CHECKING:
     from radixkv.engine import RequestEngine
-
-
-class ReplyStream:
-    """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole reply."""
-
-    def __init__(
-        self,
-        handle: Handle,
-        turns: list[Turn],
-        prompt: array[int],
-        new: Sequence[Message],
-        params: SamplingParams,
-        record: Callable[[ReplyStream, Completion], Reply],
-        *,
-        edits: bool = False,
-        schema: ReplySchema | None = None,
-    ) -> None:
-        """Follow `handle`; `record` adds the complete turn to the session, after `turns`.
-
-        With `edits` the turn replaces an earlier one. `schema` parses the reply.
-        """
-        self.handle = handle
-        self.is_open = True  # until the reply is recorded, or the stream is closed
-        self._record = record
-        self._reply: Reply | None = None
-        self._failed: UnparsedReply | None = None
-        self.turns, self.prompt, self.new, self.params, self.edits = turns, prompt, new, params, edits
-        self.schema = schema
-
-    def __iter__(self) -> Iterator[Chunk]:
-        """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""
-        try:
-            yield from self.handle
-        except (Exception, KeyboardInterrupt):
-            self.close()
-            raise
-        if self.is_open:
-            self.wait()
-
-    def wait(self) -> Reply:
-        """Wait for the whole reply.
-
-        Raises as `Handle.result`, RequestCancelled if the stream was closed, and UnparsedReply.
-        """
-        if self._failed is not None:
-            raise self._failed
-        if self._reply is None:
-            try:
-                completion = self.handle.result()
-            except BaseException:
-                self.close()
-                raise
-            if not self.is_open:
-                raise RequestCancelled("this reply was left for another call on its session: its turn was undone")
-            try:
-                self._reply = self._record(self, completion)
-            except UnparsedReply as error:
-                self._failed = error
-                raise
-            finally:
-                self.is_open = False
-        return self._reply
-
-    @property
-    def reply(self) -> Reply:
-        """The whole reply; waits until it is complete."""
-        return self.wait()
-
-    def close(self) -> None:
-        """Cancel the request; the turn is undone unless its reply was recorded."""
-        self.handle.cancel()
-        self.is_open = False
 
 
 # drop_oldest begins when less than a quarter of the context, or fewer than max_tokens, is left for a reply. It drops
@@ -119,7 +47,8 @@ _KEEP = 2
 class ChatSession:
     """A conversation with the model. One thread at a time may use it; several sessions may run at once.
 
-    Make one with `engine.chat()`. A call that raises leaves the history unchanged.
+    Make one with `engine.chat()`. A call that raises leaves the history unchanged. A call while another thread is in
+    one, or reads a stream of the session, raises SessionInUse.
     """
 
     def __init__(
@@ -153,6 +82,7 @@ class ChatSession:
         self._ids = array("i", token_ids)
         self._open_stream: ReplyStream | None = None
         self._closed = False
+        self._use = SessionUse()
 
     # ---- talking
 
@@ -164,7 +94,8 @@ class ChatSession:
         Raises ContextOverflow, SessionClosed, UnparsedReply for a reply that was cut, and the errors of `engine.submit`
         and its handle.
         """
-        return self.stream(text, params, schema=schema).wait()
+        with self._use.call():
+            return self.stream(text, params, schema=schema).wait()
 
     def stream(self, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None) -> ReplyStream:
         """Send a user message; iterate the returned stream for chunks, then read its `reply`.
@@ -173,39 +104,44 @@ class ChatSession:
         part of the history when the stream ends. It is undone if the stream is closed before, or if the session is
         called again.
         """
-        return self._ask([_of_user(text)], (), params, schema)
+        with self._use.call():
+            return self._ask([_of_user(text)], (), params, schema)
 
     def tool_results(
         self, results: Sequence[ToolResult], params: SamplingParams | None = None, *, schema: Schema | None = None
     ) -> Reply:
         """Answer each tool call of the last reply and wait for the next reply. Raises InvalidInput, or as `send`."""
-        return self.stream_tool_results(results, params, schema=schema).wait()
+        with self._use.call():
+            return self.stream_tool_results(results, params, schema=schema).wait()
 
     def stream_tool_results(
         self, results: Sequence[ToolResult], params: SamplingParams | None = None, *, schema: Schema | None = None
     ) -> ReplyStream:
         """Answer each tool call of the last reply, and stream the next reply as `stream` does."""
-        self._settle()
-        calls = self._turns[-1].tool_calls if self._turns else ()
-        return self._ask(tool_messages(results, calls), calls, params, schema)
+        with self._use.call():
+            self._settle()
+            calls = self._turns[-1].tool_calls if self._turns else ()
+            return self._ask(tool_messages(results, calls), calls, params, schema)
 
     # ---- branching
 
     def fork(self, n: int = 1) -> list[ChatSession]:
         """Return `n` new sessions with this history, which share its cached prefix. O(tokens) each; copies no KV."""
-        self._settle()
-        if not is_int(n) or n < 1:
-            raise InvalidInput(f"fork makes at least 1 session, got n={n!r}")
-        return [ChatSession.from_state(self._engine, self._template, self._state()) for _ in range(n)]
+        with self._use.call():
+            self._settle()
+            if not is_int(n) or n < 1:
+                raise InvalidInput(f"fork makes at least 1 session, got n={n!r}")
+            return [ChatSession.from_state(self._engine, self._template, self._state()) for _ in range(n)]
 
     def rewind(self, turns: int = 1) -> None:
         """Remove the last turns; their cached tokens are evicted first."""
-        self._settle()
-        if not is_int(turns) or not 1 <= turns <= len(self._turns):
-            raise InvalidInput(f"rewind takes 1..{len(self._turns)} turns of this session, got {turns!r}")
-        dead, left = self._ids, self._turns[:-turns]
-        self._turns, self._ids = left, self._ids_after(left)
-        self._demote(dead)
+        with self._use.call():
+            self._settle()
+            if not is_int(turns) or not 1 <= turns <= len(self._turns):
+                raise InvalidInput(f"rewind takes 1..{len(self._turns)} turns of this session, got {turns!r}")
+            dead, left = self._ids, self._turns[:-turns]
+            self._turns, self._ids = left, self._ids_after(left)
+            self._demote(dead)
 
     def edit(
         self, turn: int, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
@@ -214,21 +150,26 @@ class ChatSession:
 
         The cached tokens of the old branch are evicted first. If the new reply fails, the history is unchanged.
         """
-        return self.stream_edit(turn, text, params, schema=schema).wait()
+        with self._use.call():
+            return self.stream_edit(turn, text, params, schema=schema).wait()
 
     def stream_edit(
         self, turn: int, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
     ) -> ReplyStream:
         """Do as `edit`, and stream the reply as `stream` does. The history changes when the stream ends."""
-        self._settle()
-        if not is_int(turn) or not 0 <= turn < len(self._turns):
-            raise InvalidInput(f"this session has turns 0..{len(self._turns) - 1}, got {turn!r}")
-        if self._turns[turn].messages[0]["role"] != "user":
-            raise InvalidInput(f"turn {turn} answers tool calls, only what a user said can be edited")
-        return self._ask([_of_user(text)], (), params, schema, keep=turn)
+        with self._use.call():
+            self._settle()
+            if not is_int(turn) or not 0 <= turn < len(self._turns):
+                raise InvalidInput(f"this session has turns 0..{len(self._turns) - 1}, got {turn!r}")
+            if self._turns[turn].messages[0]["role"] != "user":
+                raise InvalidInput(f"turn {turn} answers tool calls, only what a user said can be edited")
+            return self._ask([_of_user(text)], (), params, schema, keep=turn)
 
     def close(self) -> None:
-        """End the conversation; cached tokens that only it uses are evicted first. May be called twice."""
+        """End the conversation; cached tokens that only it uses are evicted first. May be called twice.
+
+        Any thread may call it: a call of another thread, which waits for a reply, raises RequestCancelled.
+        """
         if not self._closed:
             self._abandon()
             self._closed = True
@@ -263,8 +204,9 @@ class ChatSession:
         The file replaces one of that name, as a whole or not at all. It does not contain the namespace.
         Raises InvalidInput, OSError.
         """
-        self._settle()
-        write(self._state(), self._engine.model.name, path)
+        with self._use.call():
+            self._settle()
+            write(self._state(), self._engine.model.name, path)
 
     def __enter__(self) -> ChatSession:
         """Use the session in a `with` block."""
@@ -305,7 +247,7 @@ class ChatSession:
         handle = self._engine.submit(prompt, params, namespace=self._namespace, session=self._number)
         edits = keep is not None
         self._open_stream = ReplyStream(
-            handle, turns, prompt, new, params, self._record, edits=edits, schema=reply_schema
+            handle, turns, prompt, new, params, self._record, self._use, edits=edits, schema=reply_schema
         )
         return self._open_stream
 

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from queue import Empty
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar, Unpack
@@ -269,10 +269,15 @@ class AsyncHandle:
 class AsyncChunks:
     """One `async for` over a request's chunks. Unlike an async generator, it is closed without its loop."""
 
-    def __init__(self, handle: Handle, at_end: Callable[[], Awaitable[object]] | None = None) -> None:
-        """Take chunks from `handle`; `at_end` is awaited after the last one."""
+    def __init__(
+        self,
+        handle: Handle,
+        at_end: Callable[[], Awaitable[object]] | None = None,
+        during: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Take chunks from `handle` within the context `during`; `at_end` is awaited after the last one."""
         self._handle = handle
-        self._at_end = at_end
+        self._at_end, self._during = at_end, during
         self._reading = ExitStack()
         self._begun = self._left = False
 
@@ -308,6 +313,7 @@ class AsyncChunks:
         if not self._begun:
             self._begun = True
             self._reading.enter_context(self._handle.channel.reading())
+            self._reading.enter_context(self._during())
         while True:
             try:
                 return self._handle.channel.next_chunk(block=False)

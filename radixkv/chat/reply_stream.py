@@ -1,0 +1,98 @@
+"""The reply to one message of a chat session while it is computed."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+from radixkv.chat.messages import Message, Reply
+from radixkv.chat.reply_schema import ReplySchema
+from radixkv.chat.saved import Turn
+from radixkv.chat.session_use import SessionUse
+from radixkv.engine import Chunk, Completion, Handle
+from radixkv.errors import EngineClosed, RequestCancelled, UnparsedReply
+from radixkv.sampling.params import SamplingParams
+
+
+class ReplyStream:
+    """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole reply."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        turns: list[Turn],
+        prompt: array[int],
+        new: Sequence[Message],
+        params: SamplingParams,
+        record: Callable[[ReplyStream, Completion], Reply],
+        use: SessionUse,
+        *,
+        edits: bool = False,
+        schema: ReplySchema | None = None,
+    ) -> None:
+        """Follow `handle`; `record` adds the complete turn to the session, after `turns`. `use` is that of the session.
+
+        With `edits` the turn replaces an earlier one. `schema` parses the reply.
+        """
+        self.handle = handle
+        self.is_open = True  # until the reply is recorded, or the stream is closed
+        self._record, self._use = record, use
+        self._recording = threading.Lock()
+        self._reply: Reply | None = None
+        self._failed: UnparsedReply | None = None
+        self.turns, self.prompt, self.new, self.params, self.edits = turns, prompt, new, params, edits
+        self.schema = schema
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""
+        with self._use.reading():
+            try:
+                yield from self.handle
+            except (Exception, KeyboardInterrupt):
+                self.close()
+                raise
+            if self.is_open:
+                self.wait()
+
+    def wait(self) -> Reply:
+        """Wait for the whole reply.
+
+        Raises as `Handle.result`, RequestCancelled if the stream was closed, and UnparsedReply.
+        """
+        with self._use.reading():
+            try:
+                completion = self.handle.result()
+            except BaseException:
+                self.close()
+                raise
+            with self._recording:
+                return self._recorded(completion)
+
+    def _recorded(self, completion: Completion) -> Reply:
+        """Add the turn to the session once, and return the reply or raise its error."""
+        if self._failed is not None:
+            raise self._failed
+        if self._reply is None:
+            if not self.is_open:
+                raise RequestCancelled("this reply was left for another call on its session: its turn was undone")
+            try:
+                self._reply = self._record(self, completion)
+            except UnparsedReply as error:
+                self._failed = error
+                raise
+            finally:
+                self.is_open = False
+        return self._reply
+
+    @property
+    def reply(self) -> Reply:
+        """The whole reply; waits until it is complete."""
+        return self.wait()
+
+    def close(self) -> None:
+        """Cancel the request; the turn is undone unless its reply was recorded."""
+        with suppress(EngineClosed):  # in a forked process: the engine runs in the other one
+            self.handle.cancel()
+        self.is_open = False
