@@ -78,6 +78,29 @@ def test_json_is_one_object_whose_rows_say_what_the_replays_found(say: Say) -> N
     assert endless["token_hit_rate"] == said["infinite_token_hit_rate"]
 
 
+def test_each_row_has_the_hit_rate_of_twice_the_memory(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("simulate", "sample:cc_agent", "--capacity", "1000,2000,80%", "--policy", "lru,infinite", "--json")
+    serve, calls = simulate._CachePool.serve, []
+
+    def counted(pool: Any, index: int) -> int:
+        calls.append(index)
+        if len(calls) == 4 * 400 + 100:
+            raise KeyboardInterrupt
+        return serve(pool, index)
+
+    monkeypatch.setattr(simulate._CachePool, "serve", counted)
+    status, out, _ = say(*command)  # three capacities, twice 2000, and a part of twice 80%
+    said = json.loads(out)
+    assert status == 130 and not said["finished"]
+    assert [row["token_hit_rate_twice"] is None for row in said["rows"]] == [False, False, False, False, True, False]
+    monkeypatch.undo()
+    lru = rows(say(*command))["rows"][::2]
+    trace = prepare(read(sample("cc_agent")), 64)
+    twice = [replay(trace, blocks, "lru").token_hit_rate for blocks in (2000, 4000, trace.unique_blocks)]
+    assert [row["token_hit_rate_twice"] for row in lru] == twice
+    assert lru[0]["token_hit_rate_twice"] == lru[1]["token_hit_rate"]
+
+
 def test_hit_rates_over_time_and_by_group_add_up(say: Say) -> None:
     said = rows(
         say("simulate", "sample:cc_agent", "--capacity", "1000", "--policy", "lru", "--by", "session", "--json")
@@ -98,8 +121,8 @@ def test_the_table_shows_the_same(say: Say) -> None:
     assert (status, err) == (0, "")
     assert "400 requests, 18,632,257 prompt tokens, 16,485 unique blocks of 64 tokens" in out
     lines = [line.split() for line in out.splitlines()]
-    assert ["10%", "1,648", "lru", "0.5152", "0%"] in [line[:5] for line in lines]
-    assert ["10%", "1,648", "clairvoyant", "0.5804", "100%"] in [line[:5] for line in lines]
+    assert ["10%", "1,648", "lru", "0.5152", "0.8232", "0%"] in [line[:6] for line in lines]
+    assert ["10%", "1,648", "clairvoyant", "0.5804", "0.8686", "100%"] in [line[:6] for line in lines]
     assert "stop at 10%" in out and "tool_use" in out and "(none)" in out
     many = say("simulate", "sample:conversation", "--capacity", "10%", "--by", "tenant")[1]
     assert "(none)" in many and "more" not in many

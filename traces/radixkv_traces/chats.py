@@ -119,10 +119,13 @@ class RequestLog:
         return [replace(each, messages=whole[: len(each.messages)]) for each in turns]
 
 
-def turns(line: Line, field: str, session: str, start: float, *, open_end: bool = False) -> Iterator[ChatRequest]:
+def turns(
+    line: Line, field: str, session: str, start: float, *, open_start: bool = False, open_end: bool = False
+) -> Iterator[ChatRequest]:
     """Return one request for each assistant message of the list in `field`. All messages are checked first.
 
-    With `open_end`, messages at the end without a reply are one more request, as in logs of requests.
+    With `open_end`, messages at the end without a reply are one more request, as in logs of requests. With
+    `open_start`, an assistant message without a prompt is no request; otherwise it raises TraceError.
     """
     messages = _messages(line, field)
     tools = line.fields.get("tools") or []
@@ -132,6 +135,8 @@ def turns(line: Line, field: str, session: str, start: float, *, open_end: bool 
     turn, now = 0, start
     for at, message in enumerate(messages):
         if message["role"] != "assistant":
+            continue
+        if not at and open_start:
             continue
         if not at:
             raise line.wrong(f"{field}[0]", "an assistant's turn with nothing before it: there is no prompt")

@@ -40,7 +40,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command early, in addition to Ctrl-C."""
 
 PROGRAM = "radixkv-replay"
-COMMANDS = ("simulate_command", "fragmentation_command", "generate", "live.command", "report_command")
+COMMANDS = (
+    "simulate_command", "fragmentation_command", "generate", "import_command", "live.command", "report_command",
+)  # fmt: skip
 """Modules of this package with `add(commands, common)`, which sets the default `module`, and `run(arguments)`."""
 
 
@@ -82,14 +84,15 @@ def add_trace(parser: argparse.ArgumentParser, *, tokenizer: bool = True) -> Non
     )  # fmt: skip
 
 
-def load(arguments: argparse.Namespace) -> Workload:
+def load(arguments: argparse.Namespace, reader: Iterator[Request] | None = None) -> Workload:
     """Load the part of the trace that the options name, in the order of its times.
 
+    `reader` are the requests of the trace if they were opened before.
     Raises InvalidInput if no request is left, or for a bad line. Only one line's ids are in memory as they were read;
     the others are held as numbers.
     """
     with Progress("reading") as progress:
-        chosen = window(open_trace(source(arguments.trace), arguments.format), arguments)
+        chosen = window(reader or open_trace(source(arguments.trace), arguments.format), arguments)
         workload = prepare(_blocks(progress.counted(chosen), arguments), 1)
     if not workload.requests:
         raise InvalidInput(f"{arguments.trace}: no request, or none between --start and --end")
@@ -116,7 +119,7 @@ def window(requests: Iterable[Request], arguments: argparse.Namespace) -> Iterat
     """Return the requests from --start to --end, at most --limit. The whole file is read, because it may be out of
     order.
     """
-    begin = arguments.start * 1000
+    begin = arguments.start * 1000 or float("-inf")  # where lines are out of order, times may be negative
     end = float("inf") if arguments.end is None else arguments.end * 1000
     return islice((each for each in requests if begin <= each.timestamp < end), arguments.limit)
 

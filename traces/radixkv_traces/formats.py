@@ -1,11 +1,12 @@
 """Read a recorded workload of any format: a format is one entry of FORMAT_TABLE, recognised by its first object.
 
-The readers are in `mooncake` (block ids, and radixkv's own recordings) and `chats` (text). Files may be gzipped. They
-are read line by line, so only one line is in memory.
+The readers of block ids, and of radixkv's own recordings, are in `mooncake`, those of lengths in `length_traces`. All
+others read text. Files may be gzipped. They are read line by line, so only one line is in memory.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -14,7 +15,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from radixkv.errors import InvalidInput
-from radixkv_traces import chats, json_array, mooncake
+from radixkv_traces import agent_logs, chats, conversation_sets, json_array, length_traces, mooncake, otel_spans
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.mooncake import decoded, parse
 from radixkv_traces.records import Line, Named, TraceError, TraceRequest
@@ -27,6 +28,7 @@ __all__ = [
     "Format",
     "Source",
     "TraceError",
+    "TraceReader",
     "TraceRequest",
     "open_trace",
     "parse",
@@ -37,20 +39,47 @@ __all__ = [
 Request: TypeAlias = "TraceRequest | ChatRequest"
 
 
+Reader: TypeAlias = "Callable[[Iterator[Named]], Iterator[Request]]"
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: its reader, the fields by which its first object is recognised, and the facts that its files lack."""
+    """A format: its reader, the fields by which its first object is recognised, and the facts that its files lack.
 
-    read: Callable[[Iterator[Named]], Iterator[Request]]
+    Facts that some files of the format have, such as times, are not listed here: `import` looks for them.
+    """
+
+    read: Reader
     signs: tuple[tuple[str, ...], ...]  # the first object has all fields of one of these
     lacks: tuple[str, ...] = ()
 
 
+_PROMPTS = "the prompts, and with them all shared prefixes"
+_SYSTEM = "system prompts, which begin each prompt"
+_TOOLS = "the definitions of tools, which begin each prompt"
+_THINKING = "the thinking that was sent again"
+
 FORMAT_TABLE: dict[str, Format] = {
     "bailian": Format(mooncake.bailian, (("chat_id", "hash_ids"), ("chat_id", "hash_ranges"))),
     "mooncake": Format(mooncake.requests, (("hash_ids",), ("hash_ranges",))),
+    "taubench": Format(chats.trajectories, (("traj",),), (_TOOLS,)),
+    "openai-batch": Format(conversation_sets.openai_batch, (("custom_id", "body"),)),
+    "sharegpt": Format(conversation_sets.sharegpt, (("conversations",),), (_SYSTEM,)),
+    "chat-logs": Format(
+        conversation_sets.chat_logs,
+        (("conversation", "conversation_id"), ("conversation", "conversation_hash")),
+        (_SYSTEM, "times of requests (WildChat has those of the answers)"),
+    ),
+    "claude-code": Format(
+        agent_logs.claude_code,
+        (("parentUuid", "sessionId"), ("type", "leafUuid"), ("type", "snapshot"), ("type", "sessionId")),
+        (_SYSTEM, _TOOLS, _THINKING),
+    ),
+    "codex": Format(agent_logs.codex, (("type", "payload"),), (_TOOLS, _THINKING)),
+    "otel": Format(otel_spans.spans, (("resourceSpans",),)),
+    "azure": Format(length_traces.azure, (("TIMESTAMP", "ContextTokens", "GeneratedTokens"),), (_PROMPTS,)),
+    "burstgpt": Format(length_traces.burstgpt, (("Timestamp", "Request tokens", "Response tokens"),), (_PROMPTS,)),
     "chat": Format(chats.conversations, (("messages",),)),
-    "taubench": Format(chats.trajectories, (("traj",),)),
 }
 """The formats by name, in the order in which they are tried."""
 
@@ -58,7 +87,27 @@ FORMATS = ("auto", *FORMAT_TABLE)
 SAMPLES = {"conversation": "jsonl", "cc_agent": "jsonl", "chat": "jsonl", "taubench": "json", "recording": "jsonl"}
 
 
-def open_trace(trace: Source, format: str = "auto") -> Iterator[Request]:
+class TraceReader(Iterator[Request]):
+    """The requests of a file in file order. `format` is the format's name, once the first request was read."""
+
+    def __init__(self, trace: Source, format: str) -> None:
+        self.format = format
+        self._requests = self._read(trace)
+
+    def __next__(self) -> Request:
+        return next(self._requests)
+
+    def _read(self, trace: Source) -> Iterator[Request]:
+        name = "<stdin>" if trace == "-" else str(trace)
+        with opened(trace) as file:
+            objects = _objects(Lines(file, name))
+            first = next(objects, None)
+            if first is not None:
+                self.format = _detect(first[1]) if self.format == "auto" else self.format
+                yield from FORMAT_TABLE[self.format].read(chain([first], objects))
+
+
+def open_trace(trace: Source, format: str = "auto") -> TraceReader:
     """Read the requests of a file in file order: of block ids (TraceRequest) or of text (ChatRequest).
 
     "-" is standard input; gzip is recognised by its first bytes. Raises TraceError when it reaches a bad line, and
@@ -69,7 +118,7 @@ def open_trace(trace: Source, format: str = "auto") -> Iterator[Request]:
     """
     if format not in FORMATS:
         raise InvalidInput(f"format {format!r}: allowed are {', '.join(FORMATS)}")
-    return _requests(trace, format)
+    return TraceReader(trace, format)
 
 
 def read(trace: Source) -> Iterator[TraceRequest]:
@@ -94,26 +143,36 @@ def sample(name: str) -> Traversable:
     return resources.files("radixkv_traces").joinpath("data", f"{name}.{SAMPLES[name]}")
 
 
-def _requests(trace: Source, format: str) -> Iterator[Request]:
-    name = "<stdin>" if trace == "-" else str(trace)
-    with opened(trace) as file:
-        objects = _objects(Lines(file, name))
-        first = next(objects, None)
-        if first is not None:
-            chosen = _detect(first[1]) if format == "auto" else format
-            yield from FORMAT_TABLE[chosen].read(chain([first], objects))
-
-
 def _objects(lines: Lines) -> Iterator[Named]:
     """Return the objects of a file, each with the name of a session that has no other."""
     head = lines.head()
     if head.lstrip().startswith(b"["):
         array = json_array.elements(Pieces(head, lines), lines.name, lines.number)
         yield from ((f"conversation {number}", line) for number, line in enumerate(array, 1))
+    elif head and (names := _columns(head)):
+        lines.whole(head)
+        for text in lines:
+            if text.strip():
+                yield f"line {lines.number}", _row(text, names, lines)
     elif head:
         texts = (text for text in chain([lines.whole(head)], lines) if text.strip())
         objects = (decoded(text, lines.name, lines.number) for text in texts)
         yield from ((f"line {line.line}", line) for line in objects)
+
+
+def _columns(head: bytes) -> list[str]:
+    """Return the names of a CSV file's columns, if its first line has all those of a format; else nothing."""
+    names = [name.strip() for name in head.decode("utf-8", "replace").strip().split(",")]
+    known = [sign for format in FORMAT_TABLE.values() for sign in format.signs if len(sign) > 2]
+    return names if any(set(sign) <= set(names) for sign in known) else []
+
+
+def _row(text: str, names: list[str], lines: Lines) -> Line:
+    """Return a line of a CSV file as an object of strings."""
+    values = next(csv.reader([text]))
+    if len(values) != len(names):
+        raise TraceError(lines.name, lines.number, None, f"{len(values)} values for {len(names)} columns")
+    return Line(lines.name, lines.number, dict(zip(names, values, strict=True)))
 
 
 def _detect(first: Line) -> str:
@@ -121,7 +180,9 @@ def _detect(first: Line) -> str:
     for name, format in FORMAT_TABLE.items():
         if any(all(field in first.fields for field in sign) for sign in format.signs):
             return name
+    if "filetype" in first.fields:
+        raise first.wrong(None, "this describes how to generate conversations, it has none")
     if "role" in first.fields:
         raise first.wrong(None, 'this begins with a message: a conversation is an object, {"messages": [...]}')
-    known = ", ".join(dict.fromkeys(sign[-1] for format in FORMAT_TABLE.values() for sign in format.signs))
+    known = ", ".join(dict.fromkeys(sign[0] for format in FORMAT_TABLE.values() for sign in format.signs))
     raise first.wrong(None, f"this begins like no trace: there is none of {known}; --format names one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
 from radixkv.errors import InvalidInput
@@ -121,6 +122,30 @@ class Delays:
             now = line.time()  # raises: it is missing
         self._last[session] = now
         return now
+
+
+class Epoch:
+    """Dates as milliseconds since the first one that was read; an earlier one is negative."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def since(self, line: Line, field: str, value: Any) -> float:
+        """Convert a date as `unix_milliseconds` does, and count it from the first one."""
+        now = unix_milliseconds(line, field, value)
+        self._first = now if self._first is None else self._first
+        return now - self._first
+
+
+def unix_milliseconds(line: Line, field: str, value: Any) -> float:
+    """Return an ISO 8601 date (UTC without a zone), or milliseconds, as milliseconds since 1970. Raises TraceError."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 63:
+        return float(value)
+    try:
+        date = datetime.fromisoformat(value.strip())
+        return (date if date.tzinfo is not None else date.replace(tzinfo=UTC)).timestamp() * 1000
+    except (AttributeError, ValueError, OverflowError):
+        raise line.wrong(field, f"{short_repr(value)} is no date as in ISO 8601 and no milliseconds") from None
 
 
 def is_count(value: Any) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from radixkv.cache import POLICIES
+from radixkv.errors import InvalidInput
 from radixkv_traces.cli import (
     Capacity,
     Progress,
@@ -25,6 +26,7 @@ from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
 from radixkv_traces.workload import Workload
 
 _GAP = 0.001  # of hit rate between LRU and the optimum; below it, the closed share of the gap is noise
+_COSTS = ("evicted blocks", "regret tokens", "seconds")  # the last columns
 _GROUPS_SHOWN = 20  # rows of a table; JSON has all
 
 
@@ -66,15 +68,26 @@ def run(arguments: argparse.Namespace) -> int:
         check_policy(policy)
     kv_bytes = arguments.kv_bytes or (kv_bytes_per_token(arguments.model) if arguments.model else None)
     workload = load(arguments)
+    if workload.lengths_only:
+        raise InvalidInput(
+            f"{arguments.trace}: this trace has lengths only, so nothing is known about shared prefixes: use it with "
+            "fragmentation or run"
+        )
     capacities = [
         parse_capacity(each, workload.unique_blocks, workload.block_tokens, kv_bytes)
         for each in arguments.capacity.split(",")
     ]
     with StopSignals() as signals:
         found = list(_replays(workload, capacities, policies))
+        doubled = _doubled(workload, found)
     rows = [_row(workload, capacity, result, arguments.by) for capacity, result in found]
+    for row in rows:
+        row["token_hit_rate_twice"] = doubled.get((row["policy"], row["capacity_blocks"]))
     _compare(rows)
-    summary = _summary(arguments.trace, workload, finished=len(found) == len(capacities) * len(policies))
+    finished = len(found) == len(capacities) * len(policies) and all(
+        row["token_hit_rate_twice"] is not None for row in rows
+    )
+    summary = _summary(arguments.trace, workload, finished=finished)
     print(json.dumps({**summary, "rows": rows}) if arguments.json else _text(summary, rows, arguments.by))
     return 0 if summary["finished"] and all(row["finished"] for row in rows) else signals.status
 
@@ -93,6 +106,28 @@ def _replays(
             yield capacity, result
             if not result.finished:
                 return
+
+
+def _doubled(workload: Workload, found: Sequence[tuple[Capacity, ReplayResult]]) -> dict[tuple[str, int], float]:
+    """Return the token hit rate of each policy at twice each capacity, until Ctrl-C or SIGTERM.
+
+    A capacity that was replayed already is not replayed again.
+    """
+    rates = {(each.policy, each.capacity_blocks): each.token_hit_rate for _, each in found if each.finished}
+    doubled = {}
+    for policy, blocks in list(rates):
+        twice = policy, min(2 * blocks, max(blocks, workload.unique_blocks))
+        if twice not in rates:
+            try:
+                with Progress(f"{policy} at twice {blocks:,} blocks") as progress:
+                    result = replay(workload, twice[1], policy, progress=progress)
+            except KeyboardInterrupt:  # before its first request
+                break
+            if not result.finished:
+                break
+            rates[twice] = result.token_hit_rate
+        doubled[policy, blocks] = rates[twice]
+    return doubled
 
 
 def _row(workload: Workload, capacity: Capacity, result: ReplayResult, grouping: str | None) -> dict[str, Any]:
@@ -162,7 +197,17 @@ def _text(summary: dict[str, Any], rows: list[dict[str, Any]], grouping: str | N
         f"{summary['unique_blocks']:,} unique blocks of {summary['block_tokens']:,} tokens; "
         f"an infinite cache would hit {summary['infinite_token_hit_rate']:.1%}"
     )
-    columns = ("capacity", "blocks", "policy", "hit rate", "gap closed", "evicted blocks", "regret tokens", "seconds")
+    columns = (
+        "capacity",
+        "blocks",
+        "policy",
+        "hit rate",
+        "2x memory",
+        "gap closed",
+        "evicted blocks",
+        "regret tokens",
+        "seconds",
+    )
     lines = [_cells(row) for row in rows]
     parts = [head, table(columns, lines, left=(0, 2))]
     if grouping is not None and rows:
@@ -179,6 +224,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['capacity_blocks']:,}",
         row["policy"],
         rate if row["finished"] else f"{rate} of {row['requests']:,} requests",
+        "" if row["token_hit_rate_twice"] is None else f"{row['token_hit_rate_twice']:.4f}",
         "" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}",
         f"{row['evicted_blocks']:,}",
         f"{row['regret_tokens']:,}",

@@ -46,6 +46,11 @@ class Workload:
         """Prompt tokens of all requests. O(requests)."""
         return sum(request.input_length for request in self.requests)
 
+    @property
+    def lengths_only(self) -> bool:
+        """Whether the trace has prompts but no blocks, so that no hit can be computed. O(requests)."""
+        return not self.unique_blocks and self.input_tokens > 0
+
     def hit_tokens(self, index: int, blocks: int) -> int:
         """The tokens that a hit of this number of leading blocks saves: at most the prompt's length."""
         return min(blocks * self.block_tokens, self.requests[index].input_length)
@@ -116,7 +121,8 @@ def block_tokens_of(requests: Sequence[TraceRequest]) -> int:
     """Return the tokens of a block: as the lines state, or as fits all their lengths. Raises InvalidInput if unclear.
 
     A prompt of n ids has between n - 1 and n + 1 blocks, because writers differ in counting a part-filled last block.
-    512, the size of Mooncake's traces, is taken if it fits, otherwise the only power of two that does. O(requests).
+    512, the size of Mooncake's traces, is taken if it fits, otherwise the only power of two that does. It is also taken
+    for a trace without blocks, which has lengths only. O(requests).
     """
     said = {request.block_tokens for request in requests} - {None}
     if len(said) > 1:
@@ -124,6 +130,8 @@ def block_tokens_of(requests: Sequence[TraceRequest]) -> int:
     for only in said:
         assert only is not None
         return only
+    if not any(len(each.blocks) for each in requests):
+        return 512
     low = max((each.input_length / (len(each.blocks) + 1) for each in requests), default=0.0)
     high = min((each.input_length / (len(each.blocks) - 1) for each in requests if len(each.blocks) > 1), default=inf)
     fitting = [size for size in (1 << power for power in range(21)) if low < size <= high]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -170,6 +171,8 @@ class PromptMaker:
         return self._draw((self._seed, 0, block), size)
 
     def _end(self, request: TraceRequest, length: int) -> TokenIds:
+        if not request.blocks and request.session is not None:  # lengths only: no two prompts are alike
+            return self._draw((self._seed, 2, crc32(request.session.encode()), int(abs(request.timestamp))), length)
         last = request.blocks[-1] if request.blocks else 0
         return self._draw((self._seed, 1, last, request.input_length, int(request.timestamp)), length)
 
