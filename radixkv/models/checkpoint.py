@@ -45,10 +45,11 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that holds a model: its configuration, and every tensor in its weight files by name."""
+    """A folder that holds a model: its configuration, its weight files, and every tensor in them by name."""
 
     folder: Path
     config: Mapping[str, Any]
+    files: Sequence[str]
     tensors: Mapping[str, StoredTensor]
 
     def bytes_in(self, itemsize: int | None) -> int:
@@ -69,9 +70,10 @@ def examine(folder: Path) -> Checkpoint:
     config = read_config(folder)
     if (folder / GENERATION).is_file():
         _check_generation(folder / GENERATION)
-    tensors = _tensors(folder, _weight_files(folder, config))
+    files = _weight_files(folder, config)
+    tensors = _tensors(folder, files)
     _check_integers(folder, config, tensors)
-    return Checkpoint(folder, config, tensors)
+    return Checkpoint(folder, config, files, tensors)
 
 
 def _tensors(folder: Path, files: Sequence[str]) -> dict[str, StoredTensor]:

@@ -29,6 +29,7 @@ from radixkv.model_path import BUNDLED, readable
 from radixkv.models import checkpoint, gguf_weights, weight_check
 from radixkv.models.checkpoint import Checkpoint
 from radixkv.models.gguf_tokenizer import stop_token_ids, tokenizer_of
+from radixkv.models.quantized.kernels import kernels
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -69,9 +70,11 @@ def read(
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
     with _room_for(name), _own_reports(silent=name in BUNDLED), readable():
         found = checkpoint.examine(folder)
-        itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else None
-        _check_memory(name, found.bytes_in(itemsize), found.bytes_in(2), dtype, device)
-        model = _read_model(found, name, place, dtype, options).to(device)
+        model = _read_quantised(found, name, weights) if weights in ("int8", "int4") else None
+        if model is None:
+            itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else None
+            _check_memory(name, found.bytes_in(itemsize), found.bytes_in(2), dtype, device)
+            model = _read_model(found, name, place, dtype, options).to(device)
     if tokenizer is None:
         tokenizer = _read_tokenizer(place, folder, options)
     check_tokens(model, tokenizer, name)
@@ -110,10 +113,12 @@ def _fetched(name: str, revision: str | None) -> Path:
 # ---- weights
 
 
-def _check_memory(name: str, needed: int, half: int, dtype: torch.dtype | str, device: torch.device) -> None:
+def _check_memory(
+    name: str, needed: int, half: int, dtype: torch.dtype | str, device: torch.device, weights: str = "float32"
+) -> None:
     """Refuse weights that do not fit into memory, before the machine starts to swap: they are read, then moved.
 
-    They take `needed` bytes in `dtype`, and `half` in a dtype of 16 bits.
+    They take `needed` bytes in `dtype` with `weights`, and `half` in a dtype of 16 bits.
     """
     places = {"cpu": free_memory()}
     if device.type == "cuda":
@@ -122,6 +127,8 @@ def _check_memory(name: str, needed: int, half: int, dtype: torch.dtype | str, d
         if needed > free:
             kind = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "they are saved"
             advice = f"; with dtype='bfloat16' they take {half:,}" if half <= free else ""
+            if weights in ("int8", "int4"):
+                kind, advice = weights, ""
             raise InvalidInput(
                 f"the weights of {name!r} take {needed:,} bytes as {kind}, and {free:,} are free on {place}{advice}"
             )
@@ -151,6 +158,31 @@ def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | s
             raise
         raise InvalidInput(f"{name!r} cannot be read: {type(error).__name__}: {_text(error)}") from error
     weight_check.check(model, info, name, found.tensors)
+    return model
+
+
+def _read_quantised(found: Checkpoint, name: str, weights: str) -> Any | None:
+    """Load the weights for a CPU and quantise each when it is read; None if they must be loaded in float32 first.
+
+    Errors of files, which the second way reports, are a reason for None, too.
+    """
+    if kernels() is None:
+        return None
+
+    def check_memory(needed: int) -> None:
+        _check_memory(name, needed, found.bytes_in(2), torch.float32, torch.device("cpu"), weights)
+
+    try:
+        from radixkv.models.quantized import on_load  # extends transformers, which may change
+
+        model, info, quantised = on_load.read(found, weights, check_memory)
+        weight_check.check(model, info, name, found.tensors)
+        quantised.finish(model)
+    except Exception as error:
+        if isinstance(error, RadixKVError) or _no_memory(error):
+            raise
+        _log.debug("%s: weights are loaded in float32, then quantised: %s: %s", name, type(error).__name__, error)
+        return None
     return model
 
 

@@ -175,6 +175,10 @@ class QuantizedWeights:
         """Bytes in memory."""
         return self._data.numel()
 
+    def content(self) -> NDArray[np.uint8]:
+        """Return the bytes in memory, for comparisons."""
+        return self._data.numpy()
+
     def store_blocks(self, blocks: NDArray[np.uint8], first: int) -> None:
         """Store rows of blocks [rows, bytes] of the type in `BLOCKS` that has this format, from row `first` on."""
         stored = np.ascontiguousarray(blocks)

@@ -160,15 +160,24 @@ def quantize(model: nn.Module, weights: str) -> int:
         return 0
     places = replaceable(model)
     for name, place in places.items():
-        first = model.get_submodule(place.modules[0])
-        dense = first.weight
-        assert isinstance(dense, Tensor)
-        format = Format.INT8 if weights == "int8" or place.outer else Format.INT4_MIN
-        small = QuantizedWeights(dense.shape[0], dense.shape[1], format)
-        for start in range(0, len(dense), _ROWS):
-            small.quantise(dense[start : start + _ROWS], start)
+        dense = model.get_parameter(name)
+        small = QuantizedWeights(dense.shape[0], dense.shape[1], chosen_format(weights, place))
+        store(dense, small)
+        del dense
         replace_layers(model, {name: small}, places)
     return len(places)
+
+
+def chosen_format(weights: str, place: Replaceable) -> Format:
+    """Return the format of a parameter for `weights` "int8" or "int4"."""
+    return Format.INT8 if weights == "int8" or place.outer else Format.INT4_MIN
+
+
+@torch.no_grad()
+def store(dense: Tensor, small: QuantizedWeights) -> None:
+    """Round weights [outputs, inputs] to the nearest numbers of the format of `small`, and store them there."""
+    for start in range(0, len(dense), _ROWS):
+        small.quantise(dense[start : start + _ROWS], start)
 
 
 @torch.no_grad()
