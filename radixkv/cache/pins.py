@@ -36,6 +36,11 @@ class Pin:
         """Whether it still holds a prefix."""
         return self._node is not None
 
+    @property
+    def node(self) -> Node | None:
+        """The node that it holds, for the cache's own modules."""
+        return self._node
+
     def release(self) -> None:
         """Stop holding the prefix; may be called twice, and after the ttl."""
         if self._node is not None and self._pins is not None:

@@ -244,6 +244,10 @@ class PrefixCache:
             node = tree.split(node, length - node.start)
         return pins.add(node, length, matched == len(raw), len(blocks), ttl)
 
+    def pinned_length(self, pin: Pin, length: int) -> int:
+        """Return how many of the first `length` tokens of a pinned text stay usable as long as the pin holds."""
+        return min(length, pin.length)
+
     def demote(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> None:
         """Put the cached tokens of this text from `start` on at the cold end: evicted first, but not yet.
 

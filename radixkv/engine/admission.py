@@ -181,7 +181,7 @@ class Admission:
         """Return how many tokens a request is sure to hit, because pins keep them."""
         tokens = request.known
         common = (
-            common_prefix(pinned[: pin.length], tokens)
+            self._cache.pinned_length(pin, common_prefix(pinned[: pin.length], tokens))
             for pin, pinned, owner in self._pins
             if pin.active and owner in {request.namespace}
         )

@@ -18,7 +18,7 @@ import torch
 
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.fault_isolation import failure, in_halves
+from radixkv.engine.fault_isolation import failure, fault_isolation, in_halves
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import reuse_policy
@@ -75,6 +75,7 @@ class Core:
         self.step_seconds, self.step_tokens = 0.0, 0  # of all steps that ran something
         self._reuse = reuse_policy(cache, config, row_dependent=getattr(runner, "row_dependent", False))
         self.scheduler = Scheduler(cache, config, self.counters, self._reuse, self.observers, self.end)
+        self._isolation = fault_isolation(cache, lambda request: self.scheduler.preempt(request))
         self.admission = self.scheduler.admission
         self._masks = TokenMasks()
         # A guard in place of a null object: looking for constrained streams takes 1% of a step.
@@ -136,7 +137,7 @@ class Core:
 
     def demote(self, tokens: TokenIds, keep: int, namespace: Hashable) -> None:
         """Evict the cached part of `tokens` from position `keep` on first, as far as no other prefix shares it."""
-        cached = self.cache.match(tokens, namespace).length  # a reply's last token never is
+        cached = self.cache.match(tokens, namespace).matched  # a reply's last token never is
         self.cache.demote(tokens[:cached], namespace, start=keep)
 
     # ---- one step
@@ -175,11 +176,7 @@ class Core:
         if not work:
             return []
         self.counters.steps += 1
-        try:
-            return [(work, self._forward(work))]
-        except Exception as raised:
-            error = raised
-        return in_halves(work, self._forward, lambda each: each.stream.request, self._fail_alone, error)
+        return self._isolation.run(work, self._forward, self._fail_alone)
 
     def _forward(self, work: list[Work]) -> Tensor:
         chunks = [
@@ -271,11 +268,7 @@ class Core:
             mask = None if masks is None else masks.select(work[row].stream for row, _ in rows)
             return _sample_rows(logits, rows, mask)
 
-        try:
-            return [(rows, draw(rows))]
-        except Exception as raised:
-            error = raised
-        return in_halves(rows, draw, lambda row: row[1].request, self._fail_alone, error)
+        return in_halves(rows, draw, lambda row: row[1].request, self._fail_alone)
 
     def _accept(self, rows: list[Row], sampled: Sampled, *, constrained: bool) -> None:
         """Append the sampled tokens to their streams, and hand the text that they release to the callers.

@@ -2,6 +2,9 @@
 
 A forward or a draw that raises is repeated on each half of its parts, and so on. A part that ran writes the same values
 again, so a request fails only if it fails alone. A step that needs too much memory at once gets through in parts.
+
+A forward over recurrent state cannot be repeated: it updates rows in place. The requests of such a forward are
+preempted, and go on from their last snapshots, each in forwards of its own until it has passed that step.
 """
 
 from __future__ import annotations
@@ -9,27 +12,101 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from radixkv.engine.request import Request
+from radixkv.cache import PrefixCache
+from radixkv.cache.recurrent import StatefulPrefixCache
+from radixkv.engine.request import Request, Stream
 from radixkv.errors import RequestFailed
+
+if TYPE_CHECKING:
+    from radixkv.engine.scheduler import Work
 
 _log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Fail = Callable[[Request, Exception], None]
+
+
+class FaultIsolation(Protocol):
+    """Runs the forwards of a step."""
+
+    def run(
+        self, work: list[Work], call: Callable[[list[Work]], Result], fail: Fail
+    ) -> list[tuple[list[Work], Result]]:
+        """Call `call` on all work, in as few parts as possible; `fail` the requests that raise alone."""
+        ...
+
+
+def fault_isolation(cache: PrefixCache, preempt: Callable[[Request], None]) -> FaultIsolation:
+    """Return how a core on this cache runs its forwards; `preempt` makes a running request wait again."""
+    return OwnForwards(preempt) if isinstance(cache, StatefulPrefixCache) else Halves()
+
+
+class Halves:
+    """Repeats a forward that raised on halves of its work."""
+
+    def run(
+        self, work: list[Work], call: Callable[[list[Work]], Result], fail: Fail
+    ) -> list[tuple[list[Work], Result]]:
+        """See FaultIsolation."""
+        return in_halves(work, call, lambda each: each.stream.request, fail)
+
+
+class OwnForwards:
+    """Preempts the requests of a forward that raised, and lets each pass that step in forwards of its own."""
+
+    def __init__(self, preempt: Callable[[Request], None]) -> None:
+        self._preempt = preempt
+        self._until: dict[Stream, int] = {}  # the tokens that a stream must have computed, to share forwards again
+
+    def run(
+        self, work: list[Work], call: Callable[[list[Work]], Result], fail: Fail
+    ) -> list[tuple[list[Work], Result]]:
+        """See FaultIsolation."""
+        results: list[tuple[list[Work], Result]] = []
+        for part in self._parts(work) if self._until else [work]:
+            try:
+                results.append((part, call(part)))
+                continue
+            except Exception as raised:
+                error = raised
+            requests = list(dict.fromkeys(each.stream.request for each in part))
+            if len(requests) == 1:
+                fail(requests[0], error)
+                continue
+            _log.warning("a step of %d requests raised %r: each goes on alone", len(requests), error)
+            _release_tensors(error)
+            self._until.update((each.stream, each.start + len(each.tokens)) for each in part)
+            for request in requests:
+                self._preempt(request)
+        return results
+
+    def _parts(self, work: list[Work]) -> list[list[Work]]:
+        """Return the work of each request that must run alone, then all other work."""
+        until = {stream: end for stream, end in self._until.items() if stream.finish_reason is None}
+        until = {stream: end for stream, end in until.items() if not stream.request.channel.ended}
+        self._until = {
+            stream: end for stream, end in until.items() if not stream.active or stream.sequence.length < end
+        }
+        alone: dict[Request, list[Work]] = {stream.request: [] for stream in self._until}
+        others: list[Work] = []
+        for each in work:
+            alone.get(each.stream.request, others).append(each)
+        return [part for part in (*alone.values(), others) if part]
 
 
 def in_halves(
-    items: list[Item],
-    call: Callable[[list[Item]], Result],
-    owner: Callable[[Item], Request],
-    fail: Callable[[Request, Exception], None],
-    error: Exception,
+    items: list[Item], call: Callable[[list[Item]], Result], owner: Callable[[Item], Request], fail: Fail
 ) -> list[tuple[list[Item], Result]]:
-    """Repeat `call`, which raised `error` on `items`, on each half; `fail` the owner of an item that raises alone.
+    """Call `call` on all items; if it raises, on each half; `fail` the owner of an item that raises alone.
 
     Leaves out items of requests that have ended meanwhile. Costs 2 log n calls of falling size for each that fails.
     """
+    try:
+        return [(items, call(items))]
+    except Exception as raised:
+        error = raised
     if len(items) == 1:
         fail(owner(items[0]), error)
         return []
@@ -39,14 +116,8 @@ def in_halves(
     middle = len(items) // 2
     for half in (items[:middle], items[middle:]):
         live = [item for item in half if not owner(item).channel.ended]
-        if not live:
-            continue
-        try:
-            results.append((live, call(live)))
-            continue
-        except Exception as raised:
-            problem = raised
-        results += in_halves(live, call, owner, fail, problem)
+        if live:
+            results += in_halves(live, call, owner, fail)
     return results
 
 

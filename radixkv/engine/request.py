@@ -39,7 +39,8 @@ class Request:
     `stop_ids` end a stream when they are sampled. `seed` belongs to the first stream. `deadline` is in seconds of
     time.perf_counter. `width` is the number of streams, forked or not. `computed_length` is the number of tokens that
     one stream computes at most; the last sampled token is never run through the model. `matcher` constrains the first
-    stream, and is forked for the others.
+    stream, and is forked for the others. `reply_start` is the length of the part of the prompt that a later turn of the
+    conversation repeats for sure: up to the end of the last message before the reply; 0 if unknown.
 
     Set by the scheduler: `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken` counts
     the later requests that were admitted before it. `prefix_wait` is its wait for a shared prefix. `guaranteed` means
@@ -76,6 +77,7 @@ class Request:
     started_at: float | None = None
     coalesced: bool = False
     miss: Explanation | None = None
+    reply_start: int = 0
     width: int = field(init=False)
     computed_length: int = field(init=False)
 
@@ -113,6 +115,7 @@ class Request:
 
         If this raises, the caller still owns `sequence`.
         """
+        sequence.snapshot_at(self.reply_start)
         if self.streams:
             self.live[0].resume(sequence)
         else:

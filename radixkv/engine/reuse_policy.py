@@ -148,7 +148,9 @@ class AlignedReuse(ReusePolicy):
             return False
         stream.common_length += count
         tokens = np.array(stream.tokens[: start + count], np.int32)
-        stream.diverged |= self._cache.match(tokens, stream.request.namespace).length > start
+        match = self._cache.match(tokens, stream.request.namespace)
+        # A chunk that is cached as a whole without its recurrent state is computed again, with the same bits.
+        stream.diverged |= match.length > start or start < match.matched < len(tokens)
         return not stream.diverged and super().publishes(stream, count, isolated=isolated)
 
     def publish_rest(self, stream: Stream) -> None:
@@ -167,7 +169,7 @@ class AlignedReuse(ReusePolicy):
 
     def _uncut(self, tokens: TokenIds, namespace: Hashable) -> int:
         """Return the length of `tokens`, or the last multiple up to their cached part if that ends inside a chunk."""
-        cached = self._cache.match(tokens, namespace).length
+        cached = self._cache.match(tokens, namespace).matched
         return len(tokens) if cached == self.aligned(cached) else self.aligned(cached)
 
 

@@ -245,7 +245,7 @@ class Scheduler:
         """Free all blocks of a running request; it waits again, ahead of the requests that came later."""
         for stream in request.live:
             if stream.active:
-                if stream not in self._planned:
+                if not stream.sequence.has_plan:
                     self._reuse.publish_rest(stream)
                 self._unplan(stream)
                 stream.sequence.close()

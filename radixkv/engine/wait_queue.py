@@ -110,6 +110,8 @@ class WaitQueue:
                 steps = -(-(shared - position) // self._prefill_chunk)
                 before = cached if request.prefix_wait is None else request.prefix_wait.cached
                 request.prefix_wait = PrefixWait(leader, shared, self._step + 2 * steps + _SLACK, before)
+                part = self._reuse.aligned(min(shared, len(request.prompt) - 1))
+                next(each for each in leader.live if each.active).sequence.snapshot_at(part, shared=True)
                 self._ready.remove(request)
                 self._delayed.add(request)
                 return True

@@ -15,10 +15,12 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
-from tests.simulation.draw import draw
+from tests.simulation.draw import draw, with_states
+from tests.simulation.scenario import Scenario
 from tests.simulation.shrink import shrink
 from tests.simulation.world import Stuck, World
 
@@ -29,17 +31,18 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "END"), help="many lives")
     parser.add_argument("--verbose", action="store_true", help="print every step")
     parser.add_argument("--shrink", action="store_true", help="drop the parts that the failure does not need")
+    parser.add_argument("--states", action="store_true", help="of a model with recurrent state")
     chosen = parser.parse_args()
+    drawn = (lambda seed: with_states(draw(seed))) if chosen.states else draw
     logging.disable(logging.CRITICAL)  # the engine logs every injected fault
     torch.set_num_threads(1)
     if chosen.seed is not None:
-        return replay(chosen.seed, chosen.verbose, chosen.shrink)
-    return survey(range(*(chosen.seeds or (0, 200))))
+        return replay(drawn(chosen.seed), chosen.verbose, chosen.shrink)
+    return survey([drawn(seed) for seed in range(*(chosen.seeds or (0, 200)))])
 
 
-def replay(seed: int, verbose: bool, smaller: bool) -> int:
+def replay(scenario: Scenario, verbose: bool, smaller: bool) -> int:
     """Run one life."""
-    scenario = draw(seed)
     if smaller:
         scenario = shrink(scenario)
     print(scenario)
@@ -52,18 +55,18 @@ def replay(seed: int, verbose: bool, smaller: bool) -> int:
     return 0
 
 
-def survey(seeds: range) -> int:
+def survey(scenarios: Sequence[Scenario]) -> int:
     """Run many lives; print one line for each that fails."""
     failed, began, seen = 0, time.perf_counter(), Counter[str]()
-    for seed in seeds:
+    for scenario in scenarios:
         try:
-            seen += World(draw(seed)).run().sights()
+            seen += World(scenario).run().sights()
         except (Exception, Stuck) as error:
             failed += 1
             where = traceback.extract_tb(error.__traceback__)[-1]
-            print(f"--seed {seed}: {type(error).__name__} in {where.name}: {str(error)[:150]}")
+            print(f"--seed {scenario.seed}: {type(error).__name__} in {where.name}: {str(error)[:150]}")
     print(", ".join(f"{name} {count}" for name, count in sorted(seen.items())))
-    print(f"{failed} of {len(seeds)} failed, {time.perf_counter() - began:.1f} s")
+    print(f"{failed} of {len(scenarios)} failed, {time.perf_counter() - began:.1f} s")
     return int(failed > 0)
 
 

@@ -15,7 +15,7 @@ from radixkv.config import EngineConfig
 from radixkv.sampling.params import SamplingParams
 from tests.simulation.model import VOCAB
 from tests.simulation.oracle import Reply, replies
-from tests.simulation.scenario import Ask, Auditing, Fault, Flaw, Forgetting, Ids, Pinning, Scenario, Unhashable
+from tests.simulation.scenario import Ask, Auditing, Fault, Flaw, Forgetting, Ids, Pinning, Scenario, States, Unhashable
 
 
 class Profile(NamedTuple):
@@ -57,6 +57,15 @@ PROFILES = (MIXED, CROWD, FAMILIES)
 def draw(seed: int) -> Scenario:
     """Return the scenario of a seed."""
     return _Draw(seed).scenario()
+
+
+def with_states(scenario: Scenario) -> Scenario:
+    """Return the same life of a model with recurrent state."""
+    rng = random.Random(f"states of {scenario.seed}")
+    snapshots = rng.choice((1, 2, 5, 20, 100)) if scenario.reuse else 0
+    states = States(snapshots, rng.choice((2, 4, 16)), rng.choice((8, 32, 1000)), rng.choice((1, 1, 4)))
+    asks = tuple(replace(ask, reply_start=rng.choice((0, rng.randint(0, len(ask.prompt))))) for ask in scenario.asks)
+    return replace(scenario, states=states, asks=asks)
 
 
 class _Draw:

@@ -42,7 +42,7 @@ class OrderChecks:
         for admitted in sorted(entered.values(), key=lambda request: request.admitted):
             for other in waiting:
                 customer = self.world.customer_of(other)
-                if customer.channel.in_span or self._waits_for_prefix(other, before):
+                if customer.channel.in_span or customer.shaken or self._waits_for_prefix(other, before):
                     continue
                 assert admitted.priority >= other.priority, (
                     f"{self.world.name_of(admitted)} went before {self.world.name_of(other)}"
@@ -61,7 +61,7 @@ class OrderChecks:
         stayed = [request for request in before.running if request in running]
         for request, preemptions in zip(before.running, before.preemptions, strict=True):
             customer = self.world.customer_of(request)
-            if request.preemptions == preemptions or customer.channel.in_span:
+            if request.preemptions == preemptions or customer.channel.in_span or customer.shaken:
                 continue
             for other in stayed:
                 away = self.world.customer_of(other).channel.is_away
@@ -71,7 +71,8 @@ class OrderChecks:
                 )
         if len({ask.priority for ask in self.world.scenario.asks}) == 1:
             for customer in self.world.customers.values():
-                assert customer.request.preemptions <= 1 or customer.ask.lags, f"{customer.ask.number} twice preempted"
+                often = customer.ask.lags or customer.shaken
+                assert customer.request.preemptions <= 1 or often, f"{customer.ask.number} twice preempted"
 
     def before_preemption(self, request: Request) -> list[Ids]:
         """Return the tokens that each stream of a victim has computed and can publish now."""
@@ -88,7 +89,7 @@ class OrderChecks:
         """All these tokens are cached until they are evicted, and the request holds no blocks."""
         assert not any(stream.active for stream in request.streams)
         for tokens in kept:
-            cached = self.cache.match(list(tokens), request.namespace).length
+            cached = self.cache.match(list(tokens), request.namespace).matched
             assert cached == len(tokens), (
                 f"{self.world.name_of(request)} computed {len(tokens)} tokens, {cached} are cached"
             )

@@ -70,6 +70,7 @@ class Ask:
     flickers: bool = False
     flaw: Flaw | None = None
     rule: int | None = None
+    reply_start: int = 0
 
     @property
     def constraint(self) -> Rule | None:
@@ -129,6 +130,16 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class States:
+    """Recurrent state of the model: slots for snapshots, and the distances between them (see Spacing)."""
+
+    snapshots: int
+    prompt: int
+    long: int
+    least: int
+
+
+@dataclass(frozen=True)
 class Scenario:
     """A whole life. `seed` names it, and shuffles events without a defined order."""
 
@@ -147,6 +158,7 @@ class Scenario:
     close: int | None = None  # the step before which the engine is closed
     audits: tuple[Auditing, ...] = ()
     faults: tuple[Fault, ...] = ()
+    states: States | None = None
 
     @property
     def last(self) -> int:
@@ -164,6 +176,7 @@ class Scenario:
         facts = [
             f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
             f"{self.config}, observer raises at {self.observer_raises}",
+            f"{self.states}",
             f"no backpressure from {self.disable_backpressure}, close at {self.close}",
         ]
         facts += map(str, (*self.asks, *self.pinnings, *self.forgettings, *self.audits, *self.faults))

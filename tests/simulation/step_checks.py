@@ -66,7 +66,8 @@ class StepChecks:
         ended = sum(customer.channel.ended for customer in self.world.customers.values())
         counters = self.core.counters
         audited = counters.audited_blocks, self.world.auditor.pending
-        return (ended, counters.computed_tokens, counters.recomputed_tokens, *audited)
+        shaken = sum(c.shaken * c.request.preemptions for c in self.world.customers.values())
+        return (ended, counters.computed_tokens, counters.recomputed_tokens, *audited, shaken)
 
     def after(self, before: Before) -> None:
         """Check a step."""
@@ -134,8 +135,8 @@ class StepChecks:
 
         Exceptions are requests that were preempted, that have waited long enough, or whose readers come and go.
         """
-        if not self.world.scenario.reuse:
-            return
+        if not self.world.scenario.reuse or self.world.scenario.states is not None:
+            return  # a state may have found no slot
         worth = 2 * self.world.scenario.block_size
         prompts = [each for each in work if each.start < len(each.stream.request.prompt) and self._coalesces(each)]
         for one, other in combinations(prompts, 2):

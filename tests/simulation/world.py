@@ -36,6 +36,7 @@ from tests.simulation.final_checks import FinalChecks
 from tests.simulation.model import SlotModel
 from tests.simulation.order_checks import OrderChecks
 from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
+from tests.simulation.stateful import stateful_parts
 from tests.simulation.step_checks import StepChecks
 
 ENGINE = [module for name, module in sys.modules.items() if name.startswith("radixkv.engine.")]
@@ -67,6 +68,7 @@ class Customer:
     cancelled: bool = False
     ended_at: float | None = None
     overtaken: int = 0  # counted here
+    shaken: bool = False  # preempted because a forward failed that it shared
 
     @property
     def stage(self) -> str:
@@ -102,7 +104,8 @@ class World:
         scenario = self.scenario
         raises = scenario.observer_raises
         self.listener = None if raises is None else Listener(raises)
-        self.cache = PrefixCache(
+        new_cache, new_model = (PrefixCache, SlotModel) if scenario.states is None else stateful_parts(scenario)
+        self.cache: PrefixCache = new_cache(
             scenario.num_blocks,
             scenario.block_size,
             scenario.policy,
@@ -110,7 +113,7 @@ class World:
             observer=cast("Observer | None", self.listener),
             pin_budget=scenario.pin_budget,
         )
-        self.model = SlotModel(self.cache, scenario.seed)
+        self.model = new_model(self.cache, scenario.seed)
         self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)
         self.model.fault, self.model.gives_nan = self.faults.in_forward, self.faults.gives_nan
         self.model.garbles = lambda: self.faults.garbles(self.work_of())
@@ -172,6 +175,8 @@ class World:
         seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.order_checks.overtaken)
         seen |= Counter(self.stages)
         seen.update(c.ask.flaw.kind for c in self.customers.values() if c.ask.flaw and c.channel.error)
+        seen |= Counter(states=stats.state_slots_used, evicted_states=stats.evicted_states)
+        seen.update(shaken=sum(customer.shaken for customer in self.customers.values()))
         seen.update(f"a fault: {fault.kind}" for fault in (*self.faults.fired, *self.faults.began))
         return +seen
 
@@ -215,6 +220,7 @@ class World:
             deadline=None if ask.timeout is None else self.clock.now + ask.timeout,
             channel=channel,  # type: ignore[arg-type]
             submitted=self.clock.now,
+            reply_start=ask.reply_start,
             matcher=None if ask.constraint is None else RuleMatcher(ask.constraint),
         )
         try:
@@ -316,6 +322,7 @@ class World:
                 raise Stuck(f"step {self.step}: they preempt each other forever")
             kept = self.order_checks.before_preemption(request)
             preempt(request)
+            self.customer_of(request).shaken |= self.model.runs > 0
             self._print(f"{self.customer_of(request).ask.number} is preempted")
             self.order_checks.after_preemption(request, kept)
 

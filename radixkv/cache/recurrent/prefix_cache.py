@@ -11,6 +11,7 @@ import numpy as np
 
 from radixkv.cache.events import Observer
 from radixkv.cache.ghosts import root_owner
+from radixkv.cache.pins import Pin
 from radixkv.cache.prefix_cache import PrefixCache, check_limit, check_positive
 from radixkv.cache.recurrent import invariants
 from radixkv.cache.recurrent.sequence import Spacing, StatefulSequence
@@ -68,7 +69,7 @@ class StatefulPrefixCache(PrefixCache):
         pin_budget: float = 0.5,
     ) -> None:
         check_positive("rows", rows)
-        check_positive("snapshots", snapshots)
+        check_limit(snapshots)
         super().__init__(num_blocks, block_size, eviction, clock, observer, pin_budget=pin_budget)
         self.copies = StateSlots(int(rows), int(snapshots))
         self.snapshots = Snapshots(self.copies, self.state.pins.nodes)
@@ -112,6 +113,14 @@ class StatefulPrefixCache(PrefixCache):
         """Recount everything; AssertionError names the broken invariant. O(blocks + tokens): for tests."""
         super().check()
         invariants.check(self.state, self.copies, self.snapshots)
+
+    def pinned_length(self, pin: Pin, length: int) -> int:
+        """Return how many of the first `length` tokens of a pinned text stay usable as long as the pin holds.
+
+        A pin protects the last state on its path only, so a shorter part of its text may lose its own.
+        """
+        last = self.snapshots.last(pin.node, pin.length) if length >= pin.length else None
+        return 0 if last is None else last.position
 
     # ---- holding
 

@@ -1,0 +1,146 @@
+"""Simulated lives of an engine whose model has recurrent state: 12 in `make test`, more in `make test-all`.
+
+`python -m tests.simulation --states --seed N --verbose` replays one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from radixkv.config import EngineConfig
+from radixkv.sampling.params import SamplingParams
+from tests.simulation.draw import draw, with_states
+from tests.simulation.scenario import Ask, Fault, Flaw, Scenario, States
+from tests.simulation.test_faults import EVERY_THIRD, LIFE, failed, in_step
+from tests.simulation.test_lives import FRESH, LIVES
+from tests.simulation.world import Stuck, World
+
+SIGHTS = (  # events that must occur, or the lives are too easy
+    "cancelled: preempted",
+    "preemptions",
+    "recomputed_tokens",
+    "coalesced_tokens",
+    "evicted",
+    "evicted_states",
+    "hits",
+    "pinned",
+    "shaken",
+    "states",
+)
+STATES = States(snapshots=20, prompt=4, long=1000, least=1)
+WITH_STATES = replace(LIFE, states=STATES)
+GREEDY = SamplingParams(max_tokens=3, temperature=0)
+CONFIG = EngineConfig(max_sequences=6, max_batch_tokens=64, prefill_chunk=16)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def live(seeds: list[int]) -> Counter[str]:
+    failures, seen = [], Counter[str]()
+    for seed in seeds:
+        try:
+            seen += World(with_states(draw(seed))).run().sights()
+        except (Exception, Stuck) as error:
+            failures.append(f"seed {seed}: {type(error).__name__}: {error}")
+    assert not failures, "\n".join([f"{len(failures)} of {len(seeds)} lives failed", *failures[:5]])
+    return seen
+
+
+def test_every_request_of_some_lives_ends_as_it_must() -> None:
+    assert live(list(range(12)))["hits"]
+
+
+@pytest.mark.long
+def test_every_request_of_every_life_ends_as_it_must() -> None:
+    seen = live([*range(12, LIVES), *(range(FRESH, FRESH + 100) if FRESH else ())])
+    assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
+
+
+@EVERY_THIRD
+def test_a_forward_that_raises_once_ends_only_a_request_that_was_alone_in_it(first: int) -> None:
+    whole = World(WITH_STATES).run()
+    assert whole.sights()["preemptions"] and not failed(whole)
+    for step in range(first, whole.step, 3):
+        world = World(replace(WITH_STATES, faults=(Fault(step, "forward", step % 3),))).run()
+        requests = list(dict.fromkeys(in_step(whole, step)))
+        assert failed(world) == (requests if len(requests) == 1 else []), f"step {step}"
+        assert world.sights()["shaken"] == (len(requests) if len(requests) > 1 else 0), f"step {step}"
+
+
+@EVERY_THIRD
+@pytest.mark.parametrize("kind", ["forward", "memory", "nan", "put"])
+def test_a_request_that_breaks_breaks_alone(kind: str, first: int) -> None:
+    for broken in LIFE.asks[first::3]:
+        for at in (0, broken.max_tokens // 2, broken.max_tokens - 1):
+            at += len(broken.prompt) - 1 if kind in ("forward", "memory") and at else 0
+            asks = tuple(replace(each, flaw=Flaw(kind, at)) if each is broken else each for each in LIFE.asks)
+            world = World(replace(WITH_STATES, asks=asks)).run()
+            assert failed(world) == [broken.number], f"request {broken.number}, token {at}"
+
+
+def run(*asks: Ask, blocks: int = 200, config: EngineConfig = CONFIG, states: States = STATES) -> World:
+    world = World(Scenario(0, blocks, 4, config, asks, states=states)).run()
+    assert not failed(world)
+    return world
+
+
+def hits(world: World) -> list[int]:
+    done = [customer.channel.completion for customer in world.customers.values()]
+    return [each.usage.cached_tokens for each in done if each is not None]
+
+
+def test_followers_of_a_prompt_resume_where_they_part_from_it() -> None:
+    """All arrive at once: the leader computes the shared prefix, and leaves a snapshot at its end."""
+    shared = tuple(index % 16 for index in range(50))
+    world = run(*(Ask(number, 0, (*shared, number, number + 1, number), GREEDY, 3) for number in range(5)))
+    assert hits(world) == [0, 50, 50, 50, 50]
+
+
+def test_equal_prompts_compute_one_token_each() -> None:
+    prompt = tuple(index % 16 for index in range(50))
+    assert hits(run(*(Ask(number, 0, prompt, GREEDY, 3) for number in range(4)))) == [0, 49, 49, 49]
+
+
+def test_the_next_turn_resumes_from_the_end_of_the_last_message() -> None:
+    """The template adds three tokens before the reply, and the next prompt drops the reasoning in it."""
+    message, opening = tuple(index % 16 for index in range(40)), (1, 2, 3)
+    long = replace(GREEDY, max_tokens=30)
+    first = Ask(0, 0, (*message, *opening), long, 30, reply_start=len(message))
+    after = Ask(1, 50, (*message, *opening, 9, 9, 9, 9), GREEDY, 3)
+    assert hits(run(first, after, states=replace(STATES, least=16, prompt=64))) == [0, 40]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_streams_of_a_request_start_from_copies_of_one_state(deterministic: bool) -> None:
+    sampled = SamplingParams(max_tokens=9, temperature=1, n=4)
+    config = replace(CONFIG, deterministic=deterministic)
+    world = run(Ask(0, 0, tuple(range(16)) * 3, sampled, 9), Ask(1, 3, (1,) * 20, sampled.but(n=2), 9), config=config)
+    assert len(world.customers[0].channel.completion.alternatives) == 3
+
+
+def test_a_preempted_request_goes_on_from_the_state_that_it_left() -> None:
+    """Its reader leaves, and another request takes its blocks; it computes nothing again."""
+    long = replace(GREEDY, max_tokens=20)
+    asks = (Ask(0, 0, tuple(range(16)), long, 20, lags=((6, 14),)), Ask(1, 8, (5,) * 40, GREEDY, 2))
+    config = replace(CONFIG, max_sequences=1, max_batch_tokens=17)
+    world = run(*asks, config=config)
+    done = world.customers[0].channel.completion
+    assert done is not None and (done.usage.preemptions, done.usage.recomputed_tokens) == (1, 0)
+
+
+def test_deterministic_requests_resume_on_the_grid_of_chunks() -> None:
+    prompt = tuple(index % 16 for index in range(60))
+    config = replace(CONFIG, deterministic=True)
+    asks = (Ask(number, 10 * number, (*prompt, number), GREEDY, 3, reply_start=59) for number in range(3))
+    assert hits(run(*asks, config=config)) == [0, 48, 48]
