@@ -124,6 +124,7 @@ _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 Key: TypeAlias = tuple[str, str, bool]
 _TEMPLATES = 64  # memoized templates of a tokenizer; their number is bounded because callers choose the arguments
 _WRITES_TOOLS: WeakKeyDictionary[Any, dict[tuple[str, str], bool]] = WeakKeyDictionary()
+_REPLY_OPENINGS: WeakKeyDictionary[Any, dict[Key, list[int] | None]] = WeakKeyDictionary()
 
 
 class Rendering:
@@ -173,6 +174,16 @@ class Rendering:
         return known[key]
 
     @cached_property
+    def reply_opening(self) -> list[int] | None:
+        """The ids that the template writes after the last message to begin a reply; None if they cannot be found."""
+        known = _REPLY_OPENINGS.setdefault(self.tokenizer, {})
+        if self.key not in known:
+            if len(known) >= _TEMPLATES:
+                known.clear()
+            known[self.key] = self.without_content._find_reply_opening()
+        return known[self.key]
+
+    @cached_property
     def tools_as_text(self) -> bool:
         """Whether the tools are text of the prompt, because the template does not write them."""
         return bool(self.tools) and not self.writes_tools
@@ -214,6 +225,13 @@ class Rendering:
         if tools and self.tools_as_text:
             messages, tools = with_tools_in_text(messages, tools, takes_system=self._takes_system), None
         return rendered(self.tokenizer, messages, self.date, tools, reply=reply, arguments=self.arguments)
+
+    def _find_reply_opening(self) -> list[int] | None:
+        try:
+            begun, without = self.render([_USER]), self.render([_USER], reply=False)
+        except ChatError:
+            return None
+        return self.encode(begun.removeprefix(without)) if begun.startswith(without) else None
 
     @cached_property
     def _takes_system(self) -> bool:

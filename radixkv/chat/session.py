@@ -244,7 +244,8 @@ class ChatSession:
         prompt = self._with_room(prompt)
         if self._rule.constrains(params):
             params = constrained(params, self._template, self._rule, self._template.thinking_at(prompt))
-        handle = self._engine.submit(prompt, params, namespace=self._namespace, session=self._number)
+        start = self._template.reply_start(prompt)
+        handle = self._engine.submit(prompt, params, namespace=self._namespace, session=self._number, reply_start=start)
         edits = keep is not None
         self._open_stream = ReplyStream(
             handle, turns, prompt, new, params, self._record, self._use, edits=edits, schema=reply_schema

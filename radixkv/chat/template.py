@@ -125,6 +125,17 @@ class ChatTemplate:
         kept = ids[: len(ids) - len(left_out)]
         return self._extended(kept, before[common:] + said), None if left_out else len(ids)
 
+    def reply_start(self, prompt: Sequence[int]) -> int:
+        """Return the length of a prompt up to the end of its last message, where the reply begins; 0 if unknown.
+
+        A later turn repeats these tokens. It may drop those that follow, such as an open thinking tag.
+        """
+        opening = self.rendering.reply_opening
+        if opening is None:
+            return 0
+        end = len(prompt) - len(opening)
+        return end if list(prompt[end:]) == opening else 0
+
     # ---- replies
 
     def said_text(self, ids: Sequence[int]) -> str:

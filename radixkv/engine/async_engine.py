@@ -95,9 +95,11 @@ class AsyncRequestEngine:
         priority: int = 0,
         timeout: float | None = None,
         session: int | None = None,
+        reply_start: int = 0,
     ) -> AsyncHandle:
         """Start one request; iterate the handle for chunks, or await its result: see `Engine.submit`."""
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
+        options["reply_start"] = reply_start
         await self._compiled(params)
         request = await self._prepared(self.client.inputs.request, prompt, params, **options)
         return AsyncHandle(self.client.start(request))

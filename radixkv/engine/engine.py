@@ -172,15 +172,19 @@ class RequestEngine:
         priority: int = 0,
         timeout: float | None = None,
         session: int | None = None,
+        reply_start: int = 0,
     ) -> Handle:
         """Start one request and return at once; iterate the handle for chunks, or wait for its result.
 
         Only requests with equal `namespace` share cached prefixes. A higher `priority` is admitted before lower ones,
         and its cached tokens are evicted later. After `timeout` seconds, waiting or running, the request ends with
         RequestTimedOut. `session` is a number that the requests of one conversation share, for the monitor.
+        `reply_start` is the length of the prompt up to the end of its last message: a model with recurrent state keeps
+        its state there for the next turn. Chats set it themselves; 0 if unknown.
         Raises InvalidInput and its subclasses, or EngineClosed.
         """
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
+        options["reply_start"] = reply_start
         return self.client.start(self.client.inputs.request(prompt, params, **options))
 
     def warm(

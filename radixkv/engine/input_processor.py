@@ -62,6 +62,7 @@ class InputProcessor:
         timeout: float | None = None,
         session: int | None = None,
         sample: bool = True,
+        reply_start: int = 0,
     ) -> Request:
         """Make a request; without `sample` it only computes the prompt. Raises InvalidInput and its subclasses.
 
@@ -74,7 +75,7 @@ class InputProcessor:
         self._check_params(params, stop_ids)
         check_namespace(namespace)
         check_seconds("timeout", timeout)
-        _check_numbers(priority, session)
+        _check_numbers(priority, session, reply_start)
         room = self.context_limit - len(ids)
         if sample and room < 1:
             raise PromptTooLong(
@@ -94,6 +95,7 @@ class InputProcessor:
             priority=priority,
             channel=OutputChannel(MAX_UNREAD * params.n),
             session=session,
+            reply_start=reply_start if sample else len(ids),
             submitted=submitted,
             matcher=self.grammars.matcher(params) if sample else None,
         )
@@ -142,11 +144,13 @@ def check_seconds(name: str, value: Any) -> None:
         raise InvalidInput(f"{name} must be a number of seconds above 0, or None for no limit; got {value!r}")
 
 
-def _check_numbers(priority: object, session: object) -> None:
+def _check_numbers(priority: object, session: object, reply_start: object) -> None:
     if not is_int(priority):
         raise InvalidInput(f"priority must be an int, got {priority!r}")
     if session is not None and not is_int(session):
         raise InvalidInput(f"session is a number that the requests of a conversation share, got {session!r}")
+    if not is_int(reply_start):
+        raise InvalidInput(f"reply_start must be an int, a number of tokens of the prompt, got {reply_start!r}")
 
 
 def _per_prompt(params: Params, count: int) -> list[SamplingParams | None]:

@@ -46,6 +46,7 @@ class ChatPrompt:
 
     With a prefill, the ids end inside the reply: `begun` is its beginning as a message. The reply's ids begin at
     `reply_at`, None if its ids cannot be reused in a later prompt. `in_thinking` says that they end inside thinking.
+    `reply_start` is the length of the ids up to the end of the last message before the reply; 0 if unknown.
     """
 
     ids: array[int]
@@ -59,6 +60,7 @@ class ChatPrompt:
     begun: Message | None = None
     reply_at: int | None = None
     in_thinking: bool = False
+    reply_start: int = 0
 
 
 class Conversations:
@@ -297,7 +299,8 @@ class Conversations:
             if ids is None or len(whole) < len(ids):
                 ids, covered = whole, 0
         session = self.session(namespace, session_key) or known.session or self._new_session()
-        return ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date, arguments or {})
+        prompt = ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date, arguments or {})
+        return replace(prompt, reply_start=template.reply_start(ids))
 
     def _template_of(self, tools: Tools, date: str, arguments: Arguments | None = None) -> ChatTemplate:
         text, more = dumps(tools) if tools else "", arguments_key(arguments or {})

@@ -29,10 +29,11 @@ async def start(
     *,
     timeout: float | None,
     session: int | None = None,
+    reply_start: int = 0,
 ) -> AsyncHandle:
     """Submit a request, which is cancelled when `cleanup` closes, and fails after `timeout` seconds.
 
-    `session` is a number that the requests of a conversation share, for the monitor. `max_tokens` is limited to the
+    `session` and `reply_start` are those of `AsyncEngine.submit`. `max_tokens` is limited to the
     room after the prompt. The replies share this room if the pool cannot hold `max_tokens` for each of them.
     Raises PromptTooLong, and as `AsyncEngine.submit`.
     """
@@ -41,7 +42,9 @@ async def start(
         message = f"the prompt has {len(ids)} tokens, and this server takes at most {most}"
         raise PromptTooLong(message, tokens=len(ids), limit=most)
     params, engine = options.params, service.engine
-    submit = partial(engine.submit, ids, namespace=caller.namespace, timeout=timeout, session=session)
+    submit = partial(
+        engine.submit, ids, namespace=caller.namespace, timeout=timeout, session=session, reply_start=reply_start
+    )
     shared = unbounded(params, engine.context_limit - len(ids))
     try:
         handle = await submit(params if options.bounded else shared)

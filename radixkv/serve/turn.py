@@ -161,7 +161,14 @@ async def open_turn(
         await service.compiled(request, options.params)
         timeout = service.time_left(request)
         handle = await submit.start(
-            service, caller, options, prompt.ids, cleanup, timeout=timeout, session=prompt.session
+            service,
+            caller,
+            options,
+            prompt.ids,
+            cleanup,
+            timeout=timeout,
+            session=prompt.session,
+            reply_start=prompt.reply_start,
         )
     return Turn(service, body, prompt, handle, request.state.log_fields)
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from radixkv.cache import PrefixCache
+from radixkv.cache.recurrent import StatefulPrefixCache
+from radixkv.cache.recurrent.slots import StateSlots
 from radixkv.chat import Engine
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.models.loaded import LayerSpec, LoadedModel, SequenceInput
@@ -126,6 +128,32 @@ class FakeRunner:
         return logits
 
 
+class StatefulFakeRunner(FakeRunner):
+    """A FakeRunner of a model with recurrent state: a row holds the history of its sequence."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.queue: StateSlots | None = None  # of the cache, set when the engine is assembled
+        self.rows: dict[int, int] = {}
+        self.taken: list[int] = []  # the positions of all snapshots inside chunks
+
+    def _copy(self, copies: Iterable[tuple[int, int]]) -> None:
+        super()._copy(copies)
+        assert self.queue is not None
+        for source, target in self.queue.drain():
+            self.rows[target] = self.rows.get(source, 0) if source >= 0 else 0
+
+    def _write(self, chunk: SequenceInput) -> None:
+        super()._write(chunk)
+        assert chunk.state is not None
+        before = int(self.state[self._slot(chunk, chunk.start - 1)]) if chunk.start else 0
+        assert self.rows[chunk.state.row.number] == before, "a row has the state of another history"
+        for count, slot in chunk.state.snapshots:
+            self.rows[slot] = int(self.state[chunk.slots[count - 1]])
+            self.taken.append(chunk.start + count)
+        self.rows[chunk.state.row.number] = int(self.state[chunk.slots[-1]])
+
+
 def sized(sequences: int, batch_tokens: int, chunk: int, **settings: Unpack[EngineConfigFields]) -> EngineConfig:
     """Settings of a core. Its cache has the real block size: with one token here, chunks may end inside blocks."""
     return EngineConfig(
@@ -141,12 +169,18 @@ def make_engine(
     brain: Callable[[list[int]], int] | None = None,
     fault: Callable[[Sequence[SequenceInput]], None] | None = None,
     runner_class: type[FakeRunner] = FakeRunner,
+    snapshots: int | None = None,
     **settings: Unpack[EngineConfigFields],
 ) -> tuple[Engine, FakeRunner]:
+    """With `snapshots` the model has recurrent state."""
     model = model or FakeModel()
-    runner = runner_class(num_blocks, block_size, model.vocab_size, brain, fault)
-    cache = PrefixCache(num_blocks, block_size)
     config = EngineConfig(**{"monitor": False, **settings})
+    if snapshots is None:
+        runner = runner_class(num_blocks, block_size, model.vocab_size, brain, fault)
+        return Engine(cast(LoadedModel, model), runner, PrefixCache(num_blocks, block_size), config), runner
+    runner = StatefulFakeRunner(num_blocks, block_size, model.vocab_size, brain, fault)
+    cache = StatefulPrefixCache(num_blocks, block_size, rows=config.max_sequences, snapshots=snapshots)
+    runner.queue = cache.copies
     return Engine(cast(LoadedModel, model), runner, cache, config), runner
 
 
