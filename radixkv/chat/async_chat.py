@@ -11,7 +11,7 @@ from asyncio import CancelledError, wrap_future
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from radixkv.chat.engine import Engine
 from radixkv.chat.history_mode import HistoryMode
@@ -19,7 +19,7 @@ from radixkv.chat.messages import Message, Reply, ToolResult
 from radixkv.chat.reply_schema import Schema
 from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.saved import Overflow
-from radixkv.chat.session import ChatSession
+from radixkv.chat.session import NOT_COPIED, ChatSession
 from radixkv.chat.session_use import SessionUse
 from radixkv.engine import AsyncRequestEngine, Chunk
 from radixkv.engine.async_engine import AsyncChunks, AsyncHandle
@@ -167,6 +167,10 @@ class AsyncChatSession:
     ) -> None:
         """Close the session."""
         await self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied, as `ChatSession` does."""
+        raise TypeError(NOT_COPIED)
 
     # ---- inside
 

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixkv.chat.constrained import CallRule, constrained, strict_tools
 from radixkv.chat.history_mode import HistoryMode, history_mode
@@ -42,6 +42,12 @@ if TYPE_CHECKING:
 # turns until half of the context is left, so that the following turns hit the cache again.
 _ROOM = 4
 _KEEP = 2
+
+
+NOT_COPIED = (
+    "a chat session cannot be pickled or copied, because it belongs to its engine: fork() it, or save() it to a file "
+    "that engine.resume() of another process reads"
+)
 
 
 class ChatSession:
@@ -217,6 +223,10 @@ class ChatSession:
     ) -> None:
         """Close the session."""
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied. Raises TypeError."""
+        raise TypeError(NOT_COPIED)
 
     # ---- one turn
 

@@ -11,18 +11,19 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from queue import Empty
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary, ref
 
 from radixkv.cache import Explanation
 from radixkv.config import EngineConfig, EngineConfigFields
-from radixkv.engine.engine import RequestEngine
+from radixkv.engine.engine import NOT_COPIED, RequestEngine
 from radixkv.engine.input_processor import Params, Prompt
 from radixkv.engine.output import Chunk, Completion, Handle, Warmed
 from radixkv.engine.stats import AuditReport, EngineStats
+from radixkv.errors import EngineClosed
 from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.tree_view import ALL, TreeView
 
@@ -47,8 +48,7 @@ class AsyncRequestEngine:
         """Wrap an engine, which may also be used directly."""
         self._engine = engine
         self.client = engine.client
-        # One thread, so that requests come in, and draw their seeds, in the order in which they were submitted.
-        self._preparing = ThreadPoolExecutor(1, "radixkv-prepare")
+        self._preparing = _PreparingThread()
 
     @classmethod
     async def load(
@@ -178,6 +178,10 @@ class AsyncRequestEngine:
         """Close the engine at once."""
         await self.close()
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied, as `Engine` does."""
+        raise TypeError(NOT_COPIED)
+
     # ---- facts
 
     @property
@@ -218,6 +222,22 @@ class AsyncRequestEngine:
     ) -> Result:
         """Run `call` on the preparing thread; it does not wait for the model."""
         return await asyncio.wrap_future(self._preparing.submit(call, *args, **options))
+
+
+class _PreparingThread(ThreadPoolExecutor):
+    """One thread, so that requests come in, and draw their seeds, in the order in which they were submitted."""
+
+    def __init__(self) -> None:
+        super().__init__(1, "radixkv-prepare")
+        self._pid = os.getpid()
+
+    def submit(
+        self, fn: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Future[Result]:
+        """Queue a call. Raises EngineClosed in a forked process, which lacks the thread."""
+        if os.getpid() != self._pid:
+            raise EngineClosed(f"this engine belongs to process {self._pid}: load another one after the fork")
+        return super().submit(fn, *args, **kwargs)
 
 
 def _unpin(pinning: Future[Warmed]) -> None:
@@ -309,7 +329,8 @@ class AsyncChunks:
 
     def __del__(self) -> None:
         if self._begun:
-            self._leave()
+            with suppress(EngineClosed):  # in a forked process
+                self._leave()
 
     async def _take(self) -> Chunk | None:
         if not self._begun:

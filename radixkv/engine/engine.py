@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 import torch
 
@@ -37,6 +37,12 @@ from radixkv.version import __version__
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
+
+
+NOT_COPIED = (
+    "an engine cannot be pickled or copied: its thread and its KV pool belong to one process; load another engine, or "
+    "send requests to this one, for example by radixkv serve"
+)
 
 
 class RequestEngine:
@@ -286,6 +292,10 @@ class RequestEngine:
     ) -> None:
         """Close the engine at once."""
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied. Raises TypeError."""
+        raise TypeError(NOT_COPIED)
 
     # ---- facts
 

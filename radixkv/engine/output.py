@@ -7,9 +7,10 @@ Results are frozen. The engine's thread puts chunks into an `OutputChannel` and 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
@@ -94,6 +95,9 @@ class OutputChannel:
     `paused` is set while a caller iterates and `max_unread` chunks are unread. It is cleared when at most half of them
     are unread, when the iteration ends, and when a caller waits for the result, which needs no chunk to be read.
     Then `on_drained` is called on the caller's thread; it must not raise. `ended` is set once, at the end.
+
+    In a process that was forked before the end, the callers' methods raise EngineClosed: the engine's thread is in the
+    other process. After the end they work there, too.
     """
 
     def __init__(self, max_unread: int = MAX_UNREAD) -> None:
@@ -102,12 +106,13 @@ class OutputChannel:
         self.paused = False
         self.ended = False  # cheaper to read than the event, several times per token
         self._max_unread = max_unread
+        self._pid = os.getpid()
         self._chunks: SimpleQueue[Chunk | None] = SimpleQueue()
         self._end_event = threading.Event()
         self._result: Completion | None = None
         self._error: Exception | None = None
         # Guards `paused` and the four below. Reentrant: the garbage collector may close an iterator while it is held.
-        self._lock = threading.RLock()
+        self._rlock = threading.RLock()
         self._readers = 0
         self._waiters = 0
         self._chunk_listeners: list[Callable[[], None]] = []
@@ -154,11 +159,17 @@ class OutputChannel:
 
     # ---- the callers' side
 
+    def check_process(self) -> None:
+        """Raise EngineClosed in a process that was forked before the end."""
+        if not self.ended and self._is_forked:
+            raise EngineClosed(f"this request runs in process {self._pid}, which was forked: read it there")
+
     def next_chunk(self, *, block: bool = True) -> Chunk | None:
         """Return the next chunk, None at the end; wait for it, or raise queue.Empty without `block`.
 
         Raises the request's error, cancellation excepted.
         """
+        self.check_process()
         chunk = self._chunks.get(block)
         if chunk is None:
             self._chunks.put(None)  # for the next call
@@ -171,7 +182,7 @@ class OutputChannel:
     def wait(self, timeout: float | None = None) -> Completion:
         """Wait for the result; raises the request's error, or TimeoutError."""
         with self.waiting():
-            if not self._end_event.wait(timeout):
+            if not self.ended and not self._end_event.wait(timeout):
                 raise TimeoutError(f"the request did not finish within {timeout} s; it still runs: cancel() ends it")
         if self._error is not None:
             raise self._error
@@ -181,6 +192,7 @@ class OutputChannel:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Count unread chunks while a caller iterates in this context."""
+        self.check_process()
         with self._lock:
             self._readers += 1
         try:
@@ -193,6 +205,7 @@ class OutputChannel:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Do not pause while a caller waits for the end in this context: a paused request would not reach it."""
+        self.check_process()
         with self._lock:
             self._waiters += 1
         self._resume()
@@ -208,12 +221,22 @@ class OutputChannel:
         It is called once, at once or on the engine's thread, which it must not delay. If it raises, that is logged.
         Chunks that were put count also before `notify` is called for them.
         """
+        self.check_process()
         with self._lock:
             (self._end_listeners if end else self._chunk_listeners).append(callback)
         if self._end_event.is_set() or not (end or self._chunks.empty()):
             self._notify()
 
     # ---- inside
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    @property
+    def _lock(self) -> AbstractContextManager[object]:
+        """The lock; none in a forked process, where a thread that no longer exists may hold it."""
+        return nullcontext() if self._is_forked else self._rlock
 
     def _may_resume(self) -> bool:
         return not self._readers or self._waiters > 0 or self._chunks.qsize() <= self._max_unread // 2
@@ -269,8 +292,12 @@ class Handle:
         return self.channel.wait(timeout)
 
     def cancel(self) -> None:
-        """Ask the engine to stop at the next step boundary; computed tokens stay cached. No effect after the end."""
+        """Ask the engine to stop at the next step boundary; computed tokens stay cached. No effect after the end.
+
+        Raises EngineClosed in a process that was forked before the end.
+        """
         if not self.channel.ended:
+            self.channel.check_process()
             self._cancel()
 
     @property

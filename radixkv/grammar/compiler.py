@@ -9,6 +9,7 @@ first tokens are refused; a later one ends its request, and the next request com
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from radixkv.errors import InvalidConstraint
+from radixkv.errors import EngineClosed, InvalidConstraint
 from radixkv.grammar.constraint import MISSING, grammar_of
 from radixkv.grammar.json_schema import refusal, subschemas
 from radixkv.grammar.matcher import GrammarMatcher, TokenTable, reason_of
@@ -72,15 +73,19 @@ class GrammarCompiler:
         self._grammars: OrderedDict[Constraint, Future[Compiled]] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "radixkv-grammar")
+        self._pid = os.getpid()
 
     def begin(self, params: SamplingParams) -> Future[Compiled] | None:
         """Start to compile the constraint of `params`, unless it is compiled already; None without a constraint.
 
-        The future never raises InvalidConstraint: `matcher` does.
+        The future never raises InvalidConstraint: `matcher` does. Raises EngineClosed in a forked process, which lacks
+        the thread that compiles.
         """
         constraint = params.constraint
         if constraint is None:
             return None
+        if os.getpid() != self._pid:
+            raise EngineClosed(f"this engine belongs to process {self._pid}: load another one after the fork")
         with self._lock:
             found = self._grammars.get(constraint)
             if found is None or (found.done() and found.result().worn):
