@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from radixkv.errors import InvalidInput, UnsupportedModel
+from radixkv.models.config_check import check_fields
 
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 INDEX, ADAPTER = f"{WEIGHTS}.index.json", "adapter_config.json"
@@ -73,6 +74,7 @@ def examine(folder: Path) -> Checkpoint:
     files = _weight_files(folder, config)
     tensors = _tensors(folder, files)
     _check_integers(folder, config, tensors)
+    check_fields(folder, config, {name: each.shape for name, each in tensors.items()})
     return Checkpoint(folder, config, files, tensors)
 
 

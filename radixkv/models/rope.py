@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from radixkv.errors import UnsupportedModel
+from radixkv.errors import InvalidInput, UnsupportedModel
 
 
 def freeze(model: Any, max_length: int) -> list[str]:
@@ -31,6 +31,9 @@ def freeze(model: Any, max_length: int) -> list[str]:
             raise UnsupportedModel(
                 f"{name} mixes rotary types {sorted(set(kinds.values()))}, some of which depend on the batch"
             )
+        frequencies = getattr(module, "inv_freq", None)
+        if kinds is not None and isinstance(frequencies, torch.Tensor) and not frequencies.isfinite().all():
+            raise InvalidInput(f"{name} has frequencies that are not finite: correct rope_theta and rope_parameters")
         if kinds is not None and _is_of_text(module, model) and not _stands_still(module, kinds, max_length):
             raise UnsupportedModel(f"{name} still rotates a token by how long the longest sequence beside it is")
     return frozen

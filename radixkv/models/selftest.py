@@ -123,7 +123,7 @@ def _widened(loaded: LoadedModel) -> Iterator[LoadedModel]:
 def _prompt_length(loaded: LoadedModel) -> int:
     """Return a length beyond the longest window if the budget allows it, but within the context."""
     if loaded.max_length < SHORTEST:
-        raise UnsupportedModel(f"a context of {loaded.max_length} tokens is too short to be tested")
+        raise UnsupportedModel(f"{_kind(loaded)} has a context of {loaded.max_length} tokens, too short to be tested")
     budget = int(_TOKEN_WEIGHTS.get(loaded.device.type, 1e9) / max(_weights(loaded), 1))
     passed = {limit for layer in loaded.layers for limit in layer.attention_window if limit is not None}
     unlisted = unlisted_window(loaded.config.get_text_config(), passed)

@@ -121,7 +121,7 @@ def test_weights_that_hold_a_nan_are_called_damaged(one: Path) -> None:
 
 def test_a_reason_that_any_attention_meets_is_said_once(one: Path) -> None:
     rewrite(one / "config.json", max_position_embeddings=4)
-    with pytest.raises(UnsupportedModel, match=r"^a context of 4 tokens is too short to be tested$"):
+    with pytest.raises(UnsupportedModel, match=r"^LlamaForCausalLM has a context of 4 tokens, too short to be tested$"):
         adapter.load(str(one))
 
 
