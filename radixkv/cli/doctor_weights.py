@@ -248,6 +248,7 @@ def _check_memory(needed: int, *, kept: bool) -> None:
 def _compared(loaded: LoadedModel, ids: Sequence[int], load_float32: Callable[[], LoadedModel] | None) -> Finding:
     """Compare as many positions of `ids` as take some seconds; a note if the two models differ much."""
     from radixkv.models.packed import unpack
+    from radixkv.models.quantized.layers import quantized_weights
 
     shown = "comparing the weights with float32"
     with _busy(shown):
@@ -258,6 +259,7 @@ def _compared(loaded: LoadedModel, ids: Sequence[int], load_float32: Callable[[]
         small = _logits(loaded, ids)
     if load_float32 is None:
         unpack(loaded.model)
+        assert not quantized_weights(loaded.model)
         other, whose = loaded, "its own weights in float32"
     else:
         other, whose = load_float32(), "the float32 weights of the files"
