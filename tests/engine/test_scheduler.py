@@ -320,7 +320,7 @@ def test_unknown_orders_and_victims_are_refused(wrong: dict[str, Any]) -> None:
 # ---- preemption
 
 
-@pytest.mark.parametrize("victim", ["cheapest", "last"])
+@pytest.mark.parametrize("victim", mostly_long(["cheapest", "last"], "cheapest"))
 @pytest.mark.parametrize("reuse", mostly_long([True, False], True))
 @pytest.mark.parametrize("order", mostly_long(["fcfs", "longest-prefix"], "fcfs"))
 def test_answers_are_unchanged_by_preemption_in_pools_too_small(victim: str, reuse: bool, order: str) -> None:
@@ -482,7 +482,7 @@ def test_eight_samples_hold_the_prompt_once(prompt_length: int, size: int) -> No
     assert all(each.usage.cached_tokens == prompt_length for each in done.alternatives)
 
 
-@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("reuse", mostly_long([True, False], True))
 def test_samples_come_back_from_a_preemption_as_they_were(reuse: bool) -> None:
     params = SamplingParams(max_tokens=24, n=3, seed=5, ignore_eos=True)
     preempted = 0

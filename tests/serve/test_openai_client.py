@@ -313,6 +313,7 @@ def test_the_example_of_an_agent_runs_and_hits(served: Served) -> None:
         assert f" {stock} " in done.stdout
 
 
+@pytest.mark.long
 def test_the_example_of_an_agent_says_how_to_start_a_server() -> None:
     environment = {**os.environ, "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
     command = [sys.executable, str(ROOT / "examples" / "agent_http.py")]

@@ -46,7 +46,8 @@ def test_a_model_may_have_no_settings() -> None:
 
 
 def test_requests_and_turns_without_params_follow_the_file(tmp_path: Path) -> None:
-    config = {**GROUPED, "num_hidden_layers": 1, "vocab_size": 300, "eos_token_id": None}
+    sizes = {"num_hidden_layers": 1, "vocab_size": 300, "max_position_embeddings": 128}  # short replies
+    config = {**GROUPED, **sizes, "eos_token_id": None}
     make(transformers.LlamaConfig(**config)).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     chat = [{"role": "user", "content": "hello"}]

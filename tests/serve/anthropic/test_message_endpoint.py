@@ -157,7 +157,7 @@ def test_a_count_is_the_length_of_the_prompt():
         assert server.engine.stats().finished == 1
 
 
-@pytest.mark.parametrize("content", ["Some words. " * 60_000, "x" * 300_000, "ü" * 30_000])
+@pytest.mark.parametrize("content", ["Some words. " * 20_000, "x" * 300_000, "ü" * 30_000])
 def test_a_prompt_of_any_length_is_counted(content: str):
     """The counted pieces may differ from the whole by some tokens at each cut."""
     body = {"model": "m", "messages": [{"role": "user", "content": content}], "thinking": {"type": "adaptive"}}
