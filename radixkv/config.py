@@ -28,6 +28,7 @@ class EngineConfigFields(TypedDict, total=False):
 
     kv_memory: str | int
     num_blocks: int | None
+    state_memory: str | int
     block_size: int
     eviction: str
     device: str
@@ -101,6 +102,11 @@ class EngineConfig:
         "4 GiB; on a GPU the free memory below 90% of the card)",
     )
     num_blocks: int | None = _setting(None, "blocks of the KV pool; overrides kv_memory", least=1)
+    state_memory: str | int = _setting(
+        "auto",
+        "memory for the recurrent states of hybrid models, a part of kv_memory: bytes, a size such as 512MB, or auto "
+        "(up to a third, of which at most half is for running sequences; this may lower max_sequences)",
+    )
     block_size: int = _setting(16, "tokens per block", least=1)
     eviction: str = _setting("lru", "eviction policy, a name of radixkv.cache.POLICIES (an unknown name lists them)")
     device: str = _setting("auto", "cpu, cuda, cuda:1, ...; auto is cuda where there is a GPU")
@@ -177,6 +183,8 @@ class EngineConfig:
             raise UnknownPolicy(f"eviction={self.eviction!r}: allowed are {', '.join(_policies())}")
         if self.num_blocks is None and self.kv_memory != "auto":
             parse_bytes(self.kv_memory)
+        if self.state_memory != "auto":
+            parse_bytes(self.state_memory, "state_memory")
         if self.max_batch_tokens < self.max_sequences:
             raise InvalidInput(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}): "

@@ -83,6 +83,39 @@ def blocks_for(kv_memory: str | int, bytes_per_block: int, device: str) -> int:
     return memory // bytes_per_block
 
 
+class PoolSize(NamedTuple):
+    """The blocks of a pool and the slots of recurrent states, and the bytes of both."""
+
+    num_blocks: int
+    slots: StateSlots
+    memory: int
+
+
+def pool_size(
+    kv_memory: str | int,
+    device: str,
+    *,
+    bytes_per_block: int,
+    num_blocks: int | None = None,
+    bytes_per_state: int = 0,
+    max_sequences: int = 64,
+    state_memory: str | int = "auto",
+) -> PoolSize:
+    """Return the size of the pool and of the states that an engine with these settings allocates.
+
+    Raises InvalidInput with the numbers if the memory is too small, or is not free.
+    """
+    slots = StateSlots(0, 0)
+    memory = pool_memory(kv_memory, device) if bytes_per_state or num_blocks is None else 0
+    if bytes_per_state:
+        slots = state_slots(memory, bytes_per_state, max_sequences, state_memory)
+    states = slots.total * bytes_per_state
+    if num_blocks is None:
+        num_blocks = blocks_for(memory - states, bytes_per_block, device)
+    check_free(num_blocks * bytes_per_block + states, device.partition(":")[0])
+    return PoolSize(num_blocks, slots, num_blocks * bytes_per_block + states)
+
+
 def check_free(memory: int, device: str) -> None:
     """Raise InvalidInput if a pool of `memory` bytes is larger than a CPU's free memory; a GPU raises by itself."""
     if device == "cpu" and memory > (free := free_memory()):

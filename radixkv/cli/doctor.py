@@ -179,7 +179,12 @@ def _model(loaded: LoadedModel, said: list[str]) -> Iterator[Finding]:
     yield doctor_weights.counted(loaded)
     for spec, count in Counter(loaded.layers).items():
         yield ok("layers", f"{count} x {_spec(spec)}")
-    yield _attention(loaded)
+    if loaded.state:
+        count = len({spec.key.layer for spec in loaded.state})
+        off = "torch.compile, CUDA graphs, audits and the fallback are off"
+        yield ok("layers", f"{count} x recurrent state, {size(loaded.state_bytes)} a sequence in all; {off}")
+    if loaded.layers:
+        yield _attention(loaded)
 
 
 def _file(header: GGUFHeader) -> Finding:
@@ -232,17 +237,27 @@ def _obstacle(loaded: LoadedModel) -> str | None:
 
 def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
     """Describe the pool that `Engine.load` would make."""
-    from radixkv.memory import blocks_for, check_free
+    from radixkv.config import EngineConfig
+    from radixkv.memory import pool_size
 
     numbers = sum(spec.kv_heads * (spec.key_dim + spec.value_dim) for spec in loaded.layers)
     block = numbers * loaded.dtype.itemsize * arguments.block_size
     try:
-        blocks = blocks_for(arguments.kv_memory, block, str(loaded.device))
-        check_free(blocks * block, loaded.device.type)
+        found = pool_size(
+            arguments.kv_memory, str(loaded.device), bytes_per_block=block, bytes_per_state=loaded.state_bytes
+        )
     except InvalidInput as error:
         return problem("pool", str(error))
+    blocks, slots = found.num_blocks, found.slots
     tokens = blocks * arguments.block_size
     text = f"{blocks:,} blocks of {arguments.block_size} tokens, {size(block)} each: {size(blocks * block)}"
+    if loaded.state:
+        states = f"{slots.rows} sequences at once and {slots.snapshots} snapshots"
+        text = f"{text}; {size(slots.total * loaded.state_bytes)} of states: {states}"
+        if slots.rows < EngineConfig().max_sequences:
+            return note(
+                "pool", f"{text}; more memory (state_memory, kv_memory) allows more than {slots.rows} sequences"
+            )
     if loaded.max_length >= _UNLIMITED:
         return ok("pool", f"{text}, {tokens:,} tokens")
     if tokens < loaded.max_length:

@@ -162,16 +162,18 @@ def _times(loaded: LoadedModel, block_size: int) -> tuple[int, float, float]:
     from radixkv.memory import check_free
     from radixkv.models.loaded import SequenceInput
     from radixkv.models.runner import Runner
+    from radixkv.recurrent_state import StateRow, StateStep
 
     room = min(_PREFILL + _DECODES, loaded.max_length)
     blocks = -(-room // block_size)
     numbers = sum(spec.kv_heads * (spec.key_dim + spec.value_dim) for spec in loaded.layers)
     check_free(blocks * block_size * numbers * loaded.dtype.itemsize, loaded.device.type)
-    runner, ids = Runner(loaded, blocks, block_size), _ids(loaded, room)
+    runner, ids = Runner(loaded, blocks, block_size, state_slots=1), _ids(loaded, room)
+    state = StateStep(StateRow(0)) if loaded.state else None
     table = np.arange(blocks, dtype=np.int32)
 
     def step(start: int, end: int) -> float:
-        chunk = SequenceInput(ids[start:end], start, np.arange(start, end), table[: -(-end // block_size)])
+        chunk = SequenceInput(ids[start:end], start, np.arange(start, end), table[: -(-end // block_size)], state=state)
         began = time.perf_counter()
         runner.run([chunk]).cpu()
         return time.perf_counter() - began

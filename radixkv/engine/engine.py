@@ -7,6 +7,7 @@ conversations.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 import torch
 
 from radixkv.cache import Explanation, PrefixCache
+from radixkv.cache.recurrent import StatefulPrefixCache
+from radixkv.cache.recurrent.sequence import Spacing
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
@@ -28,8 +31,8 @@ from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Warmed
 from radixkv.engine.stats import AuditReport, EngineStats
-from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.memory import blocks_for, check_free
+from radixkv.errors import InvalidInput
+from radixkv.memory import PoolSize, pool_size
 from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.records import EngineFacts
 from radixkv.telemetry.tree_view import ALL, TreeView
@@ -37,6 +40,8 @@ from radixkv.version import __version__
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
+
+_log = logging.getLogger(__name__)
 
 
 NOT_COPIED = (
@@ -126,16 +131,28 @@ class RequestEngine:
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
         )
-        if loaded.state:
-            raise UnsupportedModel(f"{loaded.name} has recurrent state, which engines cannot keep yet")
-        block_size, num_blocks = config.block_size, config.num_blocks
-        bytes_per_block = _bytes_per_block(loaded, block_size)
-        if num_blocks is None:
-            num_blocks = blocks_for(config.kv_memory, bytes_per_block, device)
-        check_free(num_blocks * bytes_per_block, loaded.device.type)
-        cache = PrefixCache(num_blocks, block_size, config.eviction)
-        again = config.prefill_chunk if config.deterministic else piece_tokens(block_size)
-        runner = Runner(loaded, num_blocks, block_size, deterministic=config.deterministic, recheck_tokens=again)
+        bytes_per_block = _bytes_per_block(loaded, config.block_size)
+        size = pool_size(
+            config.kv_memory,
+            str(loaded.device),
+            bytes_per_block=bytes_per_block,
+            num_blocks=config.num_blocks,
+            bytes_per_state=loaded.state_bytes,
+            max_sequences=config.max_sequences,
+            state_memory=config.state_memory,
+        )
+        config, cache = _cache(loaded, config, size)
+        again = config.prefill_chunk if config.deterministic else piece_tokens(config.block_size)
+        runner = Runner(
+            loaded,
+            size.num_blocks,
+            config.block_size,
+            deterministic=config.deterministic,
+            recheck_tokens=again,
+            state_slots=size.slots.total,
+        )
+        if isinstance(cache, StatefulPrefixCache):
+            runner.state_copies = cache.copies
         if fused:
             fuse(runner)
         record_decodes(runner, config.max_sequences)
@@ -365,6 +382,25 @@ def _shown(handles: list[Handle], progress: bool) -> Sequence[Handle] | Any:
     from rich.progress import track
 
     return track(handles, description="generate")
+
+
+def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[EngineConfig, PrefixCache]:
+    """Return the cache of a pool, and the settings; a model with recurrent state runs as many sequences as it has rows.
+
+    Snapshots of a deterministic engine lie on its chunk grid.
+    """
+    blocks = (size.num_blocks, config.block_size, config.eviction)
+    if not loaded.state:
+        return config, PrefixCache(*blocks)
+    rows, snapshots = size.slots
+    if rows < config.max_sequences:
+        _log.warning(
+            "%s: %d sequences run at once instead of %d: each takes a recurrent state of %d bytes; set state_memory, "
+            "or more kv_memory, for more", loaded.name, rows, config.max_sequences, loaded.state_bytes,
+        )  # fmt: skip
+    spacing = Spacing(grid=config.prefill_chunk) if config.deterministic else None
+    cache = StatefulPrefixCache(*blocks, rows=rows, snapshots=snapshots, spacing=spacing)
+    return replace(config, max_sequences=rows), cache
 
 
 def _bytes_per_block(model: LoadedModel, block_size: int) -> int:

@@ -278,7 +278,8 @@ class CoreClient:
 
     def stats(self) -> EngineStats:
         """Return counters and gauges; on the engine's thread only."""
-        core, facts = self.core, self._facts
+        core, facts, states = self.core, self._facts, getattr(self.core.runner, "states", None)
+        arena = {} if states is None else states.stats()
         return EngineStats(
             model=facts.model,
             device=facts.device,
@@ -291,6 +292,7 @@ class CoreClient:
             running=len(core.scheduler.running),
             cache=core.cache.stats(),
             **asdict(core.counters),
+            **arena,
         )
 
     # ---- conversations

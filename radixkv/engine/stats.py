@@ -41,7 +41,8 @@ class EngineStats:
     `coalesced_requests` waited while another request computed their prefix, and hit `coalesced_tokens` more because of
     that. `failed` includes requests that `timed_out`. `audited_blocks` were recomputed by audits, which count nowhere
     else, and `differing_blocks` of them differed. `cache` has the pool's own counters and gauges, which include
-    requests that ended before their first step.
+    requests that ended before their first step. Of a model with recurrent state, `state_bytes` is the memory of all
+    slots, and `state_copies` of `state_copied_bytes` went from slot to slot.
     """
 
     model: str
@@ -70,6 +71,9 @@ class EngineStats:
     differing_blocks: int
     forced_tokens: int
     cache: CacheStats
+    state_bytes: int = 0
+    state_copies: int = 0
+    state_copied_bytes: int = 0
 
     @property
     def requests(self) -> int:

@@ -30,7 +30,8 @@ the result for your model.
 computes all sequences of a step, prefills and decodes together, and shared prefixes are read once. Windows, chunks,
 softcaps and sinks cost no extra time. The pool keeps all keys and values, even outside of a window, so that a prefix
 stays a hit. Latent attention (MLA) is stored decompressed, as keys and values of every head. This takes more memory
-than its latent vector would, and `radixkv plan` counts it.
+than its latent vector would, and `radixkv plan` counts it. Layers with recurrent state (gated delta nets, Mamba-2,
+short convolutions) compute on the rows of a state arena; [architectures.md](architectures.md) says how.
 
 **fallback**: the model bypasses transformers' attention interface, or changes attention in a way that the interface
 does not show (ALiBi, masks of its own). It runs by its own attention, over a cache that is filled from the pool. Hits,
@@ -38,9 +39,10 @@ forks and answers are the same. But each sequence takes a forward of its own in 
 sequence's whole context out of the pool. A warning at load gives the reason; [architectures.md](architectures.md) has
 the costs.
 
-**refused**: loading raises `UnsupportedModel` with the reason. There are three kinds of reasons. The model keeps state
-other than the keys and values of each token, such as recurrent state or an index of keys. Or it needs the output of
-another model. Or its logits over the pool differ from those of its own forward.
+**refused**: loading raises `UnsupportedModel` with the reason. There are three kinds of reasons. The model keeps things
+that radixkv does not: an index of keys, recurrent state outside of transformers' cache, or state that is lost between
+two chunks (Mamba-1 in torch). Or it needs the output of another model. Or its logits over the pool differ from those
+of its own forward.
 
 **cannot be built**: transformers cannot create a model of the class in this environment. The table gives its error.
 

@@ -39,13 +39,15 @@ class Wrong(Exception):
 class Found:
     """The result of a trial: "paged", or "fallback" or "refused" with the reason.
 
-    `error` is the largest difference of any logit, `layers` the engine's record of each attention call.
+    `error` is the largest difference of any logit, `layers` the engine's record of each attention call, and `stateful`
+    the number of layers with recurrent state.
     """
 
     result: str
     reason: str = ""
     error: float = math.nan
     layers: tuple[Any, ...] = ()
+    stateful: int = 0
     note: str = ""
 
 
@@ -131,7 +133,8 @@ def _tried(engine: Engine, own: Any, tolerance: float) -> Found:
     if not worst <= tolerance:  # NaN is wrong, too
         raise Wrong(f"logits differ by {worst:.1e}")
     result = "fallback" if engine.model.attention == "fallback" else "paged"
-    return Found(result, error=worst, layers=engine.model.layers, note=_generates(own, spoken))
+    stateful = len({spec.key.layer for spec in engine.model.state})
+    return Found(result, error=worst, layers=engine.model.layers, stateful=stateful, note=_generates(own, spoken))
 
 
 # ---- prompts

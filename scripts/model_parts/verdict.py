@@ -44,13 +44,17 @@ def judge(name: str, kinds: tuple[str, ...]) -> Verdict:
         return verdict("failed", reason=f"{type(error).__name__}: {error}")
     if found.result == "refused":
         return verdict("refused", reason=found.reason, note=found.note)
-    about = attention(found.layers, model.config.get_text_config())
+    about = attention(found.layers, model.config.get_text_config(), found.stateful)
     return verdict(found.result, reason=found.reason, attention=about, error=found.error, note=found.note)
 
 
-def attention(layers: tuple[Any, ...], config: Any) -> str:
-    """Describe a model's attention from the engine's record; experts are taken from the configuration."""
-    parts = [_heads(layers, config)]
+def attention(layers: tuple[Any, ...], config: Any, stateful: int = 0) -> str:
+    """Describe a model's attention from the engine's record; experts are taken from the configuration.
+
+    `stateful` is the number of its layers with recurrent state.
+    """
+    depth = getattr(config, "decoder_layers", config.num_hidden_layers)  # of an encoder and a decoder, the latter
+    parts = [_heads(layers, config)] if layers else []
     for feature, some in (
         ("window", [layer for layer in layers if layer.window]),
         ("chunks", [layer for layer in layers if getattr(layer, "chunk", None)]),
@@ -63,8 +67,10 @@ def attention(layers: tuple[Any, ...], config: Any) -> str:
         parts.append("K wider than V")
     if len({layer.shape for layer in layers}) > 1:
         parts.append("sizes differ by layer")
-    depth = getattr(config, "decoder_layers", config.num_hidden_layers)  # of an encoder and a decoder, the latter
-    if len(layers) != depth:
+    if stateful:
+        parts += [f"in {len(layers)} of {depth} layers"] * bool(layers)
+        parts.append(f"recurrent state in {stateful} of {depth} layers")
+    elif len(layers) != depth:
         parts.append(f"{len(layers)} calls in {depth} layers")
     return ", ".join(parts + ["experts"] * _has_experts(config))
 

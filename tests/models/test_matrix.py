@@ -39,6 +39,8 @@ PAGED = {
     "DiffLlamaForCausalLM": "GQA",
     "Llama4ForCausalLM": "GQA, chunks in 2 of 4, experts",
     "RobertaForCausalLM": "MHA",
+    "Qwen3NextForCausalLM": "GQA, in 2 of 4 layers, recurrent state in 2 of 4 layers, experts",
+    "Lfm2ForCausalLM": "GQA, in 2 of 4 layers, recurrent state in 2 of 4 layers",
 }
 FALLBACK = {
     "BloomForCausalLM": "attention interface",
@@ -48,10 +50,8 @@ FALLBACK = {
     "DogeForCausalLM": "mask",
 }
 REFUSED = {
-    "MambaForCausalLM": "recurrent",
-    "JambaForCausalLM": "recurrent",
-    "Qwen3NextForCausalLM": "recurrent",
-    "Lfm2ForCausalLM": "recurrent",
+    "MambaForCausalLM": "as Mamba-1 in torch does",
+    "JambaForCausalLM": "as Mamba-1 in torch does",
     "DeepseekV32ForCausalLM": "index",
 }
 SAMPLE = [*PAGED, *FALLBACK, *REFUSED]

@@ -56,6 +56,14 @@ class StateArena:
         self.copied += copies
         self.copied_bytes += copies * self.bytes_per_slot
 
+    def stats(self) -> dict[str, int]:
+        """Return the memory of all slots and the copies so far, by the names of an engine's stats."""
+        return {
+            "state_bytes": self.num_slots * self.bytes_per_slot,
+            "state_copies": self.copied,
+            "state_copied_bytes": self.copied_bytes,
+        }
+
     def drain(self) -> None:
         """Run the copies that the cache has queued since the last call, in their order."""
         self.run(self.queue.drain())

@@ -1,0 +1,120 @@
+"""Engines of hybrid models: their answers, their memory, and the settings that they refuse or leave off."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from radixkv import Engine, SamplingParams
+from radixkv.cache.recurrent import StatefulPrefixCache
+from radixkv.errors import InvalidInput
+from radixkv.memory import pool_size, state_slots
+from radixkv.models.attention_interface import own_attention
+from tests.models.recurrent.hybrids import hybrid
+from tests.selection import mostly_long
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+SMALL: dict[str, Any] = {
+    "num_blocks": 200, "block_size": 4, "prefill_chunk": 17, "max_batch_tokens": 60, "max_sequences": 6,
+    "monitor": False,
+}  # fmt: skip
+
+
+def texts(count: int) -> list[list[int]]:
+    """Draw prompts of which each second one continues another."""
+    rng = random.Random(3)
+    made = [[rng.randrange(3, 97) for _ in range(70)]]
+    while len(made) < count:
+        stem = rng.choice(made)[: rng.randrange(20, 70)] if len(made) % 2 else []
+        made.append(stem + [rng.randrange(3, 97) for _ in range(rng.randrange(1, 25))])
+    return made
+
+
+@torch.inference_mode()
+def own_reply(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
+    """Return the greedy reply by the model's own forward over all tokens."""
+    tokens = list(prompt)
+    with own_attention(model):
+        for _ in range(count):
+            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+@pytest.mark.parametrize("kind", mostly_long(["qwen3_5", "lfm2", "falcon_h1", "mamba2"], "lfm2"))
+def test_answers_are_the_models_own(kind: str) -> None:
+    own, prompts = hybrid(kind), texts(8)
+    expected = [own_reply(own, prompt, 6) for prompt in prompts]
+    with Engine.load(hybrid(kind), **SMALL) as engine:
+        for _ in range(3):  # of texts in common, the second user takes a snapshot, and the third finds it
+            assert [one.token_ids for one in engine.generate(prompts, GREEDY)] == expected
+            engine.core.cache.check()
+        forked = engine.generate([prompts[0]], replace(GREEDY, n=3))[0]
+        assert {each.token_ids for each in (forked, *forked.alternatives)} == {expected[0]}
+        stats = engine.stats()
+    assert stats.cached_tokens > 100
+    assert stats.cache.state_rows == 6
+    assert stats.state_copied_bytes == stats.state_copies * engine.model.state_bytes > 0
+    assert stats.state_bytes == (stats.cache.state_rows + stats.cache.state_slots) * engine.model.state_bytes
+
+
+def test_without_a_prefix_cache_each_prompt_is_computed_in_full() -> None:
+    prompt = texts(1)[0]
+    with Engine.load(hybrid("lfm2"), prefix_cache=False, **SMALL) as engine:
+        replies = {engine.generate([prompt], GREEDY)[0].token_ids for _ in range(3)}
+        assert len(replies) == 1
+        assert engine.stats().cached_tokens == 0
+
+
+def test_a_deterministic_engine_repeats_its_bits_after_hits() -> None:
+    options = {**SMALL, "prefill_chunk": 16, "deterministic": True}
+    params = replace(GREEDY, logprobs=3)
+    with Engine.load(hybrid("qwen3_5"), **options) as engine:
+        found = [engine.generate(texts(1), params)[0] for _ in range(3)]
+    assert [each.usage.cached_tokens for each in found][-1] in (48, 64)
+    assert found[0].token_ids == found[1].token_ids == found[2].token_ids
+    assert found[0].logprobs == found[1].logprobs == found[2].logprobs
+
+
+def test_as_many_sequences_run_as_have_rows(caplog: pytest.LogCaptureFixture) -> None:
+    model = hybrid("bamba")
+    with Engine.load(model, kv_memory=12 * 9984, monitor=False) as engine:
+        cache = engine.core.cache
+        assert isinstance(cache, StatefulPrefixCache)
+        assert (engine.config.max_sequences, cache.stats().state_rows, cache.stats().state_slots) == (2, 2, 2)
+        assert cache.num_blocks == (12 * 9984 - 4 * 9984) // (16 * 128)
+        replies = engine.generate(texts(4), GREEDY)
+        assert [one.token_ids for one in replies] == [own_reply(model, text, 6) for text in texts(4)]
+    assert "2 sequences run at once instead of 64: each takes a recurrent state of 9984 bytes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_memory": 5 * 9984}, "a third of the kv_memory of 49920 bytes holds 1 states, and two are needed"),
+        ({"state_memory": 6 * 9984, "max_sequences": 6}, "holds 6 states, and max_sequences=6 needs .* give 69888 by"),
+        ({"state_memory": "1MB", "kv_memory": "900KB"}, "leaves nothing of the kv_memory of 900000 bytes for KV"),
+        ({"state_memory": "much"}, 'state_memory must be "auto", bytes'),
+    ],
+)
+def test_too_little_memory_for_states_is_refused_with_the_numbers(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidInput, match=reason):
+        Engine.load(hybrid("bamba"), monitor=False, **options)
+
+
+def test_a_given_state_memory_is_used_in_full() -> None:
+    assert state_slots(10**9, 1000, max_sequences=4, state_memory=20_500) == (4, 16)
+    options: dict[str, Any] = {"num_blocks": 10, "max_sequences": 4, "bytes_per_block": 100}
+    assert pool_size("1MB", "cpu", bytes_per_state=1000, **options) == (10, (4, 60), 65_000)
+    assert pool_size("1MB", "cpu", **options).slots == (0, 0)
+
+
+def test_audits_say_why_they_cannot_run() -> None:
+    with (
+        Engine.load(hybrid("lfm2"), **SMALL) as engine,
+        pytest.raises(InvalidInput, match="this model keeps recurrent state"),
+    ):
+        engine.audit()
