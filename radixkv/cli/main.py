@@ -123,7 +123,16 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     _add_settings(
         serve.add_argument_group("the engine"),
         *("max_sequences", "kv_memory", "device", "dtype", "weights", "attention", "eviction", "max_batch_tokens"),
-        *("prefill_chunk", "deterministic", "seed", "record", "revision", "trust_remote_code"),
+        *(
+            "prefill_chunk",
+            "order",
+            "max_overtakes",
+            "deterministic",
+            "seed",
+            "record",
+            "revision",
+            "trust_remote_code",
+        ),
     )
 
 

@@ -282,6 +282,8 @@ def test_a_request_may_not_take_for_ever():
         ("--max-prompt-tokens", "0"),
         ("--max-batch-tokens", "0"),
         ("--prefill-chunk", "0"),
+        ("--order", "shortest"),
+        ("--max-overtakes", "-1"),
         ("--history-memory", "-1"),
         ("--timeout", "0"),
         ("--drain", "nan"),

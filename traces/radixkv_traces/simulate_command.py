@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from radixkv.cache import POLICIES
@@ -21,10 +22,13 @@ from radixkv_traces.cli import (
     positive,
     table,
 )
+from radixkv_traces.queue_report import add_queue, queue_rows, queue_text, service_of
 from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
 from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
 from radixkv_traces.workload import Workload
 
+_POLICIES = "lru,clairvoyant"  # the default
+_INTERRUPTED = "Interrupted: these are the results so far."
 _GAP = 0.001  # of hit rate between LRU and the optimum; below it, the closed share of the gap is noise
 _COSTS = ("evicted blocks", "regret tokens", "seconds")  # the last columns
 _GROUPS_SHOWN = 20  # rows of a table; JSON has all
@@ -47,13 +51,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: a
         "bytes (16GB); default 2.5%%,10%%,50%%",
     )  # fmt: skip
     pools.add_argument(
-        "--policy", default="lru,clairvoyant", metavar="LIST",
+        "--policy", default=_POLICIES, metavar="LIST",
         help=f"policies: {', '.join([*sorted(POLICIES), *BOUNDS])}; default lru,clairvoyant",
     )  # fmt: skip
     pools.add_argument(
         "--model", metavar="NAME", help="model that defines the bytes of a token: a folder, a config.json, or a name"
     )
     pools.add_argument("--kv-bytes", type=positive, metavar="N", help="bytes of KV for each token, instead of --model")
+    add_queue(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument("--by", choices=GROUPINGS, help="add a row for each session, tenant or stop reason")
     shown.add_argument(
@@ -77,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         parse_capacity(each, workload.unique_blocks, workload.block_tokens, kv_bytes)
         for each in arguments.capacity.split(",")
     ]
+    if arguments.order is not None:
+        return _run_queue(arguments, workload, capacities, policies)
     with StopSignals() as signals:
         found = list(_replays(workload, capacities, policies))
         doubled = _doubled(workload, found)
@@ -90,6 +97,25 @@ def run(arguments: argparse.Namespace) -> int:
     summary = _summary(arguments.trace, workload, finished=finished)
     print(json.dumps({**summary, "rows": rows}) if arguments.json else _text(summary, rows, arguments.by))
     return 0 if summary["finished"] and all(row["finished"] for row in rows) else signals.status
+
+
+def _run_queue(
+    arguments: argparse.Namespace, workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str]
+) -> int:
+    """Simulate each policy with each order of waiting requests, and print hit rates and waits."""
+    if arguments.by is not None:
+        raise InvalidInput("--by needs a replay without a queue: leave out --order")
+    if arguments.policy == _POLICIES:
+        policies = [policy for policy in policies if policy not in BOUNDS]
+    service, orders = service_of(arguments), [each.strip() for each in arguments.order.split(",")]
+    with StopSignals() as signals:
+        rows = list(queue_rows(workload, capacities, policies, orders, service))
+    finished = len(rows) == len(capacities) * len(policies) * len(orders) and all(row["finished"] for row in rows)
+    summary = _summary(arguments.trace, workload, finished=finished)
+    parts = [_head(summary), queue_text(service, rows), *([] if finished else [_INTERRUPTED])]
+    said = {**summary, "service": asdict(service), "rows": rows}
+    print(json.dumps(said) if arguments.json else "\n\n".join(parts))
+    return 0 if finished else signals.status
 
 
 def _replays(
@@ -191,29 +217,22 @@ def _summary(trace: str, workload: Workload, *, finished: bool) -> dict[str, Any
     }
 
 
-def _text(summary: dict[str, Any], rows: list[dict[str, Any]], grouping: str | None) -> str:
-    head = (
+def _head(summary: dict[str, Any]) -> str:
+    return (
         f"{summary['trace']}: {summary['requests']:,} requests, {summary['input_tokens']:,} prompt tokens, "
         f"{summary['unique_blocks']:,} unique blocks of {summary['block_tokens']:,} tokens; "
         f"an infinite cache would hit {summary['infinite_token_hit_rate']:.1%}"
     )
-    columns = (
-        "capacity",
-        "blocks",
-        "policy",
-        "hit rate",
-        "2x memory",
-        "gap closed",
-        "evicted blocks",
-        "regret tokens",
-        "seconds",
-    )
+
+
+def _text(summary: dict[str, Any], rows: list[dict[str, Any]], grouping: str | None) -> str:
+    columns = ("capacity", "blocks", "policy", "hit rate", "2x memory", "gap closed", *_COSTS)
     lines = [_cells(row) for row in rows]
-    parts = [head, table(columns, lines, left=(0, 2))]
+    parts = [_head(summary), table(columns, lines, left=(0, 2))]
     if grouping is not None and rows:
         parts += _groups(rows, grouping)
     if not summary["finished"] or not all(row["finished"] for row in rows):
-        parts.append("Interrupted: these are the results so far.")
+        parts.append(_INTERRUPTED)
     return "\n\n".join(parts)
 
 

@@ -14,6 +14,7 @@ import pytest
 from radixkv_traces.cli import main
 from radixkv_traces.formats import open_trace, sample
 from radixkv_traces.live import display
+from radixkv_traces.live.engine_target import EngineTarget
 from radixkv_traces.text_blocks import tokenizer as load_tokenizer
 from tests.traces.live.targets import http_server
 
@@ -89,6 +90,20 @@ def test_warm_up_is_kept_apart(trace, capsys):
     figures = found["runs"]["radixkv"]
     assert (figures["requests"], figures["warmup_requests"]) == (2, 2)
     assert figures["cached_tokens"] == 64 + 60  # cached by the first turns
+
+
+def test_the_order_of_waiting_requests_reaches_the_engine(trace, capsys, monkeypatch):
+    loaded = []
+    load = EngineTarget.load
+
+    async def noted(model, name, **options):
+        loaded.append(options)
+        return await load(model, name, **options)
+
+    monkeypatch.setattr(EngineTarget, "load", noted)
+    status, found, _ = replayed(capsys, trace, "--block-tokens", "16", "--asap", "--order", "longest-prefix")
+    assert (status, found["runs"]["radixkv"]["finished"]) == (0, 4)
+    assert loaded == [{"prefix_cache": True, "order": "longest-prefix"}]
 
 
 def test_sessions_take_turns_where_that_is_asked_for(trace, capsys):

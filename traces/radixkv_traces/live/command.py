@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixkv.cli.entry_point import INTERRUPTED
-from radixkv.config import settings_in
+from radixkv.config import ORDERS, settings_in
 from radixkv.errors import InvalidInput
 from radixkv_traces.cli import STOP_SIGNALS, add_trace, name_of, positive, source, warn, window
 from radixkv_traces.formats import Request, TraceRequest, open_trace
@@ -274,6 +274,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--block-size", type=int, metavar="N", help="tokens of a block of the pool (default: 16)")
     group.add_argument("--eviction", metavar="POLICY", help="eviction policy (default: lru)")
     group.add_argument("--max-sequences", type=int, metavar="N", help="most requests that run at once (default: 64)")
+    group.add_argument("--order", choices=ORDERS, help="order of waiting requests (default: fcfs)")
     group.add_argument("--attention", help="torch, triton or auto")
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: auto)")
     group.add_argument("--dtype", help="float32, bfloat16, ... (default: auto)")

@@ -1,0 +1,126 @@
+"""A queue before the simulated cache: waits, service times, orders, and the bound on overtaking."""
+
+from __future__ import annotations
+
+import json
+from array import array
+
+import pytest
+
+from radixkv.errors import InvalidInput
+from radixkv_traces import cli
+from radixkv_traces.formats import TraceRequest, read, sample
+from radixkv_traces.simulate import replay
+from radixkv_traces.simulate_queue import Service, replay_queue
+from radixkv_traces.workload import Workload, prepare
+
+SERVICE = Service(prefill_rate=10.0, decode_rate=2.0, max_sequences=8)
+
+
+def request(seconds: float, blocks: list[int], output: int = 0, session: str | None = None) -> TraceRequest:
+    return TraceRequest(seconds * 1000, 10 * len(blocks), output, array("q", blocks), session)
+
+
+def workload(*requests: TraceRequest) -> Workload:
+    return prepare(requests, 10)
+
+
+def test_prefills_run_one_at_a_time_and_hits_take_no_time() -> None:
+    made = workload(request(0, [1, 2]), request(0, [1, 2, 3]), request(9, [1]))
+    result = replay_queue(made, 100, "lru", "fcfs", SERVICE)
+    assert list(result.waits) == [0.0, 2.0, 0.0]  # 20 tokens at 10 a second
+    assert list(result.ttfts) == [2.0, 3.0, 0.0]
+    assert (result.input_tokens, result.hit_tokens, result.finished) == (60, 30, True)
+
+
+def test_running_answers_take_places_and_a_session_waits_for_its_answer() -> None:
+    one_place = Service(prefill_rate=10.0, decode_rate=2.0, max_sequences=1)
+    made = workload(request(0, [1], output=10), request(0, [2], output=10))
+    assert list(replay_queue(made, 100, "lru", "fcfs", one_place).waits) == [0.0, 6.0]  # 1 s prefill, 5 s answer
+    assert list(replay_queue(made, 100, "lru", "fcfs", SERVICE).waits) == [0.0, 1.0]
+    session = workload(request(0, [1], output=10, session="s"), request(2, [1, 3], output=4, session="s"))
+    result = replay_queue(session, 100, "lru", "fcfs", SERVICE)
+    assert list(result.waits) == [0.0, 0.0]  # it arrives with the answer, after 6 s
+    assert result.duration == 6 + 1 + 2
+
+
+def test_the_longest_cached_prefix_goes_first() -> None:
+    made = workload(request(0, [1, 2]), request(1, [5, 6]), request(1, [1, 2, 3]), request(1, [7]))
+    served = {order: replay_queue(made, 4, "lru", order, SERVICE).hit_tokens for order in ("fcfs", "longest-prefix")}
+    assert served == {"fcfs": 20, "longest-prefix": 20}
+    small = {order: replay_queue(made, 3, "lru", order, SERVICE).hit_tokens for order in served}
+    assert small == {"fcfs": 10, "longest-prefix": 20}  # in arrival order, a block of the prefix is evicted first
+
+
+def test_a_request_is_overtaken_a_bounded_number_of_times() -> None:
+    hits = [request(0, [1])] + [request(0.5, [1])] * 20
+    made = workload(*hits[:1], request(0.5, [9]), *hits[1:])
+    for most in (0, 3, 32):
+        service = Service(10.0, 2.0, 8, most)
+        waits = list(replay_queue(made, 100, "lru", "longest-prefix", service).waits)
+        cold = waits.index(0.5, 1) if most == 0 else None
+        ttfts = list(replay_queue(made, 100, "lru", "longest-prefix", service).ttfts)
+        assert ttfts.index(max(ttfts[1:])) == 1 + min(most, 20)  # the cold one takes a second; hits take none
+        assert cold in (None, 1)
+
+
+@pytest.mark.parametrize("name", ["conversation", "cc_agent"])
+def test_an_engine_that_is_fast_enough_hits_what_a_serial_replay_hits(name: str) -> None:
+    made = prepare(read(sample(name)), 512 if name == "conversation" else 64)
+    serial = replay(made, made.unique_blocks // 10).token_hit_rate
+    fast = Service(prefill_rate=1e15, decode_rate=1e15, max_sequences=10**6)
+    assert replay_queue(made, made.unique_blocks // 10, "lru", "fcfs", fast).token_hit_rate == serial
+
+
+def test_a_busy_engine_hits_more_and_waits_less_with_the_longest_prefix_first() -> None:
+    made = prepare(read(sample("cc_agent")), 64)
+    first, longest = (
+        replay_queue(made, made.unique_blocks // 10, "lru", order, Service(prefill_rate=1e4))
+        for order in ("fcfs", "longest-prefix")
+    )
+    assert longest.token_hit_rate > first.token_hit_rate + 0.05
+    assert sum(longest.waits) < sum(first.waits)
+    assert longest.input_tokens == first.input_tokens
+
+
+def test_the_command_prints_hits_and_waits_of_each_order(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "sample:cc_agent", "--capacity", "10%", "--order", "fcfs,longest-prefix"]
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    assert "20,000 prompt tokens per second" in said and "longest-prefix" in said and "clairvoyant" not in said
+    assert cli.main([*command, "--policy", "lru,fifo", "--prefill-rate", "30000", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["service"]["prefill_rate"] == 30000.0
+    assert [(row["policy"], row["order"]) for row in found["rows"]] == [
+        ("lru", "fcfs"), ("lru", "longest-prefix"), ("fifo", "fcfs"), ("fifo", "longest-prefix"),
+    ]  # fmt: skip
+    made = prepare(read(sample("cc_agent")), 64)
+    result = replay_queue(made, made.unique_blocks // 10, "lru", "longest-prefix", Service(30000.0))
+    assert found["rows"][1]["token_hit_rate"] == result.token_hit_rate
+    assert found["rows"][1]["wait_s"]["max"] == round(max(result.waits), 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--order", "random"], "order 'random': allowed are fcfs, longest-prefix"),
+        (["--order", "fcfs", "--policy", "clairvoyant"], "policy 'clairvoyant' with --order"),
+        (["--order", "fcfs", "--prefill-rate", "0"], "prefill_rate=0.0"),
+        (["--order", "fcfs", "--by", "session"], "--by needs a replay without a queue"),
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "sample:chat", *options]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_the_served_requests() -> None:
+    made = prepare(read(sample("cc_agent")), 64)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    result = replay_queue(made, 1000, "lru", "fcfs", Service(), stop)
+    assert (len(result.ttfts), len(result.waits), result.finished) == (64, 64, False)
+    with pytest.raises(InvalidInput):
+        Service(max_sequences=0)

@@ -1,0 +1,212 @@
+"""Simulate a queue before the cache: the order of waiting requests changes the hits and the waits.
+
+Requests arrive at their recorded times, all at once in a trace without times. A session's next request also waits for
+the answer to the one before. Prompts are computed one at a time, at a constant rate for tokens that miss. Answers are
+generated in parallel, each at a constant rate. The cache is the real one, with one token for each recorded block, as in
+`simulate`.
+
+The model leaves out chunks of prompts, preemption, and memory of running answers. A prompt is not held while its answer
+is generated. The rules of "longest-prefix" are those of the engine's wait queue.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate, islice
+from math import inf
+
+from radixkv.cache import POLICIES, Hint, PrefixCache
+from radixkv.config import ORDERS
+from radixkv.errors import InvalidInput, UnknownPolicy
+from radixkv_traces.simulate import Progress
+from radixkv_traces.workload import Workload
+
+LOOKED_AT = 128  # waiting requests whose cached prefix is compared, as in the engine
+_STRIDE = 64  # requests between two calls of `progress`
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The speed of a simulated engine."""
+
+    prefill_rate: float = 20000.0  # prompt tokens per second that miss, over all requests
+    decode_rate: float = 50.0  # tokens per second of each answer
+    max_sequences: int = 64  # requests that run at once
+    max_overtakes: int = 32  # later requests that may overtake a waiting one
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_rate", "decode_rate"):
+            if not 0 < getattr(self, name) < inf:
+                raise InvalidInput(f"{name}={getattr(self, name)!r}: allowed are tokens per second > 0")
+        for name, least in (("max_sequences", 1), ("max_overtakes", 0)):
+            if getattr(self, name) < least:
+                raise InvalidInput(f"{name}={getattr(self, name)!r}: allowed is an int of at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueResult:
+    """The result of a replay with a queue; times are seconds of the simulated clock, in the order of service."""
+
+    policy: str
+    order: str
+    capacity_blocks: int
+    input_tokens: int  # of the served requests
+    hit_tokens: int
+    waits: array[float]  # from arrival to the start of the prefill
+    ttfts: array[float]  # from arrival to the first token
+    duration: float  # from the first arrival to the last answer
+    seconds: float  # of CPU time
+    finished: bool  # False: Ctrl-C ended the replay early
+
+    @property
+    def token_hit_rate(self) -> float:
+        """hit_tokens / input_tokens; 0.0 for an empty trace."""
+        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
+
+
+def replay_queue(
+    workload: Workload,
+    capacity_blocks: int,
+    policy: str,
+    order: str,
+    service: Service,
+    progress: Progress | None = None,
+) -> QueueResult:
+    """Serve all requests from a pool of `capacity_blocks` blocks, in the order "fcfs" or "longest-prefix".
+
+    O(blocks) in all, and O(blocks of LOOKED_AT prompts) for each request in the order "longest-prefix". Ctrl-C ends it
+    early. Raises InvalidInput, and UnknownPolicy for bounds, which need to know the order of requests in advance.
+    """
+    if order not in ORDERS:
+        raise InvalidInput(f"order {order!r}: allowed are {', '.join(ORDERS)}")
+    if policy not in POLICIES:
+        raise UnknownPolicy(f"policy {policy!r} with --order: allowed are {', '.join(sorted(POLICIES))}")
+    begin = time.process_time()
+    queue = _Queue(workload, capacity_blocks, policy, order, service)
+    try:
+        for served in queue.run():
+            if progress is not None and served % _STRIDE == 0:
+                progress(served, len(workload.requests))
+    except KeyboardInterrupt:
+        pass
+    served = min(len(queue.waits), len(queue.ttfts))
+    return QueueResult(
+        policy,
+        order,
+        capacity_blocks,
+        queue.input_tokens,
+        queue.hit_tokens,
+        queue.waits[:served],
+        queue.ttfts[:served],
+        queue.duration,
+        time.process_time() - begin,
+        served == len(workload.requests),
+    )
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that arrived and was not served yet."""
+
+    index: int
+    arrival: float
+    overtaken: int = 0
+
+
+class _Queue:
+    def __init__(self, workload: Workload, capacity: int, policy: str, order: str, service: Service) -> None:
+        self._workload = workload
+        self._order = order
+        self._service = service
+        self._now = 0.0
+        self._cache = PrefixCache(capacity, 1, policy, clock=lambda: self._now)
+        self._waiting: list[_Waiting] = []  # by arrival
+        self._arrivals: list[tuple[float, int]] = []  # heap of (time, index), the next one of each session
+        self._following = _following(workload)
+        self._times = array("d", accumulate((each.timestamp / 1000 for each in workload.requests), max))
+        self._running: list[float] = []  # heap of the ends of answers
+        self._prefilled = 0.0  # the end of the present prefill
+        self.input_tokens = self.hit_tokens = 0
+        self.waits, self.ttfts = array("d"), array("d")
+        self._last_answer = 0.0
+        followers = set(self._following.values())
+        for index, arrival in enumerate(self._times):
+            if index not in followers:
+                heappush(self._arrivals, (arrival, index))
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first arrival to the last answer so far."""
+        return self._last_answer - self._times[0] if self.ttfts else 0.0
+
+    def run(self) -> Iterator[int]:
+        """Serve all requests; yields the number of served ones after each."""
+        while self._arrivals or self._waiting:
+            self._advance()
+            if self._waiting:
+                yield self._serve(self._take())
+
+    def _advance(self) -> None:
+        """Move the clock to the next start of a prefill, or to the next arrival if no request waits."""
+        full = len(self._running) >= self._service.max_sequences
+        ready = max(self._now, self._prefilled, self._running[0] if full else 0.0)
+        self._now = ready if self._waiting else max(ready, self._arrivals[0][0])
+        while self._running and self._running[0] <= self._now:
+            heappop(self._running)
+        while self._arrivals and self._arrivals[0][0] <= self._now:
+            arrival, index = heappop(self._arrivals)
+            self._waiting.append(_Waiting(index, arrival))
+
+    def _take(self) -> _Waiting:
+        """Take the next request from the queue."""
+        at = 0
+        if self._order == "longest-prefix" and len(self._waiting) > 1:
+            at = min(range(min(len(self._waiting), LOOKED_AT)), key=self._key)
+            for other in islice(self._waiting, at):
+                other.overtaken += 1
+        return self._waiting.pop(at)
+
+    def _key(self, at: int) -> tuple[bool, int, int]:
+        waiting = self._waiting[at]
+        if waiting.overtaken >= self._service.max_overtakes:
+            return False, 0, at
+        request = self._workload.requests[waiting.index]
+        return True, -self._cache.match(request.blocks, request.namespace).length, at
+
+    def _serve(self, waiting: _Waiting) -> int:
+        """Compute a prompt, and begin its answer; returns the number of served requests."""
+        index, service, cache = waiting.index, self._service, self._cache
+        request = self._workload.requests[index]
+        sequence = cache.open(request.blocks, request.namespace)
+        sequence.extend(request.blocks[sequence.length : cache.num_blocks])
+        sequence.commit()
+        hit = self._workload.hit_tokens(index, sequence.cached_length)
+        self._prefilled = self._now + (request.input_length - hit) / service.prefill_rate
+        sequence.close(Hint(kind=request.stop or None, output_length=request.output_length))
+        end = self._prefilled + request.output_length / service.decode_rate
+        heappush(self._running, end)
+        self._last_answer = max(self._last_answer, end)
+        following = self._following.get(index)
+        if following is not None:
+            heappush(self._arrivals, (max(self._times[following], end), following))
+        self.input_tokens += request.input_length
+        self.hit_tokens += hit
+        self.waits.append(self._now - waiting.arrival)
+        self.ttfts.append(self._prefilled - waiting.arrival)
+        return len(self.ttfts)
+
+
+def _following(workload: Workload) -> dict[int, int]:
+    """Return the next request of the same session, for each request that has one."""
+    last: dict[str, int] = {}
+    following = {}
+    for index, request in enumerate(workload.requests):
+        if request.session is not None:
+            if request.session in last:
+                following[last[request.session]] = index
+            last[request.session] = index
+    return following
