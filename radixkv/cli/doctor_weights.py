@@ -34,7 +34,7 @@ _CLOSE = 1e-2  # nats; int8 has a fifth of it on small models
 _GROUP = 16  # rows that are compared at a time in float64
 
 
-# ---- what is in memory
+# ---- formats
 
 
 def counted(loaded: LoadedModel) -> Finding:

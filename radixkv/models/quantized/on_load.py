@@ -213,7 +213,7 @@ class _StoredTensor:
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor without content; a large one in a map of its own, which is returned to the system at its end.
 
-    malloc keeps what hundreds of tensors of a few megabytes leave between other memory.
+    Hundreds of freed tensors of a few megabytes would remain in malloc's heap, between other memory.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _OWN_MAP:
