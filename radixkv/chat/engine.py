@@ -17,7 +17,7 @@ from radixkv.chat.session import ChatSession
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import RequestEngine
 from radixkv.engine.chat_messages import check_roles
-from radixkv.engine.input_processor import check_namespace, is_chat
+from radixkv.engine.input_processor import is_chat
 from radixkv.errors import InvalidInput
 
 
@@ -70,7 +70,7 @@ class Engine(RequestEngine):
         OSError for a file that cannot be read.
         """
         model = self.model
-        check_namespace(namespace)
+        self.client.inputs.namespaces.number(namespace)  # an unusable one is refused now
         state = saved.read(path, model.name, model.vocab_size, namespace)
         with saved.damaged(path):
             limit = self.context_limit

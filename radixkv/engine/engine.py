@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
@@ -27,6 +28,7 @@ from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
 from radixkv.engine.input_processor import InputProcessor, Params, Prompt, check_seconds
 from radixkv.engine.kv_scrub import Auditor, piece_tokens
+from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Warmed
@@ -77,7 +79,9 @@ class RequestEngine:
             core.observers.append(trace)
             self._outputs.append(trace)
         thread = EngineThread(core.step, core.idle_for, lambda: core.busy, core.close)
-        inputs = InputProcessor(model, cache.num_blocks * cache.block_size, config.seed, core.admission.check_fits)
+        namespaces = NamespaceTable(partial(_cached_namespaces, weakref.ref(cache)))  # closing frees the cache
+        pool_tokens = cache.num_blocks * cache.block_size
+        inputs = InputProcessor(model, pool_tokens, config.seed, core.admission.check_fits, namespaces)
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
         self.client = CoreClient(core, auditor, thread, inputs, facts, decode)
@@ -199,11 +203,10 @@ class RequestEngine:
     ) -> Handle:
         """Start one request and return at once; iterate the handle for chunks, or wait for its result.
 
-        Only requests with equal `namespace` share cached prefixes. A higher `priority` is admitted before lower ones,
-        and its cached tokens are evicted later. After `timeout` seconds, waiting or running, the request ends with
-        RequestTimedOut. `session` is a number that the requests of one conversation share, for the monitor.
-        `reply_start` is the length of the prompt up to the end of its last message: a model with recurrent state keeps
-        its state there for the next turn. Chats set it themselves; 0 if unknown.
+        Only requests with equal `namespace` share cached prefixes. It is hashed and compared once, on this thread. A
+        request with a higher `priority` is admitted before lower ones, and its cached tokens are evicted later. After
+        `timeout` seconds, waiting or running, the request ends with RequestTimedOut. `session` is a number that the
+        requests of one conversation share, for the monitor.
         Raises InvalidInput and its subclasses, or EngineClosed.
         """
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
@@ -344,6 +347,12 @@ def _shut(thread: EngineThread, outputs: list[TraceWriter | monitoring.Monitorin
     thread.close()
     for each in outputs:
         each.close()
+
+
+def _cached_namespaces(cache: weakref.ref[PrefixCache]) -> list[Hashable]:
+    """Return the namespaces with cached prefixes; any thread may call this."""
+    held = cache()
+    return [] if held is None else list(held.state.tree.roots)
 
 
 def _decoder(model: LoadedModel) -> Callable[[list[int]], str] | None:

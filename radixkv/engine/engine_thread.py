@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from radixkv.cache import Explanation
 from radixkv.engine.core import Core
-from radixkv.engine.input_processor import InputProcessor, Prompt, check_namespace
+from radixkv.engine.input_processor import InputProcessor, Prompt
 from radixkv.engine.kv_scrub import Auditor, check_blocks
 from radixkv.engine.output import Handle, Usage, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.sampling.params import is_int
-from radixkv.telemetry.tree_view import TreeView, tree_view
+from radixkv.telemetry.tree_view import ALL, TreeView, tree_view
 
 if TYPE_CHECKING:
     from radixkv.telemetry.records import EngineFacts
@@ -246,17 +246,15 @@ class CoreClient:
 
     def probe(self, prompt: Prompt, namespace: Hashable) -> Future[Explanation]:
         """Explain how much of a prompt is cached."""
-        ids = self.inputs.encode(prompt)
-        check_namespace(namespace)
-        return self.thread.call(lambda: self.core.cache.explain(ids, namespace))
+        ids, number = self.inputs.encode(prompt), self.inputs.namespaces.number(namespace)
+        return self.thread.call(lambda: self.core.cache.explain(ids, number))
 
     def demote(self, prompt: Prompt, keep: int, namespace: Hashable) -> None:
         """Make cached blocks of a prompt the first to be evicted, except its first `keep` tokens."""
-        ids = self.inputs.encode(prompt)
-        check_namespace(namespace)
+        ids, number = self.inputs.encode(prompt), self.inputs.namespaces.number(namespace)
         if not is_int(keep) or keep < 0:
             raise InvalidInput(f"keep is how many tokens to leave alone, an int >= 0; got {keep!r}")
-        self.thread.post(lambda: self.core.demote(ids, keep, namespace))
+        self.thread.post(lambda: self.core.demote(ids, keep, number))
 
     def audit(self, blocks: int) -> Future[AuditReport]:
         """Begin an audit of at least `blocks` cached blocks."""
@@ -273,8 +271,8 @@ class CoreClient:
 
     def tree(self, namespace: Hashable) -> Future[TreeView]:
         """Take a view of the tree."""
-        check_namespace(namespace)
-        return self.thread.call(lambda: tree_view(self.core.cache, namespace, decode=self._decode))
+        shown = ALL if namespace is ALL else self.inputs.namespaces.number(namespace)
+        return self.thread.call(lambda: tree_view(self.core.cache, shown, decode=self._decode))
 
     def stats(self) -> EngineStats:
         """Return counters and gauges; on the engine's thread only."""

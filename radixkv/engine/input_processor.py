@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.engine.chat_messages import Message, check_roles, rendered_with_text
+from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
 from radixkv.engine.request import Request, TokenIds, derive_seed
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
@@ -36,11 +37,20 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class InputProcessor:
     """Makes requests from prompts and parameters, for one model and one pool."""
 
-    def __init__(self, model: LoadedModel, pool_tokens: int, seed: int, check_fits: Callable[[Request], None]) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool_tokens: int,
+        seed: int,
+        check_fits: Callable[[Request], None],
+        namespaces: NamespaceTable,
+    ) -> None:
         """Process prompts for a model and a pool of `pool_tokens`; `seed` is the root of the requests' seeds.
 
-        `check_fits` raises for a request that would not fit into an empty pool.
+        `check_fits` raises for a request that would not fit into an empty pool. Requests have the numbers of their
+        `namespaces`.
         """
+        self.namespaces = namespaces
         self.context_limit = min(model.max_length, pool_tokens)
         self._model, self._pool_tokens = model, pool_tokens
         self._check_fits = check_fits
@@ -73,7 +83,7 @@ class InputProcessor:
         params = checked_params(params, self.default_params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.stop_token_ids)
         self._check_params(params, stop_ids)
-        check_namespace(namespace)
+        number = self.namespaces.number(namespace)
         check_seconds("timeout", timeout)
         _check_numbers(priority, session, reply_start)
         room = self.context_limit - len(ids)
@@ -91,7 +101,7 @@ class InputProcessor:
             stop_ids=stop_ids,
             seed=derive_seed(self._seed, next(self._numbers)) if params.seed is None else params.seed,
             tokenizer=model.tokenizer,
-            namespace=namespace,
+            namespace=number,
             priority=priority,
             channel=OutputChannel(MAX_UNREAD * params.n),
             session=session,
@@ -123,16 +133,6 @@ class InputProcessor:
                 )
         if params.min_tokens and len(stop_ids) >= self._model.vocab_size:
             raise InvalidInput("every token is a stop token, so that min_tokens leaves nothing to draw")
-
-
-def check_namespace(namespace: object) -> None:
-    """Raise InvalidInput for a namespace that is not hashable."""
-    try:
-        hash(namespace)
-    except Exception as error:  # also for an item of a tuple; a class of the caller's may raise anything
-        raise InvalidInput(
-            f"a namespace must be hashable (a string, say), and {type(namespace).__name__} is not: {error}"
-        ) from error
 
 
 def check_seconds(name: str, value: Any) -> None:

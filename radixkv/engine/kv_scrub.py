@@ -27,6 +27,7 @@ from radixkv.engine.stats import AuditReport, Difference
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, PrefixHeld, RequestFailed
 from radixkv.models.kv_recompute import Recheck
 from radixkv.sampling.params import is_int
+from radixkv.telemetry.records import namespace_value
 
 _log = logging.getLogger(__name__)
 
@@ -212,7 +213,8 @@ class Auditor:
         first, last = start + found.positions[0], start + found.positions[-1]
         layer, part = found.layer or 0, found.part or ""
         dropped = drop_wrong(self._core, tokens, namespace, first)
-        difference = Difference(namespace, first, last + 1, layer, part, found.worst, *dropped)
+        owner = namespace_value(namespace)
+        difference = Difference(owner, first, last + 1, layer, part, found.worst, *dropped)
         differ = len({(start + position) // self._core.cache.block_size for position in found.positions})
         self._core.counters.differing_blocks += differ
         if job is not None:

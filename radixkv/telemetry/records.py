@@ -371,6 +371,28 @@ def drawable(text: str) -> str:
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
+class NamespaceId(int):
+    """A namespace as the engine passes it to the cache: a number, with the value of the caller and its label.
+
+    It is hashed and compared as an int, without code of the value's class. `used` orders the uses of namespaces.
+    """
+
+    def __new__(cls, number: int, value: Hashable) -> Self:
+        """Number a namespace."""
+        made = super().__new__(cls, number)
+        made.value, made.label = value, namespace_label(value)
+        return made
+
+    value: Hashable
+    label: str | None
+    used: int = 0
+
+
+def namespace_value(namespace: Hashable) -> Hashable:
+    """Return the namespace as its caller named it."""
+    return namespace.value if isinstance(namespace, NamespaceId) else namespace
+
+
 def namespace_label(namespace: Hashable) -> str | None:
     """The name of a namespace for display, None for the default namespace.
 
@@ -379,6 +401,8 @@ def namespace_label(namespace: Hashable) -> str | None:
     """
     if namespace is None:
         return None
+    if type(namespace) is NamespaceId:
+        return namespace.label
     if isinstance(namespace, tuple):
         return f"({', '.join(namespace_label(each) or 'None' for each in namespace)})"[:_LONGEST_NAME]
     if type(namespace) not in (str, int, float, bool):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from radixkv import SamplingParams
+from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.fault_isolation import in_halves
 from radixkv.engine.request import Request
@@ -23,16 +24,6 @@ from tests.engine.fakes import VOCAB, FakeModel, check, greedy_reply, make_engin
 from tests.selection import mostly_long
 
 LONG = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
-
-
-class Hateful:
-    """Hashable, but comparing it raises."""
-
-    def __hash__(self) -> int:
-        return hash(None)
-
-    def __eq__(self, other: object) -> bool:
-        raise RuntimeError("do not compare me")
 
 
 class Letters:
@@ -115,8 +106,16 @@ def _beside(bad: dict[str, Any], model: FakeModel | None = None, prompt: list[in
         assert engine.stats().failed == 1
 
 
-def test_a_request_that_cannot_be_admitted_fails_alone() -> None:
-    _beside({"params": LONG, "namespace": Hateful()})
+def test_a_request_that_cannot_be_admitted_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    opens = PrefixCache.open
+
+    def refusing(cache: PrefixCache, tokens: Any, *more: Any, **options: Any) -> Any:
+        if tokens[0] == 9:
+            raise ZeroDivisionError
+        return opens(cache, tokens, *more, **options)
+
+    monkeypatch.setattr(PrefixCache, "open", refusing)
+    _beside({"params": LONG})
 
 
 def test_a_prompt_whose_text_cannot_be_decoded_fails_alone() -> None:
