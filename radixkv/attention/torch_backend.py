@@ -64,11 +64,11 @@ def attend(
     kv_heads = store.layers[layer].kv_heads
     rows = query.transpose(0, 1).to(store.compute_dtype)
     rows = rows.reshape(len(rows), kv_heads, len(query) // kv_heads, rows.shape[-1])
-    output = _plan(store, work, kv_heads, rows.shape[2], tails).run(store, layer, rows, scale, softcap, sinks)
+    output = plan_of(store, work, kv_heads, rows.shape[2], tails).run(store, layer, rows, scale, softcap, sinks)
     return output.flatten(1, 2).to(query.dtype)
 
 
-def _plan(store: KVStore, work: WorkList, kv_heads: int, group: int, tails: Tails) -> TorchPlan:
+def plan_of(store: KVStore, work: WorkList, kv_heads: int, group: int, tails: Tails) -> TorchPlan:
     """Return the plan of `work` for layers of this shape, made at the first call; it lives as long as the list."""
     plans = _PLANS.setdefault(work, {})
     key = (store, kv_heads, group, tails)

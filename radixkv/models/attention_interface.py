@@ -90,12 +90,18 @@ def _attention(
     if torch.compiler.is_compiling():
         return _attend(query, key, value, s_aux, scale).unsqueeze(0), None
     call = AttentionCall(module, query, key, value, attention_mask, scale, sliding_window, softcap, s_aux, extra)
-    return current_handler().attend(call).unsqueeze(0), None
+    return _handler().attend(call).unsqueeze(0), None
 
 
-def current_handler() -> Handler:
-    """Return the handler of calls on this thread. Raises RuntimeError without one."""
+def handler_or_none() -> Handler | None:
+    """Return the handler of calls on this thread; None where no forward of radixkv runs."""
     handler: Handler | None = getattr(_current, "handler", None)
+    return handler
+
+
+def _handler() -> Handler:
+    """Return the handler of calls on this thread. Raises RuntimeError without one."""
+    handler = handler_or_none()
     if handler is None:
         raise RuntimeError(
             "this model's attention now lives in a radixkv pool: run it through radixkv, or load another"
@@ -110,7 +116,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, sca
     The handler takes a layer's window and softcap from the probe.
     """
     call = AttentionCall(None, query, key, value, None, scale, None, None, sinks, {})
-    return current_handler().attend(call)
+    return _handler().attend(call)
 
 
 @_attend.register_fake

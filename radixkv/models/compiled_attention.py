@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -77,7 +76,7 @@ class CompiledAttention:
             for shape, keys, values in zip(store.layers, store.keys, store.values, strict=True)
         ]
         self._addresses = [ctypes.addressof(layer) for layer in self._layers]
-        self.attend = partial(torch_backend.attend, store, tails=self._tails)
+        self._make_tails = self._tails  # one object, as the plans of a list are found by it
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key [kv_heads, T, key_dim] and value [kv_heads, T, value_dim] in slots int64 [T], all different."""
@@ -92,6 +91,31 @@ class CompiledAttention:
             value.data_ptr(),
             value.stride(1),
             value.stride(0),
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        work: WorkList,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend as `torch_backend.attend`: query [heads, T, dk] -> [T, heads, dv]."""
+        tails = self._make_tails
+        if sinks is None and query.dtype is torch.float32 and query.stride(2) == 1:
+            heads, rows, _ = query.shape
+            shape = self._store.layers[layer]
+            group = heads // shape.kv_heads
+            plan = torch_backend.plan_of(self._store, work, shape.kv_heads, group, tails)
+            if plan.plain and isinstance(single := plan.operations[0], _SingleRows):  # a step of decodes
+                output = query.new_empty(rows, heads, shape.value_dim)
+                single.compute(layer, query, query.stride(1), query.stride(0), group, scale, softcap, output, None)
+                return output
+        return torch_backend.attend(
+            self._store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks, tails=tails
         )
 
     def _tails(
@@ -134,19 +158,35 @@ class _SingleRows:
             query = query.contiguous()
         output = query.new_empty(len(self.rows), kv_heads, group, store.layers[layer].value_dim)
         lse = query.new_empty(output.shape[:3]) if need_lse else None
-        self._library.attend(
+        self.compute(layer, query, query.stride(0), query.stride(2), group, scale, softcap, output, lse)
+        return output, lse
+
+    def compute(
+        self,
+        layer: int,
+        query: Tensor,
+        row: int,
+        head: int,
+        group: int,
+        scale: float,
+        softcap: float | None,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Fill output [n, heads, dv] and lse [n, heads] for queries with strides `row` and `head`."""
+        library = self._library
+        library.attend(
             self._layers[layer],
             self._address,
             query.data_ptr(),
-            query.stride(0),
-            query.stride(2),
+            row,
+            head,
             group,
             scale,
             softcap or 0.0,
             output.data_ptr(),
             None if lse is None else lse.data_ptr(),
-            self._library.instructions,
+            library.instructions,
             torch.get_num_threads(),
-            self._library.parallel,
+            library.parallel,
         )
-        return output, lse

@@ -125,6 +125,22 @@ def test_a_copy_of_a_model_uses_its_own_parts() -> None:
         assert not torch.equal(model(ids, use_cache=False).logits, other(ids, use_cache=False).logits)
 
 
+def test_replaced_weights_are_used_at_once() -> None:
+    model, ids = small(CONFIGS["llama, biases"]()), torch.from_numpy(TOKENS[:1, :20]).long()
+    assert fuse_modules(model, 256) == 4
+    with torch.inference_mode(), attention_interface.handled_by(Values()):
+        before = model(ids, use_cache=False).logits
+        for layer in model.model.layers:
+            for linear in (layer.self_attn.k_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+                dense = linear.quantized.dense()
+                linear.quantized = kernels.QuantizedWeights(*dense.shape, linear.quantized.format)
+                linear.quantized.quantise(dense * 1.5, 0)
+            layer.self_attn.v_proj.bias.data = layer.self_attn.v_proj.bias.data + 1.0
+        after = model(ids, use_cache=False).logits
+        restore_modules(model)
+        assert relative_error(after, model(ids, use_cache=False).logits) <= TOLERANCE < relative_error(after, before)
+
+
 class Values:
     """Attention in which each token sees itself only."""
 

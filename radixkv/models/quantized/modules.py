@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from radixkv.models.architecture import ForwardSignature
-from radixkv.models.attention_interface import IMPLEMENTATION, AttentionCall, current_handler, handled_by
+from radixkv.models.attention_interface import AttentionCall, handled_by, handler_or_none
 from radixkv.models.quantized.kernels import Kernels, SiblingWeights, as_float32, kernels
 from radixkv.models.quantized.layers import QuantizedLinear
 from radixkv.models.quantized.norms import FusedNorm
@@ -119,10 +119,24 @@ class _Fused:
     """A forward that replaces that of the module `own`."""
 
     def __init__(self, own: Any, names: tuple[str, ...], library: Kernels) -> None:
-        """Use the weights and biases of the parts `names`."""
-        layers = [getattr(own, name) for name in names]
-        self._own, self._library = own, library
-        self._weights = SiblingWeights([each.quantized for each in layers], [each.bias for each in layers])
+        """Use the weights and biases that the parts `names` have at each call."""
+        self._own, self._names, self._library = own, names, library
+        self._weights = self._of([getattr(own, name) for name in names])
+
+    @staticmethod
+    def _of(layers: list[QuantizedLinear]) -> SiblingWeights:
+        return SiblingWeights([each.quantized for each in layers], [each.bias for each in layers])
+
+    def _siblings(self) -> SiblingWeights:
+        """Return the present weights of the parts, which a reload replaces."""
+        own, weights = self._own, self._weights
+        layers = [getattr(own, name) for name in self._names]
+        for layer, quantized, address in zip(layers, weights.weights, weights.bias_addresses, strict=True):
+            bias = layer.bias
+            if layer.quantized is not quantized or (bias is not None and bias.data_ptr() != address):
+                self._weights = self._of(layers)
+                break
+        return self._weights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Fused:
         """Return the forward of the module's copy."""
@@ -148,11 +162,11 @@ class FusedMLP(_Fused):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [..., outputs] from [..., inputs]. Raises MemoryError."""
-        given, library = as_float32(x), self._library
+        given, library, weights = as_float32(x), self._library, self._siblings()
         found = given.new_empty((*given.shape[:-1], self._outputs))
         failed = library.mlp(
-            self._weights.addresses,
-            self._weights.bias_addresses,
+            weights.addresses,
+            weights.bias_addresses,
             given.data_ptr(),
             found.data_ptr(),
             given.numel() // self._inputs,
@@ -183,7 +197,7 @@ _NORMS = ("q_norm", "k_norm")
 class FusedAttention(_Fused):
     """The forward of an attention module: one product, norms and rotation in place, attention, the last product.
 
-    The module's own forward runs if another attention than radixkv's is selected, or with a cache of transformers.
+    The module's own forward runs with a cache of transformers, and outside of the forwards of radixkv.
     """
 
     def __init__(self, own: Any, like: AttentionCall, rotates: bool, library: Kernels) -> None:
@@ -192,22 +206,22 @@ class FusedAttention(_Fused):
         heads, self._kv_heads, self._key_dim = like.query.shape[1], like.key.shape[1], like.query.shape[3]
         self._heads, self._value_dim, self._rotates = heads, like.value.shape[3], rotates
         self._options = like.scale, like.window, like.softcap, like.sinks
-        self._passes: list[tuple[int, int, Tensor | None, float]] = []  # first number, heads, factors and epsilon
+        self._passes: list[tuple[int, int, FusedNorm | None]] = []  # first number, heads, and their norm
         norms = [norm for name in _NORMS if (norm := getattr(own, name, None)) is not None]
         if norms:
             for start, count, norm in zip((0, heads * self._key_dim), (heads, self._kv_heads), norms, strict=True):
-                self._passes.append((start, count, norm.factors, norm.variance_epsilon))
+                self._passes.append((start, count, norm))
         elif rotates:
-            self._passes.append((0, heads + self._kv_heads, None, 0.0))
+            self._passes.append((0, heads + self._kv_heads, None))
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Return the output [1, T, hidden] and no weights. Raises MemoryError."""
-        own = self._own
-        if args or named.get("past_key_values") is not None or own.config._attn_implementation != IMPLEMENTATION:
+        own, handler = self._own, handler_or_none()
+        if handler is None or args or named.get("past_key_values") is not None:
             return type(own).forward(own, *args, **named)
         cosines, sines = named["position_embeddings"] if self._rotates else (None, None)
         query, key, value = self._project(named["hidden_states"], cosines, sines)
-        attended = current_handler().attend(AttentionCall(own, query, key, value, None, *self._options, {}))
+        attended = handler.attend(AttentionCall(own, query, key, value, None, *self._options, {}))
         return own.o_proj(attended.reshape(1, len(attended), -1)), None
 
     def _project(self, hidden: Tensor, cosines: Any, sines: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,7 +229,7 @@ class FusedAttention(_Fused):
 
         The angles [1, T, rotated] are None if nothing is rotated.
         """
-        given, library, weights = as_float32(hidden), self._library, self._weights
+        given, library, weights = as_float32(hidden), self._library, self._siblings()
         rows, total, threads = given.shape[1], weights.outputs, torch.get_num_threads()
         found = given.new_empty(rows, total)
         start = found.data_ptr()
@@ -229,10 +243,11 @@ class FusedAttention(_Fused):
         if cosines is not None:
             cosines, sines = as_float32(cosines), as_float32(sines)
             rotated, angles = cosines.shape[2], (cosines.data_ptr(), sines.data_ptr())
-        for first, heads, factors, epsilon in self._passes:
+        for first, heads, norm in self._passes:
+            scaling = (None, 0.0) if norm is None else (norm.factors.data_ptr(), norm.variance_epsilon)
             library.rotate(
-                start + 4 * first, rows, total, heads, self._key_dim, None if factors is None else factors.data_ptr(),
-                epsilon, *angles, rotated, threads, library.parallel,
+                start + 4 * first, rows, total, heads, self._key_dim, *scaling, *angles, rotated, threads,
+                library.parallel,
             )  # fmt: skip
         return self._views(found, rows, total)
 
