@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
+from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request, Stream, TokenIds, common_prefix
 from radixkv.engine.stats import AuditReport, Difference
@@ -227,6 +228,11 @@ def _obstacle(core: Core) -> str | None:
     """Return why there can be no audit."""
     if not core.config.prefix_cache:
         return "with prefix_cache=False nothing is cached, so there is nothing to audit"
+    if isinstance(core.cache, StatefulPrefixCache):
+        return (
+            "this model has recurrent state, and cached KV cannot be computed again without the state before it: "
+            "there is no audit or scrub for such a model"
+        )
     if not getattr(core.runner, "recheck_tokens", 0):
         return "this engine's runner cannot compute cached KV again: load the engine with Engine.load"
     obstacle: str | None = cast(RecomputesKV, core.runner).recheck_obstacle

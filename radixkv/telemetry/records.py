@@ -124,8 +124,9 @@ class RequestRecord(Record):
 
     `cached_tokens` are the prompt tokens found in the cache. `miss_*` explain the first miss: the reason and the token
     where it occurred. For "evicted", they are also the tokens that would have matched, the seconds since their eviction
-    (at admission), and its cause. `coalesced` is True if the request waited for another one to prefill their shared
-    prefix.
+    (at admission), and its cause. `miss_without_state` are cached tokens before it that were computed again, because
+    the model's recurrent state was not kept there. `coalesced` is True if the request waited for another one to prefill
+    their shared prefix.
     """
 
     number: int
@@ -152,6 +153,7 @@ class RequestRecord(Record):
     miss_evicted_tokens: int = 0
     miss_evicted_ago: float | None = None
     miss_pressure: str | None = None
+    miss_without_state: int = 0
 
     @property
     def live(self) -> bool:

@@ -51,6 +51,14 @@ def test_new_and_whole_and_unadmitted_prompts() -> None:
     assert miss_word(samples.request(miss_reason="full", miss_at=None)) == "full"
 
 
+def test_cached_tokens_without_their_recurrent_state() -> None:
+    request = samples.request(cached_tokens=64, miss_reason="diverged", miss_at=80, miss_without_state=16)
+    assert miss_sentence(request) == (
+        "64 of 100 prompt tokens (64%) were cached. 16 more tokens had cached KV, but were computed again for their "
+        "recurrent state. At token 80 the prompt diverges from all cached prompts."
+    )
+
+
 def test_an_eviction_and_its_regret() -> None:
     record = samples.eviction(node=7, start=32, tokens=64, blocks=4, idle_s=95.0, hits=2)
     assert eviction_sentence(record) == (

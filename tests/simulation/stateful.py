@@ -41,7 +41,6 @@ class StatefulSlotModel(SlotModel):
         assert isinstance(cache, StatefulPrefixCache)
         self.queue = cache.copies
         self.states = np.full(cache.copies.num_rows + cache.copies.num_snapshots, _GARBAGE, np.uint64)
-        self.recheck_obstacle: Any = "recurrent state: no KV is computed again without it"
 
     def _run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
         drains = self.queue.drains

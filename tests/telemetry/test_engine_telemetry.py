@@ -110,6 +110,22 @@ def test_a_miss_has_a_reason() -> None:
         assert wanted and all(record.tokens and record.idle_s >= 0 for record in mirror.evictions.values())
 
 
+def test_tokens_whose_recurrent_state_is_gone_are_counted_and_the_old_reason_stays() -> None:
+    engine, _, mirror = watched(snapshots=2)
+    with engine:
+        shared, one = [*range(40)], SamplingParams(max_tokens=1)
+        for number in range(3):
+            engine.generate([[*shared, 41 + number, *range(number + 1, 20)]], one)
+        assert engine.probe([*shared, 45]).length == 40
+        records = ended(look(engine, mirror))
+        assert [record.miss_reason for record in records] == ["never_seen", "diverged", "diverged"]
+        assert [record.miss_without_state for record in records] == [0, 40, 0]
+        assert [record.miss_at for record in records] == [0, 40, 40]
+        assert [record.cached_tokens for record in records] == [0, 0, 40]
+        assert (mirror.stats["cache.state_rows"], mirror.stats["cache.state_slots"]) == (64, 2)
+        assert mirror.stats["cache.state_slots_used"] == 2
+
+
 def test_phases_are_told_while_they_last_and_sequences_say_whose_they_are() -> None:
     engine, runner, mirror = watched(max_sequences=1, max_batch_tokens=4, prefill_chunk=4)
     runner.gate = threading.Semaphore(0)

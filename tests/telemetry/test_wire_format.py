@@ -43,7 +43,7 @@ FIELDS: dict[type[Record], tuple[int, str]] = {  # values in every version, and 
         15,
         "number phase session namespace priority streams prompt_tokens max_tokens cached_tokens computed_tokens "
         "recomputed_tokens output_tokens preemptions coalesced submitted admitted first_token ended finish miss_reason "
-        "miss_at miss_evicted_tokens miss_evicted_ago miss_pressure",
+        "miss_at miss_evicted_tokens miss_evicted_ago miss_pressure miss_without_state",
     ),
     SessionRecord: (
         10,

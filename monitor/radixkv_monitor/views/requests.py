@@ -238,6 +238,14 @@ def miss_sentence(request: RequestRecord) -> str:
 
 
 def _rest(request: RequestRecord) -> str:
+    again = request.miss_without_state
+    if again:
+        again_text = f"{plural(again, 'more token')} had cached KV, but were computed again for their recurrent state."
+        return f"{again_text} {_reason(request)}"
+    return _reason(request)
+
+
+def _reason(request: RequestRecord) -> str:
     at = "" if request.miss_at is None else f"{request.miss_at:,}"
     match request.miss_reason:
         case "diverged":

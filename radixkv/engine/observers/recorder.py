@@ -163,10 +163,11 @@ class RequestRecorder(EngineObserver):
             ended=self._dated(ended),
             finish=finish,
             miss_reason=_miss_reason(miss) if miss is not None else "full" if streams and self._reuses else None,
-            miss_at=None if miss is None else miss.length,
+            miss_at=None if miss is None else miss.length + _without_state(miss),
             miss_evicted_tokens=0 if miss is None else miss.evicted_tokens,
             miss_evicted_ago=None if miss is None else miss.evicted_ago,
             miss_pressure=None if miss is None else miss.pressure,
+            miss_without_state=0 if miss is None else _without_state(miss),
         )
 
     def _dated(self, at: float | None) -> float | None:
@@ -176,6 +177,11 @@ class RequestRecorder(EngineObserver):
 def _miss_reason(miss: Explanation) -> MissReason | None:
     """Return why the cached KV ends; monitors read a closed list without the reason "no_state"."""
     return miss.kv_reason if miss.reason == "no_state" else miss.reason
+
+
+def _without_state(miss: Explanation) -> int:
+    """Count the tokens with cached KV that are computed again for their recurrent state, except the prompt's last."""
+    return min(miss.matched, miss.tokens - 1) - miss.length if miss.reason == "no_state" else 0
 
 
 def _phase(request: Request, running: list[Request]) -> Phase:
