@@ -29,13 +29,14 @@ class Verbs(RuleBasedStateMachine):
     """The verbs as rules; subclasses choose the pool."""
 
     exact = False
+    world_class = World
 
     @initialize(
         block_size=sizes, blocks=st.integers(1, 40), policy=st.sampled_from(list(POLICIES)), seed=st.integers(0, 2**20)
     )
     def start(self, block_size: int, blocks: int, policy: str, seed: int) -> None:
         blocks = 200 + 5000 // block_size if self.exact else blocks
-        self.world = World(blocks, block_size, policy, exact=self.exact, seed=seed)
+        self.world = self.world_class(blocks, block_size, policy, exact=self.exact, seed=seed)
         self.earlier: list[list[int]] = [[]]
 
     def prompt(self, which: int, cut: int, suffix: list[int]) -> list[int]:

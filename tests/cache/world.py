@@ -76,7 +76,7 @@ class World:
         self.now = 0.0
         self.num_blocks, self.block_size, self.exact, self.proofs = num_blocks, block_size, exact, proofs
         self.rng = random.Random(seed)
-        self.cache = PrefixCache(num_blocks, block_size, eviction, clock=lambda: self.now)
+        self.cache = self.make_cache(eviction)
         self.pool = Pool(num_blocks, block_size, self.rng)
         self.texts: dict[Hashable, Texts] = {}
         self.live: list[Tracked] = []
@@ -84,6 +84,9 @@ class World:
         self.marks: dict[int, int] = {}  # block -> slots reserved since it was last taken
         self.private: set[int] = set()  # blocks that were in no published table since they were last taken
         self.before = self.cache.stats()
+
+    def make_cache(self, eviction: str) -> PrefixCache:
+        return PrefixCache(self.num_blocks, self.block_size, eviction, clock=lambda: self.now)
 
     # Reading the model
 
@@ -137,10 +140,18 @@ class World:
 
     # Reading the cache
 
+    def cached(self, namespace: Hashable, prompt: Ids) -> Match:
+        """The longest prefix with cached KV."""
+        return self.cache.match(prompt, namespace)
+
+    def usable(self, namespace: Hashable, prompt: Sequence[int]) -> int:
+        """The length of the prefix that a sequence can be opened with."""
+        return self.match(namespace, prompt).length
+
     def match(self, namespace: Hashable, prompt: Sequence[int]) -> Match:
         least, most = self.bounds(namespace, prompt)
-        found = self.cache.match(self.shaped(prompt), namespace)
-        assert least <= found.length <= most
+        found = self.cached(namespace, self.shaped(prompt))
+        assert least <= found.length == found.matched <= most
         assert found.blocks.dtype == np.int32
         assert len(found.blocks) == -(-found.length // self.block_size)
         self.assert_content(namespace, prompt[: found.length], found.blocks)
@@ -151,13 +162,17 @@ class World:
         explanation = self.cache.explain(self.shaped(prompt), namespace, limit)
         assert explanation.tokens == len(prompt)
         assert explanation.matched == matched
-        assert explanation.length == (matched if limit is None else min(matched, limit))
-        assert explanation.reason in {"full", "never_seen", "diverged", "evicted", "limit"}
-        assert (explanation.reason == "limit") == (explanation.length < matched)
-        if explanation.length == matched:
-            assert (explanation.reason == "full") == (matched == len(prompt))
         assert "\n" not in str(explanation)
         assert str(explanation)
+        length = matched if limit is None else min(matched, limit)
+        usable = self.usable(namespace, prompt[:length])
+        assert explanation.length == usable
+        assert (explanation.reason == "no_state") == (usable < length)
+        reason = explanation.kv_reason if usable < length else explanation.reason
+        assert reason in {"full", "never_seen", "diverged", "evicted", "limit"}
+        assert (reason == "limit") == (length < matched)
+        if length == matched:
+            assert (reason == "full") == (matched == len(prompt))
 
     def ask_without_a_trace(self, namespace: Hashable, prompt: Sequence[int], limit: int | None = None) -> None:
         """`match` and `explain`, and a proof that they changed nothing at all."""
@@ -195,6 +210,8 @@ class World:
         before = self.cache.stats()
         hit = self.match(namespace, prompt).length
         hit = hit if limit is None else min(hit, limit)
+        if purpose != "audit":
+            hit = self.usable(namespace, prompt[:hit])
         found = self.match(namespace, prompt[:hit])
         seq = self.cache.open(self.shaped(prompt), namespace, limit, priority, purpose=purpose)
         opened = Tracked(seq, namespace, list(prompt[:hit]), hit, seq.block_table.tolist(), purpose)
@@ -330,12 +347,17 @@ class World:
         self.assert_sequence(twin)
         return twin
 
+    def cut_length(self, one: Tracked, length: int) -> int:
+        """The length of a sequence that was cut at `length`."""
+        return length
+
     def truncate(self, one: Tracked, length: int) -> None:
         if one.plan is not None:
             self.assert_refused(PlanPending, lambda: one.seq.truncate(length))
             return
         before = self.cache.stats()
         one.seq.truncate(length)
+        length = self.cut_length(one, length)
         one.tokens, one.published = one.tokens[:length], min(one.published, length)
         whole, table = length // self.block_size, one.seq.block_table.tolist()
         assert len(table) == -(-length // self.block_size)
@@ -452,7 +474,7 @@ class World:
         for namespace, texts in said.items():
             for text in leaves(texts):
                 kept = held.get(namespace, Texts()).longest_prefix(text)
-                match = self.cache.match(text, namespace)
+                match = self.cached(namespace, text)
                 left = match.length
                 assert kept <= left
                 assert left <= -(-kept // self.block_size) * self.block_size or match.blocks[-1] in self.read_blocks()
@@ -523,7 +545,7 @@ class World:
         seen = self.read_blocks()
         for pinned in self.pins:
             if self.now < pinned.expires:
-                seen |= set(self.cache.match(pinned.tokens, pinned.namespace).blocks.tolist())
+                seen |= set(self.cached(pinned.namespace, pinned.tokens).blocks.tolist())
         return len(seen)
 
     def read_blocks(self) -> set[int]:

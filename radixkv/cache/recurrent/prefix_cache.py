@@ -33,7 +33,7 @@ class StatefulCacheState(CacheState):
 
 
 class StatefulPrefixCache(PrefixCache):
-    """A prefix cache for models with recurrent state, with `rows` running rows and `snapshots` slots for snapshots.
+    """A prefix cache for models with recurrent state, with `rows` running rows and `snapshots` >= 0 snapshot slots.
 
     A cached prefix can be used up to its last snapshot; the tokens after it are computed again, and `commit` uses the
     cached blocks for them. `copies` is the queue of copies between slots, which the model drains before each forward.

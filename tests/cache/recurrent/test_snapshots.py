@@ -251,10 +251,16 @@ def test_snapshots_of_a_deterministic_engine_lie_on_its_grid() -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("argument", ["rows", "snapshots"])
-def test_a_cache_without_rows_or_slots_is_refused(argument: str) -> None:
-    with pytest.raises(InvalidInput, match=argument):
-        new(**{argument: 0})
+@pytest.mark.parametrize(("rows", "snapshots"), [(0, 1), (1, -1)])
+def test_a_cache_without_rows_is_refused(rows: int, snapshots: int) -> None:
+    with pytest.raises(InvalidInput):
+        new(rows=rows, snapshots=snapshots)
+
+
+def test_without_slots_no_snapshot_is_taken() -> None:
+    cache = new(snapshots=0)
+    assert [serve(cache, text(0, 300)), serve(cache, text(0, 300))] == [0, 0]
+    assert cache.stats().state_slots_used == cache.snapshots.taken == 0
 
 
 def test_wrong_arguments_change_nothing() -> None:
