@@ -180,7 +180,14 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         "--max-per-key",
         type=int,
         metavar="N",
-        help="most replies of one tenant, running or waiting (default: no limit)",
+        help="most replies of one tenant, running or waiting (default: half of all replies if there are several keys, "
+        "else no limit)",
+    )
+    group.add_argument(
+        "--max-connections",
+        type=int,
+        metavar="N",
+        help="most open connections, half of them for one of several keys (default: twice the replies, at least 800)",
     )
     group.add_argument("--max-body", default="8MiB", metavar="SIZE", help="largest request body (default 8MiB)")
     group.add_argument(

@@ -95,7 +95,7 @@ class StreamLimiter:
 
     def __init__(self, settings: Settings) -> None:
         """Start with no streams."""
-        self._most, self._most_per_key = settings.max_streams, settings.max_per_key
+        self._most, self._most_per_key = settings.max_streams, settings.streams_per_key
         self._retry_after = settings.retry_after
         self._streams: Counter[str | None] = Counter()
         self.refused = 0

@@ -77,6 +77,7 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
         max_running=arguments.max_sequences,
         max_waiting=arguments.max_waiting,
         max_per_key=arguments.max_per_key,
+        max_connections=arguments.max_connections,
         max_body=_bytes("--max-body", arguments.max_body),
         max_prompt_tokens=arguments.max_prompt_tokens,
         timeout=arguments.timeout,

@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
         self.service: Service = app.state.service
         config = uvicorn.Config(
             app,
-            http=http_protocol(),
+            http=http_protocol(self.service.connections, settings.head_timeout),
             lifespan="on",
             log_config=None,
             access_log=False,

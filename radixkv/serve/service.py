@@ -24,6 +24,7 @@ from radixkv.engine.request import TokenIds
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.access import Auth, StreamLease, StreamLimiter, namespace, read_body
+from radixkv.serve.connections import Connections
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError, bad_request, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
@@ -62,6 +63,7 @@ class Service:
         self.settings = settings
         self.auth = Auth(settings.api_keys)
         self.limiter = StreamLimiter(settings)
+        self.connections = Connections(settings)
         self.model_name = settings.model_name or engine.model.name
         self.created = int(time.time())
         tokenizer = engine.model.tokenizer
@@ -96,7 +98,7 @@ class Service:
 
     def admit(self, request: Request, cleanup: ExitStack) -> StreamLease:
         """Admit a request until `cleanup` closes, before its body is read; raise ApiError 401, 403 or 429."""
-        return cleanup.enter_context(self.limiter.admit(self.auth.tenant(request.headers)))
+        return cleanup.enter_context(self.limiter.admit(self._tenant(request)))
 
     async def read(self, request: Request, check: Callable[[JsonObject, IgnoredFields | None], Result]) -> Result:
         """Read a body and check it by `check(body, ignored)`; raise ApiError.
@@ -156,9 +158,15 @@ class Service:
             block.interrupt(_ending())
 
     def caller(self, request: Request) -> Caller:
-        """Return the sender of a request; raise ApiError 401."""
-        tenant = self.auth.tenant(request.headers)
+        """Return the sender of a request; raise ApiError 401, 403 or 429."""
+        tenant = self._tenant(request)
         return Caller(tenant, namespace(tenant, request.headers))
+
+    def _tenant(self, request: Request) -> str | None:
+        """Return the tenant of a request, to which its connection belongs from now on."""
+        tenant = self.auth.tenant(request.headers)
+        self.connections.claim(getattr(request.state, "connection", None), tenant)
+        return tenant
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 unless this is the model that is served."""

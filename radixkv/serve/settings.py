@@ -10,6 +10,7 @@ from radixkv.errors import InvalidInput
 from radixkv.serve.conversations import MODES, Mode
 
 MIB = 1 << 20
+_CONNECTIONS = 800  # below 1,024, the usual limit of open files
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,11 @@ class Settings:
 
     At most `max_running + max_waiting` streams are served at once, and at most `max_per_key` of one tenant; a request
     has one stream for each prompt and each of `n`. Further requests get 429, with `retry_after` seconds as Retry-After.
-    A request counts before its body is read, which also limits the bodies in memory.
+    A request counts before its body is read, which also limits the bodies in memory. With two or more keys, the default
+    of `max_per_key` is half of all streams, so that one tenant cannot take them all.
+
+    At most `max_connections` are open at once, and at most half of them for one of several tenants. The default is
+    twice the number of streams, at least 800. The headers of a request must arrive within `head_timeout` seconds.
 
     A body has at most `max_body` bytes and must arrive within `body_timeout` seconds. A prompt has at most
     `max_prompt_tokens`; None is the context. A request ends `timeout` seconds after its body has arrived (None: never),
@@ -44,8 +49,10 @@ class Settings:
     max_running: int = 64
     max_waiting: int = 256
     max_per_key: int | None = None
+    max_connections: int | None = None
     max_body: int = 8 * MIB
     max_prompt_tokens: int | None = None
+    head_timeout: float = 30.0
     body_timeout: float = 30.0
     send_timeout: float = 120.0
     timeout: float | None = None
@@ -62,14 +69,14 @@ class Settings:
         """Check all values, and refuse to be reachable from other machines without keys."""
         for name in ("max_running", "max_body", "retry_after"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_per_key", "max_prompt_tokens"):
+        for name in ("max_per_key", "max_connections", "max_prompt_tokens"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         for name in ("max_waiting", "history_bytes", "response_bytes", "port"):
             _at_least(name, getattr(self, name), 0)
         if self.port > 65535:
             raise InvalidInput(f"port must be a number from 0 (any that is free) to 65535, got {self.port}")
-        for name in ("body_timeout", "send_timeout"):
+        for name in ("head_timeout", "body_timeout", "send_timeout"):
             _at_least(name, getattr(self, name), 0.001)
         _at_least("drain_timeout", self.drain_timeout, 0)
         if self.timeout is not None:
@@ -82,6 +89,25 @@ class Settings:
     def max_streams(self) -> int:
         """The maximum number of streams, running and waiting."""
         return self.max_running + self.max_waiting
+
+    @property
+    def streams_per_key(self) -> int | None:
+        """The maximum number of streams of one tenant, None for no limit of its own."""
+        return self._share(self.max_streams) if self.max_per_key is None else self.max_per_key
+
+    @property
+    def connection_limit(self) -> int:
+        """The maximum number of open connections."""
+        return max(_CONNECTIONS, 2 * self.max_streams) if self.max_connections is None else self.max_connections
+
+    @property
+    def connections_per_key(self) -> int | None:
+        """The maximum number of open connections of one tenant, None for no limit of its own."""
+        return self._share(self.connection_limit)
+
+    def _share(self, number: int) -> int | None:
+        """Return half of a number where there are several tenants: the other half is left to them."""
+        return max(number // 2, 1) if len(self.api_keys) > 1 else None
 
     def _check_keys(self) -> None:
         for name, key in self.api_keys.items():
