@@ -35,7 +35,7 @@ def fuse(runner: Runner, backend: str = "inductor") -> None:
     """
     forward = runner.forward
     if runner.loaded.state:
-        _log.info("the model runs uncompiled: its layers keep recurrent state")
+        _log.warning("the model runs uncompiled: its layers keep recurrent state")
         return
     if not isinstance(forward, PoolForward):
         _log.warning("the model runs uncompiled: its attention is not radixkv's to compile around")

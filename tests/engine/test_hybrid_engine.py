@@ -13,6 +13,7 @@ from radixkv import Engine, SamplingParams
 from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.errors import InvalidInput
 from radixkv.memory import pool_size, state_slots
+from radixkv.models import adapter
 from radixkv.models.attention_interface import own_attention
 from tests.models.recurrent.hybrids import hybrid
 from tests.selection import mostly_long
@@ -59,6 +60,24 @@ def test_answers_are_the_models_own(kind: str) -> None:
     assert stats.cache.state_rows == 6
     assert stats.state_copied_bytes == stats.state_copies * engine.model.state_bytes > 0
     assert stats.state_bytes == (stats.cache.state_rows + stats.cache.state_slots) * engine.model.state_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_5", "lfm2"])
+def test_preemption_and_eviction_of_states_change_no_answer(kind: str) -> None:
+    own, prompts = hybrid(kind), [text[:30] for text in texts(9)]
+    expected = [own_reply(own, prompt, 30) for prompt in prompts]
+    memory = 7 * adapter.load(own).state_bytes  # five rows and two snapshots
+    options = {**SMALL, "num_blocks": 36, "max_sequences": 5, "state_memory": memory}
+    with Engine.load(hybrid(kind), **options) as engine:
+        for _ in range(3):
+            replies = engine.generate(prompts, replace(GREEDY, max_tokens=30))
+            assert [one.token_ids for one in replies] == expected
+            engine.core.cache.check()
+        stats = engine.stats()
+    assert stats.preemptions > 3
+    assert stats.cache.evicted_states > 3
+    assert stats.cached_tokens > 100
 
 
 def test_without_a_prefix_cache_each_prompt_is_computed_in_full() -> None:
@@ -118,3 +137,5 @@ def test_audits_say_why_they_cannot_run() -> None:
         pytest.raises(InvalidInput, match="this model keeps recurrent state"),
     ):
         engine.audit()
+    with pytest.raises(InvalidInput, match="scrub: this model keeps recurrent state"):
+        Engine.load(hybrid("lfm2"), scrub=True, **SMALL)
