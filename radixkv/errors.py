@@ -18,7 +18,8 @@ RadixKVError
 │   ├── EngineClosed               the engine was closed before or during the call
 │   ├── RequestCancelled           `.result()` of a request that was cancelled
 │   ├── RequestTimedOut            the request's own timeout ended it
-│   └── RequestFailed              an exception inside a step; `__cause__` holds it
+│   ├── RequestFailed              an exception inside a step; `__cause__` holds it
+│   └── WeightsChanged             the model's weights were updated after the engine had loaded them
 ├── ChatError
 │   ├── SessionClosed              the chat session was closed before
 │   ├── SessionInUse               another thread or task is in a call of the chat session
@@ -126,6 +127,10 @@ class RequestTimedOut(EngineError):
 
 class RequestFailed(EngineError):
     """An exception inside a step ended the request; `__cause__` holds it."""
+
+
+class WeightsChanged(EngineError):
+    """The model's weights were updated after the engine had loaded them: see `Engine.reload_weights`."""
 
 
 class ChatError(RadixKVError):

@@ -85,6 +85,11 @@ class Pins:
         self._tree.index.touch(node)
         self._tree.unhold(node)
 
+    def release(self) -> None:
+        """Release all pins."""
+        for pin in list(self._pins):
+            pin.release()
+
     def expire(self) -> None:
         """Release the pins whose time is over. O(1) while there are none, else O(pins)."""
         if self._next_expiry < inf and self._next_expiry <= (now := self._clock()):

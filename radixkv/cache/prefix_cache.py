@@ -291,9 +291,14 @@ class PrefixCache:
             state.tree.remove(each)
         return len(state.pool.free) - free
 
-    def clear(self) -> None:
-        """Forget everything that no sequence or pin holds, ghosts included. Counts as no eviction."""
+    def clear(self, *, pins: bool = False) -> None:
+        """Forget everything that no sequence or pin holds, ghosts included. Counts as no eviction.
+
+        With `pins`, release all pins first.
+        """
         state = self.state
+        if pins:
+            state.pins.release()
         state.ghosts.clear()
         state.index.clear()
         while len(state.index):

@@ -23,6 +23,7 @@ from radixkv.engine.engine import NOT_COPIED, RequestEngine
 from radixkv.engine.input_processor import Params, Prompt
 from radixkv.engine.output import Chunk, Completion, Handle, Warmed
 from radixkv.engine.stats import AuditReport, EngineStats
+from radixkv.engine.weights import State
 from radixkv.errors import EngineClosed
 from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.tree_view import ALL, TreeView
@@ -155,6 +156,10 @@ class AsyncRequestEngine:
     async def clear_cache(self) -> None:
         """Drop every cached prefix that no request and no pin holds."""
         await asyncio.wrap_future(self.client.clear_cache())
+
+    async def reload_weights(self, state: State | None = None) -> None:
+        """Use the model's present weights from now on, or those of `state`: see `Engine.reload_weights`."""
+        await asyncio.wrap_future(self.client.reload_weights(state))
 
     async def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """End running requests with EngineClosed, stop, and free the pool; the model stays. May be called twice.

@@ -135,6 +135,15 @@ class Core:
         self._reuse.close()
         del self.runner, self.cache
 
+    def forget(self, error: EngineError) -> None:
+        """Drop all cached KV, pinned or not, because the model computes another; between two steps only.
+
+        Ends the requests that have begun with `error`. Waiting requests that have computed nothing stay.
+        """
+        for request in [*self.scheduler.running, *(each for each in self.scheduler.waiting if each.admitted)]:
+            self.end(request, error)
+        self.cache.clear(pins=True)
+
     def demote(self, tokens: TokenIds, keep: int, namespace: Hashable) -> None:
         """Evict the cached part of `tokens` from position `keep` on first, as far as no other prefix shares it."""
         cached = self.cache.match(tokens, namespace).matched  # a reply's last token never is

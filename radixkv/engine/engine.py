@@ -32,7 +32,9 @@ from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Warmed
+from radixkv.engine.request import Request
 from radixkv.engine.stats import AuditReport, EngineStats
+from radixkv.engine.weights import FIXED_WEIGHTS, State, Weights
 from radixkv.errors import InvalidInput
 from radixkv.memory import PoolSize, pool_size
 from radixkv.sampling.params import SamplingParams
@@ -67,6 +69,7 @@ class RequestEngine:
         config: EngineConfig,
         *,
         bytes_per_block: int = 0,
+        weights: Weights = FIXED_WEIGHTS,
     ) -> None:
         """Connect parts that exist; `load` makes them. The engine owns runner and cache from now on."""
         self.config = config
@@ -81,10 +84,15 @@ class RequestEngine:
         thread = EngineThread(core.step, core.idle_for, lambda: core.busy, core.close)
         namespaces = NamespaceTable(partial(_cached_namespaces, weakref.ref(cache)))  # closing frees the cache
         pool_tokens = cache.num_blocks * cache.block_size
-        inputs = InputProcessor(model, pool_tokens, config.seed, core.admission.check_fits, namespaces)
+
+        def check(request: Request) -> None:
+            weights.check()
+            core.admission.check_fits(request)
+
+        inputs = InputProcessor(model, pool_tokens, config.seed, check, namespaces)
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
-        self.client = CoreClient(core, auditor, thread, inputs, facts, decode)
+        self.client = CoreClient(core, auditor, thread, inputs, facts, decode, weights)
         # Runs when neither the engine nor a handle is left, and at interpreter exit.
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self.client, _shut, thread, self._outputs)
         try:
@@ -115,6 +123,7 @@ class RequestEngine:
         from radixkv.models.cuda_graphs import record_decodes
         from radixkv.models.fusion import fuse, wanted
         from radixkv.models.runner import Runner
+        from radixkv.models.weight_reload import watch_weights
 
         if not isinstance(config, EngineConfig | None):
             kind = type(config).__name__
@@ -160,7 +169,8 @@ class RequestEngine:
         if fused:
             fuse(runner)
         record_decodes(runner, config.max_sequences)
-        return cls(loaded, runner, cache, config, bytes_per_block=bytes_per_block)
+        weights = watch_weights(runner, None if isinstance(model, str | os.PathLike) else model)
+        return cls(loaded, runner, cache, config, bytes_per_block=bytes_per_block, weights=weights)
 
     # ---- requests
 
@@ -285,6 +295,18 @@ class RequestEngine:
     def clear_cache(self) -> None:
         """Drop every cached prefix that no request and no pin holds."""
         self.client.clear_cache().result()
+
+    def reload_weights(self, state: State | None = None) -> None:
+        """Use the model's present weights from now on, or those of `state`, which has the names of its state_dict.
+
+        For a model that was updated after `load`: until then, requests are refused with WeightsChanged. `state` is
+        written into the model that was loaded; packed and quantised layers are computed again. Then the self-test runs,
+        and all cached KV is dropped, pins included. Requests that have begun end with WeightsChanged; waiting ones run
+        with the new weights. Raises InvalidInput, with nothing changed, for a state that does not fit. Raises
+        InvalidInput or UnsupportedModel for weights that fail the self-test; the engine then refuses requests until a
+        reload succeeds. Costs a copy of the weights and five forwards of 50 tokens.
+        """
+        self.client.reload_weights(state).result()
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """End running requests with EngineClosed, stop, and free the pool; the model stays. May be called twice.

@@ -25,6 +25,7 @@ from radixkv.engine.kv_scrub import Auditor, check_blocks
 from radixkv.engine.output import Handle, Usage, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.stats import AuditReport, EngineStats
+from radixkv.engine.weights import State, Weights, reload_weights
 from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.sampling.params import is_int
 from radixkv.telemetry.tree_view import ALL, TreeView, tree_view
@@ -196,9 +197,10 @@ class CoreClient:
         inputs: InputProcessor,
         facts: EngineFacts,
         decode: Callable[[list[int]], str] | None,
+        weights: Weights,
     ) -> None:
-        """`decode` shows the tokens of a node in tree views; None shows none."""
-        self.core, self.thread, self.inputs = core, thread, inputs
+        """`decode` shows the tokens of a node in tree views; None shows none. `weights` are those of the model."""
+        self.core, self.thread, self.inputs, self._weights = core, thread, inputs, weights
         self._auditor, self._facts, self._decode = auditor, facts, decode
         self._loaded_at = time.perf_counter()
         self._session_numbers = itertools.count(1)
@@ -266,6 +268,11 @@ class CoreClient:
     def clear_cache(self) -> Future[None]:
         """Drop every cached prefix that no request or pin holds."""
         return self.thread.call(lambda: self.core.cache.clear())
+
+    def reload_weights(self, state: State | None) -> Future[None]:
+        """Make the model's present weights, or those of a state, count from the next step on."""
+        checked = self._weights.checked(state)
+        return self.thread.call(lambda: reload_weights(self.core, self._weights, checked))
 
     # ---- views
 

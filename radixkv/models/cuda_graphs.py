@@ -111,6 +111,10 @@ class ReplayedForward:
             return self.computed.compute(inputs, work)
         return logits.to(torch.float32, copy=True)  # the next replay overwrites it
 
+    def forget(self) -> None:
+        """Drop all recordings, because weights that they read have moved; steps are recorded again as they come."""
+        self.graphs.replays.clear()
+
 
 def buckets(most: int) -> list[int]:
     """Return the sizes of batches that are recorded: 1, 2, 4, multiples of 8, and `most`.

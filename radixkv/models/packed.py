@@ -37,8 +37,13 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.was_asked = False
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _EXPECTED_ROWS)
+        self.repack(linear.weight)
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def repack(self, weight: Tensor) -> None:
+        """Multiply by `weight` [out_features, in_features] from now on."""
+        plain = weight.detach().to("cpu", torch.float32)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(plain, _EXPECTED_ROWS)
 
     @property
     def weight(self) -> Tensor:

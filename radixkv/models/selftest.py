@@ -106,18 +106,18 @@ def _weights(loaded: LoadedModel) -> int:
 
 @contextmanager
 def _widened(loaded: LoadedModel) -> Iterator[LoadedModel]:
-    """Hold the model's weights in float32 while this is open; the conversion back loses nothing."""
-    narrow = [p for p in loaded.model.parameters() if p.dtype == loaded.dtype]
+    """Hold the model's weights in float32 while this is open; afterwards they lie where they were."""
+    narrow = [(p, p.data) for p in loaded.model.parameters() if p.dtype == loaded.dtype]
     try:
-        for parameter in narrow:
-            parameter.data = parameter.data.float()
+        for parameter, data in narrow:
+            parameter.data = data.float()
         state = tuple(
             replace(each, dtype=torch.float32) if each.dtype == loaded.dtype else each for each in loaded.state
         )
         yield replace(loaded, dtype=torch.float32, state=state)
     finally:
-        for parameter in narrow:
-            parameter.data = parameter.data.to(loaded.dtype)
+        for parameter, data in narrow:
+            parameter.data = data
 
 
 def _prompt_length(loaded: LoadedModel) -> int:

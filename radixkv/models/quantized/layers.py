@@ -173,11 +173,19 @@ def chosen_format(weights: str, place: Replaceable) -> Format:
     return Format.INT8 if weights == "int8" or place.outer else Format.INT4_MIN
 
 
+def requantized(weights: QuantizedWeights, dense: Tensor) -> QuantizedWeights:
+    """Return new weights [outputs, inputs] with the bits of others; groups of 4 bits get a minimum."""
+    format = Format.INT8 if weights.format is Format.INT8 else Format.INT4_MIN
+    small = QuantizedWeights(weights.outputs, weights.inputs, format)
+    store(dense.detach(), small)
+    return small
+
+
 @torch.no_grad()
 def store(dense: Tensor, small: QuantizedWeights) -> None:
     """Round weights [outputs, inputs] to the nearest numbers of the format of `small`, and store them there."""
     for start in range(0, len(dense), _ROWS):
-        small.quantise(dense[start : start + _ROWS], start)
+        small.quantise(dense[start : start + _ROWS].to("cpu"), start)
 
 
 @torch.no_grad()

@@ -21,8 +21,13 @@ class FusedNorm(nn.Module):
         """Scale by `weight` + `offset`; `weight` stays the parameter of the module."""
         super().__init__()
         self.weight, self.variance_epsilon = weight, epsilon
-        self.factors = (weight.detach() + offset).contiguous()
+        self._offset = offset
+        self.refresh()
         self._library, self._width = library, weight.numel()
+
+    def refresh(self) -> None:
+        """Scale by the present values of `weight`."""
+        self.factors = (self.weight.detach() + self._offset).contiguous()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise [..., width] along the last dimension."""
