@@ -430,6 +430,7 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
             "or more kv_memory, for more", loaded.name, rows, config.max_sequences, loaded.state_bytes,
         )  # fmt: skip
     spacing = Spacing(grid=config.prefill_chunk) if config.deterministic else None
+    snapshots = snapshots if config.prefix_cache else 0
     cache = StatefulPrefixCache(*blocks, rows=rows, snapshots=snapshots, spacing=spacing)
     return replace(config, max_sequences=rows), cache
 

@@ -102,6 +102,9 @@ class StatefulSequence(Sequence):
         check_int("position", position)
         if self._row is None:
             return
+        named = [at for at, kind in self._wanted.items() if kind != "prompt"]
+        if shared and any(0 <= position - at < self._spacing.least for at in named):
+            return  # many texts branch nearby
         kind: Kind = "branch" if shared else "message"
         self._want(int(position), kind)
         if self._planned is not None and self._drains == self._snapshots.slots.drains:

@@ -139,6 +139,16 @@ def test_a_snapshot_may_be_named_until_its_forward_begins() -> None:
     cache.check()
 
 
+def test_of_many_texts_that_branch_nearby_one_takes_a_snapshot() -> None:
+    cache = new()
+    seq = cache.open(text(0, 100))
+    for position in range(30, 60):
+        seq.snapshot_at(position, shared=True)
+    plan = seq.extend(text(0, 100))
+    assert plan.state is not None
+    assert [each.tokens for each in plan.state.snapshots] == [30, 46]
+
+
 def test_a_void_plan_gives_its_slots_back() -> None:
     cache = new(snapshots=1)
     for _ in range(3):

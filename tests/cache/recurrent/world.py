@@ -118,11 +118,13 @@ class StatefulWorld(World):
             self.facts[one.seq.id].wanted.add(position)
 
     def snapshot_at(self, one: Tracked, position: int) -> None:
-        one.seq.snapshot_at(position, shared=self.rng.random() < 0.5)
+        shared = self.rng.random() < 0.5
+        one.seq.snapshot_at(position, shared=shared)
         if one.purpose == "audit":
             return
         facts = self.facts[one.seq.id]
-        if one.plan is None or not facts.drained:
+        sure = not shared or self.spacing.least == 1  # else another one may lie shortly before
+        if sure and (one.plan is None or not facts.drained):
             self.want(one, position)
         if one.plan is not None:
             self.note_snapshots(one, one.plan)
