@@ -34,8 +34,6 @@ class Recheck:
 
 def recompute_obstacle(loaded: LoadedModel, *, exact: bool) -> str | None:
     """Return the reason why this model's KV cannot be compared within a tolerance; None if it can."""
-    if loaded.state:
-        return "this model keeps recurrent state, which KV of cached tokens cannot be computed again without"
     if row_dependent(loaded) and not exact:
         count = num_experts(loaded.config.get_text_config())
         return (

@@ -134,8 +134,8 @@ def test_a_given_state_memory_is_used_in_full() -> None:
 def test_audits_say_why_they_cannot_run() -> None:
     with (
         Engine.load(hybrid("lfm2"), **SMALL) as engine,
-        pytest.raises(InvalidInput, match="this model keeps recurrent state"),
+        pytest.raises(InvalidInput, match="this model has recurrent state"),
     ):
         engine.audit()
-    with pytest.raises(InvalidInput, match="scrub: this model keeps recurrent state"):
+    with pytest.raises(InvalidInput, match="scrub: this model has recurrent state"):
         Engine.load(hybrid("lfm2"), scrub=True, **SMALL)
