@@ -131,3 +131,52 @@ class EvictionIndex:
                 assert key[3] == node.tick, f"node {node.id}: its recency in the index is stale"
         gone = len(listed) - sum(node.eviction_key is not None for node in nodes)
         assert not gone, f"the eviction index lists {gone} nodes that are not in the tree"
+
+
+class SegmentedIndex(EvictionIndex):
+    """Two segments (SLRU, Karedla et al., 1994): leaves are protected from their second hit on, within a limit.
+
+    Unprotected leaves are evicted first, each segment by recency. Above the limit, the least recent protected leaf is
+    the next victim instead: otherwise the text of ended sessions would fill the pool and never leave it. Segments are
+    measured in leaves, because a chain is evicted through its leaf.
+    """
+
+    __slots__ = ()
+
+    LIMIT: ClassVar[float] = 0.8  # protected leaves, as a share of all leaves
+
+    def __init__(self) -> None:
+        super().__init__(lambda node: int(node.hits >= 2))
+
+    def victim(self) -> Node:
+        """Return the leaf to evict next; the index must not be empty."""
+        first = super().victim()
+        node = self.next_victims(1)[0]
+        if node is not first:
+            self._coldest = None
+        return node
+
+    def next_victims(self, count: int) -> list[Node]:
+        """Return the next `count` leaves in the order of eviction, fewer if there are fewer. O(count + log leaves)."""
+        victims: list[Node] = []
+        start = 0
+        while start < len(self._order) and len(victims) < count:
+            group = self._order[start][:2]  # priority, not demoted: these come before segments
+            middle = self._order.bisect_left((*group, 1))
+            end = self._order.bisect_left((*group, 2))
+            victims += self._of_group(start, middle, end, count - len(victims))
+            start = end
+        return victims
+
+    def _of_group(self, start: int, middle: int, end: int, count: int) -> list[Node]:
+        """Return the next victims among the unprotected leaves [start, middle) and the protected ones [middle, end)."""
+        protected = middle
+        victims = []
+        for _ in range(min(count, end - start)):
+            left = (end - protected) + (middle - start)
+            if start < middle and end - protected <= self.LIMIT * left:
+                start, place = start + 1, start
+            else:
+                protected, place = protected + 1, protected
+            victims.append(self.at(place))
+        return victims

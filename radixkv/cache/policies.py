@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from radixkv.cache.eviction import EvictionIndex, Rank
+from radixkv.cache.eviction import EvictionIndex, Rank, SegmentedIndex
 from radixkv.cache.predictive.index import PredictiveIndex
 from radixkv.errors import UnknownPolicy
 
@@ -20,8 +20,7 @@ POLICIES: dict[str, Policy] = {
     "lru": by_rank(),
     "fifo": by_rank(lambda node: node.born),
     "lfu": by_rank(lambda node: node.hits),
-    # Two segments, as SGLang's: protected after the second hit, least recent first within each.
-    "slru": by_rank(lambda node: int(node.hits >= 2)),
+    "slru": lambda num_blocks, block_size, clock: SegmentedIndex(),
     "predictive": PredictiveIndex,
 }
 

@@ -277,6 +277,18 @@ class TestSlru:
         assert survives("slru")
         assert not survives("lru")
 
+    def test_ended_sessions_do_not_stay_protected(self) -> None:
+        cache = PrefixCache(20, 4, "slru")
+        for name in range(9):
+            for _ in range(3):
+                publish(cache, prompt(name, 8))
+        newcomers = [prompt(100, 8), prompt(101, 8)]
+        for _ in range(3):
+            for text in newcomers:
+                publish(cache, text)
+        assert [cached(cache, text) for text in newcomers] == [8, 8]
+        assert [cached(cache, prompt(name, 8)) for name in range(9)] == [0] + [8] * 8
+
     def test_goes_by_use_within_the_newcomers(self) -> None:
         cache = PrefixCache(8, 4, "slru")
         texts = [prompt(i, 8) for i in range(4)]

@@ -13,7 +13,9 @@ from radixkv.cache.predictive.access_records import AccessRecord, Part
 
 HEADROOM = 0.025  # of the tokens asked for: where LRU misses fewer that are remembered, there is nothing to gain
 SLACK = 0.0003  # of the tokens asked for: hits that may be lost against LRU at any time
-ALLOWANCE = 0.003  # of the pool's tokens: the same from the first access on, so that learning can begin
+ALLOWANCE = 0.05  # of the pool's tokens: the same in total, so that learning can begin
+CREDIT = 0.002  # of the tokens asked for: limit of the allowance, for short traces in large pools
+START = 0.003  # of the pool's tokens: least allowance, from the first access on
 AT_RISK = 0.03  # of the tokens that LRU would hold and the cache has evicted: counted as lost before they are asked for
 MEMORY = 64.0  # pools' worth of tokens asked for, after which a gain or loss counts 1/e
 
@@ -43,7 +45,8 @@ class LruBaseline:
     @property
     def overdrawn(self) -> bool:
         """Whether recent losses against LRU, and part of the possible ones, exceed the allowance."""
-        return self._behind + AT_RISK * self._gone > SLACK * self._asked + ALLOWANCE * self._capacity
+        allowance = max(START * self._capacity, min(ALLOWANCE * self._capacity, CREDIT * self._asked))
+        return self._behind + AT_RISK * self._gone > SLACK * self._asked + allowance
 
     def clear(self) -> None:
         """Forget which tokens LRU holds."""
