@@ -26,7 +26,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_blocks": 0}, "num_blocks must be an int, at least 1, got 0"),
     ({"num_blocks": 1.5}, "num_blocks must be an int, at least 1, got 1.5"),
     ({"block_size": None}, "block_size must be an int, at least 1, got None"),
-    ({"attention": "flash"}, "attention='flash': allowed are 'auto', 'torch', 'triton'"),
+    ({"attention": "flash"}, "attention='flash': allowed are 'auto', 'torch', 'triton', 'compiled'"),
     ({"compile": "max"}, "compile='max': allowed are 'auto', True and False"),
     ({"max_sequences": True}, "max_sequences must be an int, at least 1, got True"),
     ({"max_overtakes": -1}, "max_overtakes must be an int, at least 0, got -1"),
