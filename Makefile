@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint types bench bench-gpu kernels models real clients clean
+.PHONY: help demo test test-all lint types bench bench-gpu soak kernels models real clients clean
 help:            ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -43,6 +43,9 @@ bench: $(READY)  ## run every benchmark that needs no other engine; each ends in
 
 bench-gpu: $(READY) ## run the GPU benchmarks, in under ten minutes; without a GPU, each part prints why it does not run
 	$(BIN)/python benchmarks/gpu
+
+soak: $(READY)   ## send 200,000 short requests from 16 threads; fails if memory grows or a request is wrong, ten minutes
+	$(BIN)/python benchmarks/soak.py --short --requests 200000
 
 kernels: $(READY) ## compile every Triton kernel for several GPUs, without one, and check the machine code
 	$(BIN)/python scripts/compile_kernels.py

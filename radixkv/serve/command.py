@@ -18,6 +18,7 @@ from radixkv.chat import AsyncEngine, Engine
 from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
 from radixkv.kv_size import bytes_of
+from radixkv.memory import limit_arenas
 from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
 
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _naming_options():
         settings = read_settings(arguments, os.environ)
         config = _engine_config(arguments)
+    limit_arenas()
     with bind(settings.host, settings.port) as sock:
         _log_to_stderr(arguments.quiet)
         _print(f"loading {arguments.model}")

@@ -58,6 +58,7 @@ class Story:
             (2, self.demote),
             (1, self.discard),
             (1, self.look),
+            (1, self.clear),
         ]
 
     def run(self, operations: int) -> None:
@@ -151,6 +152,10 @@ class Story:
 
     def look(self) -> None:
         self.world.random_run()
+
+    def clear(self) -> None:
+        if self.rng.random() < 0.1:  # a full cache is the rule
+            self.world.clear(pins=self.rng.random() < 0.5)
 
     def release(self) -> None:
         self.world.wait(1)

@@ -449,9 +449,13 @@ class World:
                     return True
         return False
 
-    def clear(self) -> None:
+    def clear(self, *, pins: bool = False) -> None:
         self.cache.stats()
-        self.cache.clear()
+        self.cache.clear(pins=pins)
+        if pins:
+            assert not any(pinned.pin.active for pinned in self.pins)
+            assert self.cache.stats().pinned_blocks == 0
+            self.pins.clear()
         self.forget_what_nobody_holds()
         assert self.cache.evictable_blocks == 0
 

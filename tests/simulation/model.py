@@ -49,7 +49,7 @@ def logits_of(digests: Digests) -> npt.NDArray[np.float32]:
     return ranks.astype(np.float32) * np.float32(2.0**-21)
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 12)  # 1 MB: a soak measures memory
 def greedy_token(digest: int) -> int:
     """Return the greedy token after a history."""
     return int(logits_of(np.array([digest], np.uint64)).argmax())

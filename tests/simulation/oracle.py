@@ -27,7 +27,7 @@ class Reply:
     before_last_draw: int = 0
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)  # those of one life: a soak measures memory
 def replies(
     prompt: tuple[int, ...],
     params: SamplingParams,

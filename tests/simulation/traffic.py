@@ -29,13 +29,15 @@ from tests.simulation.scenario import Sabotage
 
 Ids = tuple[int, ...]
 Judge = Callable[[Ids, SamplingParams, Completion], bool]  # checks a whole answer
-WAYS = ("wait", "wait", "read", "read slowly", "cancel", "cancel while it is read", "walk away")
 _PATIENCE = 300  # seconds after which a request counts as lost
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The requests: token ids below `vocab`, prompts and answers up to these lengths."""
+    """The requests: token ids below `vocab`, prompts and answers up to these lengths.
+
+    `ways` are the ways to use a handle, and `streams` the numbers of answers, each as often as it is named.
+    """
 
     vocab: int = VOCAB
     longest_prompt: int = 60
@@ -43,6 +45,8 @@ class Mixture:
     sampled: float = 0.3  # how many of the requests are not greedy
     timeout: float = 0.1  # how many have a timeout, in seconds
     timeouts: tuple[float, ...] = (0.01, 0.1, 1.0)
+    ways: tuple[str, ...] = ("wait", "wait", "read", "read slowly", "cancel", "cancel while it is read", "walk away")
+    streams: tuple[int, ...] = (1, 1, 1, 2, 3)
 
 
 @dataclass
@@ -90,7 +94,7 @@ class Traffic:
 
     def _request(self, rng: random.Random, number: int, prompt: Ids) -> Ids:
         """Send a request, use its handle, and check the answer; returns prompt and answer."""
-        params, way = self._params(rng), rng.choice(WAYS)
+        params, way = self._params(rng), rng.choice(self.mixture.ways)
         timeout = rng.choice(self.mixture.timeouts) if rng.random() < self.mixture.timeout else None
         handle = self.engine.submit(
             list(prompt),
@@ -187,7 +191,7 @@ class Traffic:
             max_tokens=rng.randint(1, self.mixture.most_new),
             temperature=0 if greedy else 1,
             seed=rng.randrange(1 << 30),
-            n=rng.choice((1, 1, 1, 2, 3)),
+            n=rng.choice(self.mixture.streams),
             ignore_eos=True,
         )
 

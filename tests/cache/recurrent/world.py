@@ -233,8 +233,8 @@ class StatefulWorld(World):
             gone = {each for each in self.states.get(namespace, ()) if common(wrong, list(each)) > start}
             self.states[namespace] = {each for each in self.states.get(namespace, ()) if each not in gone}
 
-    def clear(self) -> None:
-        super().clear()
+    def clear(self, *, pins: bool = False) -> None:
+        super().clear(pins=pins)
         self.forget_lost_states()
 
     def drain(self) -> None:
