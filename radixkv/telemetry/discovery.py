@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from radixkv import private_files
 from radixkv.errors import EngineNotFound, InvalidInput
 from radixkv.telemetry.protocol import Attach, encode
 from radixkv.telemetry.records import EngineFacts
@@ -60,8 +59,11 @@ def advertise(facts: EngineFacts, path: Path, tcp: str | None = None, token: str
         token=token,
     )
     target = path.with_suffix(".json")
-    text = json.dumps({name: value for name, value in asdict(description).items() if name != "alive"})
-    private_files.write(target, text.encode())
+    fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump({name: value for name, value in asdict(description).items() if name != "alive"}, file)
+    fresh.replace(target)
     return target
 
 
