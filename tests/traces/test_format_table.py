@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -179,3 +181,62 @@ def test_lengths_only_are_for_fragmentation_and_run(
 def test_a_bad_file_names_line_and_field(requests: Any, text: str, complaint: str) -> None:
     with pytest.raises(TraceError, match=complaint):
         requests(text)
+
+
+ODD: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    2**70,
+    "",
+    "x",
+    "2025-13-01",
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": 1},
+    [{}],
+    [{"role": "user"}],
+]
+
+
+def damaged(value: Any, draw: Random) -> Any:
+    """A JSON value in which one part, drawn at random, is replaced or left out."""
+    if isinstance(value, dict) and value and draw.random() < 0.9:
+        key = draw.choice(sorted(value))
+        if draw.random() < 0.1:
+            return {name: each for name, each in value.items() if name != key}
+        return {**value, key: damaged(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.9:
+        at = draw.randrange(len(value))
+        return [*value[:at], damaged(value[at], draw), *value[at + 1 :]]
+    return draw.choice(ODD)
+
+
+def broken(text: str, draw: Random) -> str:
+    """A file in which one value, or one character, is another."""
+    rows = text.splitlines()
+    at = draw.randrange(len(rows))
+    if rows[at][0] in "[{" and draw.random() < 0.9:
+        rows[at] = json.dumps(damaged(json.loads(rows[at]), draw))
+    else:
+        place = draw.randrange(len(rows[at]))
+        rows[at] = rows[at][:place] + draw.choice('\x00",x{') + rows[at][place + 1 :]
+    return "\n".join(rows)
+
+
+@pytest.mark.parametrize("format", FORMAT_TABLE)
+def test_a_damaged_file_is_read_or_named_with_its_line(format: str, tmp_path: Path) -> None:
+    """A value of a wrong type never raises another error, in any later use of the requests either."""
+    draw = Random(format)
+    for _ in range(300):
+        (tmp_path / "trace").write_text(broken(SAMPLES[format], draw))
+        found: list[Any] = []
+        with suppress(TraceError):
+            found += open_trace(tmp_path / "trace", format)
+        texts = [each for each in found if isinstance(each, ChatRequest)]
+        assert all(each.input_length >= 0 for each in text_blocks(texts, 16))
+        assert all(isinstance(each.session, str | None) for each in found)

@@ -79,7 +79,9 @@ def _batch_fields(line: Line, body: dict[str, Any]) -> dict[str, Any]:
     prompt = body.get("prompt", body.get("input"))
     if "embeddings" in str(line.fields.get("url")) or prompt is None:
         raise line.wrong("body", "there are no messages, no input and no prompt of a generation")
-    messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if not isinstance(prompt, str | list):
+        raise line.wrong("body", f"{short_repr(prompt)} is no prompt: allowed are a string and a list")
+    messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if isinstance(body.get("instructions"), str):
         messages.insert(0, {"role": "system", "content": body["instructions"]})
     known = [each for each in messages if not isinstance(each, dict) or "role" in each]

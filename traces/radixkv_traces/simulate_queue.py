@@ -79,7 +79,7 @@ def replay_queue(
     """Serve all requests from a pool of `capacity_blocks` blocks, in the order "fcfs" or "longest-prefix".
 
     O(blocks) in all, and O(blocks of LOOKED_AT prompts) for each request in the order "longest-prefix". Ctrl-C ends it
-    early. Raises InvalidInput, and UnknownPolicy for bounds, which need to know the order of requests in advance.
+    early. Raises InvalidInput, and UnknownPolicy for bounds, which need the order of requests in advance.
     """
     if order not in ORDERS:
         raise InvalidInput(f"order {order!r}: allowed are {', '.join(ORDERS)}")
