@@ -11,21 +11,37 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Callable, Sized
+from typing import Protocol, TypeVar
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.engine.request import Request, Stream
 from radixkv.errors import RequestFailed
 
-if TYPE_CHECKING:
-    from radixkv.engine.scheduler import Work
-
 _log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Fail = Callable[[Request, Exception], None]
+
+
+class StreamChunk(Protocol):
+    """A part of a forward: the tokens of one stream from `start` on; `scheduler.Work` is one."""
+
+    @property
+    def stream(self) -> Stream:
+        """The stream."""
+
+    @property
+    def start(self) -> int:
+        """The position of the first token."""
+
+    @property
+    def tokens(self) -> Sized:
+        """The tokens."""
+
+
+Work = TypeVar("Work", bound=StreamChunk)
 
 
 class FaultIsolation(Protocol):

@@ -123,6 +123,24 @@ def test_a_cut_inside_unpublished_tokens_uses_their_snapshots() -> None:
     cache.check()
 
 
+def test_a_cut_gives_back_the_unpublished_snapshots_after_it() -> None:
+    cache = new()
+    seq = cache.open(text(0, 300))
+    seq.snapshot_at(100)
+    seq.extend(text(0, 300))
+    seq.commit(publish=False)
+    assert cache.stats().state_slots_used == 2
+    seq.truncate(90)
+    assert seq.length == cache.stats().state_slots_used == 0
+    cache.check()
+    other = text(1, 300)
+    seq.extend(other)
+    cache.copies.drain()
+    seq.commit()
+    assert {each.position for each in cache.snapshots} == {90, 100, 256}
+    cache.check()
+
+
 def test_a_snapshot_may_be_named_until_its_forward_begins() -> None:
     cache = new()
     seq = cache.open(text(0, 100))
