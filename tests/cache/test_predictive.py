@@ -393,3 +393,16 @@ def test_discarded_text_is_claimed_by_no_access() -> None:
     cache.discard([1, 2, 3, 4], start=2)
     cache.check()
     assert (record.start, record.end) == (0, 2)
+
+
+def test_the_path_that_a_cut_sequence_left_has_a_record_of_its_own() -> None:
+    cache = PrefixCache(5, 4, "predictive")
+    publish(cache, [1] * 8 + [2] * 4)
+    with cache.open([1] * 8) as cut:
+        cut.truncate(4)
+        cut.extend([3] * 8)
+        cut.commit()
+    for length in (4, 8, 12):  # evicts the ends of both branches, one after the other
+        with cache.open([length] * 20) as other:
+            other.extend([length] * length)
+            cache.check()

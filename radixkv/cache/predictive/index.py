@@ -72,7 +72,8 @@ class PredictiveIndex(EvictionIndex):
         """Insert a node that became an unlocked leaf."""
         super().add(node)
         record: AccessRecord | None = node.policy_data
-        if record is None or not record.runs:  # published by an access that did not end here, or not yet
+        # Published by an access that did not end here, or not yet: a cut sequence may have gone on elsewhere.
+        if record is None or not record.runs or record.leaf is not None:
             node.policy_data = record = AccessRecord(self._now)
             record.settle(self._now, node.end, self._block, 0, 0, self.hazard_model.classed)
             record.start = node.start
