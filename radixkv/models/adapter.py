@@ -156,9 +156,7 @@ def _freeze(module: Any, name: str) -> None:
 def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedModel, float]:
     """Return the model with the requested attention, and the error of its self-test, which it has passed."""
     small = bool(quantized_weights(loaded.model))
-    backend = attention_interface.choose_backend(
-        attention, loaded.layers, loaded.dtype, loaded.device, small_weights=small
-    )
+    backend = attention_interface.choose_backend(attention, loaded.layers, loaded.dtype, loaded.device, small)
     loaded = replace(loaded, attention=backend)
     if small:
         fuse_modules(loaded.model, loaded.max_length)

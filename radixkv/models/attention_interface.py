@@ -206,10 +206,12 @@ def check_backend(asked: str, device: torch.device) -> None:
         raise InvalidInput(f"attention={asked!r}: allowed are {', '.join(map(repr, BACKENDS))}")
     if asked == "triton":
         _refuse(asked, triton_backend.device_obstacle(device))
+    if asked == "compiled":
+        _refuse(asked, compiled_attention.obstacle([], torch.float32, device))
 
 
 def choose_backend(
-    asked: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, *, small_weights: bool
+    asked: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, small_weights: bool = False
 ) -> str:
     """Return "torch", "triton" or "compiled", for all layers of a model.
 

@@ -161,7 +161,7 @@ def test_without_a_compiler_attention_runs_in_torch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiled_attention, "kernels", lambda: None)
     assert adapter.load("tiny", weights="int8").attention == "torch"
     with pytest.raises(InvalidInput, match="nothing is compiled on this machine"):
-        adapter.load("tiny", attention="compiled")
+        adapter.load("/no/such/folder", attention="compiled")  # before anything is read
 
 
 def test_items_stay_alive_while_their_list_does() -> None:
